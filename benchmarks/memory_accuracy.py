@@ -43,7 +43,7 @@ from meshwright.data.sources import example
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.dryrun.rehearsal import grid_of, rehearse
+from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.memory import GLOO
 from meshwright.tools.planner.model_cache import ModelCache
@@ -194,7 +194,7 @@ def measure(rank: int, world_size: int, config_json: str) -> int:
 def rehearsed(config: RunConfig) -> list[int]:
     """Predict the peak bytes of each pipeline rank by a dry run of its first rank."""
     per_stage = grid_of(config).dp * grid_of(config).tp
-    return [rehearse(config, pp_rank * per_stage).both_bytes for pp_rank in range(config.parallel.pp)]
+    return [profile_rank(config, pp_rank * per_stage).both_bytes for pp_rank in range(config.parallel.pp)]
 
 
 def planned(config: RunConfig) -> list[int]:

@@ -56,11 +56,11 @@ def dryrun(
     seeds = [parse_fault(fault, grid, config.pipeline) for fault in faults]
     from meshwright.terminal.output import tell
     from meshwright.tools.dryrun.agreement import disagreements
-    from meshwright.tools.dryrun.job import plan_job
+    from meshwright.tools.dryrun.job import dry_run_job
     from meshwright.tools.dryrun.report import describe, figure, save
 
     gc.freeze()  # exempts existing objects, so that collections stay fast
-    job = plan_job(config, tell)
+    job = dry_run_job(config, tell)
     for words, seed in zip(faults, seeds, strict=True):
         _seed(job, words, *seed)
     found = disagreements(job)
@@ -167,7 +167,7 @@ def _seed(job: Job, words: str, kind: str, rank: int, what: str) -> None:
     from meshwright.tools.dryrun.job import set_rank_schedule
 
     if kind == "missing":
-        job.missing.append((what, rank))
+        job.missing_members.append((what, rank))
         return
     try:
         set_rank_schedule(job, rank, what)

@@ -54,8 +54,11 @@ def test_a_seeded_fault_is_exit_code_1(config: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
-        (["missing:pp:3"], "rank 1 knows that group as itself alone, without rank 3"),
-        (["missing:dp:0", "missing:dp:1"], "the dp group [0 1] has fallen into 0 and 1, which do not know each other"),
+        (["missing:pp:3"], "on rank 1 that group is this rank alone, without rank 3"),
+        (
+            ["missing:dp:0", "missing:dp:1"],
+            "the dp group [0 1] has fallen into 0 and 1: each part communicates by itself",
+        ),
         (["schedule:2=gpipe"], "rank 2 runs gpipe and the others 1f1b"),
     ],
 )

@@ -20,7 +20,7 @@ from meshwright.data.sources import example
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
-from meshwright.tools.dryrun.rehearsal import grid_of
+from meshwright.tools.dryrun.fake_step import grid_of
 
 
 class Live(TorchDispatchMode):  # type: ignore[misc]

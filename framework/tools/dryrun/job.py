@@ -1,9 +1,9 @@
-"""Rehearsal of all ranks of a job, once per kind of rank, and the comparison of all ranks.
+"""Dry run of all ranks of a job, once per kind of rank.
 
-16,384 ranks = 16 pipeline ranks x 1,024 columns (dp, tp)      ranks of one pipeline rank behave alike: one script
-16 pipeline ranks = 3 kinds: first, 14 between, last           equal stages are rehearsed once, in short,
-                                                               and played back in each rank's own row
-every rank      the script of its kind and its view of its groups, or a script of its own where it differs
+16,384 ranks = 16 pipeline ranks x 1,024 columns (dp, tp)      ranks of one pipeline rank are alike: one profile
+16 pipeline ranks = 3 kinds: first, 14 between, last           equal stages are run once, with few micro-batches,
+                                                               and replayed in each rank's own row
+every rank      the profile of its kind and its view of its groups, or a profile of its own where it deviates
 compared        members of groups; collectives one by one; each send with its receive; deadlocks
 """
 
@@ -20,9 +20,10 @@ from meshwright.mesh.grid import Grid
 from meshwright.pipeline.outline import outline_of
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
-from meshwright.tools.dryrun.account import Rehearsal
-from meshwright.tools.dryrun.rehearsal import draw, grid_of, record_step, rehearse
-from meshwright.tools.dryrun.replay import CHUNKS, ReplayError, build_templates, replay
+from meshwright.tools.dryrun.fake_step import grid_of, profile_rank, record_step, share_blueprint
+from meshwright.tools.dryrun.rank_profile import RankProfile
+from meshwright.tools.dryrun.replay import replay
+from meshwright.tools.dryrun.templates import CHUNKS, ReplayError, build_templates
 
 
 @dataclass
@@ -32,53 +33,51 @@ class Job:
     config: RunConfig
     grid: Grid
     blueprint: Blueprint
-    rehearsals: list[Rehearsal]
-    """By pipeline rank: rehearsal of its first rank, valid for all its ranks."""
-    kinds: list[int]
-    """By pipeline rank: the first pipeline rank with equal stages."""
-    own: dict[int, Rehearsal] = field(default_factory=dict)
-    """Rehearsals of ranks that differ from their pipeline rank."""
+    profiles: list[RankProfile]
+    """Profile of each pipeline rank's first rank, valid for all its ranks."""
+    representatives: list[int]
+    """First pipeline rank with equal stages, for each pipeline rank."""
+    own_profiles: dict[int, RankProfile] = field(default_factory=dict)
+    """Profiles of ranks that deviate from their pipeline rank."""
     own_schedules: dict[int, Schedule] = field(default_factory=dict)
     """Schedules of those ranks that run another one."""
-    missing: list[tuple[str, int]] = field(default_factory=list)
+    missing_members: list[tuple[str, int]] = field(default_factory=list)
     """(axis, rank) of each rank that is missing in the view of its group's other ranks."""
 
-    def rehearsal_of(self, rank: int) -> Rehearsal:
-        """Return the rehearsal that holds for a rank."""
-        return self.own.get(rank) or self.rehearsals[self.grid.coordinates(rank).pp_rank]
+    def profile_of(self, rank: int) -> RankProfile:
+        """Return the profile that holds for a rank."""
+        return self.own_profiles.get(rank) or self.profiles[self.grid.coordinates(rank).pp_rank]
 
 
-def plan_job(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> Job:
+def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: None) -> Job:
     """Run the dry run of every kind of rank of a resolved configuration.
 
-    The callback receives a text for each kind that cannot be played back and therefore takes longer.
+    ``report`` receives a text for each kind that cannot be replayed and therefore takes longer.
     """
-    grid = grid_of(config)
-    drawn = draw(config)
-    blueprint, pp = drawn.blueprint, grid.pp
-    keys = [_kind(blueprint, pp_rank) for pp_rank in range(pp)]
-    kinds = [keys.index(key) for key in keys]
-    per_stage = grid.dp * grid.tp
-    found: dict[int, Rehearsal] = {}
+    grid, shared = grid_of(config), share_blueprint(config)
+    blueprint, pp, per_stage = shared.blueprint, grid.pp, grid.dp * grid.tp
+    kinds = [_kind(blueprint, pp_rank) for pp_rank in range(pp)]
+    representatives = [kinds.index(kind) for kind in kinds]
+    found: dict[int, RankProfile] = {}
     if batch_numbers(config).chunks > CHUNKS:
-        short = _short(config)
-        drawn_short = drawn._replace(blueprint=draw_like(blueprint, short))
-        for kind in dict.fromkeys(kinds):
+        short = _with_few_chunks(config)
+        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
+        for first in dict.fromkeys(representatives):
             try:
-                run = record_step(short, kind * per_stage, drawn_short)
-                templates = build_templates(run, kind * per_stage, drawn_short.blueprint.schedule, kind)
-                for pp_rank in [r for r in range(pp) if kinds[r] == kind]:
-                    found[pp_rank] = replay(templates, config, pp_rank * per_stage, drawn, blueprint.schedule)
+                run = record_step(short, first * per_stage, shared_short)
+                templates = build_templates(run, first * per_stage, shared_short.blueprint.schedule, first)
+                for pp_rank in [r for r in range(pp) if representatives[r] == first]:
+                    found[pp_rank] = replay(templates, config, pp_rank * per_stage, shared, blueprint.schedule)
             except ReplayError as reason:
-                say(f"pipeline rank {kind} and those like it are run as a whole: {reason}")
+                report(f"pipeline rank {first} and those like it are run as a whole: {reason}")
             gc.collect()
     for pp_rank in range(pp):
         if pp_rank not in found:
-            found[pp_rank] = rehearse(config, pp_rank * per_stage, drawn)
-    return Job(config, grid, blueprint, [found[pp_rank] for pp_rank in range(pp)], kinds)
+            found[pp_rank] = profile_rank(config, pp_rank * per_stage, shared)
+    return Job(config, grid, blueprint, [found[pp_rank] for pp_rank in range(pp)], representatives)
 
 
-def _short(config: RunConfig) -> RunConfig:
+def _with_few_chunks(config: RunConfig) -> RunConfig:
     batch = batch_numbers(config)
     dp = batch.global_batch // batch.chunks // batch.micro_batch_size
     return config.model_copy(
@@ -90,11 +89,6 @@ def _short(config: RunConfig) -> RunConfig:
     )
 
 
-def draw_like(blueprint: Blueprint, config: RunConfig) -> Blueprint:
-    """Return the blueprint for a configuration that differs only in schedule or number of micro-batches."""
-    return replace(blueprint, config=config, schedule=draw_schedule(config))
-
-
 def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
     """Return a key that is equal for pipeline ranks with equal stages: layers, weights and boundary values.
 
@@ -103,12 +97,12 @@ def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
     tied = {stage for stages in blueprint.stage_of_parameter().values() if len(stages) > 1 for stage in stages}
     found: list[Any] = []
     last = len(blueprint.stages) - 1
-    again = set(blueprint.recomputed)
+    recomputed = set(blueprint.recomputed)
     for stage in blueprint.schedule.stages_of(pp_rank):
         layers = [
             (
                 repr(outline_of(layer)).replace(f"{name}.", ""),
-                sorted(part.removeprefix(name) for part in again if f"{part}.".startswith(f"{name}.")),
+                sorted(part.removeprefix(name) for part in recomputed if f"{part}.".startswith(f"{name}.")),
             )
             for name, layer in blueprint.stage_layers(stage).named_children()
         ]
@@ -127,5 +121,5 @@ def set_rank_schedule(job: Job, rank: int, schedule: str) -> None:
     """
     pipeline = job.config.pipeline.model_copy(update={"schedule": schedule, "schedule_file": None, "interleave": None})
     config = RunConfig.model_validate(job.config.model_dump() | {"pipeline": pipeline.model_dump()})
-    job.own[rank] = rehearse(config, rank)
+    job.own_profiles[rank] = profile_rank(config, rank)
     job.own_schedules[rank] = draw_schedule(config)

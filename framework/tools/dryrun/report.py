@@ -11,9 +11,10 @@ from meshwright.blueprint import batch_numbers
 from meshwright.schedule.action import COMPUTE
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
 from meshwright.terminal.format import format_size, format_table
-from meshwright.tools.dryrun.account import Category, Rehearsal
-from meshwright.tools.dryrun.agreement import Disagreement, axis_of
+from meshwright.tools.dryrun.agreement import Disagreement
+from meshwright.tools.dryrun.groups import axis_of
 from meshwright.tools.dryrun.job import Job
+from meshwright.tools.dryrun.rank_profile import Category, RankProfile
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,25 +46,24 @@ class WireTraffic(NamedTuple):
     between: float
 
 
-def wire_bytes(job: Job, rehearsal: Rehearsal, nodes: Sequence[str]) -> dict[str, WireTraffic]:
+def wire_bytes(job: Job, profile: RankProfile, nodes: Sequence[str]) -> dict[str, WireTraffic]:
     """Return the bytes that a rank sends, by axis.
 
     A ring visits its group in order, so the share of bytes between nodes is the share of ring links between nodes.
     """
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     crossing: dict[tuple[int, ...], float] = {}
-    for spoken in rehearsal.said:
-        heard = spoken.heard
-        if heard.peer is not None:
-            share = float(nodes[rehearsal.rank] != nodes[heard.peer])
+    for _, call in profile.communication:
+        if call.peer is not None:
+            share = float(nodes[profile.rank] != nodes[call.peer])
         else:
-            if heard.group not in crossing:
-                ring = zip(heard.group, heard.group[1:] + heard.group[:1], strict=True)
-                crossing[heard.group] = sum(nodes[a] != nodes[b] for a, b in ring) / len(heard.group)
-            share = crossing[heard.group]
-        both = found[axis_of(job.grid, heard.group, to_peer=heard.peer is not None)]
-        both[0] += heard.wire_bytes * (1 - share)
-        both[1] += heard.wire_bytes * share
+            if call.group not in crossing:
+                ring = zip(call.group, call.group[1:] + call.group[:1], strict=True)
+                crossing[call.group] = sum(nodes[a] != nodes[b] for a, b in ring) / len(call.group)
+            share = crossing[call.group]
+        both = found[axis_of(job.grid, call.group, to_peer=call.peer is not None)]
+        both[0] += call.wire_bytes * (1 - share)
+        both[1] += call.wire_bytes * share
     return {axis: WireTraffic(*both) for axis, both in found.items()}
 
 
@@ -96,7 +96,7 @@ def flops_of(job: Job, pp_rank: int) -> float:
     return flops * batch_numbers(job.config).chunks / job.grid.tp
 
 
-def parameters_of(job: Job, pp_rank: int) -> int:
+def num_parameters(job: Job, pp_rank: int) -> int:
     """Return the number of parameter elements that a rank computes with."""
     stages = job.blueprint.schedule.stages_of(pp_rank)
     return sum(parameter.numel() for stage in stages for parameter in job.blueprint.stage_layers(stage).parameters())
@@ -110,80 +110,76 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
     grid, blueprint = job.grid, job.blueprint
     time = None if time_model is None else time_model(job)
     timeline = simulate_schedule(job) if time is None else time.timeline
-    busy = busy_shares(timeline)
-    rows: list[tuple[str, ...]] = [
-        ("pp", "layers", "parameters", "peak", "in", "weights", "gradients", "optimizer", "activations", "rest")
+    most = max(job.profiles, key=lambda each: each.peak_bytes)
+    host = max(each.host_bytes for each in job.profiles)
+    memory, traffic = _memory_rows(job), _traffic_rows(job, nodes, busy_shares(timeline))
+    lines = [
+        f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on pp {grid.pp} x dp {grid.dp} x tp "
+        f"{grid.tp} = {_count(grid.size, 'rank')} on {_count(len(set(nodes)), 'node')}",
+        f"{blueprint.schedule.name}, {_count(batch_numbers(job.config).chunks, 'micro-batch')}; "
+        f"{_count(len(set(job.representatives)), 'kind')} of pipeline ranks run; "
+        f"each line holds for {_count(grid.dp * grid.tp, 'rank')}",
+        "",
+        "memory of a rank at its peak, and the rank's activity at that time",
+        *format_table(memory, "<<>>>>>>>>"),
+        "",
+        "what a rank computes in a step, and puts on the wire by axis: inside its node, and between nodes",
+        *format_table(traffic, "<" + ">" * (len(traffic[0]) - 1)),
+        "",
+        f"most memory  {format_size(most.peak_bytes)} on pipeline rank {most.pp_rank}, in {most.peak_in}"
+        + (f"; and {format_size(host)} of the host's" if host else "")
+        + _overflow(most.peak_bytes, time),
+        f"bubble       {bubble_share(timeline):.1%} of the time"
+        + ("" if time is not None else ", by the schedule and the layers' shares of time; messages cost nothing"),
     ]
-    on_wire = [wire_bytes(job, rehearsal, nodes) for rehearsal in job.rehearsals]
-    said = [
-        (f"{axis} {('inside', 'between')[way]}", [each.get(axis, WireTraffic(0.0, 0.0))[way] for each in on_wire])
-        for axis in ("tp", "pp", "dp", "tied", "world")
-        for way in (0, 1)
+    if time is not None:
+        lines.append(f"step         {time.step_s:.3g} s, MFU {time.mfu_share:.1%}, predicted for {time.device}")
+    if found:
+        return "\n".join([*lines, f"all ranks    DO NOT AGREE: {len(found)} found", *(f"  {each}" for each in found)])
+    lines += [
+        "all ranks    agree",
+        "  every group has the same members on all of its ranks, all of them issue the same collectives in one order,",
+        "  each send has a matching receive, and no rank blocks for ever",
     ]
-    said = [(title, numbers) for title, numbers in said if any(numbers)]
-    speech = [("pp", "FLOP", "busy", *(title for title, _ in said))]
-    for pp_rank, rehearsal in enumerate(job.rehearsals):
-        held = rehearsal.held
-        main = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.ACTIVATIONS)
-        rest = rehearsal.peak_bytes + rehearsal.host_bytes - sum(held.get(category, 0) for category in main)
-        names = [
-            list(dict(blueprint.stage_layers(stage).named_children()))
-            for stage in blueprint.schedule.stages_of(pp_rank)
-        ]
+    return "\n".join(lines)
+
+
+def _memory_rows(job: Job) -> list[tuple[str, ...]]:
+    """Format one row of memory per pipeline rank, below a header."""
+    main = (Category.WEIGHTS, Category.GRADIENTS, Category.OPTIMIZER, Category.ACTIVATIONS)
+    rows: list[tuple[str, ...]] = [("pp", "layers", "parameters", "peak", "in", *map(str, main), "rest")]
+    for pp_rank, profile in enumerate(job.profiles):
+        sizes = [profile.held.get(category, 0) for category in main]
+        stages = job.blueprint.schedule.stages_of(pp_rank)
+        names = [list(dict(job.blueprint.stage_layers(stage).named_children())) for stage in stages]
         rows.append(
             (
                 str(pp_rank),
                 " ".join(each[0] if len(each) == 1 else f"{each[0]}..{each[-1]}" for each in names),
-                f"{parameters_of(job, pp_rank):,}",
-                format_size(rehearsal.peak_bytes),
-                str(rehearsal.peak_in),
-                *(format_size(held.get(category, 0)) for category in main),
-                format_size(rest),
+                f"{num_parameters(job, pp_rank):,}",
+                format_size(profile.peak_bytes),
+                str(profile.peak_in),
+                *map(format_size, sizes),
+                format_size(profile.peak_bytes + profile.host_bytes - sum(sizes)),
             )
         )
-        speech.append(
-            (
-                str(pp_rank),
-                flops_text(flops_of(job, pp_rank)),
-                f"{busy[pp_rank]:.1%}",
-                *(format_size(round(numbers[pp_rank])) if numbers[pp_rank] else "-" for _, numbers in said),
-            )
-        )
-    kinds = len(set(job.kinds))
-    most = max(job.rehearsals, key=lambda each: each.peak_bytes)
-    host = max(each.host_bytes for each in job.rehearsals)
-    verdict = [f"  {each}" for each in found] or [
-        "  every group is known to all of its members, all collectives are said alike by all of them,",
-        "  each send meets its receive, and nobody waits for ever",
-    ]
-    return "\n".join(
-        [
-            f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on pp {grid.pp} x dp {grid.dp} x tp "
-            f"{grid.tp} = {_count(grid.size, 'rank')} on {_count(len(set(nodes)), 'node')}",
-            f"{blueprint.schedule.name}, {_count(batch_numbers(job.config).chunks, 'micro-batch')}; "
-            f"{_count(kinds, 'kind')} of pipeline ranks rehearsed; "
-            f"each line holds for {_count(grid.dp * grid.tp, 'rank')}",
-            "",
-            "memory of a rank at its peak, and what the rank does then",
-            *format_table(rows, "<<>>>>>>>>"),
-            "",
-            "what a rank computes in a step, and puts on the wire by axis: inside its node, and between nodes",
-            *format_table(speech, "<" + ">" * (len(speech[0]) - 1)),
-            "",
-            f"most memory  {format_size(most.peak_bytes)} on pipeline rank {most.pp_rank}, in {most.peak_in}"
-            + (f"; and {format_size(host)} of the host's" if host else "")
-            + _overflow(most.peak_bytes, time),
-            f"bubble       {bubble_share(timeline):.1%} of the time"
-            + ("" if time is not None else ", by the schedule and the layers' shares of time; messages cost nothing"),
-            *(
-                []
-                if time is None
-                else [f"step         {time.step_s:.3g} s, MFU {time.mfu_share:.1%}, predicted for {time.device}"]
-            ),
-            f"all ranks    {'agree' if not found else f'DO NOT AGREE: {len(found)} found'}",
-            *verdict,
-        ]
-    )
+    return rows
+
+
+def _traffic_rows(job: Job, nodes: Sequence[str], busy: Sequence[float]) -> list[tuple[str, ...]]:
+    """Format one row of FLOPs and bytes on the wire per pipeline rank, below a header; unused axes have no column."""
+    on_wire = [wire_bytes(job, profile, nodes) for profile in job.profiles]
+    columns = {}
+    for axis in ("tp", "pp", "dp", "tied", "world"):
+        traffic = [each.get(axis, WireTraffic(0.0, 0.0)) for each in on_wire]
+        columns[f"{axis} inside"] = [each.inside for each in traffic]
+        columns[f"{axis} between"] = [each.between for each in traffic]
+    columns = {title: numbers for title, numbers in columns.items() if any(numbers)}
+    rows: list[tuple[str, ...]] = [("pp", "FLOP", "busy", *columns)]
+    for pp_rank, share in enumerate(busy):
+        cells = [format_size(round(n[pp_rank])) if n[pp_rank] else "-" for n in columns.values()]
+        rows.append((str(pp_rank), flops_text(flops_of(job, pp_rank)), f"{share:.1%}", *cells))
+    return rows
 
 
 def _overflow(peak_bytes: int, time: StepTimeEstimate | None) -> str:
@@ -219,9 +215,9 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
     picture = Figure(figsize=(13, max(3.0, 0.42 * job.grid.pp + 1.6)), layout="constrained")
     bars, schedule = picture.subplots(1, 2, sharey=True, width_ratios=[2, 3])
     left = [0.0] * job.grid.pp
-    shown = [category for category in Category if any(each.held.get(category) for each in job.rehearsals)]
+    shown = [category for category in Category if any(each.held.get(category) for each in job.profiles)]
     for number, category in enumerate(shown):
-        sizes = [each.held.get(category, 0) / GIB for each in job.rehearsals]
+        sizes = [each.held.get(category, 0) / GIB for each in job.profiles]
         bars.barh(range(job.grid.pp), sizes, left=left, color=f"C{number}", label=str(category))
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     bars.set_xlabel("GiB at the peak")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.tools.dryrun.job import plan_job
+from meshwright.tools.dryrun.job import dry_run_job
 from tests.tools.dryrun.jobs import Planned, configured
 
 
 @pytest.fixture(scope="session")
 def planned() -> Planned:
     """16 ranks: 4 pipeline ranks of which two are alike, 5 micro-batches, on every axis somebody to speak with."""
-    told: list[str] = []
+    reported: list[str] = []
     config = configured(chunks=5, pp=4, dp=2, tp=2, model="llama", num_layers=4, sequence=True)
-    return Planned(plan_job(config, told.append), told)
+    return Planned(dry_run_job(config, reported.append), reported)

@@ -1,4 +1,4 @@
-"""Small jobs on paper."""
+"""Small jobs for dry runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from meshwright.tools.dryrun.job import Job
 
 
 class Planned(NamedTuple):
-    """A job, and what was told while it was planned."""
+    """A job, and what was reported while it was planned."""
 
     job: Job
-    told: list[str]
+    reported: list[str]
 
 
 def configured(

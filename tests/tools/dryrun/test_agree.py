@@ -8,30 +8,31 @@ import pytest
 
 from meshwright.mesh.fake import InterceptedOperation
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.tools.dryrun.account import CommunicationRecord
-from meshwright.tools.dryrun.agreement import axis_of, disagreements
-from meshwright.tools.dryrun.job import Job, plan_job, set_rank_schedule
+from meshwright.tools.dryrun.agreement import disagreements
+from meshwright.tools.dryrun.groups import axis_of
+from meshwright.tools.dryrun.job import Job, dry_run_job, set_rank_schedule
+from meshwright.tools.dryrun.rank_profile import CommunicationRecord
 from meshwright.tools.dryrun.report import describe, wire_bytes
 from tests.tools.dryrun.jobs import Planned, configured
 
 
 @pytest.fixture
 def job(planned: Planned) -> Job:
-    return replace(planned.job, own={}, own_schedules={}, missing=[])
+    return replace(planned.job, own_profiles={}, own_schedules={}, missing_members=[])
 
 
 def test_a_job_that_runs_agrees(job: Job) -> None:
     assert disagreements(job) == []
-    assert job.kinds == [0, 1, 1, 3]  # stages that are alike are rehearsed once
+    assert job.representatives == [0, 1, 1, 3]  # equal stages are run once
 
 
 def test_neighbours_that_share_shards_agree() -> None:
-    assert disagreements(plan_job(configured(dp=4, zero=2, shard_factor=2))) == []
+    assert disagreements(dry_run_job(configured(dp=4, zero=2, shard_factor=2))) == []
 
 
 def test_a_tied_weight_and_all_ranks_are_told_apart() -> None:
     """Both groups go along the pipeline, and only the ends of it speak in the first."""
-    assert disagreements(plan_job(configured(pp=3))) == []
+    assert disagreements(dry_run_job(configured(pp=3))) == []
 
 
 def test_a_rank_with_another_schedule_is_named(job: Job) -> None:
@@ -44,7 +45,7 @@ def test_a_rank_with_another_schedule_is_named(job: Job) -> None:
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_a_group_without_one_of_its_members_is_named(job: Job, axis: str) -> None:
-    job.missing.append((axis, 6))
+    job.missing_members.append((axis, 6))
     found = disagreements(job)
     assert found[0].kind == "members"
     assert f"rank 6 counts itself into the {axis} group" in found[0].text
@@ -54,12 +55,16 @@ def test_a_group_without_one_of_its_members_is_named(job: Job, axis: str) -> Non
 
 def altered(job: Job, rank: int, which: str, **changes: object) -> None:
     """The rank says its first such message otherwise."""
-    script = job.rehearsal_of(rank)
-    at = next(n for n, spoken in enumerate(script.said) if spoken.heard.operation == which)
-    spoken = script.said[at]
-    heard = InterceptedOperation(*(changes.get(name, value) for name, value in spoken.heard._asdict().items()))  # type: ignore[arg-type]
-    said = [*script.said[:at], CommunicationRecord(spoken.what, heard), *script.said[at + 1 :]]
-    job.own[rank] = replace(script, said=said)
+    profile = job.profile_of(rank)
+    at = next(n for n, record in enumerate(profile.communication) if record.call.operation == which)
+    record = profile.communication[at]
+    call = InterceptedOperation(*(changes.get(name, value) for name, value in record.call._asdict().items()))  # type: ignore[arg-type]
+    changed = [
+        *profile.communication[:at],
+        CommunicationRecord(record.activity, call),
+        *profile.communication[at + 1 :],
+    ]
+    job.own_profiles[rank] = replace(profile, communication=changed)
 
 
 def test_a_message_of_another_size_is_named(job: Job) -> None:
@@ -80,8 +85,8 @@ def test_a_collective_of_another_kind_is_named(job: Job) -> None:
 
 def test_bytes_stay_inside_a_node_or_do_not(job: Job) -> None:
     wide, narrow = nodes_of(1, 16), nodes_of(8, 2)
-    assert all(each.between == 0 for each in wire_bytes(job, job.rehearsals[1], wide).values())
-    found = wire_bytes(job, job.rehearsals[1], narrow)
+    assert all(each.between == 0 for each in wire_bytes(job, job.profiles[1], wide).values())
+    found = wire_bytes(job, job.profiles[1], narrow)
     assert found["tp"].between == 0 and found["tp"].inside > 0
     assert found["pp"].inside == 0 and found["pp"].between > 0
     assert found["dp"].inside == 0 and found["dp"].between > 0
@@ -98,5 +103,5 @@ def test_the_report_names_what_matters(job: Job) -> None:
     text = describe(job, nodes_of(2, 8), disagreements(job))
     assert "16 ranks on 2 nodes" in text
     assert "all ranks    agree" in text
-    job.missing.append(("dp", 6))
+    job.missing_members.append(("dp", 6))
     assert "DO NOT AGREE" in describe(job, nodes_of(2, 8), disagreements(job))

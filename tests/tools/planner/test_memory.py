@@ -8,7 +8,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.schedule.action import Kind
 from meshwright.schedule.build import build as build_schedule
 from meshwright.schedule.lower import lower
-from meshwright.tools.dryrun.rehearsal import grid_of
+from meshwright.tools.dryrun.fake_step import grid_of
 from meshwright.tools.planner.footprint import BackwardPoint, Footprint, footprint
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile, OutputTensor

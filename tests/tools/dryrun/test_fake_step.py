@@ -1,4 +1,4 @@
-"""A rank on paper holds and says what it does for real, to the byte; and leaves nothing behind."""
+"""A dry run of a rank: memory and communication are those of the real rank, to the byte; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshwright.errors import MeshError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
-from meshwright.tools.dryrun.job import Job, plan_job
-from meshwright.tools.dryrun.rehearsal import grid_of, rehearse
+from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
+from meshwright.tools.dryrun.job import Job, dry_run_job
 from tests.support.processes import RUNS, measured
 from tests.tools.dryrun.jobs import Planned, configured
 
@@ -34,59 +34,59 @@ OF_GLOO = 4096
     ],
     ids=["pp2", "llama-zb_h1-zero2", "llama-sequence-zero3"],
 )
-def test_a_rank_on_paper_is_the_rank(pool: RankPool, config: RunConfig) -> None:
+def test_a_dry_run_of_a_rank_equals_the_rank(pool: RankPool, config: RunConfig) -> None:
     grid, held = grid_of(config), measured(pool, config)
     for pp_rank in range(grid.pp):
         ranks = range(pp_rank * grid.dp * grid.tp, (pp_rank + 1) * grid.dp * grid.tp)
-        found = rehearse(config, ranks[0])
+        found = profile_rank(config, ranks[0])
         for rank in ranks:
             off = held[rank].peak_bytes - found.peak_bytes
             assert -ALMOST <= off <= ALMOST + config.parallel.sequence * OF_GLOO, (rank, off)
-        assert sum(spoken.heard.wire_bytes for spoken in found.said) == pytest.approx(held[ranks[0]].wire_bytes)
+        assert sum(record.call.wire_bytes for record in found.communication) == pytest.approx(held[ranks[0]].wire_bytes)
         assert sum(found.held.values()) == found.peak_bytes == max(peak.num_bytes for peak in found.peaks)
 
 
 def same_as_whole(job: Job, pp_rank: int) -> None:
-    """What was played back for a pipeline rank is what it does with all its micro-batches."""
-    played = job.rehearsals[pp_rank]
-    whole = rehearse(job.config, played.rank)
+    """Check that the replay of a pipeline rank equals its dry run with all micro-batches."""
+    played = job.profiles[pp_rank]
+    whole = profile_rank(job.config, played.rank)
     assert [str(peak) for peak in played.peaks[1:]] == [str(peak) for peak in whole.peaks]
     assert (played.peak_bytes, played.held) == (whole.peak_bytes, whole.held)
-    assert [spoken.heard for spoken in played.said] == [spoken.heard for spoken in whole.said]
+    assert [record.call for record in played.communication] == [record.call for record in whole.communication]
 
 
-def test_a_short_rehearsal_played_back_is_the_whole_one(planned: Planned) -> None:
-    assert not planned.told  # nothing had to be run as a whole
-    assert planned.job.kinds[2] == 1  # what is played back in rank 2's row was rehearsed by another
+def test_a_replayed_step_equals_the_whole_dry_run(planned: Planned) -> None:
+    assert not planned.reported  # nothing had to be run as a whole
+    assert planned.job.representatives[2] == 1  # the templates replayed in rank 2's row are those of another rank
     same_as_whole(planned.job, 2)
 
 
 @pytest.mark.torture
-def test_two_stages_of_a_rank_are_played_back_too() -> None:
-    told: list[str] = []
-    job = plan_job(configured("zb_v", 5, pp=2, model="llama"), told.append)
-    assert not told
+def test_two_stages_of_a_rank_are_replayed_too() -> None:
+    reported: list[str] = []
+    job = dry_run_job(configured("zb_v", 5, pp=2, model="llama"), reported.append)
+    assert not reported
     same_as_whole(job, 0)
 
 
-def test_what_cannot_be_played_back_is_run_as_a_whole() -> None:
+def test_steps_that_cannot_be_replayed_are_run_whole() -> None:
     config = configured(chunks=5, dp=2, zero=2)
-    told: list[str] = []
-    job = plan_job(config, told.append)
-    assert "is run" in told[0] or "are run" in told[0]
-    assert job.rehearsals[0].peak_bytes == rehearse(config, 0).peak_bytes
+    reported: list[str] = []
+    job = dry_run_job(config, reported.append)
+    assert "is run" in reported[0] or "are run" in reported[0]
+    assert job.profiles[0].peak_bytes == profile_rank(config, 0).peak_bytes
 
 
 def test_offloaded_bytes_are_not_the_devices() -> None:
-    here, away = rehearse(configured(dp=2), 0), rehearse(configured(dp=2, offload=True), 0)
+    here, away = profile_rank(configured(dp=2), 0), profile_rank(configured(dp=2, offload=True), 0)
     assert away.peak_bytes < here.peak_bytes
     assert away.host_bytes > 0
     assert away.both_bytes == pytest.approx(away.peak_bytes + away.host_bytes, rel=0.2)
 
 
-def test_nothing_is_left_of_a_paper_mesh() -> None:
+def test_nothing_is_left_of_a_fake_mesh() -> None:
     hook, resize = sys.excepthook, torch.UntypedStorage.resize_
-    rehearse(configured(dp=2, tp=2, zero=3), 3)
+    profile_rank(configured(dp=2, tp=2, zero=3), 3)
     assert not dist.is_initialized()
     assert sys.excepthook is hook
     assert torch.UntypedStorage.resize_ is resize
@@ -96,20 +96,20 @@ def test_nothing_is_left_of_a_paper_mesh() -> None:
     assert not dist.is_initialized()
 
 
-def join_and_rehearse(rank: int, world_size: int) -> str:
+def join_and_dry_run(rank: int, world_size: int) -> str:
     """The refusal."""
     try:
-        rehearse(configured(), 0)
+        profile_rank(configured(), 0)
     except MeshError as error:
         return str(error)
-    return "rehearsed"
+    return "ran"
 
 
-def test_a_rank_of_a_job_rehearses_nothing(pool: RankPool) -> None:
-    assert "has joined a job already" in pool.run(join_and_rehearse, 2)[0]
+def test_a_rank_of_a_job_cannot_dry_run(pool: RankPool) -> None:
+    assert "has joined a job already" in pool.run(join_and_dry_run, 2)[0]
 
 
-def test_a_paper_mesh_of_any_size_makes_its_own_groups_alone() -> None:
+def test_a_fake_mesh_of_any_size_makes_its_own_groups_alone() -> None:
     with fake_mesh(Grid(16, 128, 8), 5000) as mesh:
         assert (mesh.pp.size, mesh.dp.size, mesh.tp.size, mesh.world.size) == (16, 128, 8, 16384)
         assert mesh.dp.ranks == Grid(16, 128, 8).group(mesh.dp.name, 5000)  # type: ignore[arg-type]

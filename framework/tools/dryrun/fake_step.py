@@ -1,8 +1,8 @@
 """Dry run of one step of one rank: the rank's own code on tensors with shapes and without values.
 
-    blueprint -> paper mesh -> build() -> the optimizer's states -> one step by the rank's row
-                    |             |              |                      |
-                    +---- every operation: allocations, releases, communication ---> Rehearsal
+    blueprint -> fake mesh -> build() -> optimizer state -> one step by the rank's row
+                    |            |              |                   |
+                    +---- every operation: allocations, releases, communication ---> RankProfile
 
 The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are on CPU, so the
 kernels and the tensors that these save for backward are those of a CPU. Code that reads values on the host is left
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
 from meshwright.step import StepFeed, sum_numbers
-from meshwright.tools.dryrun.account import Category, Rehearsal, build_rehearsal
+from meshwright.tools.dryrun.rank_profile import Category, RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import Recorder
 
 
@@ -55,52 +55,56 @@ def _zeros(outline: Tensor) -> Tensor:
 
 
 class StageTensors(NamedTuple):
-    """Storages of the tensors that an action of a stage received (``taken``) and returned (``given``)."""
+    """Storages of the tensors that an action of a stage received and returned."""
 
-    taken: tuple[int, ...]
-    given: tuple[int, ...]
-    kept: tuple[bool, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    outputs_kept: tuple[bool, ...]
     """True for each returned tensor that the stage also keeps for backward."""
-    beside: frozenset[int] = frozenset()
+    sample_indices: frozenset[int] = frozenset()
     """Storage of the current sample indices, which any layer may read."""
 
 
 class RecordingStage:
     """Wrapper of a stage that records the tensors it receives and returns."""
 
-    def __init__(self, stage: Stage, recorder: Recorder, draw: Draw, handed: dict[Action, StageTensors]) -> None:
-        self._stage, self._recorder, self._draw, self._handed = stage, recorder, draw, handed
+    def __init__(self, stage: Stage, recorder: Recorder, draw: Draw, tensors: dict[Action, StageTensors]) -> None:
+        self._stage, self._recorder, self._draw, self._tensors = stage, recorder, draw, tensors
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
 
     def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
         """Run the stage's forward and record its tensors."""
-        taken = [*tree_leaves(inputs), *([] if labels is None else [labels])]
-        found = self._stage.forward(microbatch, inputs, labels, train=train)
+        received = [*tree_leaves(inputs), *([] if labels is None else [labels])]
+        outputs = self._stage.forward(microbatch, inputs, labels, train=train)
         kept = self._recorder.numbers_of(self._stage.roots_of(microbatch))
-        self._note(Kind.F, microbatch, taken, [] if isinstance(found, LossPart) else found, kept)
-        return found
+        self._record(Kind.F, microbatch, received, [] if isinstance(outputs, LossPart) else outputs, kept)
+        return outputs
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Run the stage's whole backward and record its tensors."""
-        found = self._stage.backward(microbatch, gradients)
-        self._note(Kind.B, microbatch, gradients or [], found, set())
-        return found
+        return self._backward(Kind.B, self._stage.backward, microbatch, gradients)
 
     def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Run the stage's input-gradient half and record its tensors."""
-        found = self._stage.backward_input(microbatch, gradients)
-        self._note(Kind.I, microbatch, gradients or [], found, set())
-        return found
+        return self._backward(Kind.I, self._stage.backward_input, microbatch, gradients)
 
-    def _note(self, kind: Kind, microbatch: int, taken: list[Tensor], given: list[Tensor], kept: set[int]) -> None:
-        numbers = [self._recorder.number_of(tensor) for tensor in given]
-        self._handed[Action(kind, self._stage.index, microbatch)] = StageTensors(
-            tuple(self._recorder.number_of(tensor) for tensor in taken),
-            tuple(numbers),
+    def _backward(
+        self, kind: Kind, run: Callable[..., list[Tensor]], microbatch: int, gradients: list[Tensor] | None
+    ) -> list[Tensor]:
+        outputs = run(microbatch, gradients)
+        self._record(kind, microbatch, gradients or [], outputs, set())
+        return outputs
+
+    def _record(self, kind: Kind, microbatch: int, inputs: list[Tensor], outputs: list[Tensor], kept: set[int]) -> None:
+        recorder, indices = self._recorder, self._draw.sample_indices
+        numbers = tuple(recorder.number_of(tensor) for tensor in outputs)
+        self._tensors[Action(kind, self._stage.index, microbatch)] = StageTensors(
+            tuple(recorder.number_of(tensor) for tensor in inputs),
+            numbers,
             tuple(number in kept for number in numbers),
-            frozenset(self._recorder.numbers_of([] if (now := self._draw.sample_indices) is None else [now])),
+            frozenset(recorder.numbers_of([] if indices is None else [indices])),
         )
 
 
@@ -109,7 +113,7 @@ class SharedBlueprint(NamedTuple):
 
     blueprint: Blueprint
     tp: PlaceholderGroup
-    """Tensor-parallel group in its layers; it becomes the group of the rehearsed rank."""
+    """Tensor-parallel group in its layers; it becomes the group of each rank in turn."""
 
     def for_rank(self, pp_rank: int) -> Blueprint:
         """Return the blueprint with private copies of the layers of a pipeline rank; other layers are shared."""
@@ -122,8 +126,8 @@ class SharedBlueprint(NamedTuple):
         return replace(blueprint, model=replace(model, layers=layers))
 
 
-def draw(config: RunConfig, tp_rank: int = 0) -> SharedBlueprint:
-    """Draw the blueprint once, for many ranks."""
+def share_blueprint(config: RunConfig, tp_rank: int = 0) -> SharedBlueprint:
+    """Draw the blueprint of many ranks once."""
     tp = PlaceholderGroup("tp", tuple(range(config.parallel.tp)), tp_rank)
     return SharedBlueprint(draw_blueprint(on_cpu(config), tp), tp)
 
@@ -137,38 +141,38 @@ def on_cpu(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"parallel": parallel})
 
 
-class RehearsalNotes(NamedTuple):
-    """Notes of a dry run, as input of a replay."""
+class StepRecording(NamedTuple):
+    """Everything that was recorded in a dry run of one step, as input of a replay."""
 
     recorder: Recorder
     first: int
     """Number of operations before the step."""
     roles: dict[int, Category]
-    handed: dict[Action, StageTensors]
-    on_host: frozenset[Category]
+    stage_tensors: dict[Action, StageTensors]
+    host_categories: frozenset[Category]
 
 
-def rehearse(config: RunConfig, rank: int, drawn: SharedBlueprint | None = None) -> Rehearsal:
-    """Run one step of ``rank`` as a dry run and return its account.
+def profile_rank(config: RunConfig, rank: int, shared: SharedBlueprint | None = None) -> RankProfile:
+    """Run one step of ``rank`` as a dry run and return its profile.
 
     Args:
         config: resolved.
-        drawn: blueprint for the tp coordinate of ``rank``; None: drawn here.
+        shared: blueprint for the tp coordinate of ``rank``; None: drawn here.
     """
-    run = record_step(config, rank, drawn)
-    return build_rehearsal(
-        run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.on_host
+    run = record_step(config, rank, shared)
+    return build_profile(
+        run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.host_categories
     )
 
 
-def record_step(config: RunConfig, rank: int, drawn: SharedBlueprint | None = None) -> RehearsalNotes:
-    """Run the dry run of :func:`rehearse` and return all notes."""
+def record_step(config: RunConfig, rank: int, shared: SharedBlueprint | None = None) -> StepRecording:
+    """Run the dry run of :func:`profile_rank` and return all records."""
     recorder = Recorder()
     config = on_cpu(config)
     with fake_mesh(grid_of(config), rank, recorder.begin) as mesh:
-        drawn = draw(config, mesh.at.tp_rank) if drawn is None else drawn
-        drawn.tp.become(mesh.tp)
-        blueprint = drawn.for_rank(mesh.at.pp_rank)
+        shared = share_blueprint(config, mesh.at.tp_rank) if shared is None else shared
+        shared.tp.become(mesh.tp)
+        blueprint = shared.for_rank(mesh.at.pp_rank)
         with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants:
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
@@ -176,18 +180,18 @@ def record_step(config: RunConfig, rank: int, drawn: SharedBlueprint | None = No
             _make_states(parts)
             first = recorder.now
             roles = dict.fromkeys(constants, Category.CONSTANTS) | _roles(parts, recorder)
-            handed: dict[Action, StageTensors] = {}
+            stage_tensors: dict[Action, StageTensors] = {}
             for index, stage in parts.executor.stages.items():
-                parts.executor.stages[index] = RecordingStage(stage, recorder, blueprint.model.draw, handed)  # type: ignore[assignment]
+                parts.executor.stages[index] = RecordingStage(stage, recorder, blueprint.model.draw, stage_tensors)  # type: ignore[assignment]
             gc.collect()
-            gc.disable()  # what Python's collector finds it finds at a moment of its own
+            gc.disable()  # Python's collector would release storages at moments of its own
             try:
                 _step(parts)
             finally:
                 gc.enable()
         del parts, blueprint, stage
     gc.collect()
-    return RehearsalNotes(recorder, first, roles, handed, _on_host(config))
+    return StepRecording(recorder, first, roles, stage_tensors, _on_host(config))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Account of a rank from a recorder's notes: peak memory and its composition, the peak of each action, communication.
+"""Profile of one rank in a step, from a recorder: peak memory by category, the peak of each action, communication.
 
 Category of the storages that live at one moment, such as the peak:
 
@@ -44,7 +44,7 @@ class Category(StrEnum):
 class Peak(NamedTuple):
     """Largest number of live bytes during one activity of a rank."""
 
-    what: object
+    activity: object
     """Action, group of messages posted together, or a text."""
     num_bytes: int
 
@@ -52,13 +52,13 @@ class Peak(NamedTuple):
 class CommunicationRecord(NamedTuple):
     """Communication operation, and the rank's activity at that time."""
 
-    what: object
-    heard: InterceptedOperation
+    activity: object
+    call: InterceptedOperation
 
 
 @dataclass
-class Rehearsal:
-    """Memory and communication of one rank in a step: the script that ranks of its kind follow."""
+class RankProfile:
+    """Memory and communication of one rank in a step; it also holds for the ranks that equal this one."""
 
     rank: int
     pp_rank: int
@@ -74,37 +74,37 @@ class Rehearsal:
     """Bytes at the peak that ``parallel.offload`` keeps in host memory; not part of ``peak_bytes``."""
     both_bytes: int
     """Largest number of live bytes on device and host together."""
-    said: list[CommunicationRecord] = field(default_factory=list)
+    communication: list[CommunicationRecord] = field(default_factory=list)
     """Communication operations, in order."""
     peaks: list[Peak] = field(default_factory=list)
     """Peak of each activity, in order."""
 
 
-def build_rehearsal(
+def build_profile(
     recorder: Recorder,
     rank: int,
     pp_rank: int,
     first: int,
     roles: Mapping[int, Category],
-    on_host: Collection[Category] = (),
-) -> Rehearsal:
-    """Build the account of a rank from the notes after operation ``first``.
+    host_categories: Collection[Category] = (),
+) -> RankProfile:
+    """Build the profile of a rank from the records after operation ``first``.
 
     Args:
         roles: storage number -> category, for storages from before the step.
-        on_host: categories of those in host memory, which the device's peak does not count.
+        host_categories: categories of those in host memory, which the device's peak does not count.
     """
     last = recorder.now
     begun = [each for each in recorder.begun if each.at >= first] or [ActivityStart(first, "nothing")]
-    away = {number for number, role in roles.items() if role in on_host}
+    away = {number for number, role in roles.items() if role in host_categories}
     lives = [life for life in recorder.lives if life.died >= first]
     live = live_bytes((life for life in lives if life.number not in away), first, last)
     at = max(range(len(live)), key=live.__getitem__) + first
     ends = [*(each.at - 1 for each in begun[1:]), last]
     spans = list(zip(begun, ends, strict=True))
-    doing = next((each for each, end in spans if each.at <= at <= end), begun[0])
+    current = next((each for each, end in spans if each.at <= at <= end), begun[0])
     sent = {number for said in recorder.said if said.heard.peer is not None for number in said.storages}
-    resized = {number for number, lived in Counter(life.number for life in lives).items() if lived > 1}
+    resized = {number for number, num_lives in Counter(life.number for life in lives).items() if num_lives > 1}
 
     def held(moment: int) -> dict[Category, int]:
         found: Counter[Category] = Counter()
@@ -113,25 +113,25 @@ def build_rehearsal(
                 found[_category(life, first, spans, roles, sent, resized)] += life.num_bytes
         return {category: found[category] for category in Category if found[category]}
 
-    said = []
+    communication = []
     position = 0
     for each in recorder.said:
         if each.at <= first:
             continue
         while position + 1 < len(begun) and begun[position + 1].at < each.at:
             position += 1
-        said.append(CommunicationRecord(begun[position].what, each.heard))
+        communication.append(CommunicationRecord(begun[position].what, each.heard))
     at_peak = held(at)
-    return Rehearsal(
+    return RankProfile(
         rank,
         pp_rank,
         live[at - first],
-        doing.what,
+        current.what,
         at_peak,
         held(first),
-        sum(at_peak.get(category, 0) for category in on_host),
+        sum(at_peak.get(category, 0) for category in host_categories),
         max(live_bytes(lives, first, last)) if away else live[at - first],
-        said,
+        communication,
         [Peak(each.what, max(live[each.at - first : end + 1 - first])) for each, end in spans],
     )
 
