@@ -57,7 +57,7 @@ def dryrun(
     from meshwright.terminal.output import tell
     from meshwright.tools.dryrun.agreement import disagreements
     from meshwright.tools.dryrun.job import dry_run_job
-    from meshwright.tools.dryrun.report import describe, figure, save
+    from meshwright.tools.dryrun.report import describe, figure
 
     gc.freeze()  # exempts existing objects, so that collections stay fast
     job = dry_run_job(config, tell)
@@ -68,7 +68,7 @@ def dryrun(
     if out is not None:
         drawn = figure(job, time_model)
         with writing(out) as file:
-            save(drawn, file)
+            drawn.savefig(file, dpi=130)
         put(out)
     sys.stdout.flush()
     return 1 if found else 0

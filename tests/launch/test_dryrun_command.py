@@ -73,7 +73,7 @@ def test_one_rank_with_another_schedule_that_would_run_through_is_found(
 ) -> None:
     assert main(["dryrun", config, "--parallel.pp=1", "--seed-fault", "schedule:1=gpipe"]) == 1
     shown = capsys.readouterr().out
-    assert "DO NOT AGREE: 1 found" in shown and "ranks compare their schedules when they start" in shown
+    assert "DO NOT AGREE: 1 found" in shown and "ranks compare their schedules at start" in shown
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.blueprint import batch_numbers
@@ -234,8 +233,3 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
     schedule.set_xlabel("seconds" if time_model is not None else "time by the layers' shares")
     picture.suptitle(f"{job.config.run.name}: {job.grid.size:,} ranks, {job.blueprint.schedule.name}")
     return picture
-
-
-def save(picture: Figure, path: Path) -> None:
-    """Save the figure in the format that the suffix of ``path`` gives."""
-    picture.savefig(path, dpi=130)

@@ -265,16 +265,9 @@ def to_toml(hardware: Hardware) -> str:
         "[flops_per_s]",
         *(f"{dtype} = {rate:.4g}" for dtype, rate in hardware.flops_per_s.items()),
     ]
-    for name in ("node_link", "cluster_link", "host_link"):
-        link = getattr(hardware, name)
+    links = {name: getattr(hardware, name) for name in ("node_link", "cluster_link", "host_link")}
+    for name, link in (links | {f"messages.{name}": link for name, link in hardware.messages.items()}).items():
         lines += ["", f"[{name}]", f"bytes_per_s = {link.bytes_per_s:.4g}", f"latency_s = {link.latency_s:.4g}"]
-    for name, link in hardware.messages.items():
-        lines += [
-            "",
-            f"[messages.{name}]",
-            f"bytes_per_s = {link.bytes_per_s:.4g}",
-            f"latency_s = {link.latency_s:.4g}",
-        ]
     for name in ("products", "copies"):
         for rate in getattr(hardware, name):
             lines += ["", f"[[{name}]]", f"size = {rate.size:.6g}", f"per_s = {rate.per_s:.4g}"]

@@ -90,7 +90,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
 
     def keep(parts: Parts, factor: float) -> None:
         if parts.state.step == 0:
-            findings.gradients.extend(_gradients(parts, factor))
+            findings.gradients.extend(_full_tensors(parts, lambda bucket: bucket.shard_gradient, factor))
 
     parts.on_gradients = keep
     for step in range(1, steps + 1):
@@ -105,7 +105,8 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
             findings.tokens.append(recorder.seen)
             findings.validation.append(found.loss_sum / max(found.num_tokens, 1))
     findings.weights.extend(_weights(parts))
-    findings.masters.extend(_masters(parts))
+    if config.train.dtype == "bfloat16":
+        findings.masters.extend(_full_tensors(parts, lambda bucket: bucket.master))
     return findings
 
 
@@ -136,25 +137,12 @@ def _weights(parts: Parts) -> list[Part]:
     return found
 
 
-def _masters(parts: Parts) -> list[Part]:
-    """Return the master weights this rank contributes, for bfloat16 training only; all-gathers over dp."""
-    found: list[Part] = []
-    if parts.config.train.dtype != "bfloat16":
-        return found
-    for replica in parts.replicas.values():
-        for bucket in replica.buckets:
-            flat = bucket.full_tensor(bucket.master)
-            if _stands_for(parts, bucket):
-                found += _parts_of(bucket, flat)
-    return found
-
-
-def _gradients(parts: Parts, factor: float) -> list[Part]:
-    """Return the gradients this rank contributes, times ``factor``; all-gathers over dp."""
+def _full_tensors(parts: Parts, shard_of: Callable[[ShardedParameters], Tensor], factor: float = 1.0) -> list[Part]:
+    """Return the slices that this rank contributes to a kind of tensors, times ``factor``; all-gathers over dp."""
     found: list[Part] = []
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            flat = bucket.full_tensor(bucket.shard_gradient) * factor
+            flat = bucket.full_tensor(shard_of(bucket)) * factor
             if _stands_for(parts, bucket):
                 found += _parts_of(bucket, flat)
     return found
