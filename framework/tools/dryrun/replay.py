@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig
-from meshwright.mesh.fake import InterceptedOperation, fake_mesh
+from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.stage import LossPart

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from meshwright.blueprint import DTYPES, draw_blueprint
 from meshwright.config import RunConfig
@@ -27,7 +28,6 @@ __all__ = [
     "Pool",
     "RankFindings",
     "groupings",
-    "measure_rounding",
     "merge",
     "open_verify_source",
     "run_layout",
@@ -48,44 +48,6 @@ class Pool(Protocol):
 def groupings(global_batch: int) -> list[int]:
     """Return up to four micro-batch sizes above 1 that divide the global batch, smallest first."""
     return [size for size in range(2, global_batch + 1) if global_batch % size == 0][:4]
-
-
-def measure_rounding(
-    expected: RunNumbers,
-    plain: RunConfig,
-    source: VerifySource,
-    steps: int,
-    micro_batch_size: int,
-    others: Sequence[int],
-) -> dict[str, float]:
-    """Return, per parameter, the largest distance of float32 weights from float64 weights over several plain runs.
-
-    AdamW divides each gradient element by its own magnitude, so an element near zero moves by its rounding error alone.
-    A single run may by chance round such an element well, hence several runs.
-
-    Args:
-        expected: the float32 plain run, counted as one of the runs.
-        others: micro-batch sizes of the further runs. The samples are the same; the order of summation differs, as it
-            does between layouts.
-    """
-    exact = run_reference(plain, source, steps, torch.float64, micro_batch_size)
-    runs = [expected, *(run_reference(plain, source, steps, torch.float32, size) for size in others)]
-    distances = [relative_distances(found.weights, exact.weights) for found in runs]
-    return {name: max(distance[name] for distance in distances) for name in distances[0]}
-
-
-def noise_of(
-    expected: RunNumbers, plain: RunConfig, source: VerifySource, micro_batch_size: int, others: Sequence[int]
-) -> dict[str, float]:
-    """Return, per parameter, the largest distance that rounding alone may put between two bfloat16 gradients of step 1.
-
-    It is twice the distance from a float64 run, the largest over several orders of summation (``others``, as in
-    :func:`measure_rounding`).
-    """
-    exact = run_reference(plain, source, 1, torch.float64, micro_batch_size)
-    runs = [expected, *(run_reference(plain, source, 1, torch.bfloat16, size) for size in others)]
-    distances = [relative_distances(found.gradients, exact.gradients) for found in runs]
-    return {name: 2.0 * max(distance[name] for distance in distances) for name in distances[0]}
 
 
 class Reference(NamedTuple):
@@ -111,15 +73,31 @@ class Reference(NamedTuple):
 def reference_of(
     plain: RunConfig, source: VerifySource, steps: int, dtype: str, micro_batch_size: int, others: Sequence[int]
 ) -> Reference:
-    """Run the plain model and measure its rounding error (``others``, as in :func:`measure_rounding`)."""
+    """Run the plain model and measure its rounding error.
+
+    AdamW divides each gradient element by its own magnitude, so an element near zero moves by its rounding error alone.
+    A single run may by chance round such an element well, hence several runs.
+
+    Args:
+        others: micro-batch sizes of the further runs. The samples are the same; the order of summation differs, as it
+            does between layouts.
+    """
     start_s = time.monotonic()
     found = run_reference(plain, source, steps, DTYPES[dtype], micro_batch_size)
     passed_s = time.monotonic() - start_s
+
+    def rounding_errors(steps: int, tensors_of: Callable[[RunNumbers], dict[str, Tensor]]) -> dict[str, float]:
+        """Return, per parameter, the largest distance of the runs from a float64 run."""
+        exact = tensors_of(run_reference(plain, source, steps, torch.float64, micro_batch_size))
+        runs = [found, *(run_reference(plain, source, steps, DTYPES[dtype], size) for size in others)]
+        distances = [relative_distances(tensors_of(run), exact) for run in runs]
+        return {name: max(distance[name] for distance in distances) for name in distances[0]}
+
     rounding, noise = {}, {}
     if dtype == "float32":
-        rounding = measure_rounding(found, plain, source, steps, micro_batch_size, others)
-    if dtype == "bfloat16":
-        noise = noise_of(found, plain, source, micro_batch_size, others)
+        rounding = rounding_errors(steps, lambda run: run.weights)
+    if dtype == "bfloat16":  # two gradients of step 1 may lie apart by twice their rounding error
+        noise = {name: 2.0 * error for name, error in rounding_errors(1, lambda run: run.gradients).items()}
     return Reference(found, rounding, noise, passed_s)
 
 
