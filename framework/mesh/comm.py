@@ -202,18 +202,18 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
 
-    def communicates(self, tensor: Tensor) -> bool:
-        """Return whether collectives on this tensor take place: on the meta device only shapes are computed."""
-        return not tensor.is_meta
-
     def chunks(self, starts: Sequence[int]) -> Iterator[int]:
         """Yield the starts of the chunks of a long computation on this rank, each of which is to be run."""
         yield from starts
 
-    def begin_collective(self, operation: str, message_bytes: int) -> None:
-        """Count and record a blocking collective that bypasses this class: megatron-core takes the bare process
-        group."""
-        self._count(operation, message_bytes)
+    def begin_collective(self, operation: str, tensor: Tensor, parts: int = 1) -> None:
+        """Count and record a blocking collective on the bare process group, as megatron-core makes it.
+
+        The message has ``parts`` times the bytes of ``tensor``. A meta tensor has no bytes to send: nothing is counted.
+        """
+        if tensor.is_meta:
+            return
+        self._count(operation, tensor_bytes(tensor) * parts)
         self.activity.waits(_Blocking(self, operation.replace("_", "-"), self.activity.posts(self._key)))
 
     def end_collective(self) -> None:
@@ -238,7 +238,7 @@ class Group:
 
         Wire: 2 M (n-1)/n bytes.
         """
-        if self.size == 1:
+        if self.size == 1 or tensor.is_meta:
             return Handle([], "")
         assert tensor.is_contiguous(), "a sum into a copy would be lost"
         self._count("all_reduce", tensor_bytes(tensor))

@@ -50,9 +50,9 @@ class CountingGroup(Group):
     repeats = 1
     """Number of chunks that the present one is counted for."""
 
-    def communicates(self, tensor: Tensor) -> bool:
-        """Return True: collectives on the meta device are counted too."""
-        return True
+    def begin_collective(self, operation: str, tensor: Tensor, parts: int = 1) -> None:
+        """Count a collective of megatron-core, also of a meta tensor."""
+        self._count(operation, tensor_bytes(tensor) * parts)
 
     def chunks(self, starts: Sequence[int]) -> Iterator[int]:
         """Yield the first chunk alone; meanwhile ``repeats`` is the number of chunks that it stands for."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,12 +120,8 @@ class FusedAttentionMode(TorchFunctionMode):
         return fused_attention(kernel, query, key, value, attn_mask)
 
 
-class AddAttention(Protocol):
-    """Sink of the cost of one attention."""
-
-    def __call__(
-        self, flops: float, num_bytes: float, done_share: float, shape: tuple[int, int, int, int], /
-    ) -> None: ...
+AddAttention = Callable[[float, float, float, tuple[int, int, int, int]], None]
+"""(FLOPs, bytes, share of FLOPs computed, shape) of one attention -> None."""
 
 
 def _new_output(query: Tensor, value: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group
     and sends M (tp-1)/tp bytes per rank, M = bytes of (B, S, I). Weight (O/tp, I) and bias (O/tp,) are this rank's
     rows.
     """
-    if group.size == 1 or not group.communicates(x) or not (torch.is_grad_enabled() and x.requires_grad):
+    if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return F.linear(gather_sequence(x, group), weight, bias)
     kept = _Keep.apply(x)  # type: ignore[no-untyped-call]
     whole = gather_sequence(kept, group)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.mesh.comm import Group, tensor_bytes
+from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel import fake_regions, megatron
 
 SEQUENCE_DIM = 1
@@ -53,7 +53,7 @@ def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
         fresh: the incoming gradient is read by no other code (a matrix product has just made it), so it may be summed
             in place; otherwise a copy is summed.
     """
-    if group.size == 1 or _only_shapes(x, group):
+    if group.size == 1:
         return x
     y = _mappings(x, group).copy_to(x, group=group.process_group)
     return _watch_gradient(y, group, "all_reduce", 1, own=not fresh)
@@ -67,10 +67,10 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
         fresh: no other code reads ``x``, so it may be summed in place; otherwise a copy is summed. Autograd would not
             notice that a tensor it has saved was overwritten.
     """
-    if group.size == 1 or _only_shapes(x, group):
+    if group.size == 1:
         return x
     x = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    group.begin_collective("all_reduce", tensor_bytes(x))
+    group.begin_collective("all_reduce", x)
     y = _mappings(x, group).reduce_from(x, group=group.process_group)
     group.end_collective()
     return y
@@ -84,10 +84,8 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return x
-    if _only_shapes(x, group):
-        return torch.cat([x] * group.size, SEQUENCE_DIM)
     x_first = x.transpose(0, 1).contiguous()
-    group.begin_collective("all_gather", tensor_bytes(x) * group.size)
+    group.begin_collective("all_gather", x, group.size)
     y_first = _mappings(x, group).gather_sequence(x_first, group=group.process_group)
     group.end_collective()
     return _watch_gradient(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
@@ -101,10 +99,8 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return x
-    if _only_shapes(x, group):
-        return _my_part(x, group)
     x_first = x.transpose(0, 1).contiguous()
-    group.begin_collective("reduce_scatter", tensor_bytes(x))
+    group.begin_collective("reduce_scatter", x)
     y_first = _mappings(x, group).reduce_scatter_sequence(x_first, group=group.process_group)
     group.end_collective()
     return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
@@ -118,9 +114,7 @@ def gather_features(x: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return x
-    if _only_shapes(x, group):
-        return torch.cat([x] * group.size, -1)
-    group.begin_collective("all_gather", tensor_bytes(x) * group.size)
+    group.begin_collective("all_gather", x, group.size)
     y = _mappings(x, group).gather_features(x, group=group.process_group)
     group.end_collective()
     return y
@@ -134,8 +128,6 @@ def split_features(x: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return x
-    if _only_shapes(x, group):
-        return x.narrow(-1, group.rank * (x.shape[-1] // group.size), x.shape[-1] // group.size).contiguous()
     y = _mappings(x, group).scatter_features(x, group=group.process_group)
     return _watch_gradient(y, group, "all_gather", group.size)
 
@@ -150,17 +142,8 @@ def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
     return x.narrow(dim, group.rank * (length // group.size), length // group.size)
 
 
-def _only_shapes(x: Tensor, group: Group) -> bool:
-    """Return whether to compute shapes only: ``x`` is on meta, and the group is no dry run's, which counts traffic."""
-    return not group.communicates(x)
-
-
 def _mappings(x: Tensor, group: Group) -> megatron.Mappings:
     return fake_regions.mappings(group.size) if x.is_meta else megatron.load_mappings(x.device)
-
-
-def _my_part(x: Tensor, group: Group) -> Tensor:
-    return cut_sequence(x, group, SEQUENCE_DIM).contiguous()
 
 
 class _WatchGradient(torch.autograd.Function):
@@ -178,7 +161,7 @@ class _WatchGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        ctx.group.begin_collective(ctx.operation, tensor_bytes(gradient) * ctx.parts)
+        ctx.group.begin_collective(ctx.operation, gradient, ctx.parts)
         if ctx.own or not gradient.is_contiguous():
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         return gradient, None, None, None, None

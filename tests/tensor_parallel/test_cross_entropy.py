@@ -116,7 +116,8 @@ def test_one_rank_is_torchs_own(dtype: torch.dtype) -> None:
 
 def test_meta_logits_give_meta_losses() -> None:
     logits = torch.empty(B, S, 6, device="meta", dtype=torch.bfloat16)
-    losses = vocab_parallel_cross_entropy(logits, torch.empty(B, S, device="meta"), lonely_group(1, 2), 11)
+    labels = torch.empty(B, S, device="meta", dtype=torch.int64)
+    losses = vocab_parallel_cross_entropy(logits, labels, lonely_group(1, 2), 11)
     assert losses.is_meta and losses.shape == (B, S) and losses.dtype == torch.float32
 
 
