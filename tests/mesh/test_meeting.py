@@ -62,7 +62,7 @@ def test_who_does_not_come_is_named_by_rank_and_node() -> None:
     found = told([0, 1], 4, 1.0)
     assert found[0] == (
         "2 of 4 ranks have come within 1 s, not ranks 2, 3: nobody from c. Is the node up, and does its network reach "
-        "127.0.0.1?",
+        "127.0.0.1? [MW-MESH-017]",
         ("c",),
     )
     assert "rank 0 at 127.0.0.1:" in found[1][0] and "has left" in found[1][0]
