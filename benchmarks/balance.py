@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from meshwright.config import default_world_size, load, resolve
 from meshwright.model.build import build_model
 from meshwright.model.meter import reference
-from meshwright.pipeline.costs import LayerCost, count_layers, layer_weights
-from meshwright.pipeline.partition import partition
+from meshwright.pipeline.plan import LayerCost, count_layers, layer_weights, partition
 from meshwright.pipeline.values import cross_entropy
 from meshwright.tools.planner.balance import BALANCES, imbalance
 from tests.support.plain import plain_layers

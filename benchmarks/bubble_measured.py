@@ -38,10 +38,10 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.executor import Executor, Microbatch
-from meshwright.pipeline.split_backward import SplitBackward
-from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.plan import SplitBackward
+from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.pipeline.values import describe_value
-from meshwright.schedule.action import Kind, Schedule, Span
+from meshwright.schedule.action import Schedule, Span
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
@@ -69,7 +69,7 @@ class Sleep(torch.autograd.Function):
             time.sleep(ctx.sleep_s)
             return gradient.sum(0)
 
-        later = weight_gradient() if ctx.split is None else ctx.split.later(ctx.weight, weight_gradient)
+        later = weight_gradient() if ctx.split is None else ctx.split.defer(ctx.weight, weight_gradient)
         return gradient, later, None, None
 
 
@@ -104,28 +104,27 @@ def rows_in_time(rank: int, pp: int, schedule: Schedule, sleep_s: float, steps: 
     """Run the executor; return this rank's spans in each step, in seconds of the machine's clock."""
     mesh = open_mesh(Grid(pp, 1, 1), "cpu")
     value = describe_value(torch.zeros(1, 1, requires_grad=True), "a stage")
-    splits = any(action.kind is Kind.I for row in range(pp) for _, action in schedule.actions(row))
     last = schedule.num_stages - 1
     stages = {}
     for index in schedule.stages_of(rank):
         sleeper = Sleeper(sleep_s)
         stages[index] = Stage(
-            index,
-            schedule.num_stages,
+            StageSpec(
+                index,
+                value if index > 0 else None,
+                value if index < last else None,
+                splits_backward=schedule.splits_backward,
+            ),
             nn.Sequential(sleeper),
-            input_spec=value if index > 0 else None,
-            output_spec=value if index < last else None,
-            loss=lambda output, labels: output - labels,
-            loss_scale=1.0,
-            splits_backward=splits,
+            lambda output, labels: output - labels,
         )
         sleeper.split = stages[index].split
     executor = Executor(schedule, mesh.pp, stages, mesh.device)
     found = []
     for _ in range(steps + 1):
         dist.barrier()
-        result = executor.run(OneNumber())
-        found.append([s._replace(start=s.start + result.start_s, end=s.end + result.start_s) for s in result.spans])
+        times = executor.run(OneNumber()).times
+        found.append([s._replace(start=s.start + times.start_s, end=s.end + times.start_s) for s in times.spans])
     return found[1:]
 
 

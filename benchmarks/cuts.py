@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from meshwright.pipeline.partition import partition
+from meshwright.pipeline.plan import partition
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.analysis import Costs, simulate
 from meshwright.schedule.build import build

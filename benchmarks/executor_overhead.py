@@ -56,9 +56,8 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.executor import Executor, Microbatch
-from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.pipeline.values import describe_value
-from meshwright.schedule.action import Kind
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 
@@ -103,18 +102,17 @@ class Ours:
         mesh = open_mesh(Grid(pp, 1, 1), "cpu")
         schedule = lower(build(name, pp, chunks, stages_per_rank(name)))
         value = describe_value(torch.zeros(1, 1, requires_grad=True), "a stage")
-        splits = any(action.kind is Kind.I for row in range(pp) for _, action in schedule.actions(row))
         last = schedule.num_stages - 1
         stages = {
             index: Stage(
-                index,
-                schedule.num_stages,
+                StageSpec(
+                    index,
+                    value if index > 0 else None,
+                    value if index < last else None,
+                    splits_backward=schedule.splits_backward,
+                ),
                 nn.Sequential(layer()),
-                input_spec=value if index > 0 else None,
-                output_spec=value if index < last else None,
-                loss=squares,
-                loss_scale=1.0,
-                splits_backward=splits,
+                squares,
             )
             for index in schedule.stages_of(mesh.at.pp_rank)
         }

@@ -20,27 +20,26 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.config import RunConfig, dump
 from meshwright.data.sources import example
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
 from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
+from meshwright.model.running_buffers import cast_running, cast_statistics
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.parameters import ParameterInfo
-from meshwright.pipeline.costs import LayerCost, count_layers, layer_weights
-from meshwright.pipeline.partition import partition, partition_explicit
-from meshwright.pipeline.recompute import check_recompute, recomputed_names
-from meshwright.pipeline.running_stats import BufferWatch, cast_running, cast_statistics, check_running
-from meshwright.pipeline.standalone import LayerWatch
-from meshwright.pipeline.values import (
-    MetaMicrobatch,
-    ValueSpec,
-    check_loss,
-    check_output,
-    cross_entropy,
+from meshwright.pipeline.plan import (
+    LayerCost,
+    ModelDescription,
+    check_recompute,
+    check_running,
+    count_layers,
+    cut_layers,
     describe_boundaries,
-    meta_copy,
+    describe_model,
+    recomputed_names,
 )
+from meshwright.pipeline.values import MetaMicrobatch, ValueSpec, cross_entropy
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
@@ -141,11 +140,11 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     check_lengths(config, shapes)
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     check_impossible(config, model)
-    whole = describe(config, model, shapes)
+    whole = describe_model(config, model, shapes)
     check_recompute(config.pipeline, model, config.model.builder)
     recomputed = recomputed_names(config.pipeline, model)
     schedule = draw_schedule(config)
-    check_buffers(config, model, whole, schedule, recomputed)
+    check_running(config, model, whole.running, schedule, recomputed)
     costs = count_layers(
         model.layers,
         shapes.inputs,
@@ -155,9 +154,9 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         loss=model.loss or cross_entropy,
         recompute=recomputed,
     )
-    stages = cut(config, costs, schedule.num_stages)
+    stages = cut_layers(config, costs, schedule.num_stages)
     infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
-    boundaries, local = describe_boundaries(meta_copy(model.layers), stages, shapes.cast(dtype).inputs)
+    boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
     check_sharded_output(model, whole.output, local, grid.tp)
     return Blueprint(
         config,
@@ -174,15 +173,6 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     )
 
 
-class Description(NamedTuple):
-    """A forward of the whole model on meta, before it is sharded."""
-
-    output: ValueSpec
-    """The last layer's output."""
-    running: list[str]
-    """Buffers that forward changes."""
-
-
 def check_lengths(config: RunConfig, shapes: MetaMicrobatch) -> None:
     """Raise :class:`ConfigError` for token inputs whose sequence dim sequence parallelism cannot cut."""
     for path, leaf in tree_flatten_with_path(shapes.inputs)[0] if config.parallel.sequence else ():
@@ -192,52 +182,7 @@ def check_lengths(config: RunConfig, shapes: MetaMicrobatch) -> None:
             check_sequence_length(leaf.shape[1], config.parallel.tp, name)
 
 
-def describe(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch) -> Description:
-    """Run the whole model forward on meta, as it was built, and hold its output against the labels.
-
-    Raises:
-        ModelError: a layer does not take what the one before returns, or the loss does not take the output.
-    """
-    inputs = shapes.cast(torch.float32).inputs  # before the training dtype
-    on_meta = meta_copy(model.layers)
-    watch = BufferWatch(on_meta)
-    try:
-        watch_layers = LayerWatch(on_meta, model.layers)
-        _, output = describe_boundaries(on_meta, [range(len(on_meta))], inputs, watch_layers)
-    except ModelError as error:
-        if not config.data.document_boundaries:
-            raise
-        raise ModelError(
-            "MW-RUN-001",
-            f'{error.message}. With data.document_boundaries the first layer is handed {{"tokens": (B, S), "starts": '
-            f"(B, S) bool, where documents begin}}: let it take that (docs/data.md), or set "
-            f"data.document_boundaries = false",
-        ) from error
-    if model.loss is None:
-        check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}")
-    else:
-        check_loss(model.loss, output, shapes.cast(torch.float32).labels)
-    return Description(output, watch.changed())
-
-
-def check_buffers(
-    config: RunConfig, model: PlainModel, whole: Description, schedule: Schedule, recomputed: list[str]
-) -> None:
-    """Raise :class:`ModelError` for running buffers that would mean something else on this layout."""
-    check_running(
-        model.layers,
-        whole.running,
-        schedule,
-        dp=int(config.parallel.dp),
-        tp=config.parallel.tp,
-        plan=model.plan,
-        sequence=config.parallel.sequence,
-        dtype=DTYPES[config.train.dtype],
-        recomputed=recomputed,
-    )
-
-
-def shard(config: RunConfig, model: PlainModel, whole: Description, tp: Group) -> dict[str, ParameterInfo]:
+def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Group) -> dict[str, ParameterInfo]:
     """Apply the sharding plan and the training dtype to the model, in place; return its parameters by name."""
     dtype, optimizer = DTYPES[config.train.dtype], config.optimizer
     infos = sharding.apply(
@@ -292,15 +237,3 @@ def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
     for parameter in layers.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-
-
-def cut(config: RunConfig, costs: list[LayerCost], num_stages: int) -> list[range]:
-    """Cut the layers into stages, by ``pipeline.balance``."""
-    balance = config.pipeline.balance
-    if isinstance(balance, list):
-        if len(balance) != num_stages:
-            raise ConfigError(
-                "MW-RUN-005", f"pipeline.balance = {balance} is for {len(balance)} stages, but there are {num_stages}"
-            )
-        return partition_explicit(balance, len(costs))
-    return partition(layer_weights(costs, balance), num_stages, num_stages // config.parallel.pp)

@@ -3,9 +3,7 @@ nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,8 @@ from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
-from meshwright.pipeline.recompute import Context, recompute_parts
-from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.pipeline.values import Loss, cross_entropy
-from meshwright.seeding import Draw
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tensor_parallel.layers import VocabHead
 from meshwright.watch.observers import handle_nonfinite
@@ -62,40 +58,6 @@ def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
         return vocab_parallel_cross_entropy(output, labels, tp, vocab_size)
 
     return loss
-
-
-@dataclass
-class RecomputeContext:
-    """Dropout state and split-backward mode of a forward, restored when recompute (activation checkpointing) runs it
-    again."""
-
-    draw: Draw
-    stage: Stage | None = None
-
-    def __call__(self) -> AbstractContextManager[None]:
-        """Return the context of the second forward. Called in the first one, it remembers the samples of the
-        micro-batch."""
-        return self._as_it_was(self.draw.sample_indices)
-
-    @contextmanager
-    def _as_it_was(self, sample_indices: Tensor | None) -> Iterator[None]:
-        assert self.stage is not None
-        now, was_again = self.draw.sample_indices, self.draw.is_recompute
-        self.draw.sample_indices, self.draw.is_recompute = sample_indices, True
-        try:
-            with self.stage.splitting():
-                yield
-        finally:
-            self.draw.sample_indices, self.draw.is_recompute = now, was_again
-
-
-def plan_recompute(blueprint: Blueprint, layers: nn.Sequential, again: Context) -> dict[str, Context]:
-    """Return the contexts of the layers that are recomputed as a whole. Wrap parts of layers in place."""
-    whole = [name for name in layers._modules if name in blueprint.recomputed]
-    for name, layer in layers.named_children():
-        if name not in whole:
-            recompute_parts(name, layer, blueprint.recomputed, again)
-    return dict.fromkeys(whole, again)
 
 
 def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
@@ -150,10 +112,9 @@ def build(
         mesh.pp,
         stages,
         mesh.device,
-        on_microbatch=dropout_callback(blueprint),
-        begin_reducing=lambda stage, awaited, last: replicas[stage].begin_reducing(awaited, last=last),
-        end_reducing=(lambda stage: replicas[stage].end_reducing()) if reduces_each_microbatch(config) else None,
-        reduce=lambda stage: replicas[stage].finish_reduce(),
+        draw=blueprint.model.draw,
+        replicas=replicas,
+        reduces_each_microbatch=reduces_each_microbatch(config),
     )
     fingerprint = data_fingerprint(training)
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)
@@ -192,31 +153,17 @@ def make_stage(
 ) -> Stage:
     """Build a stage of these layers, with the input and output specs of the blueprint."""
     labels_per_step = batch_numbers(blueprint.config).global_batch * blueprint.example.labels_per_sample
-    again = RecomputeContext(blueprint.model.draw)
-    again.stage = Stage(
+    spec = StageSpec(
         index,
-        len(blueprint.stages),
-        layers,
-        input_spec=blueprint.boundaries[index - 1] if index > 0 else None,
-        output_spec=blueprint.boundaries[index] if index < len(blueprint.stages) - 1 else None,
-        loss=loss,
+        input=blueprint.boundaries[index - 1] if index > 0 else None,
+        output=blueprint.boundaries[index] if index < len(blueprint.stages) - 1 else None,
         loss_scale=1.0 / labels_per_step,
-        before_layer=before_layer,
-        recompute=plan_recompute(blueprint, layers, again),
         splits_backward=blueprint.schedule.splits_backward,
+        recomputed=blueprint.recomputed,
         running=frozenset(blueprint.running),
     )
-    again.stage.checks_loss = blueprint.model.loss is not None
-    return again.stage
-
-
-def dropout_callback(blueprint: Blueprint) -> Callable[[Tensor], None]:
-    """Return the callback of the executor before each forward: it hands the dropouts the global sample indices."""
-
-    def on_microbatch(sample_indices: Tensor) -> None:
-        blueprint.model.draw.sample_indices = sample_indices
-
-    return on_microbatch
+    model = blueprint.model
+    return Stage(spec, layers, loss, before_layer=before_layer, draw=model.draw, checks_loss=model.loss is not None)
 
 
 def _replica(

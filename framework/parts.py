@@ -20,7 +20,6 @@ from meshwright.data_parallel.sharding import Replica
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.pipeline.executor import Executor, Feed, RowResult
-from meshwright.pipeline.running_stats import running_values
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
 """A rank was asked to end the run; a rank could not write its share of a checkpoint; the run's directory is gone."""
@@ -88,7 +87,7 @@ class Parts(ForwardParts):
         """Return the running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""
         found: dict[str, Tensor] = {}
         for stage in self.executor.stages.values():
-            found |= running_values(stage.layers, self.blueprint.running)
+            found |= stage.running_buffers()
         return found
 
 

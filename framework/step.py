@@ -160,7 +160,7 @@ def sum_numbers(parts: Parts, result: RowResult) -> Tensor:
     num_tokens = sum((part.num_tokens.double() for part in result.loss_parts), zero) if is_counted else zero
     spare = parts.optimizer.spare_square_norm() * 0.0  # NaN where another rank's copy may be NaN or Inf
     flags = [parts.flags[flag]() for flag in FLAGS]
-    own = torch.tensor([*result.computing(), *flags], dtype=torch.float64, device=mesh.device)
+    own = torch.tensor([*result.times.computing(), *flags], dtype=torch.float64, device=mesh.device)
     norm = (parts.optimizer.square_norm() + spare).to(mesh.device)
     sums = torch.cat([torch.stack([loss_sum, num_tokens, norm]), own])
     mesh.world.all_reduce(sums).wait()

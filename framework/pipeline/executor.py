@@ -1,36 +1,35 @@
-"""Executor of one rank's row of a schedule: a function for each Kind, and a loop. It makes no decisions.
+"""Executor of one rank's row of a schedule: a method for each Kind, and a loop. It makes no decisions.
 
-    item of the row                     roughly
+    item of the row                     effect
     F stage m                           values[F, stage, m]      = stage.forward(values[F, stage-1, m])
     B stage m                           values[B, stage, m]      = stage.backward(values[B, stage+1, m])
     I stage m                           values[B, stage, m]      = stage.backward_input(values[B, stage+1, m])
     W stage m                           stage.backward_weight(m)
     SEND_F / RECV_F                     values[F, stage, m] / values[F, stage-1, m]   to / from the neighbour
     SEND_B / RECV_B                     values[B, stage, m] / values[B, stage+1, m]   to / from the neighbour
-    REDUCE stage                        reduce(stage): the gradients become those of the global batch
+    REDUCE stage                        replicas[stage].finish_reduce(): the gradients of the global batch
     STEP                                step(): norm, optimizer, all-gather of the weights
 
-Communications written as one group are posted together, as point-to-point messages over pp. A RECV only posts; the
-action that uses the value blocks until it has arrived. A send is awaited when more than twice as many sends as there
-are pipeline ranks are in flight, or at the end of the step. Its tensors stay alive until then. The schedule's check has
-shown that the order is free of deadlock even if each communication blocked at once.
+A :class:`ValueStore` holds the values. Communications of one group are posted together. A RECV only posts; the action
+that uses the value blocks until it has arrived. The check of the schedule has shown that its order is free of deadlocks
+even if each communication blocks until its partner is posted.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.mesh.comm import Group, Handle, Transfer
+from meshwright.mesh.comm import Group
 from meshwright.pipeline.stage import LossPart, Stage
-from meshwright.pipeline.timing import Clock, CudaClock, clock_of
-from meshwright.pipeline.values import TensorSpec
-from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, Span, actions_of
+from meshwright.pipeline.timing import RowTimes, clock_of
+from meshwright.pipeline.value_store import MessageGroup, ValueStore, message_group
+from meshwright.schedule.action import Action, Kind, Schedule, actions_of
+from meshwright.seeding import Draw
 
 
 class Microbatch(NamedTuple):
@@ -51,312 +50,180 @@ class Feed(Protocol):
         """Return the (B,) int64 global sample indices of micro-batch ``m``, without reading it."""
 
 
-@dataclass
-class RowResult:
-    """Losses and timings of one run of a row.
+class GradientReducer(Protocol):
+    """Reduction of one stage's gradients over its replicas, implemented by :mod:`meshwright.data_parallel`."""
 
-    Times are readings of the clock. Properties and methods convert them to seconds, which blocks until the device has
-    reached the readings.
-    """
+    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
+        """Reduce during the next backward. ``awaited``: parameters that get gradients in it; None: all."""
 
-    rank: int
-    """Pipeline rank that ran the row."""
-    clock: Clock
-    readings: list[tuple[Action, Any, Any]] = field(default_factory=list)
-    """Start and end of each action; for a RECV, of the wait for its value."""
-    readings_of_data: list[tuple[Any, Any]] = field(default_factory=list)
-    """Start and end of each read of samples."""
-    loss_parts: list[LossPart] = field(default_factory=list)
+    def end_reducing(self) -> None:
+        """Post the remaining reductions of a backward that is not the last of the step."""
+
+    def finish_reduce(self) -> None:
+        """Block until every shard holds the gradient of the global batch."""
+
+
+class RowResult(NamedTuple):
+    """Result of one run of a row. It fills while the row runs."""
+
+    times: RowTimes
+    loss_parts: list[LossPart]
     """Loss of each micro-batch on the last stage; empty on other stages."""
-    waited_s: float = 0.0
-    """Seconds that the host program waited for other ranks, from the start of the row to its STEP."""
-    waited_in_reduce_s: float = 0.0
-    """Part of ``waited_s`` in REDUCE."""
-    waited_in_step_s: float = 0.0
-    """Seconds that the host program waited in STEP, where no other work is left."""
-    peak_in_flight: int = 0
-    """Most micro-batches in flight on this rank at once, each counted once per stage."""
-
-    @property
-    def start_s(self) -> float:
-        """Start of the row on this machine's monotonic clock, in seconds."""
-        return self.clock.start_s
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """Actions so far, with start and end in seconds from the start of the row."""
-        at = self.clock.resolve
-        return tuple(Span(self.rank, action, at(start), at(end)) for action, start, end in self.readings)
-
-    @property
-    def data(self) -> tuple[tuple[float, float], ...]:
-        """Start and end of each read of samples, in seconds from the start of the row."""
-        at = self.clock.resolve
-        return tuple((at(start), at(end)) for start, end in self.readings_of_data)
-
-    def computing(self) -> tuple[float, float]:
-        """Return (seconds of computation on all stages, end of the last computation in seconds from the start of the
-        row).
-        """
-        at = self.clock.resolve
-        times = [(at(start), at(end)) for action, start, end in self.readings if action.kind in COMPUTE]
-        return sum(end - start for start, end in times), max(end for _, end in times)
-
-    def own_s(self) -> float:
-        """Return the seconds before STEP in which this rank did not wait for other ranks: its own work.
-
-        On CUDA the host program rarely waits. There it is the time in which the device computed and samples were read,
-        and it includes waits of kernels for others of their tensor-parallel group.
-        """
-        at = self.clock.resolve
-        if isinstance(self.clock, CudaClock):
-            return self.computing()[0] + sum(end - start for start, end in self.data)
-        return at(next(start for action, start, _ in self.readings if action.kind is Kind.STEP)) - self.waited_s
-
-    def reducing_s(self) -> float:
-        """Return the seconds by which exposed gradient reductions delayed this rank and its STEP.
-
-        Waits in STEP are subtracted, because they would have hidden as much. On CUDA that share cannot be measured, and
-        all of REDUCE counts.
-        """
-        if isinstance(self.clock, CudaClock):
-            at = self.clock.resolve
-            return sum(at(end) - at(start) for action, start, end in self.readings if action.kind is Kind.REDUCE)
-        return max(self.waited_in_reduce_s - self.waited_in_step_s, 0.0)
 
 
-class _Message(NamedTuple):
-    """One point-to-point message of this rank's row."""
+class _Run(NamedTuple):
+    """One run of the row."""
 
-    action: Action
-    key: tuple[Kind, int, int]
-    """Key in ``Executor._values`` of the value that is sent or received."""
-    peer: int
-    """Pipeline rank of the other side."""
-    comes_as: tuple[TensorSpec, ...] | None
-    """Specs of the received tensors; None for a send."""
-
-
-class _Messages(tuple[_Message, ...]):
-    """Messages that are posted together."""
-
-    def __str__(self) -> str:
-        return "+".join(str(message.action) for message in self)
+    feed: Feed
+    step: Callable[[RowResult], object]
+    times: RowTimes
+    result: RowResult
 
 
 @dataclass
 class Executor:
-    """Executor of one pipeline rank. The callbacks connect it to the other axes."""
+    """Executor of one pipeline rank."""
 
     schedule: Schedule
     pp: Group
     stages: dict[int, Stage]
     device: torch.device
-    on_microbatch: Callable[[Tensor], None] | None = None
-    """Function called before each forward with the samples' global indices (B,), for dropout; None: not needed."""
-    begin_reducing: Callable[[int, set[Tensor] | None, bool], None] = lambda stage, awaited, last: None
-    """Function called before the last B or W of a stage in the step; with ``end_reducing``, before each of them.
-
-    Its arguments are the stage, the parameters that get gradients in it (None: all), and whether it is the last.
-    """
-    end_reducing: Callable[[int], None] | None = None
-    """Function called after each other B or W, whose gradients are then reduced too; None: only the last is reduced."""
-    reduce: Callable[[int], None] = lambda stage: None
-    _values: dict[tuple[Kind, int, int], list[Tensor]] = field(default_factory=dict)
-    _arriving: dict[tuple[Kind, int, int], tuple[Action, Handle | None]] = field(default_factory=dict)
-    _sends: deque[Handle] = field(default_factory=deque)
+    draw: Draw = field(default_factory=Draw)
+    """Sample indices that the dropouts read; set before each forward."""
+    replicas: Mapping[int, GradientReducer] = field(default_factory=dict)
+    """Reducer of each stage's gradients; REDUCE does nothing for a stage without one."""
+    reduces_each_microbatch: bool = False
+    """Reduce after every backward of a stage, not only after the last one of the step."""
 
     def __post_init__(self) -> None:
         """Resolve each item of the row to the method that runs it and its argument."""
         self._activity = self.pp.activity
+        self._values = ValueStore(self.pp, self.device)
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
-        self._sends_tell = self.device.type == "cuda"  # gloo calls a send done only when somebody has waited for it
-        does: dict[Kind, Callable[[Action, Feed, RowResult], None]] = {
+        methods: dict[Kind, Callable[[Action, _Run], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
-            Kind.I: self._backward_input,
+            Kind.I: self._backward,
             Kind.W: self._backward_weight,
             Kind.REDUCE: self._reduce,
             Kind.STEP: self._step,
         }
-        self._row: list[tuple[Callable[[Any, Feed, RowResult], None], Any]] = []
+        self._row: list[tuple[Callable[[Any, _Run], None], Any]] = []
         for item in self.schedule.rows[self.pp.rank]:
-            if isinstance(item, Action) and item.kind in does:
-                self._row.append((does[item.kind], item))
+            if isinstance(item, Action) and item.kind in methods:
+                self._row.append((methods[item.kind], item))
             else:
-                self._row.append((self._communicate, _Messages(self._message(action) for action in actions_of(item))))
+                self._row.append((self._communicate, message_group(actions_of(item), self.schedule, self.stages)))
 
-    def _message(self, action: Action) -> _Message:
-        index, microbatch = _stage(action), _microbatch(action)
-        stage, peer = self.stages[index], self.schedule.peer(action)
-        if action.kind is Kind.SEND_F:
-            return _Message(action, (Kind.F, index, microbatch), peer, None)
-        if action.kind is Kind.SEND_B:
-            return _Message(action, (Kind.B, index, microbatch), peer, None)
-        if action.kind is Kind.RECV_F:
-            assert stage.input_spec is not None
-            return _Message(action, (Kind.F, index - 1, microbatch), peer, stage.input_spec.leaves)
-        assert stage.output_spec is not None
-        return _Message(action, (Kind.B, index + 1, microbatch), peer, stage.output_spec.with_gradient)
-
-    def run(self, feed: Feed, step: Callable[[RowResult], None] = lambda result: None) -> RowResult:
-        """Run every item of this rank's row, in order; ``step`` is what STEP does."""
-        self._on_step = step
-        run = RowResult(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
-        for do, what in self._row:
-            do(what, feed, run)
-        self._wait_for_sends(0)
+    def run(self, feed: Feed, step: Callable[[RowResult], object] = lambda result: None) -> RowResult:
+        """Run every item of this rank's row, in order. ``step``: function that STEP calls."""
+        run = self._begin(feed, step)
+        for method, argument in self._row:
+            method(argument, run)
+        self._values.wait_for_sends(0)
         self._activity.begin(self._activity.BETWEEN_STEPS)
-        assert not self._values and not self._arriving, f"left over: {sorted(self._values)} {sorted(self._arriving)}"
-        return run
+        self._values.check_empty()
+        return run.result
 
     def validate(self, feed: Feed) -> list[LossPart]:
         """Run forward only: the same row without its backward and step items."""
-        run = RowResult(self.pp.rank, clock_of(self.device))
+        run = self._begin(feed, lambda result: None)
         for item in self.schedule.rows[self.pp.rank]:
             kept = [action for action in actions_of(item) if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)]
             if kept and kept[0].kind is Kind.F:
-                self._forward(kept[0], feed, run, train=False)
+                self._forward(kept[0], run, train=False)
             elif kept:
-                self._communicate(_Messages(self._message(action) for action in kept), feed, run)
-        self._wait_for_sends(0)
-        return run.loss_parts
+                self._values.exchange(message_group(kept, self.schedule, self.stages), run.times)
+        self._values.wait_for_sends(0)
+        return run.result.loss_parts
 
-    # ------------------------------------------------------------------------------------------------- computations
+    def _begin(self, feed: Feed, step: Callable[[RowResult], object]) -> _Run:
+        times = RowTimes(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
+        return _Run(feed, step, times, RowResult(times, []))
 
-    def _forward(self, action: Action, feed: Feed, run: RowResult, *, train: bool = True) -> None:
-        index, microbatch = _stage(action), _microbatch(action)
-        stage = self.stages[index]
+    def _forward(self, action: Action, run: _Run, *, train: bool = True) -> None:
+        index, microbatch = _position(action)
+        stage, times = self.stages[index], run.times
         samples = None
         if stage.is_first or stage.is_last:
-            start = run.clock.read()
+            start = times.clock.read()
             self._activity.begin(self._activity.READING_SAMPLES)
-            samples = feed.microbatch(microbatch)
-            run.readings_of_data.append((start, run.clock.read()))
-        inputs = samples.inputs if stage.is_first and samples else self._take(Kind.F, index - 1, microbatch, run)
+            samples = run.feed.microbatch(microbatch)
+            times.readings_of_data.append((start, times.clock.read()))
+        inputs = (
+            samples.inputs if stage.is_first and samples else self._values.take((Kind.F, index - 1, microbatch), times)
+        )
         self._activity.begin(action)
-        start = run.clock.read()
-        if self.on_microbatch is not None:
-            self.on_microbatch(feed.sample_indices(microbatch) if samples is None else samples.sample_indices)
+        start = times.clock.read()
+        self.draw.sample_indices = run.feed.sample_indices(microbatch) if samples is None else samples.sample_indices
         found = stage.forward(microbatch, inputs, samples.labels if stage.is_last and samples else None, train=train)
         if isinstance(found, LossPart):
-            run.loss_parts.append(found)
+            run.result.loss_parts.append(found)
         else:
-            self._values[Kind.F, index, microbatch] = found
-        run.readings.append((action, start, run.clock.read()))
-        run.peak_in_flight = max(run.peak_in_flight, sum(stage.num_in_flight for stage in self.stages.values()))
+            self._values.put((Kind.F, index, microbatch), found)
+        times.end(action, start)
 
-    def _backward(self, action: Action, feed: Feed, run: RowResult) -> None:
-        self._back(action, run, self.stages[_stage(action)].backward)
-
-    def _backward_input(self, action: Action, feed: Feed, run: RowResult) -> None:
-        self._back(action, run, self.stages[_stage(action)].backward_input)
-
-    def _back(self, action: Action, run: RowResult, backward: Callable[..., list[Tensor]]) -> None:
-        index, microbatch = _stage(action), _microbatch(action)
-        stage = self.stages[index]
-        gradients = None if stage.is_last else self._take(Kind.B, index + 1, microbatch, run)
+    def _backward(self, action: Action, run: _Run) -> None:
+        """Run B, or I, which defers weight gradients and therefore reduces none."""
+        index, microbatch = _position(action)
+        stage, times, is_whole = self.stages[index], run.times, action.kind is Kind.B
+        gradients = None if stage.is_last else self._values.take((Kind.B, index + 1, microbatch), times)
         self._activity.begin(action)
-        start = run.clock.read()
-        if action.kind is Kind.B:
+        start = times.clock.read()
+        if is_whole:
             self._begin_reducing(action, None)
-        found = backward(microbatch, gradients)
-        if action.kind is Kind.B:
+            found = stage.backward(microbatch, gradients)
             self._end_reducing(action)
+        else:
+            found = stage.backward_input(microbatch, gradients)
         if not stage.is_first:
-            self._values[Kind.B, index, microbatch] = found
-        run.readings.append((action, start, run.clock.read()))
+            self._values.put((Kind.B, index, microbatch), found)
+        times.end(action, start)
 
-    def _backward_weight(self, action: Action, feed: Feed, run: RowResult) -> None:
-        index, microbatch = _stage(action), _microbatch(action)
-        stage = self.stages[index]
+    def _backward_weight(self, action: Action, run: _Run) -> None:
+        index, microbatch = _position(action)
+        stage, times = self.stages[index], run.times
         self._activity.begin(action)
-        start = run.clock.read()
+        start = times.clock.read()
         self._begin_reducing(action, stage.awaited(microbatch))
         stage.backward_weight(microbatch)
         self._end_reducing(action)
-        run.readings.append((action, start, run.clock.read()))
+        times.end(action, start)
 
     def _begin_reducing(self, action: Action, awaited: set[Tensor] | None) -> None:
-        last = action in self._last_backwards
-        if self.end_reducing is not None or last:
-            self.begin_reducing(_stage(action), awaited, last)
+        replica, last = self.replicas.get(_position(action)[0]), action in self._last_backwards
+        if replica is not None and (last or self.reduces_each_microbatch):
+            replica.begin_reducing(awaited, last=last)
 
     def _end_reducing(self, action: Action) -> None:
-        if self.end_reducing is not None and action not in self._last_backwards:  # after that comes REDUCE
-            self.end_reducing(_stage(action))
+        replica, last = self.replicas.get(_position(action)[0]), action in self._last_backwards
+        if replica is not None and self.reduces_each_microbatch and not last:  # after the last one comes REDUCE
+            replica.end_reducing()
 
-    # ------------------------------------------------------------------------------------------------ communication
+    def _communicate(self, messages: MessageGroup, run: _Run) -> None:
+        self._values.exchange(messages, run.times)
 
-    def _take(self, kind: Kind, index: int, microbatch: int, run: RowResult) -> list[Tensor]:
-        """Return the tensors of a value, and remove it; block until it has arrived."""
-        key = (kind, index, microbatch)
-        if key in self._arriving:
-            receive, handle = self._arriving.pop(key)
-            start = run.clock.read()
-            self._activity.begin(receive)
-            if handle is not None:  # None: the message holds no tensor
-                handle.wait()
-            run.readings.append((receive, start, run.clock.read()))
-        return self._values.pop(key)
-
-    def _communicate(self, messages: _Messages, feed: Feed, run: RowResult) -> None:
-        """Post point-to-point messages over pp together. Blocks only for the oldest sends, once many are in flight.
-
-        Bytes on the wire: those of the tensors of each value, in their own dtype.
-        """
-        self._activity.begin(messages)
-        start = run.clock.read()
-        transfers: list[Transfer] = []
-        for _, key, peer, comes_as in messages:
-            if comes_as is None:
-                transfers += [Transfer(tensor, peer, True) for tensor in self._values.pop(key)]
-            else:
-                tensors = self._values[key] = [leaf.empty(self.device) for leaf in comes_as]
-                transfers += [Transfer(tensor, peer, False) for tensor in tensors]
-        posted, arriving = self.pp.exchange(transfers, messages.__str__)
-        if posted is not None:
-            self._sends.append(posted)
-            self._wait_for_sends(2 * self.pp.size)
-        end = run.clock.read()
-        for message in messages:
-            if message.comes_as is None:
-                run.readings.append((message.action, start, end))
-            else:  # its span comes when somebody waits for it
-                self._arriving[message.key] = (message.action, arriving)
-
-    def _wait_for_sends(self, at_most: int) -> None:
-        """Release sends, oldest first: those that are done, and then by waiting until ``at_most`` are left."""
-        sends = self._sends
-        while sends and (len(sends) > at_most or (self._sends_tell and sends[0].done())):
-            sends.popleft().wait()
-
-    # ------------------------------------------------------------------------------------------------ the other axes
-
-    def _reduce(self, action: Action, feed: Feed, run: RowResult) -> None:
+    def _reduce(self, action: Action, run: _Run) -> None:
         self._activity.begin(action)
-        start, before_s = run.clock.read(), self._activity.waited_s
-        self.reduce(_stage(action))
-        run.waited_in_reduce_s += self._activity.waited_s - before_s
-        run.readings.append((action, start, run.clock.read()))
+        times = run.times
+        start, before_s = times.clock.read(), self._activity.waited_s
+        replica = self.replicas.get(_position(action)[0])
+        if replica is not None:
+            replica.finish_reduce()
+        times.waited_in_reduce_s += self._activity.waited_s - before_s
+        times.end(action, start)
 
-    def _step(self, action: Action, feed: Feed, run: RowResult) -> None:
+    def _step(self, action: Action, run: _Run) -> None:
         self._activity.begin(action)
-        start = run.clock.read()
-        before_s = self._activity.waited_s
-        run.waited_s += before_s
-        self._on_step(run)
-        run.waited_in_step_s = self._activity.waited_s - before_s
-        run.readings.append((action, start, run.clock.read()))
+        times = run.times
+        start, before_s = times.clock.read(), self._activity.waited_s
+        times.waited_s += before_s
+        run.step(run.result)
+        times.waited_in_step_s = self._activity.waited_s - before_s
+        times.end(action, start)
 
 
-def _stage(action: Action) -> int:
-    """Return the stage of an action; all but STEP have one."""
+def _position(action: Action) -> tuple[int, int]:
+    """Return (stage, micro-batch) of an action other than STEP; micro-batch 0 for REDUCE."""
     assert action.stage is not None, action
-    return action.stage
-
-
-def _microbatch(action: Action) -> int:
-    """Return the micro-batch of a computation or a communication."""
-    assert action.microbatch is not None, action
-    return action.microbatch
+    return action.stage, action.microbatch or 0

@@ -12,21 +12,20 @@ gradients. ``context`` captures both before a forward, and is entered again arou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.config import Pipeline
-from meshwright.errors import ModelError
-from meshwright.model.build import PlainModel
-from meshwright.seeding import SeededDropout, dropouts_of
+from meshwright.pipeline.split_backward import SplitBackward
+from meshwright.seeding import Draw, SeededDropout, dropouts_of
 
 Context = Callable[[], AbstractContextManager[object]]
 """Function called as a forward begins; the context that it returns is entered around the second forward."""
@@ -79,7 +78,7 @@ def _same(leaf: Any) -> Any:
     return leaf
 
 
-def parts_of(layer_name: str, layer: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def parts_of(layer_name: str, layer: nn.Module, patterns: Collection[str]) -> list[tuple[str, nn.Module]]:
     """Return the submodules, and the layer itself, whose full name matches a pattern."""
     return [
         (name, module)
@@ -88,7 +87,7 @@ def parts_of(layer_name: str, layer: nn.Module, patterns: Sequence[str]) -> list
     ]
 
 
-def recompute_parts(layer_name: str, layer: nn.Module, patterns: Sequence[str], context: Context) -> list[str]:
+def recompute_parts(layer_name: str, layer: nn.Module, patterns: Collection[str], context: Context) -> list[str]:
     """Wrap each submodule whose full name matches a pattern in activation checkpointing, in place; return the names."""
     found = parts_of(layer_name, layer, patterns)
     dropouts = dropouts_of(layer)  # a submodule may call a dropout outside itself
@@ -97,52 +96,33 @@ def recompute_parts(layer_name: str, layer: nn.Module, patterns: Sequence[str], 
     return [name for name, _ in found]
 
 
-def check_recompute(pipeline: Pipeline, model: PlainModel, builder: str) -> None:
-    """Raise :class:`ModelError` where ``pipeline.recompute`` (activation checkpointing) would recompute nothing."""
-    if pipeline.recompute == "none":
-        return
-    names = list(model.layers._modules)
-    if not pipeline.recompute_layers:
-        raise ModelError(
-            "MW-PIPELINE-004",
-            f'pipeline.recompute = "{pipeline.recompute}" with pipeline.recompute_layers = []: name layers, such as '
-            f'["block*"], or set pipeline.recompute = "none"',
-        )
-    for pattern in pipeline.recompute_layers:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ModelError(
-                "MW-PIPELINE-005",
-                f"pipeline.recompute_layers holds {pattern!r}, which fits no layer; the layers are {', '.join(names)}",
-            )
-    if pipeline.recompute == "full":
-        return
-    if not model.selective_recompute:
-        raise ModelError(
-            "MW-PIPELINE-006",
-            f'pipeline.recompute = "selective", but {builder} does not say what is cheap to compute and '
-            f"dear to keep: set model.selective_recompute to patterns of submodule names, such as "
-            f'["block*.attention.core"], or choose "full"',
-        )
-    parts = [name for name, _ in model.layers.named_modules()]
-    for pattern in model.selective_recompute:
-        if not any(fnmatchcase(name, pattern) for name in parts):
-            raise ModelError(
-                "MW-PIPELINE-007", f"{builder}: selective_recompute holds {pattern!r}, which fits no submodule"
-            )
-    if not recomputed_names(pipeline, model):
-        raise ModelError(
-            "MW-PIPELINE-008",
-            f"pipeline.recompute_layers = {pipeline.recompute_layers} fits no layer that holds a part of "
-            f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed',
-        )
+@dataclass(frozen=True)
+class RecomputeContext:
+    """State of a forward that its recompute restores: the samples of its dropouts, and the split-backward mode."""
+
+    draw: Draw
+    split: SplitBackward | None
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Return the context of the second forward, for the micro-batch whose first forward begins."""
+        return self._restored(self.draw.sample_indices)
+
+    @contextmanager
+    def _restored(self, sample_indices: Tensor | None) -> Iterator[None]:
+        draw = self.draw
+        now, was_recompute = draw.sample_indices, draw.is_recompute
+        draw.sample_indices, draw.is_recompute = sample_indices, True
+        try:
+            with self.split or nullcontext():
+                yield
+        finally:
+            draw.sample_indices, draw.is_recompute = now, was_recompute
 
 
-def recomputed_names(pipeline: Pipeline, model: PlainModel) -> list[str]:
-    """Return the names of the layers, or parts of layers, that backward computes again."""
-    if pipeline.recompute == "none":
-        return []
-    chosen = [name for name in model.layers._modules if any(fnmatchcase(name, p) for p in pipeline.recompute_layers)]
-    if pipeline.recompute == "full":
-        return chosen
-    parts = [name for name, _ in model.layers.named_modules() if name.partition(".")[0] in chosen]
-    return [part for part in parts if any(fnmatchcase(part, p) for p in model.selective_recompute)]
+def recompute_layers(layers: nn.Sequential, names: Collection[str], context: Context) -> frozenset[str]:
+    """Wrap parts of layers in activation checkpointing, in place; return the layers to recompute as a whole."""
+    whole = frozenset(layers._modules) & frozenset(names)
+    for name, layer in layers.named_children():
+        if name not in whole:
+            recompute_parts(name, layer, names, context)
+    return whole

@@ -1,13 +1,14 @@
 """Backward in two halves: input gradients at once (I), weight gradients when the schedule has time for them (W).
 
     forward     y = x W^T                               under :class:`SplitBackward`, a torch function mode
-    I           gx = gy W        notes (W: gy^T x)      one pass of autograd over the stage, without weight products
-    W           W.grad += gy^T x                        the notes, in the order in which they were made
+    I           gx = gy W        defers gy^T x           one pass of autograd over the stage, without weight products
+    W           W.grad += gy^T x                         the deferred gradients, in the order of I
 
 Every call of ``F.linear`` or ``F.embedding`` with a parameter (of two dims) as its weight is split: nn.Linear and
 nn.Embedding, their tensor-parallel versions, and a user's module. Calls inside ``torch.func`` transforms are not. All
 other parameters (a norm's, a convolution's, one that is multiplied directly) get their gradient in I, and W has nothing
-left to do for them. Their gradient is never late; only the gain is smaller. Between I and W a note holds x and gy.
+left to do for them. Their gradient is never late; only the gain is smaller. Between I and W, x and gy are
+kept.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -34,28 +35,28 @@ class DeferredGradient(NamedTuple):
 class SplitBackward(TorchFunctionMode):
     """Torch function mode around a stage's forward: backward can then defer weight gradients.
 
-    They are deferred while ``putting_off`` is entered.
+    They are deferred while ``deferring`` is entered.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._notes: list[DeferredGradient] | None = None
+        self._deferred: list[DeferredGradient] | None = None
 
     @contextmanager
-    def putting_off(self) -> Iterator[list[DeferredGradient]]:
-        """Enter a context in which backward notes the weight gradients of linears and embeddings for later."""
-        assert self._notes is None, "one backward at a time"
-        self._notes = []
+    def deferring(self) -> Iterator[list[DeferredGradient]]:
+        """Enter a context in which backward defers the weight gradients of linears and embeddings."""
+        assert self._deferred is None, "one backward at a time"
+        self._deferred = []
         try:
-            yield self._notes
+            yield self._deferred
         finally:
-            self._notes = None
+            self._deferred = None
 
-    def later(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
-        """Return the gradient; within ``putting_off`` note it instead and return None."""
-        if self._notes is None:
+    def defer(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
+        """Return the gradient; within ``deferring`` store it for W and return None."""
+        if self._deferred is None:
             return gradient()
-        self._notes.append(DeferredGradient(parameter, gradient))
+        self._deferred.append(DeferredGradient(parameter, gradient))
         return None
 
     def __torch_function__(
@@ -102,17 +103,18 @@ def _is_trained(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
-def accumulate_deferred(notes: list[DeferredGradient]) -> None:
-    """Compute the noted gradients and accumulate each in its parameter by autograd, hooks included. Empties the list.
+def accumulate_deferred(deferred: list[DeferredGradient]) -> None:
+    """Compute the deferred gradients and accumulate each in its parameter by autograd, hooks included. Empty the
+    list.
 
     A parameter that was used several times gets the sum in one accumulation. Hooks that count finished parameters
     therefore count correctly.
     """
-    last = {note.parameter: position for position, note in enumerate(notes)}
+    last = {each.parameter: position for position, each in enumerate(deferred)}
     sums: dict[Tensor, Tensor] = {}
-    for position in range(len(notes)):
-        parameter, gradient = notes[position]
-        notes[position] = DeferredGradient(parameter, raise_computed_twice)  # frees x and gy
+    for position in range(len(deferred)):
+        parameter, gradient = deferred[position]
+        deferred[position] = DeferredGradient(parameter, raise_computed_twice)  # frees x and gy
         found = gradient()
         earlier = sums.pop(parameter, None)
         total = found if earlier is None else earlier.add_(found)
@@ -121,7 +123,7 @@ def accumulate_deferred(notes: list[DeferredGradient]) -> None:
         else:
             sums[parameter] = total
         del gradient, found, total
-    notes.clear()
+    deferred.clear()
 
 
 def raise_computed_twice() -> Tensor:
@@ -129,9 +131,9 @@ def raise_computed_twice() -> Tensor:
     raise AssertionError("a weight gradient is computed once")
 
 
-def parameters_of(notes: Sequence[DeferredGradient]) -> set[Tensor]:
+def parameters_of(deferred: Sequence[DeferredGradient]) -> set[Tensor]:
     """Return the parameters whose gradients are not computed yet."""
-    return {note.parameter for note in notes}
+    return {each.parameter for each in deferred}
 
 
 def _own(output: Tensor) -> Tensor:
@@ -156,10 +158,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         gx = gy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None  # differentiable, for gradients in forward
-        gw = ctx.mode.later(ctx.weight, lambda: gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])))
+        gw = ctx.mode.defer(ctx.weight, lambda: gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])))
         gb = None
         if ctx.bias is not None:
-            gb = ctx.mode.later(ctx.bias, lambda: gy.reshape(-1, gy.shape[-1]).sum(0))
+            gb = ctx.mode.defer(ctx.bias, lambda: gy.reshape(-1, gy.shape[-1]).sum(0))
         return gx, gw, gb, None
 
 
@@ -182,4 +184,4 @@ class _Embedding(torch.autograd.Function):
         def gradient() -> Tensor:
             return torch.ops.aten.embedding_dense_backward(gy, ids, rows, padding, ctx.by_frequency)  # type: ignore[no-any-return]
 
-        return None, ctx.mode.later(ctx.weight, gradient), None, None, None
+        return None, ctx.mode.defer(ctx.weight, gradient), None, None, None

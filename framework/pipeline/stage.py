@@ -1,23 +1,28 @@
-"""One pipeline stage: a piece of the Sequential, its saved tensors per micro-batch, forward, and whole or split
-backward.
+"""One pipeline stage: a run of the model's layers, and the tensors that it saves per micro-batch for backward.
+
+forward          F     layers, then the loss on the last stage
+backward         B     gradients of the inputs and of the weights
+backward_input   I     gradients of the inputs; those of the weights are deferred
+backward_weight  W     the deferred gradients
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from meshwright.errors import ModelError
-from meshwright.pipeline.recompute import Context, recomputed
-from meshwright.pipeline.running_stats import INSTEAD
+from meshwright.model.running_buffers import running_values
+from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
 from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred, parameters_of
-from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec, check_ignored, leaves_of
-from meshwright.seeding import dropouts_of, restart_calls
+from meshwright.pipeline.stage_checks import InspectedLayer, advise, check_ignored, check_outputs, nested_checkpoint
+from meshwright.pipeline.values import IGNORED_LABEL, Loss, ValueSpec, leaves_of
+from meshwright.seeding import Draw, dropouts_of, restart_calls
 
 
 class LossPart(NamedTuple):
@@ -25,6 +30,24 @@ class LossPart(NamedTuple):
 
     loss_sum: Tensor  # () in the logits' accumulation dtype
     num_tokens: Tensor  # () int64, labels that count
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """Plan of a stage, without its layers."""
+
+    index: int
+    input: ValueSpec | None
+    """Spec of the received value; None on the first stage, which takes the samples."""
+    output: ValueSpec | None
+    """Spec of the sent value; None on the last stage, which computes the loss."""
+    loss_scale: float = 1.0
+    """Factor of ``loss_sum`` in backward: 1 / (labels of the global batch), known from the configuration."""
+    splits_backward: bool = False
+    recomputed: Collection[str] = ()
+    """Layers, and parts of layers, with activation checkpointing (recompute)."""
+    running: Collection[str] = ()
+    """Buffers of the model that forward may change, by name."""
 
 
 class _Saved(NamedTuple):
@@ -37,54 +60,43 @@ class _Saved(NamedTuple):
 class Stage:
     """One stage on one rank.
 
-    ``before_layer(name)`` is called just before each layer, because its weights may still be in an all-gather.
+    Args:
+        before_layer: function called with the name of each layer before it runs, because its weights may still be in an
+            all-gather.
+        draw: sample indices of the current micro-batch, restored when a forward is recomputed.
+        checks_loss: check in the first forward that the loss ignores ignored labels.
     """
 
     def __init__(
         self,
-        index: int,
-        num_stages: int,
+        spec: StageSpec,
         layers: nn.Sequential,
-        *,
-        input_spec: ValueSpec | None,
-        output_spec: ValueSpec | None,
         loss: Loss,
-        loss_scale: float,
+        *,
         before_layer: Callable[[str], None] = lambda name: None,
-        recompute: Mapping[str, Context] | None = None,
-        splits_backward: bool = False,
-        running: Collection[str] = (),
+        draw: Draw | None = None,
+        checks_loss: bool = False,
     ) -> None:
-        self.index = index
-        self.num_stages = num_stages
+        self.index = spec.index
+        self.input_spec, self.output_spec = spec.input, spec.output
+        self.loss_scale = spec.loss_scale
         self.layers = layers
-        self.input_spec = input_spec
-        """Spec of the received value; None on the first stage, which takes the samples."""
-        self.output_spec = output_spec
-        """Spec of the sent value; None on the last stage, which computes the loss."""
         self.loss = loss
-        self.loss_scale = loss_scale
-        """Factor of ``loss_sum`` in backward: 1 / (labels of the global batch), known from the configuration."""
         self.before_layer = before_layer
-        self.recompute = dict(recompute or {})
-        """Layers with activation checkpointing (recompute), each with the context that its second forward restores."""
-        self.split = SplitBackward() if splits_backward else None
-        self.running = running
-        """Names of the buffers that forward may change."""
-        self.checks_loss = False
-        """True for a model's own loss, which the first forward computes once more to check ignored labels."""
+        self.split = SplitBackward() if spec.splits_backward else None
+        self._running = spec.running
         self._layers = tuple(layers.named_children())
         self._dropouts = {name: dropouts_of(layer) for name, layer in self._layers}
-        self._seen_all = False
+        self._again = RecomputeContext(draw or Draw(), self.split)
+        self._recomputed = recompute_layers(layers, spec.recomputed, self._again)
+        self._checks_layers, self._checks_loss = True, checks_loss
+        """True until the first forward of training has ended."""
         self._saved: dict[int, _Saved] = {}
-        self._notes: dict[int, list[DeferredGradient]] = {}
+        self._deferred: dict[int, list[DeferredGradient]] = {}
 
-    def skip_first_look(self) -> None:
-        """Skip the first forward's checks, as if the layers kept no state and drew no random numbers.
-
-        The first forward then costs as much as all others and reads no values.
-        """
-        self._seen_all = True
+    def skip_first_checks(self) -> None:
+        """Skip the checks of the first forward, which read values and cost time."""
+        self._checks_layers = self._checks_loss = False
 
     @property
     def is_first(self) -> bool:
@@ -99,15 +111,15 @@ class Stage:
     @property
     def num_in_flight(self) -> int:
         """Number of micro-batches with saved tensors: from F to B, or to W."""
-        return len(self._saved) + len(self._notes)
+        return len(self._saved) + len(self._deferred)
 
     def roots_of(self, microbatch: int) -> list[Tensor]:
         """Return the tensors that the backward of a micro-batch starts from."""
         return self._saved[microbatch].roots
 
-    def splitting(self) -> AbstractContextManager[object]:
-        """Return the context for a forward with a split backward; its recompute enters it again."""
-        return self.split if self.split is not None else nullcontext()
+    def running_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that forward changes, by their names in the whole model."""
+        return running_values(self.layers, self._running)
 
     def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
         """Run the layers on one micro-batch; when training, save the tensors that backward needs. All shapes are local.
@@ -122,6 +134,7 @@ class Stage:
         """
         assert microbatch not in self._saved, f"micro-batch {microbatch} is already in flight on stage {self.index}"
         leaves: list[Tensor] = []
+        found: list[Tensor] | LossPart
         with torch.set_grad_enabled(train), self.split or nullcontext():
             value = inputs
             if self.input_spec is not None:
@@ -132,66 +145,36 @@ class Stage:
                 self.before_layer(name)
                 value = self._run(name, layer, value, train)
             if self.output_spec is not None:
-                self._seen_all = self._seen_all or train
                 outputs = leaves_of(value)
-                self._check_outputs(outputs, train)
-                if train:
-                    specs = zip(outputs, self.output_spec.leaves, strict=True)
-                    self._saved[microbatch] = _Saved(leaves, [out for out, spec in specs if spec.needs_gradient])
-                return [output.detach().contiguous() for output in outputs]
-            assert labels is not None
-            if train and self.checks_loss and not self._seen_all:
-                check_ignored(self.loss, value, labels)
-            loss_sum = self.loss(value, labels).sum()
-            self._seen_all = self._seen_all or train
-            if train:
-                self._saved[microbatch] = _Saved(leaves, [loss_sum])
-            return LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
-
-    def _check_outputs(self, outputs: list[Tensor], train: bool) -> None:
-        """Check the outputs' shapes and dtypes against those that the next stage has allocated, found on meta in train
-        mode.
-
-        Raises:
-            ModelError: they differ.
-        """
-        assert self.output_spec is not None
-        expected = self.output_spec.leaves
-        if [(tensor.shape, tensor.dtype) for tensor in outputs] == [(spec.shape, spec.dtype) for spec in expected]:
-            return
-        last_name = list(self.layers._modules)[-1]
-        raise ModelError(
-            "MW-PIPELINE-015",
-            f"layer {last_name}, the last of stage {self.index}, hands on {_told(outputs)} in "
-            f"{'training' if train else 'eval mode'}, and {_told(expected)} on the meta device in training, where "
-            f"the run was planned: the next stage has room for that only. Give the same shapes and dtypes in train and "
-            f"eval mode, on every device and for all data (a dtype that torch.autocast chooses: .to() it at the end)",
-        )
+                check_outputs(outputs, self.output_spec, f"layer {self._layers[-1][0]}", self.index, train)
+                specs = zip(outputs, self.output_spec.leaves, strict=True)
+                roots = [output for output, spec in specs if spec.needs_gradient]
+                found = [output.detach().contiguous() for output in outputs]
+            else:
+                assert labels is not None
+                if train and self._checks_loss:
+                    check_ignored(self.loss, value, labels)
+                loss_sum = self.loss(value, labels).sum()
+                roots = [loss_sum]
+                found = LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
+        if train:
+            self._saved[microbatch] = _Saved(leaves, roots)
+            self.skip_first_checks()
+        return found
 
     def _run(self, name: str, layer: nn.Module, value: Any, train: bool) -> Any:
-        inner: Callable[[Any], Any] = _Watched(name, layer, self.running) if train and not self._seen_all else layer
+        inspects = train and self._checks_layers
+        inner: Callable[[Any], Any] = InspectedLayer(name, layer, self._running) if inspects else layer
 
         def run(value: Any) -> Any:
             restart_calls(self._dropouts[name])  # also in the second forward of a recompute
             return inner(value)
 
         try:
-            return recomputed(run, self.recompute[name], value) if name in self.recompute else run(value)
+            return recomputed(run, self._again, value) if name in self._recomputed else run(value)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" in str(error):
-                raise ModelError(
-                    "MW-PIPELINE-016",
-                    f"layer {name} uses a weight that several modules share without calling its module: with "
-                    f"parallel.zero = 3 torch gathers a weight when its module is called. Call it (self.table(ids) for "
-                    f"F.embedding(ids, self.table.weight)), or choose parallel.zero = 2",
-                ) from error
-            if "modified inplace" not in str(error) or "RegisterPostBackward" not in str(error):
-                raise
-            raise ModelError(
-                "MW-PIPELINE-017",
-                f"layer {name} changes what it is handed in place: with parallel.zero = 3 torch has to know when its "
-                f"gradient comes by. Write x = x + y for x += y, or choose parallel.zero = 2",
-            ) from error
+            advise(name, error)
+            raise
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Run the backward of one micro-batch; weight gradients accumulate in place.
@@ -212,12 +195,7 @@ class Stage:
             except CheckpointError as error:
                 if self.split is None:
                     raise
-                raise ModelError(
-                    "MW-PIPELINE-018",
-                    f"a layer of stage {self.index} computes itself again in backward (torch.utils.checkpoint), "
-                    f"outside of what splits this schedule's backward into halves: take it out and set "
-                    f"pipeline.recompute, or choose 1f1b or interleaved_1f1b. torch says: {str(error).splitlines()[0]}",
-                ) from error
+                raise nested_checkpoint(self.index, error) from error
         if self.input_spec is None:
             return []
         found = []
@@ -227,66 +205,17 @@ class Stage:
         return [gradient.contiguous() for gradient in found]
 
     def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
-        """Run I: :meth:`backward`, with the weight gradients of linears and embeddings noted for later."""
+        """Run I: :meth:`backward`, with the weight gradients of linears and embeddings deferred."""
         assert self.split is not None, f"stage {self.index} was built for whole backwards"
-        with self.split.putting_off() as notes:
+        with self.split.deferring() as deferred:
             found = self.backward(microbatch, gradients)
-        self._notes[microbatch] = notes
+        self._deferred[microbatch] = deferred
         return found
 
     def backward_weight(self, microbatch: int) -> None:
-        """Run W: compute the weight gradients that I has noted."""
-        accumulate_deferred(self._notes.pop(microbatch))
+        """Run W: compute the weight gradients that I has deferred."""
+        accumulate_deferred(self._deferred.pop(microbatch))
 
     def awaited(self, microbatch: int) -> set[Tensor]:
         """Return the parameters to which W of this micro-batch will add gradients."""
-        return parameters_of(self._notes[microbatch])
-
-
-def _told(leaves: Sequence[Tensor | TensorSpec]) -> str:
-    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves) or "nothing"
-
-
-class _Watched:
-    """Layer in its first training forward, checked to keep no state and draw no random numbers by itself."""
-
-    def __init__(self, name: str, layer: nn.Module, running: Collection[str]) -> None:
-        self.name = name
-        self.layer = layer
-        self.running = running
-
-    def __call__(self, value: Any) -> Any:
-        """Run the layer.
-
-        Raises:
-            ModelError: it changes a buffer and did not do so on meta, or draws from torch's generator (``F.dropout``).
-                Its result would depend on the layout, and on whether the run was resumed.
-        """
-        constant = {
-            key: buffer for key, buffer in self.layer.named_buffers() if f"{self.name}.{key}" not in self.running
-        }
-        before = {key: (buffer._version, buffer.clone()) for key, buffer in constant.items()}
-        drawn = torch.default_generator.get_state()
-        value = self.layer(value)
-        for key, (version, numbers) in before.items():
-            now = self.layer.get_buffer(key)
-            if now is not constant[key] or now._version != version or not _same(now, numbers):
-                raise ModelError(
-                    "MW-PIPELINE-019",
-                    f"layer {self.name} changes its buffer {key} in forward, and did not do so on the meta device, "
-                    f"where the run was planned: it would be in no checkpoint. Write it in place "
-                    f"(self.{key}.mul_(...)) and not under `if not x.is_meta`, or {INSTEAD}",
-                )
-        if not torch.equal(drawn, torch.default_generator.get_state()):
-            raise ModelError(
-                "MW-PIPELINE-020",
-                f"layer {self.name} draws from torch's random generator in forward: the draw would differ between "
-                f"layouts and after a resume. Use the module nn.Dropout itself (no subclass, no F.dropout): it is "
-                f"drawn by name",
-            )
-        return value
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same shape and values, with NaN equal to NaN."""
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+        return parameters_of(self._deferred[microbatch])

@@ -1,11 +1,14 @@
-"""Timers for schedule actions; on CUDA they use events, because launches are asynchronous."""
+"""Times of the actions of a row; on CUDA measured by events, because launches are asynchronous."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+
+from meshwright.schedule.action import COMPUTE, Action, Kind, Span
 
 
 class Clock(Protocol):
@@ -58,3 +61,74 @@ class CudaClock:
 def clock_of(device: torch.device) -> Clock:
     """Return the clock for a device."""
     return CudaClock() if device.type == "cuda" else CpuClock()
+
+
+@dataclass
+class RowTimes:
+    """Times of one run of a row, as readings of a clock.
+
+    All properties and methods that return seconds block until the device has reached the readings.
+    """
+
+    rank: int
+    """Pipeline rank that ran the row."""
+    clock: Clock
+    readings: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    """Start and end of each action; for a RECV, of the wait for its value."""
+    readings_of_data: list[tuple[Any, Any]] = field(default_factory=list)
+    """Start and end of each read of samples."""
+    waited_s: float = 0.0
+    """Seconds that the host program waited for other ranks, from the start of the row to its STEP."""
+    waited_in_reduce_s: float = 0.0
+    """Part of ``waited_s`` in REDUCE."""
+    waited_in_step_s: float = 0.0
+    """Seconds that the host program waited in STEP, where no other work is left."""
+
+    def end(self, action: Action, start: Any) -> None:
+        """Record an action that began at the reading ``start`` and ends now."""
+        self.readings.append((action, start, self.clock.read()))
+
+    @property
+    def start_s(self) -> float:
+        """Start of the row on this machine's monotonic clock, in seconds."""
+        return self.clock.start_s
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Actions so far, with start and end in seconds from the start of the row."""
+        at = self.clock.resolve
+        return tuple(Span(self.rank, action, at(start), at(end)) for action, start, end in self.readings)
+
+    @property
+    def data(self) -> tuple[tuple[float, float], ...]:
+        """Start and end of each read of samples, in seconds from the start of the row."""
+        at = self.clock.resolve
+        return tuple((at(start), at(end)) for start, end in self.readings_of_data)
+
+    def computing(self) -> tuple[float, float]:
+        """Return (seconds of computation on all stages, end of the last computation from the row's start)."""
+        at = self.clock.resolve
+        times = [(at(start), at(end)) for action, start, end in self.readings if action.kind in COMPUTE]
+        return sum(end - start for start, end in times), max(end for _, end in times)
+
+    def own_s(self) -> float:
+        """Return the seconds before STEP in which this rank did not wait for other ranks: its own work.
+
+        On CUDA the host program rarely waits. There it is the time in which the device computed and samples were read,
+        and it includes waits of kernels for others of their tensor-parallel group.
+        """
+        at = self.clock.resolve
+        if isinstance(self.clock, CudaClock):
+            return self.computing()[0] + sum(end - start for start, end in self.data)
+        return at(next(start for action, start, _ in self.readings if action.kind is Kind.STEP)) - self.waited_s
+
+    def reducing_s(self) -> float:
+        """Return the seconds by which exposed gradient reductions delayed this rank and its STEP.
+
+        Waits in STEP are subtracted, because they would have hidden as much. On CUDA that share cannot be measured, and
+        all of REDUCE counts.
+        """
+        if isinstance(self.clock, CudaClock):
+            at = self.clock.resolve
+            return sum(at(end) - at(start) for action, start, end in self.readings if action.kind is Kind.REDUCE)
+        return max(self.waited_in_reduce_s - self.waited_in_step_s, 0.0)

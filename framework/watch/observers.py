@@ -98,7 +98,8 @@ def gather_spans(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
     """Gather the spans of the last step within each pipeline, by pp rank. Collective over pp; blocks."""
     mesh, result = parts.mesh, parts.last
     assert result is not None, "no step was taken"
-    mine = RankSpans(mesh.nodes[mesh.rank], ticks, result.start_s, result.spans, result.data)
+    times = result.times
+    mine = RankSpans(mesh.nodes[mesh.rank], ticks, times.start_s, times.spans, times.data)
     everyone: list[RankSpans] = mesh.pp.gather_objects(mine, RankSpans, Span, Action, Kind)
     return everyone
 

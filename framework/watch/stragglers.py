@@ -90,7 +90,7 @@ class Stragglers:
         assert result is not None
         self._num_steps += 1
         if self._every and self._num_steps > WARM_UP:
-            self._times.append((result.own_s(), result.reducing_s(), step_s))
+            self._times.append((result.times.own_s(), result.times.reducing_s(), step_s))
 
     def should_report(self, straggler: Straggler) -> bool:
         """Check whether to report a straggler: the last search found the same one, and it is not yet reported."""

@@ -48,7 +48,7 @@ def timeline(config: RunConfig) -> tuple[list[Action], list[Span]]:
         replica.begin_step()
     result = parts.executor.run(StepFeed(parts, parts.source, parts.state.samples_seen))
     row = parts.blueprint.schedule.rows[parts.mesh.at.pp_rank]
-    return [action for item in row for action in actions_of(item)], result.spans
+    return [action for item in row for action in actions_of(item)], result.times.spans
 
 
 class Stepped(NamedTuple):
@@ -168,6 +168,6 @@ def measured_by_ranks(config: RunConfig) -> None:
     take_step(parts)
     for replica in parts.replicas.values():
         replica.begin_step()
-    spans = parts.executor.run(StepFeed(parts, parts.source, parts.state.samples_seen)).spans
+    spans = parts.executor.run(StepFeed(parts, parts.source, parts.state.samples_seen)).times.spans
     Path(config.run.directory, f"{rank}.pickle").write_bytes(pickle.dumps(spans))
     close_mesh(parts.mesh)

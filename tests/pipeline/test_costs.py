@@ -18,8 +18,7 @@ from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.model.meter import Meter, OperationCost, ReferenceDevice, reference
 from meshwright.models import gpt2, llama, t5
-from meshwright.pipeline.costs import LayerCost, count_layers, layer_weights
-from meshwright.pipeline.recompute import recompute_parts
+from meshwright.pipeline.plan import LayerCost, count_layers, layer_weights, recompute_parts
 from tests.support import builders
 
 BY = ReferenceDevice("a device of round numbers", 1000.0, 10.0, fused=False)

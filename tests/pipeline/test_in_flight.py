@@ -34,6 +34,8 @@ class SavedBytes:
         stages = parts.executor.stages.values()
         self.kept = KeptBytes(stage.layers for stage in stages)
         self.told: list[tuple[int, int, int, int]] = []
+        self.stages, self.peak = stages, 0
+        """Most micro-batches in flight at once, each counted once per stage."""
         for stage in stages:
             stage.forward = partial(self.forward, stage, stage.forward)  # type: ignore[method-assign]
 
@@ -42,6 +44,7 @@ class SavedBytes:
         with self.kept.watching():
             found = forward(microbatch, *args, **kwargs)
         after = self.kept.bytes()
+        self.peak = max(self.peak, sum(each.num_in_flight for each in self.stages))
         self.told.append((stage.index, microbatch, after - before, after))
         return found
 
@@ -65,11 +68,10 @@ def held(rank: int, pp: int, configs: list[str]) -> list[Held]:
         parts = build(config, mesh, (open_verify_source(config, True), None))
         saved = SavedBytes(parts)
         take_step(parts)
-        assert parts.last is not None
         schedule = parts.blueprint.schedule
         row = [(action.kind.value, action.stage) for _, action in schedule.actions(rank) if action.stage is not None]
         predicted = peak_activations(schedule)[rank]
-        found.append(Held(parts.last.peak_in_flight, predicted, saved.told, saved.kept.bytes(), row))
+        found.append(Held(saved.peak, predicted, saved.told, saved.kept.bytes(), row))
     return found
 
 

@@ -9,9 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.config import RunConfig
 from meshwright.errors import ModelError
-from meshwright.pipeline.running_stats import cast_running, check_running, couples_samples, running_buffers
-from meshwright.pipeline.stage import Stage
+from meshwright.model.build import PlainModel
+from meshwright.model.running_buffers import cast_running, couples_samples, running_buffers
+from meshwright.pipeline.plan import check_running
+from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
 from meshwright.schedule.load import parse_schedule
@@ -110,11 +113,16 @@ def test_the_finer_of_two_precisions() -> None:
 
 def refusal(schedule: Schedule | None = None, **other: Any) -> str:
     """What is said of BatchNorm under such a run; "" when nothing is."""
-    how: dict[str, Any] = {"dp": 1, "tp": 1, "plan": {}, "sequence": False, "recomputed": []}
-    how["dtype"] = torch.float32
-    model = around(nn.BatchNorm1d(6))
+    how: dict[str, Any] = {"dp": 1, "tp": 1, "plan": {}, "sequence": False, "recomputed": [], "dtype": "float32"}
+    how |= other
+    config = RunConfig()
+    parallel = config.parallel.model_copy(update={name: how[name] for name in ("dp", "tp", "sequence")})
+    train = config.train.model_copy(update={"dtype": how["dtype"]})
+    config = config.model_copy(update={"parallel": parallel, "train": train})
+    model = PlainModel(around(nn.BatchNorm1d(6)), plan=how["plan"])
+    running = running_buffers(model.layers, INPUTS)
     try:
-        check_running(model, running_buffers(model, INPUTS), schedule or lower(build("1f1b", 2, 4)), **(how | other))
+        check_running(config, model, running, schedule or lower(build("1f1b", 2, 4)), how["recomputed"])
     except ModelError as error:
         return str(error)
     return ""
@@ -127,7 +135,7 @@ def test_what_would_not_be_one_process() -> None:
     assert "GroupNorm" in refusal(dp=2) and "track_running_stats=False" in refusal(dp=2)
     assert refusal(recomputed=["kept"]).startswith(first + "pipeline.recompute computes kept again in backward")
     assert refusal(sequence=True).startswith(first + "under sequence parallelism")
-    assert "train.dtype" in refusal(dtype=torch.bfloat16)
+    assert "train.dtype" in refusal(dtype="bfloat16")
     assert refusal(tp=2, plan={"kep*": "column"}).startswith(first + "kept of the same layer is split over")
 
 
@@ -142,9 +150,7 @@ def test_a_schedule_that_takes_the_micro_batches_out_of_order() -> None:
 @pytest.mark.parametrize(("running", "passes"), [([], False), (["kept.mean", "kept.var"], True)])
 def test_what_meta_has_not_shown_is_caught_in_the_first_step(running: list[str], passes: bool) -> None:
     model = around(Unseen())
-    stage = Stage(
-        0, 1, model, input_spec=None, output_spec=None, loss=lambda x, y: x.sum(-1), loss_scale=1.0, running=running
-    )
+    stage = Stage(StageSpec(0, None, None, running=running), model, lambda x, y: x.sum(-1))
     labels = torch.zeros(4, dtype=torch.int64)
     if passes:
         stage.forward(0, torch.randn(4, 6), labels, train=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
+from meshwright.pipeline.plan import SplitBackward, accumulate_deferred
 
 D, V, B, S = 6, 9, 2, 5
 
@@ -66,7 +66,7 @@ def test_halves_add_up(name: str) -> None:
         output = layer(given[0])
     torch.testing.assert_close(output, plain(given[1]), rtol=1e-14, atol=1e-14)
     if output.requires_grad:
-        with split.putting_off() as notes:
+        with split.deferring() as notes:
             (output * weights).sum().backward()
         (plain(given[1]) * weights).sum().backward()
         accumulate_deferred(notes)

@@ -11,15 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
-from meshwright.pipeline.stage import LossPart, Stage
-from meshwright.pipeline.values import (
-    IGNORED_LABEL,
-    TensorSpec,
-    ValueSpec,
-    describe_boundaries,
-    describe_value,
-    meta_copy,
-)
+from meshwright.pipeline.plan import describe_boundaries
+from meshwright.pipeline.stage import LossPart, Stage, StageSpec
+from meshwright.pipeline.values import IGNORED_LABEL, TensorSpec, ValueSpec, describe_value
 from tests.support import builders
 
 B, S, V = 2, 6, 17
@@ -45,7 +39,7 @@ def cut(model: nn.Sequential, sizes: list[int], loss_scale: float = 1.0, splits:
     """The model as a chain of stages of so many layers each; their parameters are the model's own."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    specs, _ = describe_boundaries(meta_copy(model), ranges, TOKENS)
+    specs, _ = describe_boundaries(model, ranges, TOKENS)
     named = list(model.named_children())
     stages = []
     for index, layers in enumerate(ranges):
@@ -54,14 +48,15 @@ def cut(model: nn.Sequential, sizes: list[int], loss_scale: float = 1.0, splits:
             piece.add_module(*named[layer])
         stages.append(
             Stage(
-                index,
-                len(sizes),
+                StageSpec(
+                    index,
+                    specs[index - 1] if index else None,
+                    specs[index] if index < len(sizes) - 1 else None,
+                    loss_scale=loss_scale,
+                    splits_backward=splits,
+                ),
                 piece,
-                input_spec=specs[index - 1] if index else None,
-                output_spec=specs[index] if index < len(sizes) - 1 else None,
-                loss=token_loss,
-                loss_scale=loss_scale,
-                splits_backward=splits,
+                token_loss,
             )
         )
     return stages
@@ -139,7 +134,7 @@ def test_chained_stages_equal_the_plain_model(builder: Any, sizes: list[int], ha
 def test_what_goes_over_the_borders_is_known_beforehand() -> None:
     """Shapes, kinds and which of them need a gradient, without a real tensor."""
     model = builders.carrying()
-    specs, last = describe_boundaries(meta_copy(model), [range(0, 2), range(2, 4), range(4, 5)], TOKENS)
+    specs, last = describe_boundaries(model, [range(0, 2), range(2, 4), range(4, 5)], TOKENS)
     dict_leaves = {
         (leaf.shape, leaf.dtype, leaf.needs_gradient) for leaf in specs[0].leaves
     }  # pytree orders a dict by insertion: told as a set
@@ -229,7 +224,7 @@ def test_each_layer_is_announced_before_it_runs() -> None:
 
 def test_a_layer_that_does_not_take_what_it_is_handed() -> None:
     with pytest.raises(ModelError) as raised:
-        describe_boundaries(meta_copy(builders.wrong_width()), [range(0, 1), range(1, 3)], TOKENS)
+        describe_boundaries(builders.wrong_width(), [range(0, 1), range(1, 3)], TOKENS)
     said = str(raised.value)
     assert "layer middle (Linear) cannot take what layer embedding hands on" in said
     assert "shape (2, 6, 8)" in said
@@ -239,8 +234,8 @@ def test_a_stage_that_begins_by_overwriting_its_input() -> None:
     """Autograd has no gradient for it: said while the stages are cut, not in the first step. Elsewhere it may."""
     model = nn.Sequential(nn.Embedding(V, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, V))
     with pytest.raises(ModelError, match=r"layer 2 \(ReLU\) overwrites, in place.*in-place operation"):
-        describe_boundaries(meta_copy(model), [range(0, 2), range(2, 4)], TOKENS)
-    describe_boundaries(meta_copy(model), [range(0, 3), range(3, 4)], TOKENS)
+        describe_boundaries(model, [range(0, 2), range(2, 4)], TOKENS)
+    describe_boundaries(model, [range(0, 3), range(3, 4)], TOKENS)
 
 
 class Counting(nn.Module):
@@ -268,7 +263,7 @@ def described(*layers: nn.Module, width: int = 4, cut_after: int = 1) -> tuple[l
     Counting.calls.clear()
     ranges = [range(cut_after), range(cut_after, len(layers))]
     pair = (torch.zeros(2, width, device="meta"), torch.zeros(2, width, device="meta"))
-    return describe_boundaries(meta_copy(nn.Sequential(*layers)), ranges, pair)
+    return describe_boundaries(nn.Sequential(*layers), ranges, pair)
 
 
 def test_layers_that_are_alike_are_run_once() -> None:
@@ -308,7 +303,7 @@ def test_what_is_handed_on_as_it_came_is_still_that() -> None:
 
 def test_a_value_that_is_no_tensor() -> None:
     with pytest.raises(ModelError, match="layer 1 hands on a int: between layers go tensors"):
-        describe_boundaries(meta_copy(builders.hands_on_a_number()), [range(0, 2), range(2, 4)], TOKENS)
+        describe_boundaries(builders.hands_on_a_number(), [range(0, 2), range(2, 4)], TOKENS)
 
 
 def test_a_value_s_spec_tells_its_tree() -> None:

@@ -176,7 +176,7 @@ def record_step(config: RunConfig, rank: int, shared: SharedBlueprint | None = N
         with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants:
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
-                stage.skip_first_look()
+                stage.skip_first_checks()
             _make_states(parts)
             first = recorder.now
             roles = dict.fromkeys(constants, Category.CONSTANTS) | _roles(parts, recorder)

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.blueprint import Blueprint, batch_numbers
 from meshwright.config import RunConfig
 from meshwright.mesh.grid import Grid
-from meshwright.pipeline.outline import outline_of
+from meshwright.pipeline.plan import outline_of
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tools.dryrun.fake_step import grid_of, profile_rank, record_step, share_blueprint

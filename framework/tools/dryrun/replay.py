@@ -7,7 +7,7 @@ collectives come from the templates of :mod:`meshwright.tools.dryrun.templates`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -196,6 +196,23 @@ class ReplayedStage:
         return set()
 
 
+class ReplayedReplica:
+    """Gradient reducer for the executor that plays the template of REDUCE."""
+
+    def __init__(self, player: TemplatePlayer, index: int) -> None:
+        self._player, self._index = player, index
+
+    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
+        """Skip: the template of the backward contains its reductions."""
+
+    def end_reducing(self) -> None:
+        """Skip, as in :meth:`begin_reducing`."""
+
+    def finish_reduce(self) -> None:
+        """Play REDUCE."""
+        self._player.play(Action(Kind.REDUCE, self._index))
+
+
 class _Feed:
     """Feed of a step with samples of the right shape."""
 
@@ -217,36 +234,19 @@ def replay(
     recorder = Recorder(1 + max(life.number for life in templates.run.recorder.lives))
     with fake_mesh(grid, rank, recorder.begin) as mesh, FakeTensorMode(), recorder:
         player = TemplatePlayer(templates, recorder, grid, mesh.at.pp_rank, schedule)
-        last = schedule.num_stages - 1
         stages: Mapping[int, Any] = {
             index: ReplayedStage(
                 player,
                 index,
                 (
                     blueprint.boundaries[index - 1] if index > 0 else None,
-                    blueprint.boundaries[index] if index < last else None,
+                    blueprint.boundaries[index] if index < schedule.num_stages - 1 else None,
                 ),
             )
             for index in schedule.stages_of(mesh.at.pp_rank)
         }
-        latest: list[Tensor] = []
-
-        def on_microbatch(sample_indices: Tensor) -> None:
-            latest[:] = [sample_indices]
-
-        executor = Executor(
-            schedule,
-            mesh.pp,
-            dict(stages),
-            mesh.device,
-            on_microbatch=on_microbatch,
-            reduce=lambda stage: _ignore(player.play(Action(Kind.REDUCE, stage))),
-        )
-        feed = _Feed(FakeSource(blueprint.example), config)
-        executor.run(feed, lambda result: _ignore(player.play(Action(Kind.STEP))))
+        replicas = {index: ReplayedReplica(player, index) for index in stages}
+        executor = Executor(schedule, mesh.pp, dict(stages), mesh.device, replicas=replicas)
+        executor.run(_Feed(FakeSource(blueprint.example), config), lambda result: player.play(Action(Kind.STEP)))
         recorder.begun.insert(0, ActivityStart(0, "before"))
         return build_profile(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.host_categories)
-
-
-def _ignore(_: object) -> None:
-    return None

@@ -69,7 +69,7 @@ def wire_bytes(job: Job, profile: RankProfile, nodes: Sequence[str]) -> dict[str
 def simulate_schedule(job: Job) -> Timeline:
     """Simulate the schedule, with stage times from the costs of their layers; messages take no time.
 
-    Costs are times on the reference device of :mod:`meshwright.pipeline.costs`.
+    Costs are times on the reference device of :mod:`meshwright.pipeline.plan.costs`.
     """
     costs = []
     for stage in job.blueprint.stages:

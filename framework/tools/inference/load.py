@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
-from meshwright.build import compare_digests, dropout_callback, make_stage, pick_loss
+from meshwright.build import compare_digests, make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, given_keys, load_saved, parse, read_resolved
 from meshwright.config.keys import KEYS
@@ -167,7 +167,7 @@ def open_trained(
             f"{path} has gone while it was read: the run goes on and keeps only its newest (checkpoint.keep_last); the "
             f"same command again takes the newest",
         ) from error
-    executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, on_microbatch=dropout_callback(blueprint))
+    executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, draw=blueprint.model.draw)
     return ForwardParts(config, mesh, blueprint, executor), checkpoint
 
 

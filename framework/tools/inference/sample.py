@@ -31,7 +31,8 @@ from meshwright.mesh.grid import Coordinates, Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Microbatch
-from meshwright.pipeline.values import ValueSpec, describe_boundaries, meta_copy
+from meshwright.pipeline.plan import describe_boundaries
+from meshwright.pipeline.values import ValueSpec
 from meshwright.seeding import derive
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
@@ -272,15 +273,14 @@ def _run_forward(
 
 def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
     """Return window length -> specs of the values that the stages pass on, found on meta."""
-    longest = blueprint.config.data.sequence_length
-    lengths = [longest]
+    lengths = [longest := blueprint.config.data.sequence_length]
     while (shorter := SHORTEST * 2 ** (len(lengths) - 1)) < longest:
         lengths.append(shorter)
     found = {}
     for length in lengths:
         ids = torch.zeros((num_rows, length), dtype=torch.int64, device="meta")
         inputs = {"tokens": ids, "starts": ids.bool()} if blueprint.config.data.document_boundaries else ids
-        found[length] = describe_boundaries(meta_copy(blueprint.model.layers), blueprint.stages, inputs)[0]
+        found[length] = describe_boundaries(blueprint.model.layers, blueprint.stages, inputs)[0]
     return found
 
 

@@ -13,8 +13,7 @@ import torch
 
 from meshwright.blueprint import Blueprint
 from meshwright.model.meter import reference
-from meshwright.pipeline.costs import LayerCost, layer_weights
-from meshwright.pipeline.partition import partition
+from meshwright.pipeline.plan import LayerCost, layer_weights, partition
 from meshwright.schedule.analysis import Costs, simulate
 from meshwright.terminal.format import format_count, format_size, format_table
 

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from meshwright.errors import ModelError
 from meshwright.mesh.fake import CountingGroup
-from meshwright.pipeline.recompute import recompute_parts, recomputed
-from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
+from meshwright.pipeline.plan import SplitBackward, accumulate_deferred, recompute_parts, recomputed
 from meshwright.tools.planner.kernels import ExecutionOptions, FusedCrossEntropy, KernelMode
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile, OutputTensor
 from meshwright.tools.planner.operations import Tape
@@ -165,7 +164,7 @@ class LayerRun:
         tape.restart_peak()
         deferred: Any = None
         if self.root is not None:
-            with nullcontext() if self.split is None else self.split.putting_off() as deferred:
+            with nullcontext() if self.split is None else self.split.deferring() as deferred:
                 self.root.backward()  # type: ignore[no-untyped-call]
         peak, peak_from_outside = tape.peak - before, tape.peak_unwatched - before
         found = _BackwardRecord(peak, peak_from_outside, len(tape.ops), self._messages())

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters, cut
+from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters
 from meshwright.config import RunConfig
 from meshwright.data.sources import example
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
-from meshwright.pipeline.costs import LayerCost, count_layers
-from meshwright.pipeline.outline import outline_of
-from meshwright.pipeline.recompute import check_recompute, recomputed_names
+from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
@@ -255,7 +253,7 @@ class ModelCache:
         """Cut the layers into stages, as a run does."""
         size, names = batch_numbers(config).micro_batch_size, self.recomputed(config)
         key = ("cut", size, names, num_stages, config.parallel.pp, str(config.pipeline.balance))
-        return self.cached(key, lambda: cut(config, self.costs(config), num_stages))
+        return self.cached(key, lambda: cut_layers(config, self.costs(config), num_stages))
 
     def _footprints(self, layers: tuple[LayerProfile, ...], stages: list[range]) -> list[Footprint]:
         def combine() -> list[Footprint]:

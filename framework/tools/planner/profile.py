@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.mesh.fake import CountingGroup
-from meshwright.pipeline.outline import outline_of, outline_of_value
+from meshwright.pipeline.plan import outline_of, outline_of_value
 from meshwright.pipeline.values import Loss
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.tools.planner.kernels import ExecutionOptions

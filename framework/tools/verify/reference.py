@@ -23,9 +23,9 @@ from meshwright.config.functions import error_place
 from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
 from meshwright.model.build import PlainModel, build_model, find_builder
+from meshwright.model.running_buffers import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.pipeline.running_stats import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout

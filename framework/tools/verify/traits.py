@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.data.sources import Source, example
 from meshwright.model.build import PlainModel, build_model
-from meshwright.pipeline.running_stats import couples_samples, running_buffers
+from meshwright.model.running_buffers import couples_samples, running_buffers
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.seeding import SeededDropout
 from meshwright.tools.verify.probe import find_coupling

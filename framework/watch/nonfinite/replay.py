@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def positions_of(stage: Stage) -> dict[int, int]:
 def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) -> list[Evidence]:
     """Return the micro-batch losses of the last stage that are not finite; empty on ranks without that stage."""
     last = len(parts.blueprint.stages) - 1
-    forwards = [span.action for span in result.spans if span.action.kind is Kind.F and span.action.stage == last]
+    forwards = [span.action for span in result.times.spans if span.action.kind is Kind.F and span.action.stage == last]
     found = []
     for action, part in zip(forwards, result.loss_parts, strict=True):
         wrong = broken(part.loss_sum)
@@ -49,17 +50,13 @@ def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
     Collective over all ranks; blocks. Gradients are not reduced over replicas and stay in the buckets. The optimizer
     does not step.
     """
-    executor = parts.executor
+    executor = replace(parts.executor, replicas={})
     stages = [_StageChecks(parts, feed, stage) for stage in executor.stages.values()]
     with contextlib.ExitStack() as within:
         if parts.config.train.compile:  # hooks are not called within compiled layers
             within.enter_context(torch.compiler.set_stance("force_eager"))
         for checks in stages:
             within.enter_context(checks.installed())
-        within.enter_context(_replaced(executor, "reduce", lambda stage: None))
-        within.enter_context(_replaced(executor, "begin_reducing", lambda stage, awaited, last: None))
-        within.enter_context(_replaced(executor, "end_reducing", None))
-        within.enter_context(_replaced(executor, "step", lambda result: None))
         result = executor.run(feed)
     found = [evidence for checks in stages for evidence in checks.findings()]
     return found + losses(parts, feed, result, (parts.mesh.rank,))[:MOST]

@@ -8,8 +8,7 @@ import pytest
 
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import RunConfig, resolve
-from meshwright.pipeline.costs import layer_weights
-from meshwright.pipeline.partition import partition
+from meshwright.pipeline.plan import layer_weights, partition
 from meshwright.tools.planner.balance import cuts, describe, imbalance, rows, simulated_step
 
 OPTIONS = {"hidden_size": 32, "num_layers": 6, "num_heads": 2, "max_sequence_length": 64, "dropout": 0.0}

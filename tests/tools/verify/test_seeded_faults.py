@@ -22,7 +22,6 @@ import meshwright.data_parallel.replica
 import meshwright.step
 import meshwright.tools.verify.rank
 from meshwright.blueprint import batch_numbers
-from meshwright.build import RecomputeContext
 from meshwright.config import RunConfig, load
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
@@ -32,6 +31,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group, Handle
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.pipeline.executor import Executor
+from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.seeding import SeededDropout
 from meshwright.step import StepFeed
 from meshwright.tools.verify import (
@@ -74,14 +74,14 @@ def dropout_without_the_micro_batch(patch: pytest.MonkeyPatch) -> None:
 
 def recomputed_with_other_masks(patch: pytest.MonkeyPatch) -> None:
     """The second forward draws dropout for other samples."""
-    as_it_was = RecomputeContext._as_it_was
+    as_it_was = RecomputeContext._restored
 
     @contextmanager
     def shifted(again: RecomputeContext, sample_indices: Tensor) -> Iterator[None]:
         with as_it_was(again, sample_indices + 1):
             yield
 
-    patch.setattr(RecomputeContext, "_as_it_was", shifted)
+    patch.setattr(RecomputeContext, "_restored", shifted)
 
 
 def dropout_of_the_first_heads(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ import meshwright.step
 import meshwright.tensor_parallel.cross_entropy
 import meshwright.tensor_parallel.plan
 from meshwright.blueprint import batch_numbers
-from meshwright.build import RecomputeContext
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharding import BucketKind
@@ -32,6 +31,7 @@ from meshwright.model.build import PlainModel
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.executor import Executor
+from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.schedule.action import Action
@@ -196,7 +196,7 @@ def reduced_per_microbatch(patch: pytest.MonkeyPatch) -> None:
 
     def taken_for_the_last(executor: Executor, action: Action, *more: Any) -> None:
         assert action.stage is not None
-        executor.begin_reducing(action.stage, None, True)
+        executor.replicas[action.stage].begin_reducing()
         backward(executor, action, *more)
 
     patch.setattr(Executor, "_backward", taken_for_the_last)
@@ -306,7 +306,7 @@ def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def as_it_is(again: RecomputeContext) -> Iterator[None]:
-        with again._as_it_was(again.draw.sample_indices):
+        with again._restored(again.draw.sample_indices):
             yield
 
     patch.setattr(RecomputeContext, "__call__", as_it_is)

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
+from meshwright.model.build import copy_module
 from meshwright.model.meter import FusedAttentionMode, Meter, OperationCost, ReferenceDevice
-from meshwright.pipeline.outline import outline_of, outline_of_value
+from meshwright.pipeline.plan.outline import outline_of, outline_of_value
 from meshwright.pipeline.recompute import parts_of, recompute_parts
-from meshwright.pipeline.values import Loss, copy_module, cross_entropy
+from meshwright.pipeline.values import Loss, cross_entropy
 from meshwright.seeding import Draw, SeededDropout
 
 
@@ -47,13 +48,6 @@ class LayerCost(NamedTuple):
     def time_s(self) -> float:
         """Time of forward and backward in seconds, on the reference device."""
         return self.forward.time_s + self.backward.time_s
-
-
-def layer_weights(costs: Sequence[LayerCost], balance: str) -> list[float]:
-    """Return the weight of each layer under ``pipeline.balance``: its time, its number of parameters, or 1."""
-    if balance == "layers":
-        return [1.0] * len(costs)
-    return [float(cost.num_parameters) if balance == "parameters" else cost.time_s for cost in costs]
 
 
 def count_layers(

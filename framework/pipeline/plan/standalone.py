@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
-from meshwright.pipeline.outline import Outline, outline_of
+from meshwright.pipeline.plan.outline import Outline, outline_of
 
 CALLS_BEFORE = 2
 PLAIN = (bool, int, float, str)

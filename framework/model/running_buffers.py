@@ -1,0 +1,95 @@
+"""Running buffers of a model, which a training forward changes (BatchNorm's statistics): found, cast, listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.model.build import meta_copy
+
+INSTEAD = (
+    "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with track_running_stats=False, "
+    "which takes the statistics of its micro-batch"
+)
+
+
+class BufferWatch:
+    """Detector of the buffers of a model that a training forward changes."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        self._layers = layers
+        self._before = {name: (buffer, buffer._version) for name, buffer in _named_buffers(layers)}
+
+    def changed(self) -> list[str]:
+        """Return the names of the buffers that were changed or replaced since construction, and of their neighbours.
+
+        All buffers of a module with a changed one are listed, because torch's BatchNorm raises the version counter of
+        only one of its three. Changes under ``if not x.is_meta`` are not detected on meta.
+        """
+        after = dict(_named_buffers(self._layers))
+        owners = {
+            name.rpartition(".")[0]
+            for name, (buffer, version) in self._before.items()
+            if after.get(name) is not buffer or buffer._version != version
+        }
+        modules = self._layers.named_modules(remove_duplicate=False)
+        owners |= {name for name, module in modules if keeps_statistics(module)}
+        return [name for name in self._before if name.rpartition(".")[0] in owners]
+
+
+def _named_buffers(layers: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return layers.named_buffers(remove_duplicate=False)
+
+
+def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
+    """Return the names of the buffers that a training forward changes, found by one forward on meta.
+
+    See :class:`BufferWatch`. ``inputs``: inputs of one micro-batch, on meta.
+    """
+    on_meta = meta_copy(layers)
+    watch = BufferWatch(on_meta)
+    with torch.no_grad():
+        on_meta(inputs)
+    return watch.changed()
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Return whether a module is a torch norm that updates running statistics.
+
+    Some kinds (InstanceNorm) count no batches, so no version counter would show it.
+    """
+    statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+    return statistics and module.track_running_stats  # type: ignore[return-value]
+
+
+def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
+    """Return whether a sample's output depends on others of its micro-batch, judged by types and buffers."""
+    batch_norm = nn.modules.batchnorm._BatchNorm
+    return any(running) or any(isinstance(module, batch_norm) and module.training for module in layers.modules())
+
+
+def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:
+    """Cast floating-point running buffers, in place, to the training dtype or their own, whichever is finer."""
+    for name in running:
+        owner, _, attribute = name.rpartition(".")
+        buffer = layers.get_buffer(name)
+        if buffer.is_floating_point():
+            layers.get_submodule(owner)._buffers[attribute] = buffer.to(torch.promote_types(buffer.dtype, dtype))
+
+
+def cast_statistics(layers: nn.Sequential, dtype: torch.dtype) -> None:
+    """Cast the constant statistics of norms in eval mode to the training dtype; torch's kernels take no other."""
+    for module in layers.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and not module.training and module.track_running_stats:
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    module._buffers[name] = buffer.to(dtype)
+
+
+def running_values(layers: nn.Sequential, running: Iterable[str]) -> dict[str, Tensor]:
+    """Return the current running buffers of these layers, by name."""
+    mine = {name for name, _ in layers.named_children()}
+    return {name: layers.get_buffer(name) for name in running if name.partition(".")[0] in mine}

@@ -1,0 +1,181 @@
+"""Values at the boundaries between stages, found by one forward on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from meshwright.errors import ModelError
+from meshwright.model.build import meta_copy
+from meshwright.pipeline.plan.outline import outline_of, outline_of_value
+from meshwright.pipeline.plan.standalone import LayerWatch
+from meshwright.pipeline.values import TensorSpec, ValueSpec, describe_value, shapes_of
+
+
+def describe_boundaries(
+    layers: nn.Sequential, stages: Sequence[range], inputs: Any
+) -> tuple[list[ValueSpec], ValueSpec]:
+    """Return the spec of each stage's output to the next, and that of the last layer's output, by one forward on meta.
+
+    Args:
+        layers: the full model with tensor parallelism applied: shapes are this rank's. It is copied and not changed.
+        inputs: inputs of one micro-batch, on meta.
+
+    Raises:
+        ModelError: as :func:`run_on_meta`.
+    """
+    return run_on_meta(meta_copy(layers), stages, inputs)
+
+
+def run_on_meta(
+    layers: nn.Sequential, stages: Sequence[range], inputs: Any, watch: LayerWatch | None = None
+) -> tuple[list[ValueSpec], ValueSpec]:
+    """Return what :func:`describe_boundaries` does. Equal layers with equal inputs run once per process.
+
+    Args:
+        layers: a :func:`meta_copy`; forward may replace its running buffers.
+        inputs: inputs of one micro-batch, on meta.
+        watch: checks that each layer stands alone; None: no check.
+
+    Raises:
+        ModelError: a layer cannot take the previous layer's output (both are named), branches on values that do not
+            exist yet, or overwrites its input.
+    """
+    value = inputs
+    last_of_stage = {stage[-1] for stage in stages[:-1]}
+    specs = []
+    previous = "the input"
+    received = tree_leaves(value)
+    for index, (name, layer) in enumerate(layers.named_children()):
+        where = f"layer {name} ({type(layer).__name__})"
+        versions = [leaf._version for leaf in received]
+        shapes = shapes_of(value)
+        try:
+            if watch is None or watch.has_seen(layer):
+                value = _run_or_reuse(layer, value)
+                if watch is not None:
+                    watch.note(name, value)
+            else:
+                value = watch.run(name, layer, value, received)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError("MW-PIPELINE-031", _cannot_take(where, previous, shapes, error)) from error
+        overwritten = [leaf for leaf, version in zip(received, versions, strict=True) if leaf._version != version]
+        if overwritten:
+            raise ModelError("MW-PIPELINE-032", _overwrites(where, shapes_of(overwritten)))
+        previous = f"layer {name}"
+        if index in last_of_stage:
+            specs.append(describe_value(value, previous))
+            # a leaf, as on the next stage: autograd does not let a layer overwrite it
+            value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
+            received = tree_leaves(value)
+    return specs, describe_value(value, previous)
+
+
+class _LayerOutput(NamedTuple):
+    """Output of a layer that overwrites none of its inputs, parameters or buffers."""
+
+    tree: TreeSpec
+    leaves: tuple[int | tuple[TensorSpec, tuple[int, ...]], ...]
+    """Index of an input tensor that is passed on, or the spec and strides of a new tensor."""
+
+
+_HANDED: dict[Any, _LayerOutput] = {}
+"""Outputs seen so far in this process, by everything that they depend on.
+
+A search tries hundreds of layouts of one model, and a model has hundreds of layers that are alike.
+"""
+
+
+def _run_or_reuse(layer: nn.Module, value: Any) -> Any:
+    """Return ``layer(value)`` on meta, or a tensor like the output of an equal layer for an equal input."""
+    given, outline = tree_leaves(value), outline_of(layer)
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+    if has_hooks or outline.is_passing or not _are_independent(given):
+        return layer(value)
+    positions = {id(leaf): position for position, leaf in reversed(list(enumerate(given)))}
+    same = tuple((positions[id(leaf)], leaf.is_leaf) for leaf in given)
+    key = (outline, outline_of_value(value), same, torch.is_grad_enabled())
+    if key in _HANDED:
+        seen = _HANDED[key]
+        return tree_unflatten(
+            [given[leaf] if isinstance(leaf, int) else _like(*leaf) for leaf in seen.leaves], seen.tree
+        )
+    before = _versions(layer, given)
+    handed = layer(value)
+    leaves, tree = tree_flatten(handed)
+    if _versions(layer, given) == before and outline_of(layer) == outline and _are_independent(leaves):
+        _HANDED[key] = _LayerOutput(
+            tree,
+            tuple(
+                positions[id(leaf)]
+                if id(leaf) in positions
+                else (TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad), leaf.stride())
+                for leaf in leaves
+            ),
+        )
+    return handed
+
+
+def _are_independent(leaves: Sequence[Any]) -> bool:
+    """Return whether all leaves are tensors, and a write into one changes no other."""
+    return all(isinstance(leaf, Tensor) and not leaf._is_view() for leaf in leaves)
+
+
+def _versions(layer: nn.Module, given: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return (id, write count) of every tensor that a forward could write into."""
+    return [(id(tensor), tensor._version) for tensor in (*layer.buffers(), *layer.parameters(), *given)]
+
+
+def _like(spec: TensorSpec, strides: tuple[int, ...]) -> Tensor:
+    """Return a meta tensor like a layer's output: no autograd leaf where it needs a gradient."""
+    tensor = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
+    return tensor.requires_grad_().clone() if spec.needs_gradient else tensor
+
+
+def _overwrites(where: str, shapes: str) -> str:
+    return (
+        f"{where} overwrites, in place, a tensor {shapes} that its stage was handed: the stage before it may still be "
+        f"sending it, and a layer that it skips to would see other numbers. Write into a copy (inplace=False)"
+    )
+
+
+def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> str:
+    """Return the message for a layer that fails on meta."""
+    text = str(error)
+    if "in-place operation" in text:
+        return f"{_overwrites(where, shapes)}. torch says: {text.splitlines()[0]}"
+    if "expected device meta" in text or "on the same device" in text or "two devices" in text:
+        return (
+            f"{where} mixes a tensor of its own that lies on a device of its own choice with what it is handed: "
+            f"register it with register_buffer, or make it with device=x.device, so that it goes where the layer goes. "
+            f"torch says: {text.splitlines()[0]}"
+        )
+    if isinstance(error, NotImplementedError) and 'missing the required "forward"' in text:
+        return f"{where} has no forward: write forward(self, x), or take it out of the Sequential"
+    looks = ("meta tensor", "data-dependent", "numpy() on", "Cannot copy out of meta")
+    if isinstance(error, NotImplementedError) or any(words in text for words in looks):
+        return (
+            f"{where} looks at the numbers it is handed (.item(), a Python `if` or a loop over values): what it sends "
+            f"on would depend on data, and the stages must know shapes before any data comes. "
+            f"{_without_looking(text)}. torch says: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
+        )
+    return (
+        f"{where} cannot take what {previous} hands on, shape {shapes} for one micro-batch: "
+        f"{type(error).__name__}: {error}"
+    )
+
+
+def _without_looking(text: str) -> str:
+    """Return what to write instead of an operation whose output's shape depends on numbers."""
+    if "nonzero" in text:
+        return (
+            "torch.where(mask) with one argument, mask.nonzero() and x[mask] return as many elements as the mask has: "
+            "use torch.where(mask, x, other), masked_fill or a product with the mask, which keep the shape"
+        )
+    return "Use torch.where(condition, x, y) or a product with a mask, which keep the shape"

@@ -1,0 +1,86 @@
+"""Description of a whole model by one forward on the meta device, before it is sharded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.config import RunConfig
+from meshwright.errors import ModelError
+from meshwright.model.build import PlainModel, meta_copy
+from meshwright.model.running_buffers import BufferWatch
+from meshwright.pipeline.plan.boundaries import run_on_meta
+from meshwright.pipeline.plan.standalone import LayerWatch
+from meshwright.pipeline.values import Loss, MetaMicrobatch, ValueSpec
+
+
+class ModelDescription(NamedTuple):
+    """A forward of the whole model on meta, before it is sharded."""
+
+    output: ValueSpec
+    """The last layer's output."""
+    running: list[str]
+    """Buffers that forward changes."""
+
+
+def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch) -> ModelDescription:
+    """Run the whole model forward on meta, as it was built, and hold its output against the labels.
+
+    Raises:
+        ModelError: a layer does not take what the one before returns, or the loss does not take the output.
+    """
+    inputs = shapes.cast(torch.float32).inputs  # before the training dtype
+    on_meta = meta_copy(model.layers)
+    watch = BufferWatch(on_meta)
+    try:
+        watch_layers = LayerWatch(on_meta, model.layers)
+        _, output = run_on_meta(on_meta, [range(len(on_meta))], inputs, watch_layers)
+    except ModelError as error:
+        if not config.data.document_boundaries:
+            raise
+        raise ModelError(
+            "MW-RUN-001",
+            f'{error.message}. With data.document_boundaries the first layer is handed {{"tokens": (B, S), "starts": '
+            f"(B, S) bool, where documents begin}}: let it take that (docs/data.md), or set "
+            f"data.document_boundaries = false",
+        ) from error
+    if model.loss is None:
+        check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}")
+    else:
+        check_loss(model.loss, output, shapes.cast(torch.float32).labels)
+    return ModelDescription(output, watch.changed())
+
+
+def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
+    """Raise :class:`ModelError` unless a model's own loss gives one number for each label; tried on meta.
+
+    A loss that is already reduced, such as a mean, would weigh the samples differently when a batch is cut smaller.
+    """
+    output = last.value_of([leaf.empty(torch.device("meta")) for leaf in last.leaves])
+    try:
+        found = loss(output, labels)
+    except Exception:  # meshwright.pipeline.costs reports failures on meta
+        return
+    if not isinstance(found, Tensor) or found.shape != labels.shape:
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ModelError(
+            "MW-PIPELINE-033",
+            f"model.loss returns {what} for labels of shape {tuple(labels.shape)}: return the loss of each label, of "
+            f'the labels\' shape, zero where the label is ignored (reduction="none"); the mean over all micro-batches '
+            f"and replicas is taken here",
+        )
+
+
+def check_output(last: ValueSpec, labels: Tensor, name: str) -> None:
+    """Raise :class:`ModelError` unless the last layer gives logits: the labels' shape and one dim more."""
+    fits = last.is_tensor and last.leaves[0].shape[:-1] == tuple(labels.shape)
+    if not fits:
+        found = ", ".join(str(leaf.shape) for leaf in last.leaves)
+        raise ModelError(
+            "MW-PIPELINE-035",
+            f"{name} is the last and returns {found} for labels of shape {tuple(labels.shape)}: it must return logits "
+            f"of shape ({', '.join(map(str, labels.shape))}, classes), one row for each label, or carry a `loss` of "
+            f"its own: (output, labels) -> loss of each label",
+        )

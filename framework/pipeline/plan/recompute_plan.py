@@ -1,0 +1,60 @@
+"""Layers and parts of layers with activation checkpointing (recompute), as the configuration selects them."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from meshwright.config import Pipeline
+from meshwright.errors import ModelError
+from meshwright.model.build import PlainModel
+
+
+def check_recompute(pipeline: Pipeline, model: PlainModel, builder: str) -> None:
+    """Raise :class:`ModelError` where ``pipeline.recompute`` (activation checkpointing) would recompute nothing."""
+    if pipeline.recompute == "none":
+        return
+    names = list(model.layers._modules)
+    if not pipeline.recompute_layers:
+        raise ModelError(
+            "MW-PIPELINE-004",
+            f'pipeline.recompute = "{pipeline.recompute}" with pipeline.recompute_layers = []: name layers, such as '
+            f'["block*"], or set pipeline.recompute = "none"',
+        )
+    for pattern in pipeline.recompute_layers:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ModelError(
+                "MW-PIPELINE-005",
+                f"pipeline.recompute_layers holds {pattern!r}, which fits no layer; the layers are {', '.join(names)}",
+            )
+    if pipeline.recompute == "full":
+        return
+    if not model.selective_recompute:
+        raise ModelError(
+            "MW-PIPELINE-006",
+            f'pipeline.recompute = "selective", but {builder} does not say what is cheap to compute and '
+            f"dear to keep: set model.selective_recompute to patterns of submodule names, such as "
+            f'["block*.attention.core"], or choose "full"',
+        )
+    parts = [name for name, _ in model.layers.named_modules()]
+    for pattern in model.selective_recompute:
+        if not any(fnmatchcase(name, pattern) for name in parts):
+            raise ModelError(
+                "MW-PIPELINE-007", f"{builder}: selective_recompute holds {pattern!r}, which fits no submodule"
+            )
+    if not recomputed_names(pipeline, model):
+        raise ModelError(
+            "MW-PIPELINE-008",
+            f"pipeline.recompute_layers = {pipeline.recompute_layers} fits no layer that holds a part of "
+            f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed',
+        )
+
+
+def recomputed_names(pipeline: Pipeline, model: PlainModel) -> list[str]:
+    """Return the names of the layers, or parts of layers, that backward computes again."""
+    if pipeline.recompute == "none":
+        return []
+    chosen = [name for name in model.layers._modules if any(fnmatchcase(name, p) for p in pipeline.recompute_layers)]
+    if pipeline.recompute == "full":
+        return chosen
+    parts = [name for name, _ in model.layers.named_modules() if name.partition(".")[0] in chosen]
+    return [part for part in parts if any(fnmatchcase(part, p) for p in model.selective_recompute)]

@@ -1,0 +1,129 @@
+"""Run-time checks of a stage's layers, most of them in the first forward of training only, and their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import CheckpointError
+
+from meshwright.errors import ModelError
+from meshwright.model.running_buffers import INSTEAD
+from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec
+
+
+class InspectedLayer:
+    """Layer in its first training forward, checked to keep no state and draw no random numbers by itself."""
+
+    def __init__(self, name: str, layer: nn.Module, running: Collection[str]) -> None:
+        self.name = name
+        self.layer = layer
+        self.running = running
+
+    def __call__(self, value: Any) -> Any:
+        """Run the layer.
+
+        Raises:
+            ModelError: it changes a buffer and did not do so on meta, or draws from torch's generator (``F.dropout``).
+                Its result would depend on the layout, and on whether the run was resumed.
+        """
+        constant = {
+            key: buffer for key, buffer in self.layer.named_buffers() if f"{self.name}.{key}" not in self.running
+        }
+        before = {key: (buffer._version, buffer.clone()) for key, buffer in constant.items()}
+        drawn = torch.default_generator.get_state()
+        value = self.layer(value)
+        for key, (version, numbers) in before.items():
+            now = self.layer.get_buffer(key)
+            if now is not constant[key] or now._version != version or not _same(now, numbers):
+                raise ModelError(
+                    "MW-PIPELINE-019",
+                    f"layer {self.name} changes its buffer {key} in forward, and did not do so on the meta device, "
+                    f"where the run was planned: it would be in no checkpoint. Write it in place "
+                    f"(self.{key}.mul_(...)) and not under `if not x.is_meta`, or {INSTEAD}",
+                )
+        if not torch.equal(drawn, torch.default_generator.get_state()):
+            raise ModelError(
+                "MW-PIPELINE-020",
+                f"layer {self.name} draws from torch's random generator in forward: the draw would differ between "
+                f"layouts and after a resume. Use the module nn.Dropout itself (no subclass, no F.dropout): it is "
+                f"drawn by name",
+            )
+        return value
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape and values, with NaN equal to NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def check_outputs(outputs: Sequence[Tensor], spec: ValueSpec, layer: str, stage: int, train: bool) -> None:
+    """Check the outputs of a stage against the shapes and dtypes that the next stage has allocated.
+
+    Raises:
+        ModelError: they differ.
+    """
+    expected = spec.leaves
+    if [(tensor.shape, tensor.dtype) for tensor in outputs] == [(leaf.shape, leaf.dtype) for leaf in expected]:
+        return
+    raise ModelError(
+        "MW-PIPELINE-015",
+        f"{layer}, the last of stage {stage}, hands on {_told(outputs)} in "
+        f"{'training' if train else 'eval mode'}, and {_told(expected)} on the meta device in training, where "
+        f"the run was planned: the next stage has room for that only. Give the same shapes and dtypes in train and "
+        f"eval mode, on every device and for all data (a dtype that torch.autocast chooses: .to() it at the end)",
+    )
+
+
+def _told(leaves: Sequence[Tensor | TensorSpec]) -> str:
+    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves) or "nothing"
+
+
+def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
+    """Raise :class:`ModelError` unless the loss is zero where labels are ignored. Computes the loss once more.
+
+    All labels (B, ...) are replaced by ``IGNORED_LABEL``. Labels that are not integers are not checked: they all count.
+    """
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        return
+    with torch.no_grad():
+        given = tree_map(lambda leaf: leaf.clone(), output)
+        found = loss(given, torch.full_like(labels, IGNORED_LABEL))
+    if torch.equal(found, torch.zeros_like(found)):
+        return
+    raise ModelError(
+        "MW-PIPELINE-034",
+        f"model.loss gives {float(found[found != 0].flatten()[0]):.6g} for a label of {IGNORED_LABEL}: such a label is "
+        f"ignored, it is not counted in the mean, and its loss must be zero. Pass ignore_index={IGNORED_LABEL} to "
+        f"F.cross_entropy, or end with .masked_fill(labels == {IGNORED_LABEL}, 0.0)",
+    )
+
+
+def advise(layer: str, error: RuntimeError) -> None:
+    """Raise :class:`ModelError` with a remedy if ``error`` is one that ``parallel.zero = 3`` causes in a layer."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        raise ModelError(
+            "MW-PIPELINE-016",
+            f"layer {layer} uses a weight that several modules share without calling its module: with "
+            f"parallel.zero = 3 torch gathers a weight when its module is called. Call it (self.table(ids) for "
+            f"F.embedding(ids, self.table.weight)), or choose parallel.zero = 2",
+        ) from error
+    if "modified inplace" in str(error) and "RegisterPostBackward" in str(error):
+        raise ModelError(
+            "MW-PIPELINE-017",
+            f"layer {layer} changes what it is handed in place: with parallel.zero = 3 torch has to know when its "
+            f"gradient comes by. Write x = x + y for x += y, or choose parallel.zero = 2",
+        ) from error
+
+
+def nested_checkpoint(stage: int, error: CheckpointError) -> ModelError:
+    """Return the error for a layer with a torch.utils.checkpoint of its own under a split backward."""
+    return ModelError(
+        "MW-PIPELINE-018",
+        f"a layer of stage {stage} computes itself again in backward (torch.utils.checkpoint), "
+        f"outside of what splits this schedule's backward into halves: take it out and set "
+        f"pipeline.recompute, or choose 1f1b or interleaved_1f1b. torch says: {str(error).splitlines()[0]}",
+    )

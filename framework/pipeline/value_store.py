@@ -1,0 +1,123 @@
+"""Values between stages that lie on one rank or are on their way to it, and the messages that carry them.
+
+A value is the list of its tensors: the output of a stage for one micro-batch, or the gradient of a stage's input.
+Messages of one group are posted together, as point-to-point messages over pp. A receive only posts; taking the value
+blocks until it has arrived. Sends are awaited, oldest first, while more than 2 x pp are in flight; their tensors stay
+alive until then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from meshwright.mesh.comm import Group, Handle, Transfer
+from meshwright.pipeline.stage import Stage
+from meshwright.pipeline.timing import RowTimes
+from meshwright.pipeline.values import TensorSpec
+from meshwright.schedule.action import SENDS, Action, Kind, Schedule
+
+ValueKey: TypeAlias = tuple[Kind, int, int]
+"""(F, stage, micro-batch) for the output of a stage; (B, stage, micro-batch) for the gradient of its input."""
+
+
+class Message(NamedTuple):
+    """One point-to-point message of this rank's row."""
+
+    action: Action
+    key: ValueKey
+    """Value that is sent or received."""
+    peer: int
+    """Pipeline rank of the other side."""
+    received: tuple[TensorSpec, ...] | None
+    """Specs of the received tensors; None for a send."""
+
+
+class MessageGroup(tuple[Message, ...]):
+    """Messages that are posted together; as a string, the activity of the rank in hang reports."""
+
+    def __str__(self) -> str:
+        return "+".join(str(message.action) for message in self)
+
+
+def message_group(actions: Iterable[Action], schedule: Schedule, stages: Mapping[int, Stage]) -> MessageGroup:
+    """Return the messages of communications that are posted together."""
+    return MessageGroup(_message(action, schedule, stages) for action in actions)
+
+
+def _message(action: Action, schedule: Schedule, stages: Mapping[int, Stage]) -> Message:
+    peer, partner = schedule.peer(action), action.partner()
+    assert action.stage is not None and action.microbatch is not None and partner.stage is not None, action
+    kind = Kind.F if action.kind in (Kind.SEND_F, Kind.RECV_F) else Kind.B
+    if action.kind in SENDS:
+        return Message(action, (kind, action.stage, action.microbatch), peer, None)
+    stage = stages[action.stage]
+    spec = stage.input_spec if kind is Kind.F else stage.output_spec
+    assert spec is not None, action
+    received = spec.leaves if kind is Kind.F else spec.with_gradient
+    return Message(action, (kind, partner.stage, action.microbatch), peer, received)
+
+
+class ValueStore:
+    """Values of the micro-batches in flight on this rank, by key."""
+
+    def __init__(self, pp: Group, device: torch.device) -> None:
+        self._pp, self._device = pp, device
+        self._can_poll = device.type == "cuda"  # a gloo send is done only once it has been awaited
+        self._values: dict[ValueKey, list[Tensor]] = {}
+        self._arriving: dict[ValueKey, tuple[Action, Handle | None]] = {}
+        self._sends: deque[Handle] = deque()
+
+    def put(self, key: ValueKey, tensors: list[Tensor]) -> None:
+        """Store the tensors of a value."""
+        self._values[key] = tensors
+
+    def take(self, key: ValueKey, times: RowTimes) -> list[Tensor]:
+        """Return the tensors of a value, and remove it; block until it has arrived."""
+        if key in self._arriving:
+            receive, handle = self._arriving.pop(key)
+            start = times.clock.read()
+            self._pp.activity.begin(receive)
+            if handle is not None:  # None: the message holds no tensor
+                handle.wait()
+            times.end(receive, start)
+        return self._values.pop(key)
+
+    def exchange(self, messages: MessageGroup, times: RowTimes) -> None:
+        """Post messages over pp together. Blocks only for the oldest sends, once many are in flight.
+
+        Bytes on the wire: those of the tensors of each value, in their own dtype.
+        """
+        self._pp.activity.begin(messages)
+        start = times.clock.read()
+        transfers: list[Transfer] = []
+        for _, key, peer, received in messages:
+            if received is None:
+                transfers += [Transfer(tensor, peer, True) for tensor in self._values.pop(key)]
+            else:
+                tensors = self._values[key] = [leaf.empty(self._device) for leaf in received]
+                transfers += [Transfer(tensor, peer, False) for tensor in tensors]
+        posted, arriving = self._pp.exchange(transfers, messages.__str__)
+        if posted is not None:
+            self._sends.append(posted)
+            self.wait_for_sends(2 * self._pp.size)
+        end = times.clock.read()
+        for message in messages:
+            if message.received is None:
+                times.readings.append((message.action, start, end))
+            else:  # its span is recorded by the action that waits for it
+                self._arriving[message.key] = (message.action, arriving)
+
+    def wait_for_sends(self, at_most: int) -> None:
+        """Release sends, oldest first: those that are done, and then by waiting until ``at_most`` are left."""
+        sends = self._sends
+        while sends and (len(sends) > at_most or (self._can_poll and sends[0].done())):
+            sends.popleft().wait()
+
+    def check_empty(self) -> None:
+        """Assert that every value was taken."""
+        assert not self._values and not self._arriving, f"left over: {sorted(self._values)} {sorted(self._arriving)}"
