@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
-from meshwright.schedule.analysis.timeline import own_bubble_share
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
+from tests.support.bubbles import own_bubble_share
 
 DATA = Path(__file__).parent / "zb_profiles.csv"
 DOCS = Path(__file__).parents[1] / "docs" / "schedules.md"

@@ -21,7 +21,9 @@ class BufferWatch:
 
     def __init__(self, layers: nn.Module) -> None:
         self._layers = layers
-        self._before = {name: (buffer, buffer._version) for name, buffer in _named_buffers(layers)}
+        self._before = {
+            name: (buffer, buffer._version) for name, buffer in layers.named_buffers(remove_duplicate=False)
+        }
 
     def changed(self) -> list[str]:
         """Return the names of the buffers that were changed or replaced since construction, and of their neighbours.
@@ -29,7 +31,7 @@ class BufferWatch:
         All buffers of a module with a changed one are listed, because torch's BatchNorm raises the version counter of
         only one of its three. Changes under ``if not x.is_meta`` are not detected on meta.
         """
-        after = dict(_named_buffers(self._layers))
+        after = dict(self._layers.named_buffers(remove_duplicate=False))
         owners = {
             name.rpartition(".")[0]
             for name, (buffer, version) in self._before.items()
@@ -38,10 +40,6 @@ class BufferWatch:
         modules = self._layers.named_modules(remove_duplicate=False)
         owners |= {name for name, module in modules if keeps_statistics(module)}
         return [name for name in self._before if name.rpartition(".")[0] in owners]
-
-
-def _named_buffers(layers: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    return layers.named_buffers(remove_duplicate=False)
 
 
 def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:

@@ -111,8 +111,4 @@ def partition_explicit(layers_per_stage: Sequence[int], num_layers: int) -> list
             f"pipeline.balance = {list(layers_per_stage)}: {text} = {sum(layers_per_stage)}, but the model has "
             f"{num_layers} layers (embedding and head are layers too)",
         )
-    stages, start = [], 0
-    for count in layers_per_stage:
-        stages.append(range(start, start + count))
-        start += count
-    return stages
+    return [range(start, stop) for start, stop in pairwise(accumulate(layers_per_stage, initial=0))]

@@ -41,7 +41,7 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
 
         A layer may write into a dict that it gets, and the second forward needs the same input as the first.
         """
-        args, kwargs = tree_map(_same, (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         return function(*args, **kwargs)
 
     return checkpoint(
@@ -72,10 +72,6 @@ def _at_calls(
     finally:
         for dropout, number in zip(dropouts, now, strict=True):
             dropout.num_calls = number
-
-
-def _same(leaf: Any) -> Any:
-    return leaf
 
 
 def parts_of(layer_name: str, layer: nn.Module, patterns: Collection[str]) -> list[tuple[str, nn.Module]]:

@@ -15,7 +15,8 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -110,30 +111,19 @@ def accumulate_deferred(deferred: list[DeferredGradient]) -> None:
     A parameter that was used several times gets the sum in one accumulation. Hooks that count finished parameters
     therefore count correctly.
     """
-    last = {each.parameter: position for position, each in enumerate(deferred)}
+    remaining = Counter(each.parameter for each in deferred)
     sums: dict[Tensor, Tensor] = {}
-    for position in range(len(deferred)):
-        parameter, gradient = deferred[position]
-        deferred[position] = DeferredGradient(parameter, raise_computed_twice)  # frees x and gy
+    while deferred:
+        parameter, gradient = deferred.pop(0)
         found = gradient()
         earlier = sums.pop(parameter, None)
         total = found if earlier is None else earlier.add_(found)
-        if last[parameter] == position:
-            torch.autograd.backward([parameter], [total])  # a leaf: AccumulateGrad and its hooks, nothing else
-        else:
+        remaining[parameter] -= 1
+        if remaining[parameter]:
             sums[parameter] = total
-        del gradient, found, total
-    deferred.clear()
-
-
-def raise_computed_twice() -> Tensor:
-    """Raise: the stand-in for a gradient that has been computed already."""
-    raise AssertionError("a weight gradient is computed once")
-
-
-def parameters_of(deferred: Sequence[DeferredGradient]) -> set[Tensor]:
-    """Return the parameters whose gradients are not computed yet."""
-    return {each.parameter for each in deferred}
+        else:
+            torch.autograd.backward([parameter], [total])  # a leaf: AccumulateGrad and its hooks, nothing else
+        del gradient, found, total  # frees x and gy
 
 
 def _own(output: Tensor) -> Tensor:

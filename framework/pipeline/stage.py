@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from meshwright.model.running_buffers import running_values
 from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
-from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred, parameters_of
+from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred
 from meshwright.pipeline.stage_checks import InspectedLayer, advise, check_ignored, check_outputs, nested_checkpoint
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, ValueSpec, leaves_of
 from meshwright.seeding import Draw, dropouts_of, restart_calls
@@ -218,4 +218,4 @@ class Stage:
 
     def awaited(self, microbatch: int) -> set[Tensor]:
         """Return the parameters to which W of this micro-batch will add gradients."""
-        return parameters_of(self._deferred[microbatch])
+        return {each.parameter for each in self._deferred[microbatch]}

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
 from meshwright.schedule.action import COMPUTE, Action, Kind, Span
-
-
-class Clock(Protocol):
-    """Clock with readings that are resolved later: on CUDA a reading is an event that the device has yet to reach."""
-
-    start_s: float
-    """``time.perf_counter()`` at the start of the row, in seconds: one clock for all processes of a machine."""
-
-    def read(self) -> Any:
-        """Return a reading of the time at this point of the program."""
-
-    def resolve(self, reading: Any) -> float:
-        """Return a reading in seconds from the start of the row; may block until the device has reached it."""
 
 
 class CpuClock:
@@ -29,6 +16,7 @@ class CpuClock:
 
     def __init__(self) -> None:
         self.start_s = time.perf_counter()
+        """Start of the row in seconds, on one clock for all processes of a machine."""
 
     read = staticmethod(time.perf_counter)
     """Reader of the time, called a few times per action."""
@@ -56,6 +44,10 @@ class CudaClock:
         """Return the seconds from the start of the row to the event; block until the device has reached it."""
         reading.synchronize()
         return float(self._start.elapsed_time(reading)) / 1e3
+
+
+Clock: TypeAlias = CpuClock | CudaClock
+"""Clock with readings that are resolved to seconds later: on CUDA the device may have yet to reach them."""
 
 
 def clock_of(device: torch.device) -> Clock:

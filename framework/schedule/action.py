@@ -160,14 +160,7 @@ class Schedule:
 
     def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """Return the stages of a pipeline rank, first to last."""
-        return self._stages[pp_rank]
-
-    @cached_property
-    def _stages(self) -> tuple[tuple[int, ...], ...]:
-        found: list[list[int]] = [[] for _ in range(self.pp)]
-        for stage, rank in enumerate(self._ranks):
-            found[rank].append(stage)
-        return tuple(map(tuple, found))
+        return tuple(stage for stage, rank in enumerate(self._ranks) if rank == pp_rank)
 
     def actions(self, pp_rank: int) -> Iterator[tuple[int, Action]]:
         """Yield the actions of a row, groups opened, each with the position of its item in the row."""

@@ -13,11 +13,11 @@ from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Item, K
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, check, peak_activations, simulate
 from meshwright.schedule.analysis.faults import Fault
 from meshwright.schedule.analysis.simulator import Channel, play
-from meshwright.schedule.analysis.timeline import own_bubble_share
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
 from tests.schedule.sizes import built, smallest
+from tests.support.bubbles import own_bubble_share
 
 degrees = st.integers(1, 8)
 num_chunks = st.integers(1, 20)

@@ -157,20 +157,6 @@ def test_two_ranks_that_both_send_first_hang_under_rendezvous_only() -> None:
     assert check(edited(crossing, ("0SEND_F1 0RECV_B0", "{0SEND_F1+0RECV_B0}"))) == []
 
 
-def test_bound_on_activations() -> None:
-    assert check(SOUND, max_activations=3) == []
-    problems = check(SOUND, max_activations=1)
-    assert [(p.fault, p.rank, str(p.action)) for p in problems] == [
-        (Fault.TOO_MANY_ACTIVATIONS, 0, "0F1"),
-        (Fault.TOO_MANY_ACTIVATIONS, 1, "1F1"),
-    ]
-    assert len(check(lower(build("gpipe", 3, 4)), max_activations=3)) == 3
-    two_stages = lower(parse_schedule(f"{ONE_RANK}0F0 1F0 0F1 1B0 0B0 1F1 1B1 0B1\n"))
-    assert check(two_stages, max_activations=2) == []  # the room is per stage: 3 are held of 2 x 2
-    problems = check(two_stages, max_activations=1)
-    assert faults(problems) == {Fault.TOO_MANY_ACTIVATIONS} and "with room for 2;" in problems[0].text
-
-
 def test_what_comes_after_the_step_is_named() -> None:
     problems = check(edited(SOUND, ("2REDUCE STEP", "STEP 2REDUCE")), Channel.BUFFERED)
     assert [p.text for p in problems if p.fault is Fault.STEP_NOT_LAST] == ["2REDUCE comes after STEP"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -14,16 +13,6 @@ from meshwright.seeding import SeededDropout
 OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 OF_THE_DRAW = {"name", "draw", "seed", "num_calls"}
 """Attributes of a SeededDropout that decide which elements it drops, but affect no shape."""
-
-
-class TensorOutline(NamedTuple):
-    """Shape, dtype and device of a weight or a buffer."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
 
 
 class ModuleOutline(NamedTuple):
@@ -39,7 +28,8 @@ class ModuleOutline(NamedTuple):
 class Outline(NamedTuple):
     """Outline of a layer: its tensors and its modules."""
 
-    tensors: tuple[TensorOutline, ...]
+    tensors: tuple[tuple[Any, ...], ...]
+    """(name, shape, dtype, device, requires_grad) of each weight and buffer."""
     modules: tuple[ModuleOutline, ...]
 
     @property
@@ -52,7 +42,7 @@ def outline_of(layer: nn.Module) -> Outline:
     """Return the outline of a layer: classes with their forwards, plain attributes, shapes of weights and buffers."""
     tensors = [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False)]
     return Outline(
-        tuple(TensorOutline(name, tuple(t.shape), t.dtype, t.device.type, t.requires_grad) for name, t in tensors),
+        tuple((name, tuple(t.shape), t.dtype, t.device.type, t.requires_grad) for name, t in tensors),
         tuple(
             ModuleOutline(name, type(module), type(module).forward, _attributes(module))
             for name, module in layer.named_modules(remove_duplicate=False)

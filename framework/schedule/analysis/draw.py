@@ -36,7 +36,8 @@ def text(drawn: Schedule | Timeline, width: int = 100) -> str:
     prefix = max(len(name) for name in rows)
     bodies = dict(zip((f"rank {rank}" for rank in timeline.ranks), _bodies(timeline, width - prefix - 3), strict=True))
     lines = [f"{name:<{prefix}} | {bodies[name]}".rstrip() if name in bodies else name for name in rows]
-    return "\n".join([_cut(caption(timeline), width), *lines])
+    title = caption(timeline)
+    return "\n".join([title if len(title) <= width else title[: width - 1] + "…", *lines])
 
 
 def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
@@ -117,7 +118,3 @@ def _middle_out(body: str, cell: int, width: int) -> str:
 def _elided(names: list[str]) -> list[str]:
     half = _MAX_ROWS // 2
     return names if len(names) <= _MAX_ROWS else [*names[:half], "…", *names[-half:]]
-
-
-def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: width - 1] + "…"

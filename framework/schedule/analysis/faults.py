@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule, format_item
 from meshwright.schedule.analysis.simulator import Blocked, Channel, Costs, play
-from meshwright.schedule.analysis.timeline import peak_activations
 
 
 class Fault(StrEnum):
@@ -43,7 +42,6 @@ class Fault(StrEnum):
     STEP_NOT_LAST = "step is not last"
     CROSSED = "messages crossed"
     DEADLOCK = "deadlock"
-    TOO_MANY_ACTIVATIONS = "too many activations"
 
 
 class Problem(NamedTuple):
@@ -57,23 +55,17 @@ class Problem(NamedTuple):
     text: str
 
 
-def check(
-    schedule: Schedule, channel: Channel = Channel.RENDEZVOUS, max_activations: int | None = None
-) -> list[Problem]:
+def check(schedule: Schedule, channel: Channel = Channel.RENDEZVOUS) -> list[Problem]:
     """Return all problems of a lowered schedule, causes before consequences; empty: it runs.
 
-    ``channel``: the reading under which nobody may wait for ever; what runs under rendezvous runs under both.
-
-    ``max_activations``: the micro-batches whose activations a rank has room for, per stage it holds. Linear in the
-    number of actions.
+    ``channel``: the channel on which no rank may block forever; a schedule that runs with rendezvous runs with both.
+    Linear in the number of actions.
     """
     problems = []
     for rank in range(schedule.pp):
         places = _places(schedule, rank)
         problems += [*_each_once(schedule, rank, places), *_in_order(schedule, rank, places)]
     problems += [*_uncrossed(schedule), *_no_deadlock(schedule, channel)]
-    if max_activations is not None:
-        problems += _within(schedule, max_activations)
     return problems
 
 
@@ -252,16 +244,3 @@ def _what_it_does(schedule: Schedule, peer: int, stuck: Blocked | None) -> str:
         return f"rank {peer} has come to its end"
     item = schedule.rows[peer][stuck.position]
     return f"rank {peer} is at position {stuck.position}, {format_item(item)}"
-
-
-def _within(schedule: Schedule, max_activations: int) -> Iterator[Problem]:
-    for rank, peak in enumerate(peak_activations(schedule)):
-        bound = max_activations * len(schedule.stages_of(rank))
-        if peak > bound:
-            held = 0
-            for position, action in schedule.actions(rank):
-                held += (action.kind is Kind.F) - (action.kind in LAST_HALVES)
-                if held > bound:
-                    text = f"{action} is micro-batch {held} in flight, with room for {bound}; the row's peak is {peak}"
-                    yield Problem(Fault.TOO_MANY_ACTIVATIONS, rank, position, action, text)
-                    break

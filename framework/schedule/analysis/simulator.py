@@ -44,16 +44,8 @@ class Costs(NamedTuple):
 
     def of(self, kind: Kind) -> float:
         """Return the cost of a kind."""
-        if kind in COMMUNICATION:
-            return self.comm
-        return {
-            Kind.F: self.f,
-            Kind.B: self.b,
-            Kind.I: self.i,
-            Kind.W: self.w,
-            Kind.REDUCE: self.reduce,
-            Kind.STEP: self.step,
-        }[kind]
+        found: float = self.comm if kind in COMMUNICATION else getattr(self, kind.lower())
+        return found
 
 
 class Blocked(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule, Span
@@ -44,41 +43,21 @@ def bubble_share(timeline: Timeline) -> float:
     return (total - busy) / total if total > 0 else 0.0
 
 
-def own_bubble_share(timeline: Timeline) -> float:
-    """Return the largest share of a rank's own time without computation, 0..1: 0 for zb_h2 and zb_v in ticks.
-
-    A rank's own time is from the start of its first forward to the end of its last backward. It counts where ranks do
-    not begin and end their steps together; where they do, as here with one gradient norm over all ranks,
-    :func:`bubble_share` is what is lost.
-    """
-    shares = []
-    for rank in timeline.ranks:
-        spans = tuple(span for span in timeline.spans if span.rank == rank)
-        shares.append(bubble_share(Timeline(timeline.name, spans)))
-    return max(shares)
-
-
 def peak_activations(of: Schedule | Timeline) -> tuple[int, ...]:
     """Return the most micro-batches per rank whose activations it holds at once: from F to B or, split, to W.
 
     A micro-batch counts once per stage of the rank. ``min(pp - rank, chunks)`` for 1F1B, ``chunks`` for GPipe.
     """
     if isinstance(of, Schedule):
-        rows = [[action for _, action in of.actions(rank)] for rank in range(of.pp)]
+        rows = [(rank, action) for rank in range(of.pp) for _, action in of.actions(rank)]
+        held = dict.fromkeys(range(of.pp), 0)
     else:
-        by_rank: dict[int, list[Action]] = {rank: [] for rank in of.ranks}
-        for span in of.spans:
-            by_rank[span.rank].append(span.action)
-        rows = list(by_rank.values())
-    return tuple(_peak(row) for row in rows)
-
-
-def _peak(actions: Iterable[Action]) -> int:
-    held = peak = 0
-    for action in actions:
-        held += (action.kind is Kind.F) - (action.kind in LAST_HALVES)
-        peak = max(peak, held)
-    return peak
+        rows, held = [(span.rank, span.action) for span in of.spans], dict.fromkeys(of.ranks, 0)
+    peaks = dict(held)
+    for rank, action in rows:
+        held[rank] += (action.kind is Kind.F) - (action.kind in LAST_HALVES)
+        peaks[rank] = max(peaks[rank], held[rank])
+    return tuple(peaks.values())
 
 
 def bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
