@@ -19,7 +19,7 @@ from meshwright.data_parallel.sharding import Replica, Sharding, StageParameter,
 from meshwright.errors import MeshError, ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
-from meshwright.model.materialise import materialise
+from meshwright.model.build import materialise
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer
 from meshwright.parts import Parts

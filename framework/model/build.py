@@ -1,4 +1,4 @@
-"""Construction of the user's model on the meta device, and the attributes that the framework reads from it.
+"""Construction of the user's model on the meta device, the attributes that the framework reads, and real weights.
 
 A model is an ``nn.Sequential`` of named elements, called layers here. It may carry, as plain attributes:
 
@@ -21,7 +21,7 @@ import copy
 import difflib
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -41,6 +41,7 @@ from meshwright.model.first_values import (
     find_owners,
     first_value,
 )
+from meshwright.parameters import ParameterInfo
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
 Initialise = Callable[[str, Tensor], None]
@@ -220,6 +221,45 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         seed=seed,
         owners=owners,
     )
+
+
+def materialise(
+    layers: nn.Sequential,
+    model: PlainModel,
+    infos: Mapping[str, ParameterInfo],
+    dtype: torch.dtype,
+    device: torch.device,
+    local_of: Callable[[ParameterInfo], Tensor] | None = None,
+) -> nn.Sequential:
+    """Materialise the weights of one stage: this tp rank's slices, in the training dtype, on the device.
+
+    Parameters tied inside the stage stay one object.
+
+    Args:
+        layers: The stage, with parameters on the meta device in this tp rank's local shapes; changed in place.
+        model: The whole model, with ties and initial values.
+        infos: Canonical parameter name -> its global shape and this rank's slice.
+        dtype: Dtype of the weights.
+        device: Device of the weights and buffers.
+        local_of: Returns this rank's slice of a parameter. None: the initial weights. Each full tensor is then drawn in
+            float32 on CPU by the parameter's name, one at a time, sliced and cast: the same bits in every layout.
+    """
+
+    def drawn(info: ParameterInfo) -> Tensor:
+        return info.take(model.initial(info.name))
+
+    local_of = local_of or drawn
+    made: dict[str, nn.Parameter] = {}
+    for name, outline in list(layers.named_parameters(remove_duplicate=False)):
+        canonical = model.canonical(name)
+        if canonical not in made:
+            local = local_of(infos[canonical])
+            assert local.shape == outline.shape, (name, tuple(local.shape), tuple(outline.shape))
+            made[canonical] = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=outline.requires_grad)
+        owner_name, _, attribute = name.rpartition(".")
+        layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
+    is_here = all(buffer.device == device for buffer in layers.buffers())
+    return layers if is_here else layers.to(device)
 
 
 def meta_copy(layers: nn.Sequential) -> nn.Sequential:

@@ -21,7 +21,7 @@ from meshwright.config import RunConfig, given_keys, load_saved, parse, read_res
 from meshwright.config.keys import KEYS
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.mesh import Mesh
-from meshwright.model.materialise import materialise
+from meshwright.model.build import materialise
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Executor
