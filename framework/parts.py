@@ -78,11 +78,6 @@ class Parts(ForwardParts):
     """Called on all ranks after a step whose loss or gradient norm is NaN or Inf, which no rank has taken: (parts, the
     step's feed, the numbers). It raises, or counts the step as skipped. None: the step is skipped."""
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the whole model."""
-        return len(self.blueprint.model.layers)
-
     def running(self) -> dict[str, Tensor]:
         """Return the running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""
         found: dict[str, Tensor] = {}

@@ -1,4 +1,11 @@
-"""One optimizer step, which runs a row of the schedule on this rank's stages; and one validation, forward only."""
+"""One optimizer step: feed, forward and backward by the schedule, all-reduce, update. And one validation, forward only.
+
+take_step
+    executor.run(feed)      this rank's row of the schedule
+        F, B, ...           forward and backward of every micro-batch; gradients accumulate in the buckets
+        REDUCE              reduce-scatter or all-reduce of the buckets over the replicas
+        STEP                _optimizer_step: sums over all ranks, clipping, optimizer, all-gather of the weights
+"""
 
 from __future__ import annotations
 
@@ -47,10 +54,10 @@ class StepFeed:
         """Read micro-batch ``m`` and begin its copy to the device; add the seconds to the parts' ``data_s``."""
         parts, device = self.parts, self.parts.mesh.device
         start_s = time.perf_counter()
-        found = self.source.read(self.indices(m))
+        samples = self.source.read(self.indices(m))
         parts.data_s += time.perf_counter() - start_s
         dtype = DTYPES[parts.config.train.dtype]
-        inputs, labels = (tree_map(lambda leaf: _to_device(leaf, device), part) for part in found)
+        inputs, labels = (tree_map(lambda leaf: _to_device(leaf, device), part) for part in samples)
         return Microbatch(cast_floats(inputs, dtype), cast_floats(labels, dtype), self.sample_indices(m))
 
     def sample_indices(self, m: int) -> Tensor:
@@ -64,28 +71,20 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def validation_batches(parts: Parts) -> int:
-    """Return the global batches of one validation; 0 without validation data."""
-    if not isinstance(parts.validation, AnySource):
-        return 0
-    global_batch = batch_numbers(parts.config).global_batch
-    return validation_steps(parts.validation.num_samples, global_batch, parts.config.train.validate_steps)
-
-
 def take_step(parts: Parts) -> StepStats:
-    """Take one optimizer step on the next global batch.
+    """Take one optimizer step on the next global batch. Collective over all ranks.
 
     Raises:
         NonFiniteError: on every rank, from ``parts.on_nonfinite``.
     """
-    found: list[StepStats] = []
-    parts.data_s = 0.0
+    state, parts.data_s = parts.state, 0.0
     for replica in parts.replicas.values():
         replica.begin_step()
     skips = parts.config.watch.on_nonfinite == "skip"
     running = {name: buffer.clone() for name, buffer in parts.running().items()} if skips else {}
-    feed = StepFeed(parts, parts.source, parts.state.samples_seen)
-    parts.last = parts.executor.run(feed, lambda result: found.append(_optimizer_step(parts, result)))
+    feed = StepFeed(parts, parts.source, state.samples_seen)
+    found: list[StepStats] = []
+    parts.last = parts.executor.run(feed, lambda row: found.append(_optimizer_step(parts, row)))
     (stats,) = found
     if stats.skipped:  # the same on every rank
         if parts.on_nonfinite is not None:
@@ -93,16 +92,44 @@ def take_step(parts: Parts) -> StepStats:
         for name, buffer in parts.running().items():
             buffer.copy_(running[name])
     else:
-        parts.state.optimizer_steps += 1
-        parts.state.skipped_in_a_row = 0
-    parts.state.step += 1
-    parts.state.samples_seen += batch_numbers(parts.config).global_batch
-    parts.state.tokens_seen += stats.num_tokens
+        state.optimizer_steps += 1
+        state.skipped_in_a_row = 0
+    state.step += 1
+    state.samples_seen += batch_numbers(parts.config).global_batch
+    state.tokens_seen += stats.num_tokens
+    return stats
+
+
+def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
+    """Run STEP of the schedule: all-reduce the sums over all ranks, then update this rank's shards.
+
+    The buckets hold the gradient of loss_sum / expected labels. The mean over the labels that counted needs the factor
+    expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
+    """
+    config = parts.config
+    sums = StepSums(*all_reduce_sums(parts, row).tolist())
+    counted = max(sums.num_tokens, 1.0)
+    factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
+    if parts.on_gradients is not None:
+        parts.on_gradients(parts, factor)
+    grad_norm = math.sqrt(sums.square_norm) * factor
+    rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
+    stats = StepStats(
+        loss=sums.loss_sum / counted,
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        num_tokens=int(counted),
+        bubble_share=1.0 - sums.busy_s / sums.passed_s,
+        flags=frozenset(flag for flag in FLAGS if getattr(sums, flag) > 0),
+        skipped=not (math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)),  # the same on every rank
+    )
+    if not stats.skipped:
+        parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
     return stats
 
 
 class StepSums(NamedTuple):
-    """Sums over all ranks that a step needs before its update, in the order in which they are reduced."""
+    """Sums over all ranks that a step needs before its update."""
 
     loss_sum: float
     num_tokens: float
@@ -119,52 +146,36 @@ class StepSums(NamedTuple):
     """Ranks that raise each of FLAGS."""
 
 
-def _optimizer_step(parts: Parts, result: RowResult) -> StepStats:
-    """Run STEP of the schedule: all-reduce the sums over all ranks, then update this rank's shards.
-
-    The buckets hold the gradient of loss_sum / expected labels. The mean over the labels that counted needs the factor
-    expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
-    """
-    config = parts.config
-    sums = StepSums(*sum_numbers(parts, result).tolist())
-    counted = max(sums.num_tokens, 1.0)
-    factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
-    if parts.on_gradients is not None:
-        parts.on_gradients(parts, factor)
-    grad_norm = math.sqrt(sums.square_norm) * factor
-    rate = learning_rate(config.optimizer, parts.state.step, config.train.steps)
-    stats = StepStats(
-        sums.loss_sum / counted,
-        grad_norm,
-        rate,
-        int(counted),
-        1.0 - sums.busy_s / sums.passed_s,
-        frozenset(flag for flag in FLAGS if getattr(sums, flag) > 0),
-    )
-    if not (math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)):  # the same on every rank: none takes the step
-        return stats._replace(skipped=True)
-    parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
-    return stats
-
-
-def sum_numbers(parts: Parts, result: RowResult) -> Tensor:
+def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     """Sum tied-weight gradients, then all-reduce the step's scalars: (8,) float64, the fields of :class:`StepSums`.
 
     Blocks for the ranks, not for the device: nothing is read on the host.
     """
-    mesh = parts.mesh
+    mesh, optimizer = parts.mesh, parts.optimizer
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
+    loss_parts = row.loss_parts if mesh.at.tp_rank == 0 else []  # all tp ranks have the same loss
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    is_counted = mesh.at.tp_rank == 0  # all tp ranks have the same loss
-    loss_sum = sum((part.loss_sum.double() for part in result.loss_parts), zero) if is_counted else zero
-    num_tokens = sum((part.num_tokens.double() for part in result.loss_parts), zero) if is_counted else zero
-    spare = parts.optimizer.spare_square_norm() * 0.0  # NaN where another rank's copy may be NaN or Inf
-    flags = [parts.flags[flag]() for flag in FLAGS]
-    own = torch.tensor([*result.times.computing(), *flags], dtype=torch.float64, device=mesh.device)
-    norm = (parts.optimizer.square_norm() + spare).to(mesh.device)
-    sums = torch.cat([torch.stack([loss_sum, num_tokens, norm]), own])
+    spare = optimizer.spare_square_norm() * 0.0  # NaN where another rank's copy may be NaN or Inf
+    busy_s, passed_s = row.times.computing()
+    on_device = {
+        "loss_sum": sum((part.loss_sum.double() for part in loss_parts), zero),
+        "num_tokens": sum((part.num_tokens.double() for part in loss_parts), zero),
+        "square_norm": (optimizer.square_norm() + spare).to(mesh.device),
+    }
+    on_host = {"busy_s": busy_s, "passed_s": passed_s, **{flag: float(parts.flags[flag]()) for flag in FLAGS}}
+    assert (*on_device, *on_host) == StepSums._fields
+    host_sums = torch.tensor(list(on_host.values()), dtype=torch.float64, device=mesh.device)  # one copy to the device
+    sums = torch.cat([torch.stack(list(on_device.values())), host_sums])
     mesh.world.all_reduce(sums).wait()
     return sums
+
+
+def validation_batches(parts: Parts) -> int:
+    """Return the global batches of one validation; 0 without validation data."""
+    if not isinstance(parts.validation, AnySource):
+        return 0
+    global_batch = batch_numbers(parts.config).global_batch
+    return validation_steps(parts.validation.num_samples, global_batch, parts.config.train.validate_steps)
 
 
 def validate(parts: Parts) -> float:

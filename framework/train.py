@@ -1,32 +1,19 @@
 """The training loop.
 
-Observers see a run between its steps. Their order is fixed, since most of them communicate, and each may use what those
-before it have found:
+    for each step     before_step of every observer, take_step, after_step of every observer
+    at the end        after_training of every observer, or on_error
 
-    RunFilesCheck    the run's directory is still there                      run/observers.py
-    Timing           the traced step, stragglers                             watch/observers.py
-    Validation       the validation loss, when it is due                     run/observers.py
-    Records          the step's record: metrics.jsonl, console, wandb        tracking/observer.py
-    DriftCheck       replicas are equal, before they are saved               watch/observers.py
-    PeakMemory       memory.json                                             run/observers.py
-    Checkpoints      saves, and the end after a signal                       run/observers.py
-    own ones         what a caller adds
+Observers see a run between its steps: validation, records, checks, checkpoints. :func:`meshwright.launch.work.observe`
+lists those of a run in their order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from meshwright.data.sources import unigram_nats
 from meshwright.parts import FILES_LOST, STOP, Observer, Parts, StepEvent, StepStats
-from meshwright.run import RunFiles
-from meshwright.run.observers import Checkpoints, PeakMemory, RunFilesCheck, Validation
-from meshwright.step import take_step, validate
-from meshwright.system.process import StopRequest
-from meshwright.tracking.observer import Records
-from meshwright.tracking.tracker import Tracker
-from meshwright.watch.observers import DriftCheck, Timing
+from meshwright.step import take_step
 
 
 def train(parts: Parts, observers: Sequence[Observer]) -> None:
@@ -36,7 +23,7 @@ def train(parts: Parts, observers: Sequence[Observer]) -> None:
         Preempted: on every rank, after the step in which one was asked to stop, and when its checkpoint is saved.
         NonFiniteError: on every rank, from a step that was not taken.
         DriftError: on every rank, before a checkpoint of copies that differ is written.
-        RunFilesError: on every rank, when the run's directory is another's now, or cannot be made again.
+        RunFilesError: on every rank, when the run's directory belongs to another run, or cannot be made again.
     """
     first_step = parts.state.step + 1
     try:
@@ -68,29 +55,3 @@ def _event(parts: Parts, stats: StepStats, step_s: float, first_step: int) -> St
         is_stopping=is_stopping,
         is_saving=is_last or is_stopping or FILES_LOST in stats.flags or (every > 0 and step % every == 0),
     )
-
-
-def observe(
-    parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]
-) -> list[Observer]:
-    """Return the observers of a run, in their order; ``request`` raises the step's flag STOP from now on."""
-    checkpoints = Checkpoints(parts, files, request, say)
-    return [
-        RunFilesCheck(checkpoints.saver),
-        Timing(parts, files.directory, say),
-        Validation(validate, lambda loss: say(describe_validation(parts, loss))),
-        Records(tracker),
-        DriftCheck(),
-        PeakMemory(files.directory),
-        checkpoints,
-    ]
-
-
-def describe_validation(parts: Parts, validation_loss: float) -> str:
-    """Return the validation loss and, where the corpus has token counts, the unigram baseline beside it."""
-    unit = parts.blueprint.example.unit[:-1]
-    lines = f"validation loss  {validation_loss:.4f} nats per {unit}"
-    nats = unigram_nats(parts.validation)
-    if nats is not None:
-        lines += f"\nunigram entropy  {nats:.4f}, of the same text: the loss of who knows token frequencies alone"
-    return lines

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve
-from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources
+from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources, unigram_nats
 from meshwright.errors import Preempted, RunFilesError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
-from meshwright.parts import Parts
+from meshwright.parts import Observer, Parts
 from meshwright.run import RunFiles, lock_directory, make_directory
 from meshwright.run.directory import METRICS, STATUS, run_directory
+from meshwright.run.observers import Checkpoints, PeakMemory, RunFilesCheck, Validation
 from meshwright.run.resume import prepare, record_start, resume
 from meshwright.step import validate
 from meshwright.system.process import GiveUp, StopRequest, end_process
@@ -27,10 +28,11 @@ from meshwright.terminal.output import print_warning
 from meshwright.terminal.output import say as speak
 from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
-from meshwright.tracking.observer import open_tracker
+from meshwright.tracking.observer import Records, open_tracker
 from meshwright.tracking.tracker import Tracker
-from meshwright.train import describe_validation, observe, train
+from meshwright.train import train
 from meshwright.watch.hang.watchdog import LATER_S, Watchdog
+from meshwright.watch.observers import DriftCheck, Timing
 
 
 def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
@@ -106,6 +108,35 @@ def _train(parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest
         with parts.mesh.activity.during("validating"):
             say(describe_validation(parts, validate(parts)))
     say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
+
+
+def observe(
+    parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]
+) -> list[Observer]:
+    """Return the observers of a run; ``request`` raises the step's flag STOP from now on.
+
+    Their order is fixed: most of them communicate, and each may use the results of those before it.
+    """
+    checkpoints = Checkpoints(parts, files, request, say)
+    return [
+        RunFilesCheck(checkpoints.saver),  # the run's directory is still there
+        Timing(parts, files.directory, say),  # the traced step, stragglers
+        Validation(validate, lambda loss: say(describe_validation(parts, loss))),  # when it is due
+        Records(tracker),  # metrics.jsonl, console, wandb
+        DriftCheck(),  # replicas are equal, before they are saved
+        PeakMemory(files.directory),  # memory.json
+        checkpoints,  # saves, and the end after a signal
+    ]
+
+
+def describe_validation(parts: Parts, validation_loss: float) -> str:
+    """Return the validation loss and, where the corpus has token counts, the unigram baseline beside it."""
+    unit = parts.blueprint.example.unit[:-1]
+    lines = f"validation loss  {validation_loss:.4f} nats per {unit}"
+    nats = unigram_nats(parts.validation)
+    if nats is not None:
+        lines += f"\nunigram entropy  {nats:.4f}, of the same text: the unigram baseline"
+    return lines
 
 
 def _keep_quiet(text: str) -> None:

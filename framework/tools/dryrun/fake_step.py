@@ -34,7 +34,7 @@ from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
-from meshwright.step import StepFeed, sum_numbers
+from meshwright.step import StepFeed, all_reduce_sums
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import Recorder
 
@@ -237,7 +237,7 @@ def _step(parts: Parts) -> None:
         replica.begin_step()
 
     def step(result: RowResult) -> None:
-        sum_numbers(parts, result)
+        all_reduce_sums(parts, result)
         parts.optimizer.step(0.1, 0.5)
 
     parts.executor.run(StepFeed(parts, parts.source, 0), step)
