@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.config import RunConfig, dump
 from meshwright.data.sources import example
@@ -43,8 +42,8 @@ from meshwright.pipeline.values import MetaMicrobatch, ValueSpec, cross_entropy
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
-from meshwright.tensor_parallel.check import check_sequence_length
-from meshwright.tensor_parallel.layers import VocabHead
+from meshwright.tensor_parallel.check import check_sequence_lengths
+from meshwright.tensor_parallel.cross_entropy import check_output_shape
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -137,7 +136,10 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     assert isinstance(parallel.dp, int)
     grid = Grid(parallel.pp, parallel.dp, parallel.tp)
     shapes = MetaMicrobatch(*example(config, batch.micro_batch_size))
-    check_lengths(config, shapes)
+    if parallel.sequence:
+        check_sequence_lengths(
+            shapes.inputs, parallel.tp, config.data.sequence_length if config.data.builder is None else None
+        )
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     check_impossible(config, model)
     whole = describe_model(config, model, shapes)
@@ -157,7 +159,8 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     stages = cut_layers(config, costs, schedule.num_stages)
     infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
-    check_sharded_output(model, whole.output, local, grid.tp)
+    shape, full_shape = local.leaves[0].shape, whole.output.leaves[0].shape
+    check_output_shape(model.layers, shape, full_shape, grid.tp, has_own_loss=model.loss is not None)
     return Blueprint(
         config,
         grid,
@@ -171,15 +174,6 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         tuple(whole.running),
         tuple(recomputed),
     )
-
-
-def check_lengths(config: RunConfig, shapes: MetaMicrobatch) -> None:
-    """Raise :class:`ConfigError` for token inputs whose sequence dim sequence parallelism cannot cut."""
-    for path, leaf in tree_flatten_with_path(shapes.inputs)[0] if config.parallel.sequence else ():
-        if not leaf.is_floating_point() and leaf.dim() > 1:
-            of_corpus = config.data.builder is None and leaf.shape[1] == config.data.sequence_length
-            name = None if of_corpus else f"inputs{keystr(path)}"
-            check_sequence_length(leaf.shape[1], config.parallel.tp, name)
 
 
 def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Group) -> dict[str, ParameterInfo]:
@@ -197,28 +191,6 @@ def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Gro
     cast_running(model.layers, whole.running, dtype)
     cast_statistics(model.layers, dtype)
     return with_blocks(infos, optimizer.block_size) if optimizer.name == "adamw8bit" else infos
-
-
-def check_sharded_output(model: PlainModel, whole: ValueSpec, local: ValueSpec, tp: int) -> None:
-    """Raise :class:`ModelError` where sharding changes the shape of the output, and the loss cannot take that."""
-    last_name, last_layer = list(model.layers.named_children())[-1]
-    if local.leaves[0].shape == whole.leaves[0].shape:
-        return
-    gives = (
-        f"with parallel.tp = {tp} the last layer, {last_name}, gives {local.leaves[0].shape} instead of "
-        f"{whole.leaves[0].shape}"
-    )
-    if model.loss is not None:
-        raise ModelError(
-            "MW-RUN-002",
-            f"{gives}, and the model's own loss wants all of it: leave that layer out of the sharding_plan",
-        )
-    if not any(isinstance(module, VocabHead) for module in last_layer.modules()):
-        raise ModelError(
-            "MW-RUN-003",
-            f"{gives}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
-            f"Make that linear part of the last layer, or leave it out of the sharding_plan",
-        )
 
 
 def check_impossible(config: RunConfig, model: PlainModel) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.replica import StageReplica, members_of
-from meshwright.data_parallel.sharding import Replica, Sharding, StageParameter, Tie
-from meshwright.errors import MeshError, ModelError
+from meshwright.data_parallel.replica import Replica, StageReplica, members_of
+from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
+from meshwright.errors import MeshError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.build import materialise
@@ -26,38 +25,24 @@ from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.pipeline.values import Loss, cross_entropy
-from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from meshwright.tensor_parallel.layers import VocabHead
+from meshwright.tensor_parallel.cross_entropy import (
+    check_full_sequence,
+    split_vocab_size,
+    vocab_parallel_cross_entropy,
+)
 from meshwright.watch.observers import handle_nonfinite
-
-
-def split_vocab_size(blueprint: Blueprint) -> int | None:
-    """Return the full vocabulary size if this tp rank's logits are sharded over it; None: logits are full."""
-    last_name, last_layer = list(blueprint.model.layers.named_children())[-1]
-    heads = [name for name, module in last_layer.named_modules(prefix=last_name) if isinstance(module, VocabHead)]
-    return blueprint.infos[f"{heads[-1]}.weight"].global_shape[0] if heads else None
 
 
 def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
     """Return the loss for the last layer's output: full logits, or this tp rank's shard of the vocabulary."""
-    if blueprint.model.loss is not None:
-        return blueprint.model.loss
-    vocab_size = split_vocab_size(blueprint)
+    model = blueprint.model
+    if model.loss is not None:
+        return model.loss
+    vocab_size = split_vocab_size(model.layers, blueprint.infos)
     if vocab_size is None:
-        last_name = list(blueprint.model.layers._modules)[-1]
-        if blueprint.config.parallel.sequence:
-            raise ModelError(
-                "MW-RUN-006",
-                f"parallel.sequence = true, but the last layer, {last_name}, has no linear sharded as 'vocab': its "
-                f"input would be a part of the sequence only. Add it to the model's sharding_plan, or set "
-                f"parallel.sequence = false",
-            )
+        check_full_sequence(model.layers, sequence=blueprint.config.parallel.sequence)
         return cross_entropy
-
-    def loss(output: Any, labels: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(output, labels, tp, vocab_size)
-
-    return loss
+    return lambda output, labels: vocab_parallel_cross_entropy(output, labels, tp, vocab_size)
 
 
 def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
@@ -142,7 +127,8 @@ def make_optimizer(
         )
         for bucket in buckets
     ]
-    order = [buckets.index(bucket) for replica in replicas.values() for bucket in reversed(replica.buckets)]
+    index_of = {id(bucket): index for index, bucket in enumerate(buckets)}
+    order = [index_of[id(bucket)] for replica in replicas.values() for bucket in reversed(replica.buckets)]
     if host is not None:
         return OffloadedOptimizer(shards, config.optimizer, host, order=order)
     return FlatOptimizer(shards, config.optimizer, order=order)

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.blueprint import Blueprint
 from meshwright.config import RunConfig
 from meshwright.data.sources import Source
-from meshwright.data_parallel.sharding import Replica
+from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.pipeline.executor import Executor, Feed, RowResult

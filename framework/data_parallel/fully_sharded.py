@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from meshwright.data_parallel.fsdp import FsdpLayers, FsdpParameter
 from meshwright.data_parallel.sharding import (
     BucketSlot,
-    Replica,
     ShardedParameters,
     Sharding,
     StageParameter,
@@ -78,8 +77,8 @@ class RowShards(ShardedParameters):
         self.pending = _all_reduce(group, self.shard_gradient, self.device)
 
 
-class FullyShardedStage(Replica):
-    """One stage under ZeRO-3; FSDP gathers and frees its weights."""
+class FullyShardedStage:
+    """One stage under ZeRO-3, with the methods of :class:`~.replica.StageReplica`; FSDP gathers its weights."""
 
     def __init__(
         self,
@@ -102,6 +101,7 @@ class FullyShardedStage(Replica):
         self._sharding = sharding
         self._device = device
         self.frozen = [member for member in members if not member.parameter.requires_grad]
+        """Parameters that are not trained: full on every replica, without gradient or optimizer state."""
         trained = {id(member.parameter): member for member in members if member.parameter.requires_grad}
         _check_dims(trained.values())
         by_key = {
@@ -170,6 +170,9 @@ class FullyShardedStage(Replica):
 
     def wait_for_layer(self, layer: str) -> None:
         """Return at once: FSDP gathers a layer's weights in the layer's own forward."""
+
+    def wait_for_weights(self) -> None:
+        """Return at once, as :meth:`wait_for_layer` does."""
 
 
 def _check_dims(members: Iterable[StageParameter]) -> None:

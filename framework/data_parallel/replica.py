@@ -19,8 +19,9 @@ from functools import partial
 from torch import Tensor, nn
 
 from meshwright.data_parallel.buckets import Bucket, plan_buckets
+from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.offload import OffloadedBucket
-from meshwright.data_parallel.sharding import Replica, ShardedParameters, Sharding, StageParameter, sum_over_tp
+from meshwright.data_parallel.sharding import ShardedParameters, Sharding, StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.offload import HostMemory
 
@@ -36,7 +37,7 @@ class _Reduction:
     next_bucket: int = 0
 
 
-class StageReplica(Replica):
+class StageReplica:
     """Flat parameters and gradients of one stage on one replica (ZeRO-0, 1 and 2)."""
 
     def __init__(
@@ -53,6 +54,7 @@ class StageReplica(Replica):
         """Move the parameters into buckets, and add each gradient to its bucket when autograd has computed it."""
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
+        """Parameters that are not trained: no bucket, gradient or optimizer state; the same values on every replica."""
         trained = [member for member in members if member.parameter.requires_grad]
         make_bucket = Bucket if host is None else partial(OffloadedBucket, host)
         self.buckets: list[Bucket] = [
@@ -106,7 +108,15 @@ class StageReplica(Replica):
             self._post_complete(self._reduction)
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
-        """Start to reduce each bucket as soon as the next backward has completed it."""
+        """Start to reduce each bucket as soon as the next backward of this stage has completed it.
+
+        Called before the step's last backward, or before each backward where the full gradient is not kept.
+
+        Args:
+            awaited: the parameters that the backward adds gradients to; None: all. The other gradients are complete
+                already.
+            last: this is the step's last backward.
+        """
         members = [[slot.member.parameter for slot in bucket.slots] for bucket in self.buckets]
         missing = [sum(awaited is None or parameter in awaited for parameter in group) for group in members]
         self._reduction = _Reduction(missing, last)
@@ -150,7 +160,10 @@ class StageReplica(Replica):
         self._reduction = None
 
     def finish_reduce(self) -> None:
-        """Block until every shard holds the gradient of the global batch, over the replicas and over tp."""
+        """Block until every shard holds the gradient of the global batch, over the replicas and over tp.
+
+        Tied weights still lack the gradients of the copies on other stages: see :func:`sum_ties`.
+        """
         if self._reduction is not None:
             self._reduction.is_last = True
         self.end_reducing()
@@ -162,6 +175,15 @@ class StageReplica(Replica):
         """Block until the all-gathered weights of one layer are complete. Free when nothing is pending."""
         for bucket in self._buckets_of_layer[layer]:
             bucket.wait()
+
+    def wait_for_weights(self) -> None:
+        """Block until the weights of all layers are complete."""
+        for bucket in self.buckets:
+            bucket.wait()
+
+
+Replica = StageReplica | FullyShardedStage
+"""A stage's parameters on one replica, for any ZeRO stage: both classes have the same methods."""
 
 
 def _accumulated(replica: weakref.ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:

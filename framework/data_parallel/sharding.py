@@ -7,7 +7,7 @@ dp = 4, shard_factor = 2      replicas 0 1 | 2 3      shards are cut inside a gr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -196,51 +196,6 @@ class ShardedParameters(ABC):
         if self.flat is not None:
             self.flat.copy_(weights)
         self.master.copy_((weights if master is None else master)[start:stop])
-
-
-class Replica(ABC):
-    """A stage's parameters on one replica, the same for all ZeRO stages."""
-
-    buckets: Sequence[ShardedParameters]
-    """Buckets of all trained parameters."""
-    frozen: Sequence[StageParameter]
-    """Parameters that are not trained: no gradient, no optimizer state, the same values on every replica."""
-
-    @abstractmethod
-    def begin_step(self) -> None:
-        """Forget the gradients of the previous step."""
-
-    @abstractmethod
-    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
-        """Start to reduce gradients during the next backward of this stage.
-
-        Called before the step's last backward, or before each backward where the full gradient is not kept.
-
-        Args:
-            awaited: the parameters that the backward adds gradients to; None: all. The other gradients are complete
-                already.
-            last: this is the step's last backward.
-        """
-
-    @abstractmethod
-    def end_reducing(self) -> None:
-        """Post the reduction of the parameters that the finished backward did not reach. Does not block."""
-
-    @abstractmethod
-    def finish_reduce(self) -> None:
-        """Block until every shard holds the gradient of the global batch.
-
-        Tied weights still lack the gradients of the copies on other stages, see :func:`~.replica.sum_ties`.
-        """
-
-    @abstractmethod
-    def wait_for_layer(self, layer: str) -> None:
-        """Block until the all-gathered weights of one layer are complete."""
-
-    def wait_for_weights(self) -> None:
-        """Block until the all-gathered weights of all layers are complete."""
-        for bucket in self.buckets:
-            bucket.wait()
 
 
 def sum_over_tp(buckets: Sequence[ShardedParameters], tp: Group) -> None:

@@ -11,7 +11,8 @@ from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind, TensorPiece
 from meshwright.checkpoint.preflight import SavedTensor
 from meshwright.config import RunConfig
-from meshwright.data_parallel.sharding import Replica, ShardedParameters, StageParameter
+from meshwright.data_parallel.replica import Replica
+from meshwright.data_parallel.sharding import ShardedParameters, StageParameter
 from meshwright.errors import CheckpointError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer

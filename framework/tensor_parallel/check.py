@@ -9,9 +9,10 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.errors import ModelError
 
@@ -52,6 +53,20 @@ class PlannedModule(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind} by sharding_plan[{self.pattern!r}])"
+
+
+def check_sequence_lengths(inputs: Any, tp: int, corpus_length: int | None) -> None:
+    """Check the length of every sequence of token ids among a micro-batch's inputs: tensors (B, S, ...) on meta.
+
+    ``corpus_length``: ``data.sequence_length``, for the message; None: a builder makes the samples.
+
+    Raises:
+        ModelError: tp does not divide a length.
+    """
+    for path, leaf in tree_flatten_with_path(inputs)[0]:
+        if not leaf.is_floating_point() and leaf.dim() > 1:
+            length = leaf.shape[1]
+            check_sequence_length(length, tp, None if length == corpus_length else f"inputs{keystr(path)}")
 
 
 def check_sequence_length(length: int, tp: int, name: str | None = None) -> None:

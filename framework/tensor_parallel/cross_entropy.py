@@ -17,16 +17,18 @@ Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
-from meshwright.tensor_parallel.layers import vocab_slice
+from meshwright.parameters import ParameterInfo
+from meshwright.tensor_parallel.layers import VocabHead, vocab_slice
 
 CHUNK_ELEMENTS = 2**22
 """Logits converted and exponentiated at a time; bounds the temporary memory (16 MiB in float32)."""
@@ -133,3 +135,53 @@ class _CrossEntropy(torch.autograd.Function):
                 share.scatter_(1, index, share.gather(1, index) - at_target[part, None])
                 result[part, :count] = share
         return result, None, None, None, None, None, None
+
+
+def split_vocab_size(layers: nn.Sequential, infos: Mapping[str, ParameterInfo]) -> int | None:
+    """Return the full vocabulary size if the last layer's logits are split over it on this rank; None: they are full.
+
+    ``infos``: parameters by name in the whole model.
+    """
+    name, last = list(layers.named_children())[-1]
+    heads = [name for name, module in last.named_modules(prefix=name) if isinstance(module, VocabHead)]
+    return infos[f"{heads[-1]}.weight"].global_shape[0] if heads else None
+
+
+def check_output_shape(
+    layers: nn.Sequential, local: Sequence[int], full: Sequence[int], tp: int, *, has_own_loss: bool
+) -> None:
+    """Check that the loss can take the sharded model's output.
+
+    Args:
+        local: shape of the output with the layers sharded over tp; ``full``: not sharded.
+        has_own_loss: the model brings its loss function.
+
+    Raises:
+        ModelError: sharding changes the shape, and not as the vocabulary-parallel loss expects.
+    """
+    if local == full:
+        return
+    name, last = list(layers.named_children())[-1]
+    gives = f"with parallel.tp = {tp} the last layer, {name}, gives {local} instead of {full}"
+    if has_own_loss:
+        raise ModelError(
+            "MW-RUN-002",
+            f"{gives}, and the model's own loss wants all of it: leave that layer out of the sharding_plan",
+        )
+    if not any(isinstance(module, VocabHead) for module in last.modules()):
+        raise ModelError(
+            "MW-RUN-003",
+            f"{gives}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
+            f"Make that linear part of the last layer, or leave it out of the sharding_plan",
+        )
+
+
+def check_full_sequence(layers: nn.Sequential, *, sequence: bool) -> None:
+    """Raise :class:`ModelError` where the logits are full, but sequence parallelism leaves a part of the sequence."""
+    if sequence:
+        raise ModelError(
+            "MW-RUN-006",
+            f"parallel.sequence = true, but the last layer, {list(layers._modules)[-1]}, has no linear sharded as "
+            f"'vocab': its input would be a part of the sequence only. Add it to the model's sharding_plan, or set "
+            f"parallel.sequence = false",
+        )

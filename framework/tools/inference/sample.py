@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from meshwright.blueprint import Blueprint, draw_blueprint
-from meshwright.build import split_vocab_size
 from meshwright.config import RunConfig, resolve
 from meshwright.data import fingerprint
 from meshwright.data.tokenizer import begin_id, load
@@ -36,6 +35,7 @@ from meshwright.pipeline.values import ValueSpec
 from meshwright.seeding import derive
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
+from meshwright.tensor_parallel.cross_entropy import split_vocab_size
 from meshwright.terminal.output import say
 from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_trained
 from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, with_starts
@@ -161,7 +161,9 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, ask: SamplingR
     ends = ends_of_document(Path(config.data.tokenizer), tokenizer, known)
     blueprint = draw_blueprint(config, mesh.tp)
     windows = _windows(blueprint, len(ask.prompts))
-    logits = _LastLogits(mesh.tp, split_vocab_size(blueprint), max(tokenizer.get_vocab().values()) + 1)
+    logits = _LastLogits(
+        mesh.tp, split_vocab_size(blueprint.model.layers, blueprint.infos), max(tokenizer.get_vocab().values()) + 1
+    )
     forward, _ = open_trained(config, mesh, place, logits, blueprint)
     rows = [encode_prompt(tokenizer, prompt, known, ends) or [min(ends, default=0)] for prompt in ask.prompts]
     begun = [len(row) for row in rows]

@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from meshwright.data_parallel.sharding import BucketSlot, Replica, ShardedParameters
+from meshwright.data_parallel.replica import Replica
+from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, RowResult
