@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import reading_path
 from tests.support.prose import findings
+from tests.support.reading_path import READING_PATH
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"meshwright": "framework", "meshwright.models": "models", "meshwright.launch": "launch"}
@@ -94,12 +96,6 @@ MANY_PARAMETERS = {
 CORE_LINES, FRAMEWORK_LINES = 12_000, 44_000
 HIDDEN = {"meshwright.run.lock"}
 """Module that names torch's rooms for types only: the launcher imports it before torch is there."""
-READING_PATH = (
-    *("mesh/grid", "schedule/action", "schedule/build", "schedule/lower", "blueprint", "parts"),
-    *("tensor_parallel/plan", "tensor_parallel/layers", "tensor_parallel/regions", "pipeline/stage"),
-    *("pipeline/executor", "data_parallel/sharding", "data_parallel/buckets", "data_parallel/replica"),
-    *("optimizer/flat", "optimizer/learning_rate", "build", "step", "train"),
-)
 READING_LINES = 3_350
 README_LINES = 200
 PROSE = 2
@@ -381,6 +377,9 @@ def test_the_readme_is_read_at_one_sitting() -> None:
     assert len(readme.splitlines()) <= README_LINES
     missing = [path for path in READING_PATH if f"`{path}`" not in readme]
     assert not missing, f"the reading path in the README lacks {missing}"
+    assert reading_path.described() == list(READING_PATH)
+    text = reading_path.DOCUMENT.read_text()
+    assert reading_path.counted(text) == text, "python -m tests.support.reading_path counts the lines anew"
     index = (ROOT / "docs" / "README.md").read_text()
     assert all(path.name in index for path in (ROOT / "docs").glob("*.md") if path.name != "README.md")
 
