@@ -177,11 +177,6 @@ class SpanCorruptionSource(NamedTuple):
         return self.corpus.num_samples
 
     @property
-    def encoder_length(self) -> int:
-        """Se: ``data.sequence_length``."""
-        return self.sequence_length
-
-    @property
     def decoder_length(self) -> int:
         """Sd."""
         return lengths(self.sequence_length).decoder

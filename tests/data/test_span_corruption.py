@@ -137,7 +137,7 @@ def test_every_layout_sees_the_same_step(prefix: Path, data: st.DataObject, samp
 def test_the_feed_corrupts_the_samples_of_its_order(prefix: Path) -> None:
     feed = feed_of(prefix)
     found = samples(feed, 30, 20)
-    assert found.inputs["encoder_ids"].shape == (20, feed.encoder_length) == (20, LENGTH)
+    assert found.inputs["encoder_ids"].shape == (20, feed.sequence_length) == (20, LENGTH)
     assert found.inputs["decoder_ids"].shape == found.labels.shape == (20, feed.decoder_length)
     assert {leaf.dtype for leaf in (*found.inputs.values(), found.labels, found.sample_indices)} == {torch.int64}
     for row in range(20):

@@ -54,16 +54,6 @@ def shade(kind: Kind, index: int, count: int) -> str:
     return "#" + "".join(f"{round(light + share * (dark - light)):02x}" for light, dark in pairs)
 
 
-def lightness(colour: str) -> float:
-    """Return the CIE L* of ``#rrggbb``, 0 (black) to 100 (white): its grey in print."""
-    linear = [
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
-        for value in (channel / 255 for channel in _channels(colour))
-    ]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return 116 * luminance ** (1 / 3) - 16 if luminance > 216 / 24389 else luminance * 24389 / 27
-
-
 def label(action: Action) -> str:
     """Return the text in a box: the micro-batch. REDUCE and STEP have none."""
     return "" if action.microbatch is None else str(action.microbatch)

@@ -7,7 +7,7 @@ default layouts are therefore chosen so that each pair of this table occurs in o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from meshwright.tools.verify.layouts import Layout, is_possible
@@ -111,12 +111,6 @@ def wanted_pairs() -> dict[Pair, str]:
     for shared in SHARED:
         found |= dict.fromkeys(itertools.product(shared.some, shared.others), shared.why)
     return found
-
-
-def pairs_of(features: Iterable[str]) -> frozenset[Pair]:
-    """Return the pairs of the table whose two features are both in ``features``."""
-    there = set(features)
-    return frozenset(pair for pair in wanted_pairs() if there.issuperset(pair))
 
 
 def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]:

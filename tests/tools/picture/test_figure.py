@@ -17,7 +17,7 @@ from meshwright.schedule.load import parse_schedule
 from meshwright.tools.picture.axis import time_axis, unit_of_seconds
 from meshwright.tools.picture.figure import PNG_DPI, figure, save
 from meshwright.tools.picture.legend import entries_of
-from meshwright.tools.picture.palette import PAINTS, lightness, shade
+from meshwright.tools.picture.palette import PAINTS, _channels, shade
 from meshwright.tools.picture.panel import Panel, Unit
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,6 +51,16 @@ class Drawn:
             if group.get("id", "").startswith("panel") and group.get("id", "").endswith(ending):
                 found |= set(re.findall(r"fill: (#\w+)", ElementTree.tostring(group, encoding="unicode")))
         return found
+
+
+def lightness(colour: str) -> float:
+    """Return the CIE L* of ``#rrggbb``, 0 (black) to 100 (white): its grey in print."""
+    linear = [
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+        for value in (channel / 255 for channel in _channels(colour))
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return 116 * luminance ** (1 / 3) - 16 if luminance > 216 / 24389 else luminance * 24389 / 27
 
 
 def expected_boxes(timeline: Timeline, panel: int = 0) -> list[str]:
