@@ -79,7 +79,7 @@ def with_a_large_id(corpus: Path) -> None:
         (lambda c: cut_short(c / "train.idx", 100), "train.idx has 100 bytes where"),
         (lambda c: (c / "train.idx").write_bytes(b"not an index of anything, really" * 9), "is no index of a Megatron"),
         (lambda c: cut_short(c / "train.bin", 1000), "train.bin has 1,000 bytes where its index counts"),
-        (of_floats, "says that the corpus holds float32: token ids must be integers"),
+        (of_floats, "has tokens of type float32: token ids must be integers"),
         (emptied, "is empty: 0 documents, 0 tokens"),
         (with_a_large_id, "holds token id 5,000 in sample 1 (token 40), the model's vocabulary has 300"),
         (lambda c: (c / "fingerprint.json").write_text("{"), "fingerprint.json"),
