@@ -151,5 +151,5 @@ def open_dataset(config: RunConfig, split: str) -> Samples | None:
     inputs, labels = samples.sample(0)
     like = tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in (*tree_leaves(inputs), labels))
     samples = samples._replace(like=like)
-    samples.sample(num_samples - 1)  # the likeliest to differ: said before launch
+    samples.sample(num_samples - 1)  # the likeliest to differ: an error appears before launch
     return samples

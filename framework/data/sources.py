@@ -142,15 +142,15 @@ def describe_source(source: Source, num_samples: int) -> str:
     blend = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
     lines = []
     for at, part in enumerate(_corpora(source)):
-        said = []
+        notes = []
         if isinstance(blend, Blend):
             share = blend.weights[at] / sum(blend.weights)
-            said.append(f"{share:.1%} of the samples, {share * num_samples / part.num_samples:.3g} times through it")
+            notes.append(f"{share:.1%} of the samples, {share * num_samples / part.num_samples:.3g} times through it")
         if part.packed is not None and part.packed.num_cut:
             cut, length = part.packed.num_cut, part.sequence_length
-            said.append(f"{cut:,} of {len(part.documents):,} documents are longer than {length:,} tokens and cut")
-        if said:
-            lines.append(f"data       {part.prefix}: {'; '.join(said)}")
+            notes.append(f"{cut:,} of {len(part.documents):,} documents are longer than {length:,} tokens and cut")
+        if notes:
+            lines.append(f"data       {part.prefix}: {'; '.join(notes)}")
     return "\n".join(lines)
 
 

@@ -86,8 +86,8 @@ def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
     ``tokenizer_config.json`` with ``eos_token``.
     """
     found = {end_of_document_id(tokenizer)}
-    said = _fields(path.with_name("generation_config.json")).get("eos_token_id")
-    found |= {said} if isinstance(said, int) else set(said) if isinstance(said, list) else set()
+    end_ids = _fields(path.with_name("generation_config.json")).get("eos_token_id")
+    found |= {end_ids} if isinstance(end_ids, int) else set(end_ids) if isinstance(end_ids, list) else set()
     token = _fields(path.with_name("tokenizer_config.json")).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     found |= {tokenizer.token_to_id(token)} if isinstance(token, str) else set()

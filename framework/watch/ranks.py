@@ -19,8 +19,8 @@ def numbers(found: Iterable[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    told = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_RUNS]]
-    return ", ".join(told) + (" ..." if len(runs) > MOST_RUNS else "")
+    ranges = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_RUNS]]
+    return ", ".join(ranges) + (" ..." if len(runs) > MOST_RUNS else "")
 
 
 def ranks_at(grid: Grid, ranks: Iterable[int]) -> str:

@@ -42,15 +42,15 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
             continue
         indexed.write_index(prefix, work.dtype, work.file_of(name, "lengths"))
         mask = np.memmap(indexed.mask_path(prefix), np.uint8, "r") if work.has_mask else None
-        told, hashes[f"{name}.bin"] = _told(indexed.bin_path(prefix), work.dtype, known.vocab_size, mask)
-        nats, bits = fingerprints.entropy(told.counting)
+        counts, hashes[f"{name}.bin"] = _count_tokens(indexed.bin_path(prefix), work.dtype, known.vocab_size, mask)
+        nats, bits = fingerprints.entropy(counts.counting)
         splits[name] = fingerprints.Split(
             documents=state.splits[name].documents,
             tokens=state.splits[name].tokens,
-            max_token_id=int(np.flatnonzero(told.all)[-1]),
+            max_token_id=int(np.flatnonzero(counts.all)[-1]),
             unigram_entropy_nats=nats,
             unigram_entropy_bits=bits,
-            counting=None if mask is None else int(told.counting.sum()),
+            counting=None if mask is None else int(counts.counting.sum()),
         )
     for file in known.files:
         shutil.copyfile(file, work.corpus / (TOKENIZER_FILE if file == known.path else file.name))
@@ -79,14 +79,16 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
     return made
 
 
-class _Told(NamedTuple):
+class _TokenCounts(NamedTuple):
     """Token counts of a file, and its hash."""
 
     all: NDArray[np.int64]  # (V,)
     counting: NDArray[np.int64]  # (V,) as a label
 
 
-def _told(path: Path, dtype: np.dtype[Any], vocab_size: int, mask: NDArray[np.uint8] | None) -> tuple[_Told, str]:
+def _count_tokens(
+    path: Path, dtype: np.dtype[Any], vocab_size: int, mask: NDArray[np.uint8] | None
+) -> tuple[_TokenCounts, str]:
     """Count the tokens of a file and hash it, in one pass. ``mask``: 1 where a token counts as label; None: all do."""
     counts = np.zeros((2, vocab_size), dtype=np.int64)
     digest, at = sha256(), 0
@@ -98,7 +100,7 @@ def _told(path: Path, dtype: np.dtype[Any], vocab_size: int, mask: NDArray[np.ui
             if mask is not None:
                 counts[1] += np.bincount(tokens[mask[at : at + len(tokens)] != 0], minlength=vocab_size)
             at += len(tokens)
-    return _Told(counts[0], counts[0] if mask is None else counts[1]), digest.hexdigest()
+    return _TokenCounts(counts[0], counts[0] if mask is None else counts[1]), digest.hexdigest()
 
 
 def _described(files: Sequence[InputFile]) -> str:

@@ -93,13 +93,15 @@ def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int)
     try:
         with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
             _skip(stream, position)
-            told = raw.tell() if position else 0
+            reported = raw.tell() if position else 0
             while content := stream.read(block_bytes):
                 if not content.endswith(b"\n"):
                     content += _rest_of_line(stream, f"{file.path}: the line over unpacked byte {at + len(content):,}")
                 now = raw.tell()
-                yield RecordBlock(ReadPosition(index, at), ReadPosition(index, at + len(content)), content, now - told)
-                at, told = at + len(content), now
+                yield RecordBlock(
+                    ReadPosition(index, at), ReadPosition(index, at + len(content)), content, now - reported
+                )
+                at, reported = at + len(content), now
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             "MW-DATA-058",
@@ -130,7 +132,7 @@ def _row_blocks(
     """Yield the blocks of a file row group by row group, from row ``position`` on."""
     table = open_parquet(file.path, columns)
     row, num_rows = 0, max(1, table.metadata.num_rows)
-    told = file.num_bytes * position // num_rows
+    reported = file.num_bytes * position // num_rows
     try:
         for group in range(table.num_row_groups):
             in_group = table.metadata.row_group(group).num_rows
@@ -143,8 +145,10 @@ def _row_blocks(
                 row += left_out
                 for part in _runs(rows[left_out:], block_bytes):
                     now = file.num_bytes * (row + len(part)) // num_rows
-                    yield RecordBlock(ReadPosition(index, row), ReadPosition(index, row + len(part)), part, now - told)
-                    told = now
+                    yield RecordBlock(
+                        ReadPosition(index, row), ReadPosition(index, row + len(part)), part, now - reported
+                    )
+                    reported = now
                     row += len(part)
     except (OSError, ValueError, _arrow_error()) as error:
         raise DataError("MW-DATA-061", f"{file.path} is damaged after row {row:,}: {error}. Copy it again") from error

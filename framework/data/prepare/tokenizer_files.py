@@ -67,12 +67,12 @@ def _end_token(path: Path, ids: dict[str, int]) -> str:
     config = path.with_name(CONFIG_FILE)
     if config.is_file():
         try:
-            said: Any = parse_json(read_bytes(config))
+            settings: Any = parse_json(read_bytes(config))
         except (OSError, ValueError) as error:
             raise DataError(
                 "MW-DATA-101", f"{config} is not valid JSON ({error}): copy it again, or name the token with --eod"
             ) from error
-        token = said.get("eos_token") if isinstance(said, dict) else None
+        token = settings.get("eos_token") if isinstance(settings, dict) else None
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str) and token in ids:
             return token

@@ -3,7 +3,7 @@
     .NAME.preparing/          beside the corpus to be, removed when that exists
         request.json          inputs and options: files that have been read must not change
         state.json            the place up to which the sources are read, and the length of each file then
-        lock                  held by the process that works here; released by the system when that dies
+        lock                  locked by the process that works here; the system releases it when the process dies
         skipped.txt           records that were left out, a line each
         train.lengths         tokens of each document (int32)
         corpus/train.bin      tokens; train.mask beside it

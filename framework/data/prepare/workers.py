@@ -127,7 +127,7 @@ def _work(function: Callable[[Any], Any], pipe: Connection, others: list[Connect
     """Run a worker. ``others``: ends of pipes that the fork has copied, and that are not its own."""
     for other in others:
         other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal asks all; who asked first tells the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the parent stops the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while True:
         try:

@@ -49,21 +49,21 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
     ends = [rank for rank in edges if not edges[rank]]
     weight = Counter(reached for rank in edges for reached in _reached(rank, edges) if not edges[reached])
     ends.sort(key=lambda rank: (-weight[rank], rank))
-    tell = _Teller(table, grid, edges)
+    formatter = _VerdictFormatter(table, grid, edges)
 
     quiet = [rank for rank in ends if rank in silent]
     if quiet:
-        return tell.ends(quiet, silent)
+        return formatter.ends(quiet, silent)
     different = _different(table)
     if different:
-        return tell.different(*different)
+        return formatter.different(*different)
     stuck = [rank for rank in ends if _for_s(table[rank]) >= long_s]
     if stuck:
-        return tell.ends(stuck, silent)
+        return formatter.ends(stuck, silent)
     cycle = _cycle(edges)
     if cycle:
-        return tell.cycle(cycle)
-    return tell.ends(ends, silent)
+        return formatter.cycle(cycle)
+    return formatter.ends(ends, silent)
 
 
 def lines(
@@ -87,8 +87,8 @@ def lines(
         if beat is None:
             rows.append((str(rank), place(grid, rank), "", "", "nothing was ever heard of it"))
             continue
-        said = does(beat) + (f"; not heard of for {seconds(quiet_s)}" if quiet_s > silent_s else "")
-        rows.append((str(rank), place(grid, rank), str(beat.step), seconds(beat.for_s), said))
+        activity = does(beat) + (f"; not heard of for {seconds(quiet_s)}" if quiet_s > silent_s else "")
+        rows.append((str(rank), place(grid, rank), str(beat.step), seconds(beat.for_s), activity))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     texts = [
         f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}"
@@ -168,7 +168,7 @@ def _cycle(edges: Mapping[int, set[int]]) -> list[int]:
     return []
 
 
-class _Teller(NamedTuple):
+class _VerdictFormatter(NamedTuple):
     """Formatter of verdicts."""
 
     table: Mapping[int, ReceivedHeartbeat]
@@ -180,13 +180,13 @@ class _Teller(NamedTuple):
 
     def ends(self, ranks: list[int], silent: set[int]) -> Verdict:
         """Describe the ranks at which chains of waiting end."""
-        said, named = [], tuple(ranks[:MOST_NAMED])
+        parts, named = [], tuple(ranks[:MOST_NAMED])
         for rank in named:
             what = self._silent(rank) if rank in silent else self._busy(rank)
             waiting = [other for other in self.edges if rank in self.edges[other]]
-            said.append(f"{self._wait(waiting[0], rank)}, which {what}" if waiting else f"{self.name(rank)} {what}")
+            parts.append(f"{self._wait(waiting[0], rank)}, which {what}" if waiting else f"{self.name(rank)} {what}")
         more = len(ranks) - len(named)
-        return Verdict("; ".join(said) + (f"; and {more} more ranks like these" if more else ""), named)
+        return Verdict("; ".join(parts) + (f"; and {more} more ranks like these" if more else ""), named)
 
     def different(self, one: int, other: int) -> Verdict:
         a, b = self._beat(one).waits, self._beat(other).waits
@@ -198,8 +198,8 @@ class _Teller(NamedTuple):
         return Verdict(reason, (one, other))
 
     def cycle(self, ranks: list[int]) -> Verdict:
-        said = [self._wait(rank, after) for rank, after in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
-        return Verdict(f"deadlock: {'; '.join(said)}", tuple(ranks))
+        parts = [self._wait(rank, after) for rank, after in zip(ranks, [*ranks[1:], ranks[0]], strict=True)]
+        return Verdict(f"deadlock: {'; '.join(parts)}", tuple(ranks))
 
     def _beat(self, rank: int) -> Heartbeat:
         beat = self.table[rank].beat
@@ -218,7 +218,7 @@ class _Teller(NamedTuple):
     def _busy(self, rank: int) -> str:
         beat = self._beat(rank)
         inside = ""
-        if beat.waits is not None:  # the beat is older than the end of what it waited for: all have come to it
+        if beat.waits is not None:  # the heartbeat predates the end of the collective: all ranks have entered it
             inside = f" (since {collective(beat.waits)}, to which all have come)"
         return f"has been {in_words(beat.what)}{inside} for {seconds(beat.for_s)}"
 

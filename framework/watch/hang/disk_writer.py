@@ -51,8 +51,8 @@ class DiskWriter:
         def write() -> None:
             self._stacks_place.parent.mkdir(parents=True, exist_ok=True)
             with self._stacks_place.open("w") as file:
-                told = time.strftime("%Y-%m-%d %H:%M:%S")
-                print(f"rank {self._rank}, process {os.getpid()} on {self._host}, {told}", file=file, flush=True)
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                print(f"rank {self._rank}, process {os.getpid()} on {self._host}, {now}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 
         self._at_most(write)

@@ -58,9 +58,11 @@ def broken(tensor: Tensor, *, is_gradient: bool = False) -> str | None:
     if not tensor.is_floating_point() or not tensor.numel():
         return None
     num_nan, num_infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
-    told = [f"{count} of {tensor.numel()} {what}" for count, what in ((num_nan, "NaN"), (num_infinite, "inf")) if count]
-    if told:
-        return " and ".join(told)
+    counts = [
+        f"{count} of {tensor.numel()} {what}" for count, what in ((num_nan, "NaN"), (num_infinite, "inf")) if count
+    ]
+    if counts:
+        return " and ".join(counts)
     if is_gradient and tensor.dtype != torch.float64:
         norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
         if norm > LARGEST_NORM:

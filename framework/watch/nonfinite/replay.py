@@ -38,9 +38,9 @@ def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) 
         if wrong is not None:
             assert action.microbatch is not None
             samples = tuple(feed.sample_indices(action.microbatch).tolist())
-            said = str(part.loss_sum.item())
+            loss = str(part.loss_sum.item())
             at = parts.mesh.at.dp_rank
-            found.append(Evidence(EvidenceKind.LOSS, ranks, last, 0, "", said, at, action.microbatch, samples))
+            found.append(Evidence(EvidenceKind.LOSS, ranks, last, 0, "", loss, at, action.microbatch, samples))
     return found
 
 

@@ -158,9 +158,9 @@ def find_cause(parts: Parts, feed: Feed, *, again: bool) -> str:
     second = cause(_from_all(parts, replay_step(parts, feed)), grid)
     if second is not None:
         return second.text
-    told = f"{at_first.text}. " if at_first is not None else ""
+    prefix = f"{at_first.text}. " if at_first is not None else ""
     suspects = ranks_at(grid, at_first.ranks if at_first is not None else range(grid.size))
-    return f"{told}It did not come again when the step was computed a second time: look at the hardware of {suspects}"
+    return f"{prefix}It did not come again when the step was computed a second time: look at the hardware of {suspects}"
 
 
 def _from_all(parts: Parts, mine: list[Evidence]) -> list[Evidence]:
