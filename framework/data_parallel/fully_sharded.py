@@ -23,7 +23,7 @@ from meshwright.data_parallel.sharding import (
     sum_over_tp,
 )
 from meshwright.errors import ModelError
-from meshwright.mesh.comm import Group, Handle
+from meshwright.mesh.comm import CollectiveHandle, Group
 
 _SUMMED_TOGETHER = 2**24
 """Elements of the gradient per all-reduce across shard groups; bounds the device copy of a gradient in host memory."""
@@ -186,7 +186,7 @@ def _check_dims(members: Iterable[StageParameter]) -> None:
             )
 
 
-def _all_reduce(group: Group, tensor: Tensor, device: torch.device) -> Handle:
+def _all_reduce(group: Group, tensor: Tensor, device: torch.device) -> CollectiveHandle:
     """Post an all-reduce (sum) of ``tensor`` over ``group``, in place. Does not block.
 
     A tensor in host memory is reduced through a copy on ``device``, which has the network connection. Bytes on the wire

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.mesh.comm import Group, Handle
+from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.parameters import ParameterInfo
 
 
@@ -130,7 +130,7 @@ class ShardedParameters(ABC):
         self.device = device
         self.is_sharded = sharding.shard.size > 1
         self.shard_range = sharding.range_of(numel)
-        self.pending: Handle | None = None
+        self.pending: CollectiveHandle | None = None
         """Collective that was posted last and has not been awaited."""
 
     @property

@@ -1,19 +1,14 @@
-"""Collectives and point-to-point exchanges over one group: handles, byte counts, errors that name the peers.
+"""Collectives and point-to-point exchanges over one group.
 
 A :class:`Group` of one rank does nothing and needs no torch.distributed: the same code runs in a single plain process.
-Every call is counted in the mesh's :class:`Traffic` with the bytes that a rank puts on the wire by the ring formulas
-(n ranks, a message of M bytes, the whole tensor):
-
-    all-reduce 2 M (n-1)/n     all-gather, reduce-scatter M (n-1)/n     send M
+Every call is counted in the mesh's :class:`~meshwright.mesh.traffic.Traffic` (traffic.py has the formulas of the bytes
+on the wire). Calls that do not block return a handle (handles.py), whose ``wait`` blocks.
 """
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,134 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import CommunicationError
 from meshwright.mesh.activity import Activity, Waits
+from meshwright.mesh.handles import BlockingCollective, CollectiveHandle, TransferHandle
 from meshwright.mesh.messages import MAX_BYTES, decode, encode
+from meshwright.mesh.traffic import Traffic
+
+__all__ = ["CollectiveHandle", "Group", "Transfer", "TransferHandle", "place_of", "tensor_bytes"]
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 renames both and warns of the old names, which are all that 2.11 and 2.12 have
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-WIRE_FACTORS: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,
-    "send": lambda n: 1.0,
-}
-
-
-class Counted(NamedTuple):
-    """Calls of one kind and the bytes that this rank put on the wire in them."""
-
-    calls: int = 0
-    wire_bytes: float = 0.0
-
-
-@dataclass
-class Traffic:
-    """Traffic of this rank up to now: ``counts[(group name, operation)]``."""
-
-    counts: dict[tuple[str, str], Counted] = field(default_factory=lambda: defaultdict(Counted))
-
-    def add(self, group: str, operation: str, size: int, message_bytes: int) -> None:
-        """Count one call with a message of ``message_bytes`` (the whole tensor) among ``size`` ranks."""
-        calls, wire_bytes = self.counts[group, operation]
-        self.counts[group, operation] = Counted(calls + 1, wire_bytes + WIRE_FACTORS[operation](size) * message_bytes)
-
-    def reset(self) -> None:
-        """Start counting anew."""
-        self.counts.clear()
-
-    def wire_bytes(self, group: str) -> float:
-        """Return the bytes on the wire of all operations of one group."""
-        return sum(counted.wire_bytes for (name, _), counted in self.counts.items() if name == group)
-
-
-class Handle:
-    """A posted operation. ``wait`` blocks (on CUDA: the current stream) until it is done; safe to call twice."""
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        what: str | Callable[[], str],
-        keep: Sequence[Tensor] = (),
-        finish: Callable[[], object] | None = None,
-        group: Group | None = None,
-        peers: Sequence[int] = (),
-        sends: bool = False,
-        number: int = 0,
-    ) -> None:
-        self._works = works
-        self._finish = finish  # what is left to do here when the message has come
-        self._what = what
-        self._keep = keep  # gloo reads a sent tensor until the send is done
-        self._group = group
-        self._peers = peers  # of a collective none; of each work one, or of all works together
-        self._sends = sends
-        self._number = number
-        self._at = 0
-        self._posted_s = time.monotonic()
-
-    def wait(self) -> None:
-        """Block until done; a failure becomes a :class:`CommunicationError` that names the operation and the peers."""
-        if self._works:
-            assert self._group is not None
-            activity = self._group.activity
-            activity.waits(self)
-            try:
-                for at, work in enumerate(self._works):
-                    self._at = at
-                    work.wait()
-            except RuntimeError as error:
-                waited_s = time.monotonic() - self._posted_s
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise CommunicationError(
-                    "MW-MESH-001", f"{self._named()} failed after {waited_s:.1f} s: {reason}"
-                ) from error
-            finally:
-                activity.waits(None)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
-        self._works = self._keep = ()
-
-    def join(self) -> None:
-        """Make the current CUDA stream wait too, in addition to the stream that will call ``wait``."""
-        for work in self._works:
-            work.wait()
-
-    def done(self) -> bool:
-        """Return True when ``wait`` would not block."""
-        return all(work.is_completed() for work in self._works)
-
-    def waits(self) -> Waits:
-        """Return the operation that ``wait`` blocks for."""
-        assert self._group is not None
-        what = self._what if isinstance(self._what, str) else self._what()
-        if self._number:
-            return self._group.waits_in(what, self._number)
-        one_each = len(self._works) == len(self._peers)
-        peers = [self._peers[self._at]] if one_each else sorted(set(self._peers))
-        ranks = tuple(self._group.ranks[peer] for peer in peers)
-        return Waits("send" if self._sends else "receive", ranks, what)
-
-    def _named(self) -> str:
-        assert self._group is not None
-        me, what = self._group.ranks[self._group.rank], self._what if isinstance(self._what, str) else self._what()
-        among = f" among the {self._group.name} ranks {list(self._group.ranks)}" if self._number else ""
-        return f"rank {me}: {what}{among}"
-
-
-class _Blocking(NamedTuple):
-    """Description of a blocking collective, which has no handle."""
-
-    group: Group
-    what: str
-    number: int
-
-    def waits(self) -> Waits:
-        return self.group.waits_in(self.what, self.number)
 
 
 class Transfer(NamedTuple):
@@ -214,48 +92,50 @@ class Group:
         if tensor.is_meta:
             return
         self._count(operation, tensor_bytes(tensor) * parts)
-        self.activity.waits(_Blocking(self, operation.replace("_", "-"), self.activity.posts(self._key)))
+        self.activity.waits(BlockingCollective(self, operation.replace("_", "-"), self.activity.posts(self._key)))
 
     def end_collective(self) -> None:
         """Record the end of that collective."""
         self.activity.waits(None)
 
-    def waits_in(self, what: str, number: int) -> Waits:
+    def waits_in(self, operation: str, number: int) -> Waits:
         """Return the description of a collective of this group that blocks."""
         others = tuple(rank for rank in self.ranks if rank != self.ranks[self.rank])
-        return Waits("collective", others, what, self.name, self._key, number)
+        return Waits("collective", others, operation, self.name, self._key, number)
 
     def _count(self, operation: str, message_bytes: int) -> None:
         self.traffic.add(self.name, operation, self.size, message_bytes)
 
     def _handle(
         self, work: Any, what: str, keep: Sequence[Tensor] = (), finish: Callable[[], object] | None = None
-    ) -> Handle:
-        return Handle([work], what, keep, finish, self, number=self.activity.posts(self._key))
+    ) -> CollectiveHandle:
+        return CollectiveHandle(work, what, keep, finish, self, self.activity.posts(self._key))
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None
+    ) -> CollectiveHandle:
         """All-reduce in place. Does not block: ``wait`` on the handle blocks, then calls ``finish``.
 
         Wire: 2 M (n-1)/n bytes.
         """
         if self.size == 1 or tensor.is_meta:
-            return Handle([], "")
+            return CollectiveHandle()
         assert tensor.is_contiguous(), "a sum into a copy would be lost"
         self._count("all_reduce", tensor_bytes(tensor))
         work = dist.all_reduce(tensor, REDUCTIONS[op], group=self.process_group, async_op=True)
         return self._handle(work, f"all-reduce of {tuple(tensor.shape)}", [tensor], finish)
 
-    def all_gather(self, out: Tensor, part: Tensor) -> Handle:
+    def all_gather(self, out: Tensor, part: Tensor) -> CollectiveHandle:
         """All-gather: ``out`` (n x part, flat along dim 0) = every rank's ``part`` in group order. Does not block."""
         if self.size == 1:
             if place_of(out) != place_of(part):
                 out.copy_(part.view_as(out))
-            return Handle([], "")
+            return CollectiveHandle()
         self._count("all_gather", tensor_bytes(out))
         work = _all_gather(out, part, group=self.process_group, async_op=True)
         return self._handle(work, f"all-gather into {tuple(out.shape)}", [out, part])
 
-    def reduce_scatter(self, part: Tensor, whole: Tensor) -> Handle:
+    def reduce_scatter(self, part: Tensor, whole: Tensor) -> CollectiveHandle:
         """Reduce-scatter: ``part`` = this rank's slice of the sum of every rank's ``whole`` (n x part, dim 0). Does not
         block.
 
@@ -265,7 +145,7 @@ class Group:
         if self.size == 1:
             if place_of(part) != place_of(whole):
                 part.copy_(whole.view_as(part))
-            return Handle([], "")
+            return CollectiveHandle()
         self._count("reduce_scatter", tensor_bytes(whole))
         if whole.device.type == "cpu":
             slices = torch.empty_like(whole)
@@ -279,15 +159,17 @@ class Group:
         work = _reduce_scatter(part, whole, group=self.process_group, async_op=True)
         return self._handle(work, f"reduce-scatter of {tuple(whole.shape)}", [part, whole])
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Handle:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> CollectiveHandle:
         """Broadcast ``tensor`` from group position ``source``, in place. Does not block. Wire: M (n-1)/n bytes."""
         if self.size == 1:
-            return Handle([], "")
+            return CollectiveHandle()
         self._count("broadcast", tensor_bytes(tensor))
         work = dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
         return self._handle(work, f"broadcast of {tuple(tensor.shape)} from rank {self.ranks[source]}", [tensor])
 
-    def exchange(self, transfers: Sequence[Transfer], what: Callable[[], str]) -> tuple[Handle | None, Handle | None]:
+    def exchange(
+        self, transfers: Sequence[Transfer], what: Callable[[], str]
+    ) -> tuple[TransferHandle | None, TransferHandle | None]:
         """Post point-to-point sends and receives together (one NCCL group: no order can deadlock). Does not block.
 
         Messages between an ordered pair of ranks are matched in the order in which they are posted. ``what`` is called
@@ -303,7 +185,7 @@ class Group:
             works = self._coalesced(transfers)
             if len(works) != len(transfers):  # NCCL coalesces: one work for all
                 peers = [transfer.peer for transfer in transfers]
-                handle = Handle(works, what, [transfer.tensor for transfer in transfers], None, self, peers)
+                handle = TransferHandle(works, what, [transfer.tensor for transfer in transfers], self, peers)
                 return (handle if sent else None), (handle if len(sent) < len(transfers) else None)
         else:  # what dist.isend and irecv come to, without their checks: there are many small messages
             assert self.process_group is not None
@@ -317,8 +199,8 @@ class Group:
             (posted if sends else arriving).append(work)
             (to if sends else of).append(peer)
         return (
-            Handle(posted, what, sent, None, self, to, sends=True) if posted else None,
-            Handle(arriving, what, (), None, self, of) if arriving else None,
+            TransferHandle(posted, what, sent, self, to, sends=True) if posted else None,
+            TransferHandle(arriving, what, (), self, of) if arriving else None,
         )
 
     def _coalesced(self, transfers: Sequence[Transfer]) -> list[Any]:
@@ -349,7 +231,7 @@ class Group:
             raise CommunicationError(
                 "MW-MESH-002", f"a value of {len(message)} bytes is more than ranks gather ({MAX_BYTES})"
             )
-        self.activity.waits(_Blocking(self, "gathering of small values", self.activity.posts(self._key)))
+        self.activity.waits(BlockingCollective(self, "gathering of small values", self.activity.posts(self._key)))
         device = "cuda" if dist.get_backend(self.process_group) == "nccl" else "cpu"
         lengths = torch.empty(self.size, dtype=torch.int64, device=device)
         _all_gather(lengths, torch.tensor([len(message)], device=device), group=self.process_group)

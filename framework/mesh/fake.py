@@ -26,9 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.comm import WIRE_FACTORS, Group, Handle, Traffic, tensor_bytes
+from meshwright.mesh.comm import Group, tensor_bytes
 from meshwright.mesh.grid import Axis, Grid
+from meshwright.mesh.handles import CollectiveHandle
 from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 
 
 class FakeGroup(Group):
@@ -64,11 +66,13 @@ class CountingGroup(Group):
         finally:
             self.repeats = 1
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None) -> Handle:
+    def all_reduce(
+        self, tensor: Tensor, op: str = "sum", finish: Callable[[], object] | None = None
+    ) -> CollectiveHandle:
         """Count an all-reduce; the tensor keeps its shape."""
         if self.size > 1:
             self._count("all_reduce", tensor_bytes(tensor))
-        return Handle([], "", finish=finish)
+        return CollectiveHandle(finish=finish)
 
 
 class PlaceholderGroup(Group):
@@ -198,7 +202,7 @@ class InterceptedOperation(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """Return this rank's bytes on the wire, by the ring formulas of :mod:`meshwright.mesh.comm`."""
+        """Return this rank's bytes on the wire, by the ring formulas of :mod:`meshwright.mesh.traffic`."""
         return _WIRE_FACTORS[self.operation](len(self.group)) * self.num_bytes
 
 

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.errors import ConfigError, MeshError
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.comm import Group, Traffic
+from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 from meshwright.mesh.memory import peak_memory_bytes
 from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
 from meshwright.mesh.store import NoteStore
+from meshwright.mesh.traffic import Traffic
 from meshwright.system.host import node_name
 
 

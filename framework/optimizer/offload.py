@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
-from meshwright.mesh.comm import Handle
+from meshwright.mesh.comm import CollectiveHandle
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 
 
@@ -47,7 +47,7 @@ class HostMemory:
         """Return a zero tensor (numel,) as a staging buffer for device copies, pinned with a CUDA device."""
         return torch.zeros(numel, dtype=dtype, pin_memory=self._stream is not None)
 
-    def fetch(self, target: Tensor, source: Tensor, after: Handle | None = None) -> Callable[[], None]:
+    def fetch(self, target: Tensor, source: Tensor, after: CollectiveHandle | None = None) -> Callable[[], None]:
         """Post a copy of ``source`` on the device to ``target`` on the host. Does not block with CUDA.
 
         The copy runs on its own stream, after the current stream's work so far and after the collective ``after``.

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from meshwright.mesh.comm import Group, Handle, Transfer
+from meshwright.mesh.comm import Group, Transfer, TransferHandle
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.timing import RowTimes
 from meshwright.pipeline.values import TensorSpec
@@ -69,8 +69,8 @@ class ValueStore:
         self._pp, self._device = pp, device
         self._can_poll = device.type == "cuda"  # a gloo send is done only once it has been awaited
         self._values: dict[ValueKey, list[Tensor]] = {}
-        self._arriving: dict[ValueKey, tuple[Action, Handle | None]] = {}
-        self._sends: deque[Handle] = deque()
+        self._arriving: dict[ValueKey, tuple[Action, TransferHandle | None]] = {}
+        self._sends: deque[TransferHandle] = deque()
 
     def put(self, key: ValueKey, tensors: list[Tensor]) -> None:
         """Store the tensors of a value."""

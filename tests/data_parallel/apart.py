@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshwright.mesh.comm import Handle
+from meshwright.mesh.comm import CollectiveHandle
 from meshwright.optimizer.offload import HostMemory
 
 
@@ -21,7 +21,7 @@ class Apart(HostMemory):
         self.brought: list[tuple[int, bool]] = []
         """Of each copy: where it comes from, and whether it was posted behind a message."""
 
-    def fetch(self, target: Tensor, source: Tensor, after: Handle | None = None) -> Callable[[], None]:
+    def fetch(self, target: Tensor, source: Tensor, after: CollectiveHandle | None = None) -> Callable[[], None]:
         self.brought.append((source.data_ptr(), after is not None))
         target.fill_(torch.nan)
         seen = torch.empty_like(target)

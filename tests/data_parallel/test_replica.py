@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from meshwright.data_parallel.replica import StageReplica, members_of
 from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.comm import Counted, Group
+from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
+from meshwright.mesh.traffic import Counted
 from meshwright.optimizer.offload import HostMemory
 from meshwright.parameters import ParameterInfo
 from tests.data_parallel.apart import Apart

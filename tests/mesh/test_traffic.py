@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from meshwright.errors import MeshError
-from meshwright.mesh.comm import WIRE_FACTORS, Traffic
 from meshwright.mesh.mesh import pick_device
+from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 from meshwright.system import host
 from meshwright.terminal.output import abridge
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.mesh.comm import Group, Traffic
+from meshwright.mesh.comm import Group
+from meshwright.mesh.traffic import Traffic
 from meshwright.parameters import Slice
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwright.models.gpt2
-from meshwright.mesh.comm import Group, Handle
+from meshwright.mesh.comm import CollectiveHandle, Group
 
 LENGTH = 32
 BEGAN, ALONE = "began", "MESHWRIGHT_TEST_ALONE"
@@ -80,16 +80,16 @@ def hang(how: str) -> None:
     if how == "collective less":
         all_reduce = Group.all_reduce
         Group.all_reduce = lambda group, tensor, op="sum": (  # type: ignore[method-assign]
-            Handle([], "") if group.name == "world" else all_reduce(group, tensor, op)
+            CollectiveHandle() if group.name == "world" else all_reduce(group, tensor, op)
         )
     if how == "collective other":
         all_reduce = Group.all_reduce
 
-        def other(group: Group, tensor: Tensor, op: str = "sum") -> Handle:
+        def other(group: Group, tensor: Tensor, op: str = "sum") -> CollectiveHandle:
             if group.name != "world":
                 return all_reduce(group, tensor, op)
             group.barrier()
-            return Handle([], "")
+            return CollectiveHandle()
 
         Group.all_reduce = other  # type: ignore[method-assign]
 

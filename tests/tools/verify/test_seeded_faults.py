@@ -28,7 +28,7 @@ from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.offload import OffloadedBucket
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.comm import Group, Handle
+from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import RecomputeContext
@@ -115,8 +115,8 @@ def silence(patch: pytest.MonkeyPatch, name: str) -> None:
     """Leave out the sums over a kind of group."""
     all_reduce = Group.all_reduce
 
-    def silent(group: Group, tensor: Tensor, op: str = "sum", **more: Any) -> Handle:
-        return Handle([], "") if group.name == name else all_reduce(group, tensor, op, **more)
+    def silent(group: Group, tensor: Tensor, op: str = "sum", **more: Any) -> CollectiveHandle:
+        return CollectiveHandle() if group.name == name else all_reduce(group, tensor, op, **more)
 
     patch.setattr(Group, "all_reduce", silent)
 

@@ -26,7 +26,7 @@ from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharding import BucketKind
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.comm import Group, Handle
+from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.model.build import PlainModel
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.parameters import ParameterInfo
@@ -156,8 +156,8 @@ def tie_not_summed(patch: pytest.MonkeyPatch) -> None:
     """First and last stage each keep their own gradient of the weight that they share."""
     all_reduce = Group.all_reduce
 
-    def silent(group: Group, tensor: Tensor, op: str = "sum") -> Handle:
-        return Handle([], "") if group.name == "tied" else all_reduce(group, tensor, op)
+    def silent(group: Group, tensor: Tensor, op: str = "sum") -> CollectiveHandle:
+        return CollectiveHandle() if group.name == "tied" else all_reduce(group, tensor, op)
 
     patch.setattr(Group, "all_reduce", silent)
 
