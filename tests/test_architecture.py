@@ -85,7 +85,6 @@ LONG_FUNCTIONS = {
     "framework/tools/verify/run.py:verify": 62,
 }
 MANY_PARAMETERS = {
-    "framework/tensor_parallel/cross_entropy.py:forward": 8,
     "framework/tools/verify/run.py:verify": 9,
     "models/gpt2.py:build": 9,
     "models/llama.py:build": 21,

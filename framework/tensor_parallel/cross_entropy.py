@@ -18,7 +18,7 @@ Shapes: B micro-batch, S sequence, V vocabulary, L = ceil(V/tp) columns on this 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,9 +57,8 @@ def vocab_parallel_cross_entropy(
         return losses.view(labels.shape)
     rows = vocab_slice(vocab_size, group.rank, group.size)
     assert logits.shape == (*labels.shape, rows.padded), (tuple(logits.shape), tuple(labels.shape), rows)
-    losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits.flatten(0, -2), labels.flatten(), group, rows.start, rows.stop, ignore, dtype
-    )
+    columns = _Columns(group, rows.start, rows.stop, ignore, dtype)
+    losses = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), columns)  # type: ignore[no-untyped-call]
     return losses.view(labels.shape)  # type: ignore[no-any-return]
 
 
@@ -75,23 +74,22 @@ def _chunks(logits: Tensor, group: Group) -> Iterator[slice]:
         yield slice(start, min(start + step, tokens))
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy of flat tokens: logits (B*S, L), labels (B*S,) -> losses (B*S,).
+class _Columns(NamedTuple):
+    """This rank's columns [start, stop) of the vocabulary; labels equal to ``ignore`` count nowhere."""
 
-    This rank's columns are [start, stop) of V.
-    """
+    group: Group
+    start: int
+    stop: int
+    ignore: int
+    dtype: torch.dtype
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy of flat tokens: logits (B*S, L), labels (B*S,) -> losses (B*S,)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        group: Group,
-        start: int,
-        stop: int,
-        ignore: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, columns: _Columns) -> Tensor:
+        group, start, stop, ignore, dtype = columns
         count = stop - start
         tokens = len(labels)
         largest = logits.new_full((tokens,), -torch.inf, dtype=dtype)
@@ -112,29 +110,30 @@ class _CrossEntropy(torch.autograd.Function):
 
         log_sum = sums[0].log_()
         ctx.save_for_backward(logits, labels, largest, log_sum)  # kept apart: largest + log_sum would lose digits
-        ctx.start, ctx.stop, ctx.ignore, ctx.group = start, stop, ignore, group
+        ctx.columns = columns
         return (log_sum - sums[1]).masked_fill_(labels == ignore, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, largest, log_sum = ctx.saved_tensors
-        count = ctx.stop - ctx.start
-        gradient = gradient.masked_fill(labels == ctx.ignore, 0)
-        mine = (labels >= ctx.start) & (labels < ctx.stop)
-        target = (labels - ctx.start).masked_fill_(~mine, 0)
+        group, start, stop, ignore, dtype = ctx.columns
+        count = stop - start
+        gradient = gradient.masked_fill(labels == ignore, 0)
+        mine = (labels >= start) & (labels < stop)
+        target = (labels - start).masked_fill_(~mine, 0)
         at_target = gradient.masked_fill(~mine, 0)
         result = torch.empty_like(logits)
         result[:, count:] = 0
         if count:
-            for part in _chunks(logits, ctx.group):
-                share = logits[part, :count].to(largest.dtype) - largest[part, None]
+            for part in _chunks(logits, group):
+                share = logits[part, :count].to(dtype) - largest[part, None]
                 share = share.sub_(log_sum[part, None]).exp_()
                 share *= gradient[part, None]
                 index = target[part, None]
                 share.scatter_(1, index, share.gather(1, index) - at_target[part, None])
                 result[part, :count] = share
-        return result, None, None, None, None, None, None
+        return result, None, None
 
 
 def split_vocab_size(layers: nn.Sequential, infos: Mapping[str, ParameterInfo]) -> int | None:
