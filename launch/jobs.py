@@ -33,7 +33,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     config, launcher = _asked(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _training)
-    RunLock(Path(config.run.directory) / config.run.name).look()  # before seconds of imports; rank 0 takes it
+    RunLock(Path(config.run.directory) / config.run.name).check_free()  # before seconds of imports; rank 0 takes it
     if local.has_children(config):
         forking.warm_up(config, "meshwright.launch.work")
     from meshwright.launch.work import check, work

@@ -73,7 +73,7 @@ class AsyncWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._settled = threading.Event()
+        self._share_done = threading.Event()
         self._abandoned = threading.Event()
         self.problem: str | None = None
         """Reason why this rank's share could not be written, or on the first rank not be published."""
@@ -89,8 +89,8 @@ class AsyncWriter:
         pieces: list[TensorPiece],
         *,
         is_first: bool,
-        beforehand: Callable[[], object] = lambda: None,
-        afterwards: Callable[[], object] = lambda: None,
+        before_publishing: Callable[[], object] = lambda: None,
+        after_publishing: Callable[[], object] = lambda: None,
     ) -> None:
         """Start writing on a thread. An earlier save must have been ended.
 
@@ -99,18 +99,18 @@ class AsyncWriter:
             shard_name: Name of this rank's shard; None for a rank that writes nothing.
             pieces: Host copies of this rank's pieces; emptied when written.
             is_first: True on the rank that publishes.
-            beforehand: Called on the first rank's thread before the checkpoint is published.
-            afterwards: Called on the first rank's thread after it.
+            before_publishing: Called on the first rank's thread before the checkpoint is published.
+            after_publishing: Called on the first rank's thread after it.
         """
         assert self._thread is None, "one save at a time"
-        for event in (self._settled, self._abandoned):
+        for event in (self._share_done, self._abandoned):
             event.clear()
         self.problem = None
         self.written_bytes = 0
         self._begun_s = time.monotonic()
         self._thread = threading.Thread(
             target=self._work,
-            args=(attempt, shard_name, pieces, is_first, beforehand, afterwards),
+            args=(attempt, shard_name, pieces, is_first, before_publishing, after_publishing),
             name="checkpoint",
             daemon=True,
         )
@@ -120,12 +120,12 @@ class AsyncWriter:
         """Return True if the save has failed. Checked in each step."""
         return self.problem is not None
 
-    def settled(self) -> bool:
+    def is_share_done(self) -> bool:
         """Return True if this rank's share is written (first rank: the checkpoint is published) or has failed."""
-        return self._thread is None or self._settled.is_set()
+        return self._thread is None or self._share_done.is_set()
 
-    def idle(self) -> bool:
-        """Return True if the thread has ended, `afterwards` included."""
+    def is_idle(self) -> bool:
+        """Return True if the thread has ended, ``after_publishing`` included."""
         return self._thread is None or not self._thread.is_alive()
 
     def end(self) -> None:
@@ -154,8 +154,8 @@ class AsyncWriter:
         shard_name: str | None,
         pieces: list[TensorPiece],
         is_first: bool,
-        beforehand: Callable[[], object],
-        afterwards: Callable[[], object],
+        before_publishing: Callable[[], object],
+        after_publishing: Callable[[], object],
     ) -> None:
         done = not is_first
         try:
@@ -171,7 +171,7 @@ class AsyncWriter:
                 )
             pieces.clear()
             if is_first and self._all_written(attempt):
-                beforehand()
+                before_publishing()
                 publish(attempt.temporary, attempt.final, attempt.head)
                 done = True
                 self._published.put((attempt.final, time.monotonic() - self._begun_s))
@@ -181,12 +181,12 @@ class AsyncWriter:
             self._fails(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._settled.set()
+            self._share_done.set()
             if not done:
                 self._abandoned.wait()  # all ranks must see the failure before their directory is removed
                 remove_attempt(attempt)
         if is_first and done:
-            afterwards()
+            after_publishing()
 
     def _count(self, num_bytes: int) -> None:
         self.written_bytes += num_bytes

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from meshwright.config.aliases import FAMILIAR_VALUES, NOTHING, fold, own_name_of
 from meshwright.config.schema import RunConfig, Section
+from meshwright.errors import ConfigError
 
 Path = tuple[str, ...]
 """A key, split at its dots."""
@@ -126,7 +127,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{toml_name(name)} = {toml_value(part)}" for name, part in value.items()) + "}"
+        given = {name: part for name, part in value.items() if part is not None}
+        return "{" + ", ".join(f"{toml_name(name)} = {toml_value(part)}" for name, part in given.items()) + "}"
     return "none" if value is None else str(value)
 
 
@@ -139,6 +141,22 @@ def format_value(value: Any) -> str:
     """Format a value for a message, as in a TOML file but cut to 80 characters."""
     text = toml_value(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def null_problem(path: Path, value: Any, place: str) -> ConfigError | None:
+    """Return the error for a null inside a list, which TOML cannot write, or None. ``path``: key of the value."""
+    if isinstance(value, dict):
+        inner = (null_problem((*path, str(name)), part, place) for name, part in value.items())
+        return next(filter(None, inner), None)
+    if not isinstance(value, list | tuple):
+        return None
+    if any(part is None for part in value):
+        return ConfigError(
+            "MW-CONFIG-056",
+            f"{place}: {'.'.join(path)} has a null inside a list, and TOML has no null: leave the element out, or use "
+            f"a value that the builder takes for it",
+        )
+    return next(filter(None, (null_problem(path, part, place) for part in value)), None)
 
 
 def nearest_value(key: Path, value: Any) -> str | None:
@@ -187,19 +205,19 @@ class Hint(NamedTuple):
 
     text: str
     """End of the error sentence, or ""."""
-    meant: tuple[Path, ...]
+    suggested_keys: tuple[Path, ...]
     """Suggested keys. Errors that follow from their absence are not reported."""
-    familiar: str | None
+    own_name: str | None
     """Counterpart in this schema of a name from another framework, or None."""
 
 
-def hint(path: Path) -> Hint:
+def find_hint(path: Path) -> Hint:
     """Return the help for an unknown key."""
-    familiar = own_name_of(path)
-    if familiar == NOTHING:
-        return Hint("; there is no such thing here yet", (), familiar)
-    if familiar is not None:
-        return Hint(f"; here this is {familiar}", tuple(key for key in KEYS if ".".join(key) in familiar), familiar)
+    own_name = own_name_of(path)
+    if own_name == NOTHING:
+        return Hint("; there is no such thing here yet", (), own_name)
+    if own_name is not None:
+        return Hint(f"; here this is {own_name}", tuple(key for key in KEYS if ".".join(key) in own_name), own_name)
     near = nearest_keys(path)
     text = f"; did you mean {' or '.join(near)}?" if near else ""
     return Hint(text, tuple(split(name) for name in near), None)

@@ -30,10 +30,11 @@ from meshwright.config.keys import (
     accepts_type,
     choices,
     describe_allowed,
+    find_hint,
     format_value,
-    hint,
     nearest_section,
     nearest_value,
+    null_problem,
 )
 from meshwright.config.layout_rules import LAYOUT_RULES
 from meshwright.config.rules import RULES
@@ -86,6 +87,10 @@ class Arranged:
             self.refuse("MW-CONFIG-016", f"{given.place}: {secret_message(secret)}", key)
         if secrets:
             return
+        if (null := null_problem(path, value, given.place)) is not None:
+            self.problems.append(null)
+            self.silent.add(key)
+            return
         if value is MissingValue.FLAG and accepts_type(key, bool):
             value = True
         if key == ("parallel", "zero") and isinstance(value, str) and fold(value) in SHARDING:
@@ -115,7 +120,7 @@ def _unknown(given: GivenKey, path: Path, help_: Hint) -> str:
         return _line(given, f": there is no such key outside of the sections{sections}{help_.text}")
     if section not in SECTIONS:
         return _line(given, f": there is no section {format_value(section)}{sections}{help_.text}")
-    names = "" if help_.familiar else f" in [{section}] ({', '.join(key for owner, key in KEYS if owner == section)})"
+    names = "" if help_.own_name else f" in [{section}] ({', '.join(key for owner, key in KEYS if owner == section)})"
     return _line(given, f": there is no such key{names}{help_.text}")
 
 
@@ -181,8 +186,8 @@ def arrange(all_given: Sequence[GivenKey]) -> Arranged:
                 *its_keys,
             )
         elif key not in KEYS:
-            help_ = hint(path)
-            to.refuse("MW-CONFIG-013", _unknown(given, path, help_), *help_.meant)
+            help_ = find_hint(path)
+            to.refuse("MW-CONFIG-013", _unknown(given, path, help_), *help_.suggested_keys)
         elif len(path) > 2 and not accepts_type(key, dict):
             to.refuse(
                 "MW-CONFIG-014",
@@ -202,8 +207,8 @@ def arrange(all_given: Sequence[GivenKey]) -> Arranged:
 
 def _not_allowed(given: GivenKey, key: Path) -> str:
     near = nearest_value(key, given.value) if choices(key) else None
-    meant = f"; did you mean {near if near in ('true', 'false') else format_value(near)}?" if near else ""
-    return _line(given, f" is not allowed: {describe_allowed(key)}{meant}")
+    suggestion = f"; did you mean {near if near in ('true', 'false') else format_value(near)}?" if near else ""
+    return _line(given, f" is not allowed: {describe_allowed(key)}{suggestion}")
 
 
 def validate(arranged: Arranged) -> RunConfig:

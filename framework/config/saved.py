@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from meshwright.config.keys import format_value, toml_name, toml_value
+from meshwright.config.keys import format_value, null_problem, toml_name, toml_value
 from meshwright.config.loading import arrange, validate
 from meshwright.config.schema import RunConfig
 from meshwright.config.sources import leaves
@@ -69,12 +69,17 @@ def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
     """Return TOML text that :func:`~meshwright.config.load` reads back as ``config``.
 
     ``defaults``: include keys at their default. Unset keys (None) have no form in TOML and are left out.
+
+    Raises:
+        ConfigError: An option contains a None inside a list.
     """
+    if (problem := null_problem((), config.model_dump(), "configuration")) is not None:
+        raise problem
     parts: list[str] = []
     for section, table in config.model_dump(exclude_defaults=not defaults, exclude_none=True).items():
         inner = {f"{section}.{name}": value for name, value in table.items() if value and isinstance(value, dict)}
         own = {name: value for name, value in table.items() if f"{section}.{name}" not in inner}
         for heading, rows in {section: own, **inner}.items():
-            lines = [f"{toml_name(name)} = {toml_value(value)}" for name, value in rows.items()]
+            lines = [f"{toml_name(name)} = {toml_value(value)}" for name, value in rows.items() if value is not None]
             parts += ["\n".join([f"[{heading}]", *lines, ""])] if lines else []
     return "\n".join(parts)

@@ -27,9 +27,9 @@ from meshwright.system.atomic import make_directory_synced, sync, write_atomic
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
 from meshwright.terminal.output import Warn
 
-KEPT = (RESOLVED, "config.toml", STARTS, PLACEMENT)
+RESTORED_FILES = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""
-PRESUPPOSED = (*KEPT, METRICS, METRICS_AGAIN)
+REQUIRED_FILES = (*RESTORED_FILES, METRICS, METRICS_AGAIN)
 """Files that a checkpoint needs beside itself."""
 DELETED = " (deleted)"
 """Suffix that the kernel adds to the path of an open file that was deleted."""
@@ -42,7 +42,7 @@ def check_run_files(directory: Path) -> None:
         ConfigError: names each such path and the reason.
     """
     found = []
-    for name in (*PRESUPPOSED, FILE, STATUS):
+    for name in (*REQUIRED_FILES, FILE, STATUS):
         is_log = name in (METRICS, METRICS_AGAIN)
         why = why_unusable(directory / name, None if is_log else MAX_FILE_BYTES)
         if why is not None and not (is_log and (directory / name).is_dir()):  # records wait until they can be written
@@ -104,7 +104,7 @@ class RunFiles:
 
     def remember(self) -> None:
         """Read the small files of the run's start into memory."""
-        for name in KEPT:
+        for name in RESTORED_FILES:
             with contextlib.suppress(OSError):
                 self._kept[name] = (self.directory / name).read_bytes()
 
@@ -122,7 +122,7 @@ class RunFiles:
             now = None
         try:
             if now is not None and os.path.samestat(was, now):
-                self._lock.take_again()
+                self._lock.retake()
                 return Recovery(f"{directory / FILE}, the lock of this run, was removed or replaced: it is taken again")
             gone = self._what_happened()
             above = next(each for each in (directory, *directory.absolute().parents) if each.exists())
@@ -144,7 +144,7 @@ class RunFiles:
     def _make_again(self) -> None:
         assert self._lock is not None
         make_directory_synced(self.directory)
-        self._lock.take_again()
+        self._lock.retake()
         self.close()
         self._descriptor = _open(self.directory)
         for name, data in self._kept.items():
@@ -174,7 +174,7 @@ def _open(directory: Path) -> int:
 def _is_anothers(directory: Path) -> bool:
     """Return True if a directory has files that only another run writes. Files that this run may have made do not
     count."""
-    return any((directory / name).exists() for name in (*PRESUPPOSED, FILE)) or any(
+    return any((directory / name).exists() for name in (*REQUIRED_FILES, FILE)) or any(
         directory.glob("checkpoints/step-*")
     )
 
@@ -184,7 +184,7 @@ def sync_run_files(directory: Path, warn: Warn) -> None:
 
     A file that cannot be flushed only causes a warning: the checkpoint is more important.
     """
-    for path in (*(directory / name for name in PRESUPPOSED), directory):
+    for path in (*(directory / name for name in REQUIRED_FILES), directory):
         try:
             sync(path)
         except FileNotFoundError:

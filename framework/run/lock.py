@@ -84,7 +84,7 @@ class RunLock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._close()
 
-    def look(self) -> None:
+    def check_free(self) -> None:
         """Refuse as ``with`` would, but keep no lock and make no file.
 
         Raises:
@@ -105,7 +105,7 @@ class RunLock:
         except OSError:  # a file system that does not answer: writes will tell
             return True
 
-    def take_again(self) -> None:
+    def retake(self) -> None:
         """Make the file again, or open the existing one, and lock it. The directory must exist.
 
         Raises:

@@ -101,8 +101,8 @@ class Saver:
             shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.at.dp_rank == 0 else None,
             to_host(pieces(parts.replicas, parts.optimizer, mesh, parts.running())),
             is_first=mesh.rank == 0,
-            beforehand=lambda: sync_run_files(self.directory, self._warn),
-            afterwards=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),
+            before_publishing=lambda: sync_run_files(self.directory, self._warn),
+            after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),
         )
         if not checkpoint.asynchronous:
             self.finish()
@@ -128,7 +128,7 @@ class Saver:
         """
         attempt, writer = self._attempt, self.writer
         if attempt is not None:
-            problems = self._problems() if self._wait(writer.settled) else []
+            problems = self._problems() if self._wait(writer.is_share_done) else []
             if problems:
                 self._give_up(attempt, problems)
             else:
@@ -136,7 +136,7 @@ class Saver:
             self._attempt = None
         self._report_published()
         if retention:
-            self._wait(writer.idle, to_the_end=True)
+            self._wait(writer.is_idle, to_the_end=True)
             writer.end()
 
     def take_save_s(self) -> float | None:

@@ -30,7 +30,7 @@ def format_duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def format_bytes(num_bytes: int) -> str:
+def format_gib(num_bytes: int) -> str:
     """Format bytes in GiB, or in MiB below one GiB."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 

@@ -1,4 +1,4 @@
-"""Words for people on stdout and stderr, which may be a file on a disk that is full, or a pipe that nobody reads."""
+"""Output for people on stdout and stderr. Either may be a full disk or a closed pipe."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ def _write(stream: TextIO, text: str, *, flush: bool = True) -> None:
 
 
 def put(*values: object, end: str = "\n", flush: bool = False) -> None:
-    """Print what a command was asked for, with control characters made visible. Raises OSError, as print does."""
+    """Print the result of a command to stdout, control characters escaped. Raises OSError, as print does."""
     if sys.stdout is not None:
         _write(sys.stdout, visible(" ".join(map(str, values))) + end, flush=flush)
 
 
 def tell(text: str) -> None:
-    """Print a line. That it cannot be printed is a reason for nothing: least of all for a run to end."""
+    """Print a line to stderr. A failed write is ignored, so that it never ends a run."""
     try:
         _write(sys.stderr, visible(text) + "\n")
     except (OSError, ValueError, AttributeError):
-        with contextlib.suppress(OSError, ValueError):  # what is stuck in its buffer would spoil the exit code later
+        with contextlib.suppress(OSError, ValueError):  # text left in the buffer would change the exit code
             sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def say(text: str) -> None:
-    """Print lines on stdout. A reader that has gone (`| head`, a terminal that was closed) is no reason to end."""
+    """Print lines to stdout. A closed pipe or terminal (`| head`) is ignored, and later output is dropped."""
     try:
         if sys.stdout is not None:
             _write(sys.stdout, visible(text) + "\n")
     except OSError:
-        sys.stdout = None  # for print and the console: nobody listens
+        sys.stdout = None  # print and the console then write nothing
 
 
 def abridge(items: Sequence[object], most: int = 8) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from meshwright.terminal.format import format_bytes, format_count, format_duration
+from meshwright.terminal.format import format_count, format_duration, format_gib
 from meshwright.terminal.output import visible
 from meshwright.tracking.record import StepRecord, perplexity
 
@@ -38,7 +38,7 @@ def _numbers(record: StepRecord, unit: str) -> list[str]:
         f"lr {record.learning_rate:.2e}",
         f"{format_count(record.tokens_per_s)} {unit}/s",
         f"{record.step_s:.3g} s/step",
-        format_bytes(record.memory_bytes),
+        format_gib(record.memory_bytes),
     ]
 
 

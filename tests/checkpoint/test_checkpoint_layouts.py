@@ -100,7 +100,7 @@ def test_ranks_save_together(tmp_path: Path, fake: Any) -> None:
         ranks[tp_rank].start(attempt, f"tp{tp_rank}", pieces, is_first=tp_rank == 0)
     ranks[3].start(attempt, None, [], is_first=False)
     for rank in ranks:
-        while not rank.settled():
+        while not rank.is_share_done():
             time.sleep(0.01)
         assert rank.problem is None
         rank.end()

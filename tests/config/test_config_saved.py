@@ -104,3 +104,20 @@ def test_damaged_json(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text, "resolved.json")
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("value", [[1, None], [[None]], {"inner": [{"deep": [None]}]}])
+def test_a_null_inside_a_list_of_options_is_refused(value: object) -> None:
+    """TOML has no null, so config.toml could not be read back."""
+    config = RunConfig(data=Data(train="x"), model=Model(options={"sizes": value}))
+    for read_back in (to_toml, lambda each: parse(dump(each))):
+        with pytest.raises(ConfigError, match=r"model\.options\.sizes\S* has a null inside a list.*MW-CONFIG-056"):
+            read_back(config)
+
+
+def test_an_unset_option_is_left_out_of_toml(tmp_path: Path) -> None:
+    config = RunConfig(
+        data=Data(train="x"), model=Model(options={"a": None, "b": {"c": None, "d": 1}, "e": [{"f": None}]})
+    )
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    assert load(tmp_path / "run.toml").model.options == {"b": {"d": 1}, "e": [{}]}

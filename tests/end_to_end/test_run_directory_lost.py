@@ -134,7 +134,7 @@ def test_a_directory_that_is_gone_is_made_again(
     if disturb is moved:
         before = {candidate.step for candidate in find(run_directory(config).with_name("moved"))}
         assert before == {4}
-    RunLock(run_directory(config)).look()
+    RunLock(run_directory(config)).check_free()
     if text:
         same_as_undisturbed(pool, config, tmp_path / "plain")
     else:

@@ -160,7 +160,7 @@ def one_rank_may_not_write(rank: int, world_size: int, config: RunConfig) -> str
     if rank == world_size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     saver.start()
-    while not saver.writer.settled() and rank > 0:  # the first waits for the shares of all
+    while not saver.writer.is_share_done() and rank > 0:  # the first waits for the shares of all
         time.sleep(0.01)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     signal.signal(signal.SIGXFSZ, handler)

@@ -26,16 +26,16 @@ def little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_second_is_told_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     with RunLock(tmp_path):
-        for attempt in (RunLock(tmp_path).look, RunLock(tmp_path).__enter__):
+        for attempt in (RunLock(tmp_path).check_free, RunLock(tmp_path).__enter__):
             with pytest.raises(LockError) as caught:
                 attempt()
             message = str(caught.value)
             assert message.startswith(f"process {os.getpid()} of Slurm job 77 on {os.uname().nodename}, since 2")
             assert f"works in {tmp_path}: wait until it ends" in message
-    RunLock(tmp_path).look()
+    RunLock(tmp_path).check_free()
     monkeypatch.delenv("SLURM_JOB_ID")
     with RunLock(tmp_path), pytest.raises(LockError) as caught:
-        RunLock(tmp_path).look()
+        RunLock(tmp_path).check_free()
     assert "Slurm" not in str(caught.value)
 
 
@@ -50,16 +50,16 @@ def test_a_requeued_job_waits_for_its_own_earlier_life(tmp_path: Path, monkeypat
         assert killed.finished.is_set()
         monkeypatch.setenv("SLURM_JOB_ID", "78")
         with pytest.raises(LockError):
-            RunLock(tmp_path).look()
+            RunLock(tmp_path).check_free()
 
 
 def test_looking_makes_nothing_and_keeps_nobody_out(tmp_path: Path) -> None:
-    RunLock(tmp_path / "nowhere").look()
-    RunLock(tmp_path).look()
+    RunLock(tmp_path / "nowhere").check_free()
+    RunLock(tmp_path).check_free()
     assert list(tmp_path.iterdir()) == []
     with RunLock(tmp_path):
         pass
-    RunLock(tmp_path).look()
+    RunLock(tmp_path).check_free()
     with RunLock(tmp_path):
         pass
 
@@ -69,7 +69,7 @@ def test_a_holder_that_cannot_be_read_is_another_job(tmp_path: Path) -> None:
         for text in ("", "[1]", '{"host": 3}', "null"):
             (tmp_path / FILE).write_text(text)
             with pytest.raises(LockError, match=r"\Aanother job works in "):
-                RunLock(tmp_path).look()
+                RunLock(tmp_path).check_free()
 
 
 def test_a_first_job_that_is_dying_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def test_where_there_are_no_locks_the_run_goes_on(
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with RunLock(tmp_path), RunLock(tmp_path):
-        RunLock(tmp_path).look()
+        RunLock(tmp_path).check_free()
     said = capfd.readouterr().err
     assert said.startswith(f"warning: {tmp_path / FILE} cannot be locked here") and said.count("\n") == 2
 

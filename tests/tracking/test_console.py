@@ -8,7 +8,7 @@ import math
 import pytest
 from rich.console import Console
 
-from meshwright.terminal.format import format_bytes, format_count, format_duration
+from meshwright.terminal.format import format_count, format_duration, format_gib
 from meshwright.tracking.console import ConsoleSink
 
 
@@ -78,5 +78,5 @@ def test_duration(seconds, text) -> None:
 
 
 def test_memory() -> None:
-    assert format_bytes(2**29) == "512 MiB"
-    assert format_bytes(80 * 2**30) == "80.00 GiB"
+    assert format_gib(2**29) == "512 MiB"
+    assert format_gib(80 * 2**30) == "80.00 GiB"

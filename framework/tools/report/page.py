@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, text, timeline_of
 from meshwright.schedule.load import draw_schedule
-from meshwright.terminal.format import format_bytes, format_duration
+from meshwright.terminal.format import format_duration, format_gib
 from meshwright.tools.interop.configs.readers import flat
 from meshwright.tools.page.chart import SIDE
 from meshwright.tools.page.render import render, svg_of
@@ -137,7 +137,7 @@ def facts(run: RunContents) -> Iterator[tuple[str, str]]:
 
 
 def _checkpoint_row(saved: CheckpointInfo) -> tuple[str, ...]:
-    return f"{saved.step:,}", clock(saved.at_s), saved.layout, f"{saved.samples_seen:,}", format_bytes(saved.size)
+    return f"{saved.step:,}", clock(saved.at_s), saved.layout, f"{saved.samples_seen:,}", format_gib(saved.size)
 
 
 def memory_of(run: RunContents) -> Memory | None:
@@ -153,9 +153,9 @@ def memory_of(run: RunContents) -> Memory | None:
     stages = []
     for pp_rank in range(grid.pp):
         own = [peak for peak, at in located if at.pp_rank == pp_rank]
-        low, high = format_bytes(min(own)), format_bytes(max(own))
+        low, high = format_gib(min(own)), format_gib(max(own))
         stages.append((f"pp{pp_rank}", max(own) / most, high if low == high else f"{low} – {high}"))
-    rows = [(str(rank), *map(str, at), format_bytes(peak)) for rank, (peak, at) in enumerate(located)]
+    rows = [(str(rank), *map(str, at), format_gib(peak)) for rank, (peak, at) in enumerate(located)]
     kind = "allocated by torch" if run.peaks.device == "cuda" else "the whole process, libraries included"
     said = f"The peak of each rank, {kind}, as of step {run.peaks.step:,}."
     return Memory(said, tuple(stages), tuple(Axis), shortened(rows))
