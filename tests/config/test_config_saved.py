@@ -117,7 +117,9 @@ def test_a_null_inside_a_list_of_options_is_refused(value: object) -> None:
 
 def test_an_unset_option_is_left_out_of_toml(tmp_path: Path) -> None:
     config = RunConfig(
-        data=Data(train="x"), model=Model(options={"a": None, "b": {"c": None, "d": 1}, "e": [{"f": None}]})
+        data=Data(train="x"),
+        batch=Batch(micro_batch_size=1, chunks=1),
+        model=Model(options={"a": None, "b": {"c": None, "d": 1}, "e": [{"f": None}]}),
     )
     (tmp_path / "run.toml").write_text(to_toml(config))
     assert load(tmp_path / "run.toml").model.options == {"b": {"d": 1}, "e": [{}]}
