@@ -28,7 +28,7 @@ def test_a_file_is_written_with_its_account(theirs: Path, tmp_path: Path, capsys
     assert shown.err == ""
     for part in (
         "read as nanotron's: ",
-        "not carried over: to be said by hand",
+        "not carried over: set by hand",
         "tokenizer.tokenizer_name_or_path",
         f"written: {out}; next: `meshwright stages {out}`",
     ):
@@ -50,7 +50,7 @@ def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere.toml"], "nowhere.toml: there is no such file"),
+        (["nowhere.toml"], "nowhere.toml: no such file"),
         (["{theirs}", "--out", "{theirs}"], "is there already: name another file, or add --replace"),
         (["{theirs}", "--from", "torchtitan"], "theirs.yaml: not valid TOML"),
         (["{theirs}", "--parallel.tpp=2"], "did you mean parallel.tp"),

@@ -36,7 +36,7 @@ from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import perplexity
 from meshwright.watch.hang.watchdog import LATER_S
 
-SAY_EVERY_S = 10.0
+PROGRESS_EVERY_S = 10.0
 """Seconds between two progress messages."""
 
 
@@ -67,24 +67,24 @@ class EvaluationResult:
 
     def lines(self) -> str:
         """Return the result as text for a terminal."""
-        said = [
+        lines = [
             f"checkpoint     {self.checkpoint}, step {self.step}, on {self.layout} in {self.dtype}",
             f"data           {self.data}: {self.samples:,} samples, {self.tokens:,} tokens",
             f"loss           {self.loss:.4f} nats per token",
             f"perplexity     {self.perplexity:,.4g}",
         ]
         if self.bits_per_byte is not None:
-            said.append(f"bits per byte  {self.bits_per_byte:.4f}, of {self.bytes:,} bytes of text")
+            lines.append(f"bits per byte  {self.bits_per_byte:.4f}, of {self.bytes:,} bytes of text")
         if self.unigram_entropy is not None:
-            said.append(f"unigrams       {self.unigram_entropy:.4f} nats per token: who knows token frequencies alone")
+            lines.append(f"unigrams       {self.unigram_entropy:.4f} nats per token, the unigram baseline")
         if self.while_training is not None:
             logged = self.while_training["logged"]
-            knows = "" if logged is None else f"; metrics.jsonl says {logged:.4f}"
-            said.append(
+            in_log = "" if logged is None else f"; metrics.jsonl has {logged:.4f}"
+            lines.append(
                 f"in training    {self.while_training['loss']:.4f}, of the first {self.while_training['batches']} "
-                f"global batches, which the training looks at{knows}"
+                f"global batches, which validation in training uses{in_log}"
             )
-        return "\n".join(said)
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return the result as strict JSON, with NaN and Inf as text, as in ``metrics.jsonl``."""
@@ -125,7 +125,7 @@ class EvaluationJob:
             tp_across_nodes=parallel.tp_across_nodes,
         )
         forward, checkpoint = open_trained(config, mesh, self.place)
-        found = self._look(forward, str(checkpoint.path), checkpoint.manifest.step)
+        found = self._evaluate(forward, str(checkpoint.path), checkpoint.manifest.step)
         close_mesh(mesh)
         if mesh.rank != 0:
             return
@@ -133,15 +133,15 @@ class EvaluationJob:
         if self.out is not None:
             write_out(self.out, found.to_json())
 
-    def _look(self, forward: ForwardParts, path: str, step: int) -> EvaluationResult:
+    def _evaluate(self, forward: ForwardParts, path: str, step: int) -> EvaluationResult:
         config, mesh = forward.config, forward.mesh
         source = open_validation(config)
         assert source is not None  # it was opened before the ranks began
         batches = batches_of(source, config, self.steps)
         logged = validation_steps(source.num_samples, batch_numbers(config).global_batch, config.train.validate_steps)
-        told = batches_with_progress(batches, mesh.rank == 0)
-        first = total_loss(forward, source, itertools.islice(told, min(logged, batches)))
-        rest = total_loss(forward, source, told)
+        numbers = batches_with_progress(batches, mesh.rank == 0)
+        first = total_loss(forward, source, itertools.islice(numbers, min(logged, batches)))
+        rest = total_loss(forward, source, numbers)
         found = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
         text = count_text(source, config, batches) if mesh.rank == 0 else None
         assert text is None or text.tokens == found.num_tokens, (text, found)
@@ -170,14 +170,14 @@ class EvaluationJob:
         )
 
 
-def batches_with_progress(batches: int, speaks: bool) -> Iterator[int]:
-    """Yield 0, 1, ... batches - 1; rank 0 prints the progress to stderr every ``SAY_EVERY_S`` seconds."""
-    begun_s = said_s = time.monotonic()
+def batches_with_progress(batches: int, is_printing: bool) -> Iterator[int]:
+    """Yield 0, 1, ... batches - 1; rank 0 prints the progress to stderr every ``PROGRESS_EVERY_S`` seconds."""
+    begun_s = printed_s = time.monotonic()
     for batch in range(batches):
         yield batch
         now_s = time.monotonic()
-        if speaks and now_s - said_s > SAY_EVERY_S and batch + 1 < batches:
-            said_s, left_s = now_s, (now_s - begun_s) / (batch + 1) * (batches - batch - 1)
+        if is_printing and now_s - printed_s > PROGRESS_EVERY_S and batch + 1 < batches:
+            printed_s, left_s = now_s, (now_s - begun_s) / (batch + 1) * (batches - batch - 1)
             tell(f"{batch + 1:,} of {batches:,} global batches, {format_duration(left_s)} left")
 
 

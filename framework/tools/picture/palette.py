@@ -18,7 +18,7 @@ LEAST_FONT, MOST_FONT = 5.0, 7.5
 DIGIT_WIDTH, LETTER_WIDTH = 0.64, 0.56
 """Width of a digit, and mean width of a letter, in font sizes."""
 POINTS = 72.0
-"""In an inch."""
+"""Points per inch."""
 LEAST_WIDTH, MOST_WIDTH, COLUMN = 4.5, 13.0, 0.135
 """Width of the area inside the axes, and of a column where there is room, in inches."""
 
@@ -31,7 +31,7 @@ class Paint(NamedTuple):
     light: str
     dark: str
     letters: str
-    """Return the colour of the rank's stage number ``index`` of ``count``; a single stage has the first colour."""
+    """Colour of the number in a box."""
     hatch: str = ""
 
 

@@ -35,7 +35,7 @@ class ImportedConfig(NamedTuple):
     decided: list[str]
     assumed: list[str]
     """Keys missing from the file, with the defaults of their framework."""
-    left: list[DroppedKey]
+    dropped: list[DroppedKey]
 
 
 def detect_framework(path: Path) -> str:
@@ -47,8 +47,8 @@ def detect_framework(path: Path) -> str:
     if path.suffix == ".py":
         raise ConfigError(
             "MW-INTEROP-001",
-            f"{path}: a Python file: torchtitan's config_registry (since February 2026) is code and cannot be read "
-            f"without running it; give a TOML file from before, or write its values by hand into a copy of "
+            f"{path}: a Python file: torchtitan's config_registry (since February 2026) is code, "
+            f"which meshwright does not run; give an older TOML file, or copy its values into a copy of "
             f"configs/llama3-8b.toml",
         )
     return SUFFIXES.get(path.suffix, "megatron")
@@ -71,20 +71,20 @@ def convert_file(
     framework = framework or detect_framework(path)
     items = _read(path, framework)
     if not items:
-        raise ConfigError("MW-INTEROP-002", f"{path}: nothing in it that is a key of {NAMES[framework]}")
+        raise ConfigError("MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}")
     given = given_keys(overrides)
     own_model = ("model", "builder") in given
     draft = Draft(items, NAMES[framework], own_model=own_model)
     TRANSLATE[framework](draft, ranks)
-    draft.tree.setdefault("run.name", Draft.named(path.stem))
+    draft.tree.setdefault("run.name", Draft.run_name(path.stem))
     place = f"{path}, read as {NAMES[framework]}'s"
     if own_model:
         draft.tree = {key: value for key, value in draft.tree.items() if not key.startswith("model.")}
     config = load_saved(draft.nested(), overrides, place)
     _check(config, place)
-    said = {".".join(key) for key in given}
-    decided = [line for line in draft.decided if line.partition(" = ")[0] not in said]
-    return ImportedConfig(config, framework, len(items), decided, draft.assumed, draft.left)
+    overridden = {".".join(key) for key in given}
+    decided = [line for line in draft.decided if line.partition(" = ")[0] not in overridden]
+    return ImportedConfig(config, framework, len(items), decided, draft.assumed, draft.dropped)
 
 
 def _read(path: Path, framework: str) -> dict[str, SourceKey]:
@@ -93,9 +93,7 @@ def _read(path: Path, framework: str) -> dict[str, SourceKey]:
         items = read_toml(path, text)
         sections = {split(key)[0] for key in items}
         if sections <= SECTIONS.keys() and {"run", "batch", "train"} & sections:
-            raise ConfigError(
-                "MW-INTEROP-003", f"{path}: this is a configuration of meshwright already: nothing to import"
-            )
+            raise ConfigError("MW-INTEROP-003", f"{path}: is already a configuration of meshwright: nothing to import")
         return {MOVED.get(key, key): item for key, item in items.items()}
     if framework == "nanotron":
         items = read_yaml(path, text)

@@ -34,7 +34,7 @@ def translate(draft: Draft, ranks: int | None) -> None:
     optimizer(draft, learning_rate(draft, samples))
     _data(draft)
     _services(draft)
-    draft.leave_rest(REST)
+    draft.drop_rest(REST)
 
 
 def _ranks(draft: Draft) -> int | None:
@@ -48,9 +48,9 @@ def _ranks(draft: Draft) -> int | None:
 
 def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
     tp, pp = draft.count("tensor-model-parallel-size", 1), draft.count("pipeline-model-parallel-size", 1)
-    context = draft.maybe_count("context-parallel-size") or 1
+    context = draft.optional_count("context-parallel-size") or 1
     if context > 1:
-        draft.leave("context-parallel-size", DropReason.NONE, "there is no context parallelism")
+        draft.drop("context-parallel-size", DropReason.NONE, "no context parallelism")
     draft.put("parallel.tp", tp)
     draft.put("parallel.pp", pp)
     dp: int | None = None
@@ -58,8 +58,8 @@ def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
         dp, rest = divmod(size, tp * pp * context)
         if rest or not dp:
             draft.decide(
-                f'parallel.dp = "auto": the script starts {size} ranks, which hold no whole number of replicas of '
-                f"{tp * pp * context}; --ranks N says how many there are"
+                f'parallel.dp = "auto": the script starts {size} ranks, not a multiple of '
+                f"{tp * pp * context}, the size of a replica; --ranks N fixes it"
             )
             dp = None
         else:
@@ -67,18 +67,18 @@ def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
                 "parallel.dp", dp, f"{size} ranks / (tp {tp} x pp {pp}{f' x cp {context}' if context > 1 else ''})"
             )
     else:
-        draft.put("parallel.dp", "auto", "what the ranks allow; --ranks N says it")
-    if draft.truth("sequence-parallel"):
+        draft.put("parallel.dp", "auto", "fills the ranks; --ranks N fixes it")
+    if draft.boolean("sequence-parallel"):
         if tp > 1:
             draft.put("parallel.sequence", True)
         else:
-            draft.leave("sequence-parallel", DropReason.NEEDLESS, "tp is 1")
+            draft.drop("sequence-parallel", DropReason.NEEDLESS, "tp is 1")
     _zero(draft, dp)
     _stages(draft, pp, num_layers)
 
 
 def _zero(draft: Draft, dp: int | None) -> None:
-    fsdp = next((name for name in FSDP if draft.truth(name)), None)
+    fsdp = next((name for name in FSDP if draft.boolean(name)), None)
     strategy = draft.text("data-parallel-sharding-strategy")
     if fsdp is not None:
         fallback = "optim_grads_params" if fsdp == "use-torch-fsdp2" else "no_shard"
@@ -87,36 +87,38 @@ def _zero(draft: Draft, dp: int | None) -> None:
             raise ConfigError(
                 "MW-INTEROP-004", f"{draft.place('data-parallel-sharding-strategy')}: one of {', '.join(SHARDING)}"
             )
-        draft.truth("use-distributed-optimizer")
+        draft.boolean("use-distributed-optimizer")
         draft.put("parallel.zero", zero, f"--{fsdp}, {strategy or fallback}")
-    elif draft.truth("use-distributed-optimizer"):
+    elif draft.boolean("use-distributed-optimizer"):
         draft.put("parallel.zero", 1, "--use-distributed-optimizer")
     else:
-        draft.put("parallel.zero", 0, "no --use-distributed-optimizer: each replica has all of the optimizer")
-    instances = draft.maybe_count("num-distributed-optimizer-instances") or 1
+        draft.put("parallel.zero", 0, "no --use-distributed-optimizer: each replica keeps the whole optimizer state")
+    instances = draft.optional_count("num-distributed-optimizer-instances") or 1
     if instances > 1 and dp is not None and dp % instances == 0:
         draft.put("parallel.shard_factor", dp // instances)
     elif instances > 1:
-        draft.leave(
-            "num-distributed-optimizer-instances", DropReason.BY_HAND, "parallel.shard_factor, dp divided by so many"
+        draft.drop(
+            "num-distributed-optimizer-instances",
+            DropReason.BY_HAND,
+            "parallel.shard_factor, dp divided by this number",
         )
-    if draft.truth("optimizer-cpu-offload"):
+    if draft.boolean("optimizer-cpu-offload"):
         draft.put("parallel.offload", True)
-    bucket = draft.maybe_count("ddp-bucket-size")
+    bucket = draft.optional_count("ddp-bucket-size")
     if bucket is not None:
-        draft.put("parallel.bucket_bytes", 4 * bucket, "so many float32")
+        draft.put("parallel.bucket_bytes", 4 * bucket, f"{bucket:,} float32 elements")
 
 
 def _stages(draft: Draft, pp: int, num_layers: int | None) -> None:
-    per_stage = draft.maybe_count("num-layers-per-virtual-pipeline-stage")
-    virtual = draft.maybe_count("num-virtual-stages-per-pipeline-rank")
+    per_stage = draft.optional_count("num-layers-per-virtual-pipeline-stage")
+    virtual = draft.optional_count("num-virtual-stages-per-pipeline-rank")
     if per_stage is not None and num_layers is not None:
         virtual, rest = divmod(num_layers, pp * per_stage)
         if rest or not virtual:
             raise ConfigError(
                 "MW-INTEROP-005",
                 f"{draft.place('num-layers-per-virtual-pipeline-stage')}: {num_layers} layers over {pp} pipeline ranks "
-                f"are no whole number of such stages",
+                f"do not divide into such stages",
             )
     if pp > 1 and virtual is not None and virtual > 1:
         draft.put("pipeline.schedule", "interleaved_1f1b")
@@ -128,37 +130,39 @@ def _stages(draft: Draft, pp: int, num_layers: int | None) -> None:
     others, rest = divmod((num_layers or 0) - (first or 0) - (last or 0), max(1, between))
     if virtual not in (None, 1) or num_layers is None or rest or others < 1:
         for end in ("first", "last"):
-            draft.leave(
+            draft.drop(
                 f"decoder-{end}-pipeline-num-layers", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"
             )
         return
     layers = [others if first is None else first, *[others] * (pp - 2), others if last is None else last]
     layers[0] += 1
     layers[-1] += 2
-    draft.put("pipeline.balance", layers, "with the embedding in the first stage, norm and head in the last")
+    draft.put("pipeline.balance", layers, "the embedding counts in the first stage, norm and head in the last")
 
 
 def _recompute(draft: Draft, num_layers: int | None) -> None:
-    how = draft.text("recompute-granularity")
-    if draft.truth("recompute-activations") or draft.truth("checkpoint-activations"):
-        how = how or ("full" if draft.given("checkpoint-activations") else "selective")
+    granularity = draft.text("recompute-granularity")
+    if draft.boolean("recompute-activations") or draft.boolean("checkpoint-activations"):
+        granularity = granularity or ("full" if draft.has("checkpoint-activations") else "selective")
     method, number = draft.text("recompute-method"), draft.integer("recompute-num-layers")
-    if how is None:
+    if granularity is None:
         return
-    if how == "selective":
+    if granularity == "selective":
         draft.put("pipeline.recompute", "selective")
         modules = draft.value("recompute-modules")
         if modules is not None and modules not in ("core_attn", ["core_attn"]):
-            draft.leave("recompute-modules", DropReason.NONE, "attention's inner part alone")
+            draft.drop("recompute-modules", DropReason.NONE, "only core attention is recomputed")
         return
     draft.put("pipeline.recompute", "full")
     if method == "uniform" and number not in (None, 1):
-        draft.leave("recompute-num-layers", DropReason.DIFFERS, "each layer keeps its own input, not one of so many")
+        draft.drop(
+            "recompute-num-layers", DropReason.DIFFERS, "the input of every layer is kept, not of one in this number"
+        )
     elif method == "block" and number is not None:
         pieces = draft.tree["parallel.pp"] * draft.tree.get("pipeline.interleave", 1)
         if num_layers is None or num_layers % pieces or "pipeline.balance" in draft.tree:
-            draft.leave(
-                "recompute-num-layers", DropReason.BY_HAND, "pipeline.recompute_layers, patterns such as block1?"
+            draft.drop(
+                "recompute-num-layers", DropReason.BY_HAND, "pipeline.recompute_layers, name patterns such as block1?"
             )
             return
         each = num_layers // pieces
@@ -169,12 +173,12 @@ def _recompute(draft: Draft, num_layers: int | None) -> None:
 
 def _batch(draft: Draft) -> int | None:
     """Translate the batch, and return the samples per step; None if the data-parallel size is unknown."""
-    micro = draft.maybe_count("micro-batch-size") or draft.maybe_count("batch-size")
+    micro = draft.optional_count("micro-batch-size") or draft.optional_count("batch-size")
     if micro is None:
         micro = 1
-        draft.put("batch.micro_batch_size", 1, "to be said by hand: the file has no --micro-batch-size")
+        draft.put("batch.micro_batch_size", 1, "set by hand: the file has no --micro-batch-size")
     draft.put("batch.micro_batch_size", micro)
-    total = draft.maybe_count("global-batch-size")
+    total = draft.optional_count("global-batch-size")
     if total is not None:
         draft.put("batch.global_batch", total)
         return total
@@ -184,38 +188,39 @@ def _batch(draft: Draft) -> int | None:
 
 
 def _data(draft: Draft) -> None:
-    length = draft.maybe_count("seq-length") or draft.maybe_count("encoder-seq-length")
+    length = draft.optional_count("seq-length") or draft.optional_count("encoder-seq-length")
     if length is None:
         raise ConfigError(
             "MW-INTEROP-007",
-            "--seq-length is nowhere in the file: it is no list of Megatron-LM's flags, or not all of it",
+            "the file has no --seq-length: it does not hold Megatron-LM's flags, or not all of them",
         )
     draft.put("data.sequence_length", length)
-    name = "data-path" if draft.given("data-path") else "train-data-path"
+    name = "data-path" if draft.has("data-path") else "train-data-path"
     train, valid = _corpora(draft.value(name)), _corpora(draft.value("valid-data-path"))
     draft.put("data.train", train or "runs/data/corpus/train")
     if not train:
-        draft.leave(name, DropReason.BY_HAND, PREPARED)
+        draft.drop(name, DropReason.BY_HAND, PREPARED)
     if isinstance(valid, str):
         draft.put("data.validation", valid)
         draft.put("train.validate_every", draft.integer("eval-interval", 1000) or 0)
         draft.put("train.validate_steps", draft.count("eval-iters", 100))
     else:
-        draft.leave("valid-data-path", DropReason.BY_HAND, "data.validation, the path of one .bin/.idx pair")
+        draft.drop("valid-data-path", DropReason.BY_HAND, "data.validation, the path of one .bin/.idx pair")
     _documents(draft)
 
 
 def _documents(draft: Draft) -> None:
     """Translate the flags on document boundaries: positions, attention and labels across them."""
     resets = ("reset-position-ids", "reset-attention-mask")
-    apart, masked = [draft.truth(name) for name in resets], draft.truth("eod-mask-loss")
+    apart, masked = [draft.boolean(name) for name in resets], draft.boolean("eod-mask-loss")
     if all(apart) and not draft.own_model:
-        why = "positions and attention begin anew with each" + ("" if masked else "; nor is its first token a label")
-        draft.put("data.document_boundaries", True, why)
+        reason = "positions and attention restart at each document"
+        reason += "" if masked else "; its first token is no label either"
+        draft.put("data.document_boundaries", True, reason)
         return
     for name in resets:
-        draft.leave(
-            name, DropReason.BY_HAND, "data.document_boundaries keeps attention, positions and labels apart, together"
+        draft.drop(
+            name, DropReason.BY_HAND, "data.document_boundaries separates attention, positions and labels, all three"
         )
     if masked:
         draft.put("data.eod_mask_loss", True)
@@ -249,14 +254,14 @@ def _is_path(value: object) -> bool:
 
 def _services(draft: Draft) -> None:
     if str(draft.items["seed"].value if "seed" in draft.items else "").startswith("$"):
-        draft.leave("seed", DropReason.BY_HAND, "run.seed")
+        draft.drop("seed", DropReason.BY_HAND, "run.seed")
     else:
         draft.put("run.seed", draft.integer("seed", 1234))
     draft.put("tracking.log_every", draft.count("log-interval", 100))
-    every = draft.maybe_count("save-interval") or draft.maybe_count("persistent-save-interval")
+    every = draft.optional_count("save-interval") or draft.optional_count("persistent-save-interval")
     if every is not None:
         draft.put("checkpoint.every", every)
-        draft.put("checkpoint.asynchronous", draft.truth("async-save"))
+        draft.put("checkpoint.asynchronous", draft.boolean("async-save"))
     minutes = draft.number("distributed-timeout-minutes")
     if minutes is not None:
         draft.put("launch.timeout_s", 60 * minutes)
@@ -265,7 +270,7 @@ def _services(draft: Draft) -> None:
         draft.put("tracking.project", project)
         draft.put("tracking.wandb", "auto")
     if name and _is_path(name):
-        draft.put("run.name", draft.named(name))
+        draft.put("run.name", draft.run_name(name))
     drift = draft.integer("check-weight-hash-across-dp-replicas-interval")
     if drift is not None:
         draft.put("watch.drift_every", drift)

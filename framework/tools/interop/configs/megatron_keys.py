@@ -1,4 +1,4 @@
-"""Tables of the Megatron-LM flags that no code reads: why they are not carried over."""
+"""Tables of the Megatron-LM flags without a translation, with the reason to drop them."""
 
 from __future__ import annotations
 
@@ -26,49 +26,61 @@ REST = (
     DropRule(
         "skipped.*",
         DropReason.BY_HAND,
-        "it stands in a branch, loop or function of the script that is not followed here",
+        "inside a branch, loop or function of the script that is not evaluated",
     ),
-    DropRule("fp8*", DropReason.NONE, "there is no float8"),
-    DropRule("fp4*", DropReason.NONE, "there is no float4"),
-    DropRule("fp16*", DropReason.NONE, "there is no float16, which needs loss scaling"),
+    DropRule("fp8*", DropReason.NONE, "no float8"),
+    DropRule("fp4*", DropReason.NONE, "no float4"),
+    DropRule("fp16*", DropReason.NONE, "float16, which needs loss scaling, is not supported"),
     DropRule("*loss-scale*", DropReason.NONE, "bfloat16 needs no loss scaling"),
     DropRule("hysteresis", DropReason.NONE, "bfloat16 needs no loss scaling"),
     DropRule("grad-reduce-in-bf16", DropReason.DIFFERS, "gradients are summed in float32"),
     DropRule("fp32-residual-connection", DropReason.NONE),
-    DropRule("context-parallel-size", DropReason.NONE, "there is no context parallelism"),
-    DropRule("cp-comm-type", DropReason.NONE, "there is no context parallelism"),
-    DropRule("expert-*", DropReason.NONE, "there is no expert parallelism"),
-    DropRule("moe-*", DropReason.NONE, "there is no mixture of experts"),
+    DropRule("context-parallel-size", DropReason.NONE, "no context parallelism"),
+    DropRule("cp-comm-type", DropReason.NONE, "no context parallelism"),
+    DropRule("expert-*", DropReason.NONE, "no expert parallelism"),
+    DropRule("moe-*", DropReason.NONE, "no mixture of experts"),
     DropRule(
         "*rampup-batch-size",
         DropReason.NONE,
-        "the batch has one size; a second run with a larger one goes on from the first",
+        "the batch size is fixed; start a second run with a larger one from the first run's checkpoint",
     ),
     DropRule(
-        "step-batch-size-schedule", DropReason.NONE, "the batch has one size; a second run with a larger one goes on"
+        "step-batch-size-schedule", DropReason.NONE, "the batch size is fixed; start a second run with a larger one"
     ),
-    DropRule("decoupled-*", DropReason.NONE, "all weights have one learning rate"),
-    DropRule("start-weight-decay", DropReason.NONE, "the decay stays what it is"),
-    DropRule("end-weight-decay", DropReason.NONE, "the decay stays what it is"),
-    DropRule("weight-decay-incr-style", DropReason.NONE, "the decay stays what it is"),
-    DropRule("lr-warmup-init", DropReason.DIFFERS, "the first step has 1/warmup_steps of the highest rate"),
-    DropRule("init-method-std", DropReason.DIFFERS, "weights begin with 0.02, less at the ends of branches"),
-    DropRule("init-method-xavier-uniform", DropReason.DIFFERS, "weights begin with 0.02, less at the ends of branches"),
-    DropRule("split", DropReason.BY_HAND, "a pair of its own for data.validation"),
+    DropRule("decoupled-*", DropReason.NONE, "one learning rate for all weights"),
+    DropRule("start-weight-decay", DropReason.NONE, "the weight decay is constant"),
+    DropRule("end-weight-decay", DropReason.NONE, "the weight decay is constant"),
+    DropRule("weight-decay-incr-style", DropReason.NONE, "the weight decay is constant"),
+    DropRule("lr-warmup-init", DropReason.DIFFERS, "warm-up starts at 1/warmup_steps of the peak rate"),
+    DropRule(
+        "init-method-std",
+        DropReason.DIFFERS,
+        "weights are initialised with std 0.02, less in each residual branch's last layer",
+    ),
+    DropRule(
+        "init-method-xavier-uniform",
+        DropReason.DIFFERS,
+        "weights are initialised with std 0.02, less in each residual branch's last layer",
+    ),
+    DropRule("split", DropReason.BY_HAND, "data.validation, the path of a separate .bin/.idx pair"),
     DropRule("*data-path", DropReason.BY_HAND, PREPARED),
     DropRule("*data-args-path", DropReason.BY_HAND, PREPARED),
     DropRule("mock-data", DropReason.BY_HAND, f"{PREPARED}; `meshwright data stdlib` makes one"),
-    DropRule("tokenizer-*", DropReason.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"),
-    DropRule("vocab-file", DropReason.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"),
-    DropRule("merge-file", DropReason.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"),
-    DropRule("tiktoken-*", DropReason.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"),
+    DropRule("tokenizer-*", DropReason.BY_HAND, "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"),
+    DropRule("vocab-file", DropReason.BY_HAND, "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"),
+    DropRule("merge-file", DropReason.BY_HAND, "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"),
+    DropRule("tiktoken-*", DropReason.BY_HAND, "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"),
     DropRule("vocab-extra-ids", DropReason.BY_HAND, "model.options.vocab_size"),
     DropRule("save", DropReason.NEEDLESS, "a run lives in run.directory/run.name; Megatron's checkpoints are not read"),
-    DropRule("load", DropReason.NEEDLESS, "the same command goes on; Megatron's checkpoints are not read"),
-    DropRule("pretrained-checkpoint", DropReason.BY_HAND, "weights of elsewhere are converted first"),
-    DropRule("finetune", DropReason.BY_HAND, "weights of elsewhere are converted first"),
-    DropRule("tensorboard-*", DropReason.NONE, "metrics.jsonl has every step; tracking.wandb sends it on"),
-    DropRule("*-to-tensorboard", DropReason.NONE, "metrics.jsonl has every step; tracking.wandb sends it on"),
+    DropRule("load", DropReason.NEEDLESS, "the same command resumes; Megatron's checkpoints are not read"),
+    DropRule("pretrained-checkpoint", DropReason.BY_HAND, "convert the weights first, with `meshwright convert`"),
+    DropRule("finetune", DropReason.BY_HAND, "convert the weights first, with `meshwright convert`"),
+    DropRule(
+        "tensorboard-*", DropReason.NONE, "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
+    ),
+    DropRule(
+        "*-to-tensorboard", DropReason.NONE, "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
+    ),
     DropRule("wandb-save-dir", DropReason.NEEDLESS, "RUN/wandb"),
     DropRule(
         "profile*",
@@ -77,23 +89,27 @@ REST = (
     ),
     DropRule("use-pytorch-profiler", DropReason.NONE, "tracking.trace_step measures one step of each start"),
     DropRule(
-        "exit-*", DropReason.NONE, "USR2 or TERM ends a run after its step, saved; `meshwright slurm` sends it in time"
+        "exit-*",
+        DropReason.NONE,
+        "SIGUSR2 or SIGTERM saves after the current step and ends; `meshwright slurm` sends it in time",
     ),
     DropRule("recompute-*", DropReason.NONE),
     DropRule("optimizer-offload-fraction", DropReason.DIFFERS, "parallel.offload moves all of it"),
-    DropRule("microbatch-group-size-per-virtual-pipeline-stage", DropReason.NONE, "groups of pp, as the paper has it"),
+    DropRule(
+        "microbatch-group-size-per-virtual-pipeline-stage", DropReason.NONE, "always pp micro-batches, as in the paper"
+    ),
     DropRule("pipeline-model-parallel-layout", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"),
     DropRule("pipeline-model-parallel-split-rank", DropReason.NONE),
-    DropRule("use-tp-pp-dp-mapping", DropReason.NONE, "tp is innermost and pp outermost always, as with this flag"),
+    DropRule("use-tp-pp-dp-mapping", DropReason.NONE, "tp is always innermost and pp outermost, as with this flag"),
     DropRule("deterministic-mode", DropReason.NEEDLESS),
-    DropRule("eval-*", DropReason.NEEDLESS, "there is no validation text"),
-    DropRule("calculate-per-token-loss", DropReason.NEEDLESS, "the loss is of tokens always"),
+    DropRule("eval-*", DropReason.NEEDLESS, "no validation text"),
+    DropRule("calculate-per-token-loss", DropReason.NEEDLESS, "the loss is always a mean over tokens"),
     DropRule(
         "apply-layernorm-1p",
         DropReason.NEEDLESS,
-        "the same function, kept as 1 + weight: it matters to Megatron's files only",
+        "the same function, stored as 1 + weight: it only matters for Megatron's checkpoints",
     ),
-    DropRule("hierarchical-context-parallel-sizes", DropReason.NONE, "there is no context parallelism"),
+    DropRule("hierarchical-context-parallel-sizes", DropReason.NONE, "no context parallelism"),
     *(DropRule(pattern, DropReason.NEEDLESS) for pattern in NEEDLESS.split()),
 )
-"""Rows for all flags that no code reads; the first match applies."""
+"""Rows for all flags without a translation; the first match applies."""

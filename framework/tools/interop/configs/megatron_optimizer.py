@@ -20,7 +20,7 @@ def learning_rate(draft: Draft, samples: int | None) -> float:
             if samples is None:
                 raise ConfigError(
                     "MW-INTEROP-006",
-                    f"{draft.place(f'{name}-samples')}: steps follow from --global-batch-size, which is not given",
+                    f"{draft.place(f'{name}-samples')}: converting samples to steps needs --global-batch-size",
                 )
             found = by_samples / samples
         return found
@@ -28,7 +28,7 @@ def learning_rate(draft: Draft, samples: int | None) -> float:
     steps = int(in_steps("train") or 0)
     if not steps:
         steps = 100
-        draft.put("train.steps", steps, "to be said by hand: the file has neither --train-iters nor --train-samples")
+        draft.put("train.steps", steps, "set by hand: the file has neither --train-iters nor --train-samples")
     draft.put("train.steps", steps)
     end = in_steps("lr-decay")
     fraction, warmup = draft.number("lr-warmup-fraction"), in_steps("lr-warmup")
@@ -39,7 +39,7 @@ def learning_rate(draft: Draft, samples: int | None) -> float:
     rate = draft.number("lr")
     if rate is None:
         rate = 3e-4
-        draft.put("optimizer.learning_rate", rate, "to be said by hand: the file has no --lr")
+        draft.put("optimizer.learning_rate", rate, "set by hand: the file has no --lr")
     style = draft.text("lr-decay-style", "linear") or ""
     low = draft.number("min-lr", 0.0)
     wsd = in_steps("lr-wsd-decay")
@@ -52,17 +52,17 @@ def learning_rate(draft: Draft, samples: int | None) -> float:
         draft.put("optimizer.decay_steps", max(1, round(wsd or 1)))
         shape = draft.text("lr-wsd-decay-style", "exponential")
         if shape != "linear":
-            draft.leave("lr-wsd-decay-style", DropReason.DIFFERS, "the end of wsd is a line here")
-            draft.decide(f"the end of wsd is a line; Megatron-LM's is {shape}")
+            draft.drop("lr-wsd-decay-style", DropReason.DIFFERS, "the decay of wsd is linear here")
+            draft.decide(f"the decay of wsd is linear; Megatron-LM's is {shape}")
     elif style in ("cosine", "linear"):
         draft.put("optimizer.schedule", style)
     else:
-        draft.put("optimizer.schedule", "cosine", "the nearest that there is")
-        draft.leave("lr-decay-style", DropReason.NONE, 'optimizer.schedule = "cosine" instead')
+        draft.put("optimizer.schedule", "cosine", "the nearest supported one")
+        draft.drop("lr-decay-style", DropReason.NONE, 'optimizer.schedule = "cosine" instead')
     if end is not None and round(end) != steps:
-        name = "lr-decay-iters" if draft.given("lr-decay-iters") else "lr-decay-samples"
-        said = f"the learning rate reaches its lowest in the last step, {steps}, not in step {round(end)}"
-        draft.leave(name, DropReason.DIFFERS, said)
+        name = "lr-decay-iters" if draft.has("lr-decay-iters") else "lr-decay-samples"
+        note = f"the learning rate reaches its minimum in the last step, {steps}, not in step {round(end)}"
+        draft.drop(name, DropReason.DIFFERS, note)
     return rate
 
 
@@ -75,12 +75,14 @@ def optimizer(draft: Draft, rate: float) -> None:
         draft.put("optimizer.momentum", draft.number("sgd-momentum", 0.9))
     else:
         if name != "adam":
-            draft.leave("optimizer", DropReason.NONE, 'optimizer.name = "adamw" instead')
+            draft.drop("optimizer", DropReason.NONE, 'optimizer.name = "adamw" instead')
         draft.put("optimizer.betas", [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)])
         draft.put("optimizer.eps", draft.number("adam-eps", 1e-8))
     draft.put("optimizer.weight_decay", draft.number("weight-decay", 0.01))
     draft.put("optimizer.clip_norm", draft.number("clip-grad", 1.0))
-    low = draft.truth("bf16") or draft.truth("fp16")
-    if draft.given("fp16"):
-        draft.leave("fp16", DropReason.NONE, 'there is no float16, which needs loss scaling: train.dtype = "bfloat16"')
+    low = draft.boolean("bf16") or draft.boolean("fp16")
+    if draft.has("fp16"):
+        draft.drop(
+            "fp16", DropReason.NONE, 'float16, which needs loss scaling, is not supported: train.dtype = "bfloat16"'
+        )
     draft.put("train.dtype", "bfloat16" if low else "float32")

@@ -9,6 +9,7 @@ from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.translation import Draft, DropReason, DropRule, is_off
 
 CONFIG = "model.model_config"
+PREPARED = "data.train, the path of a corpus prepared by `meshwright data`"
 FACTORY = "optimizer.optimizer_factory"
 RATE = "optimizer.learning_rate_scheduler"
 SCHEDULES = {"1f1b": "1f1b", "afab": "gpipe"}
@@ -20,36 +21,39 @@ NOT_LLAMA = {
     "rope_seq_len_interpolation_factor": "interpolated positions",
 }
 """Keys of features that meshwright.models.llama lacks -> the feature; they are accepted if they are off."""
-
 REST = (
     DropRule(
-        "checkpoints.resume_checkpoint_path", DropReason.BY_HAND, "the same command goes on; nanotron's are not read"
+        "checkpoints.resume_checkpoint_path",
+        DropReason.BY_HAND,
+        "the same command resumes; nanotron's checkpoints are not read",
     ),
     DropRule("checkpoints.save_initial_state", DropReason.NONE),
     DropRule("checkpoints.load_*", DropReason.NEEDLESS),
     DropRule("checkpoints.*", DropReason.NEEDLESS),
-    DropRule("data_stages", DropReason.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
-    DropRule("data.*", DropReason.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"),
+    DropRule("data_stages", DropReason.BY_HAND, PREPARED),
+    DropRule("data.*", DropReason.BY_HAND, PREPARED),
     DropRule("general.*", DropReason.NEEDLESS),
     DropRule("lighteval*", DropReason.NONE),
-    DropRule("s3_upload*", DropReason.NONE, "checkpoints stay where they are written"),
+    DropRule("s3_upload*", DropReason.NONE, "checkpoints stay in the run directory"),
     DropRule("logging.*", DropReason.NEEDLESS),
     DropRule("metrics_logging*", DropReason.NEEDLESS),
-    DropRule("model.init_method.path", DropReason.BY_HAND, "weights of elsewhere are converted first"),
-    DropRule("model.init_method.use_mup", DropReason.NONE, "there is no muP"),
+    DropRule("model.init_method.path", DropReason.BY_HAND, "convert the weights first, with `meshwright convert`"),
+    DropRule("model.init_method.use_mup", DropReason.NONE, "no muP"),
     DropRule(
         "model.init_method.*",
         DropReason.DIFFERS,
-        "weights begin as meshwright.models.llama has it: 0.02, less at the ends of branches",
+        "meshwright.models.llama initialises with std 0.02, less in each residual branch's last layer",
     ),
-    DropRule("model.make_vocab_size_divisible_by", DropReason.NEEDLESS, "tp pads the vocabulary itself"),
+    DropRule(
+        "model.make_vocab_size_divisible_by", DropReason.NEEDLESS, "the vocabulary is padded for tp automatically"
+    ),
     DropRule(f"{CONFIG}.initializer_range", DropReason.NEEDLESS),
-    DropRule(f"{CONFIG}.*_token_id", DropReason.NEEDLESS, "the corpus knows its end of document"),
-    DropRule(f"{CONFIG}.z_loss*", DropReason.NONE, "there is no z-loss"),
+    DropRule(f"{CONFIG}.*_token_id", DropReason.NEEDLESS, "the corpus stores its end-of-document token"),
+    DropRule(f"{CONFIG}.z_loss*", DropReason.NONE, "no z-loss"),
     DropRule(
         f"{CONFIG}.rope_interleaved",
         DropReason.DIFFERS,
-        "halves are rotated, not neighbours: the same but for weights of elsewhere",
+        "halves are rotated, not neighbours: it only matters for imported weights",
     ),
     *(
         DropRule(f"{CONFIG}.{name}", DropReason.NEEDLESS)
@@ -62,16 +66,16 @@ REST = (
             "log_attn_probs",
         )
     ),
-    DropRule(f"{CONFIG}.flex_attention_mask", DropReason.BY_HAND, "data.document_boundaries keeps documents apart"),
-    DropRule("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are added up in float32"),
+    DropRule(f"{CONFIG}.flex_attention_mask", DropReason.BY_HAND, "data.document_boundaries separates documents"),
+    DropRule("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are accumulated in float32"),
     DropRule(
         "optimizer.weight_decay_exclude_named_params",
         DropReason.DIFFERS,
-        "biases and norms are never decayed, all else is",
+        "biases and norms are never decayed, everything else is",
     ),
     DropRule(f"{FACTORY}.*", DropReason.NEEDLESS),
-    DropRule("parallelism.expert_parallel_size", DropReason.NONE, "there is no expert parallelism"),
-    DropRule("parallelism.context_parallel_size", DropReason.NONE, "there is no context parallelism"),
+    DropRule("parallelism.expert_parallel_size", DropReason.NONE, "no expert parallelism"),
+    DropRule("parallelism.context_parallel_size", DropReason.NONE, "no context parallelism"),
     DropRule("parallelism.*", DropReason.NEEDLESS),
     DropRule(
         "profiler*",
@@ -111,7 +115,7 @@ def translate(draft: Draft, ranks: int | None) -> None:
     _layout(draft, ranks)
     _optimizer(draft)
     _train(draft)
-    draft.leave_rest(REST)
+    draft.drop_rest(REST)
 
 
 def _model(draft: Draft) -> None:
@@ -120,17 +124,17 @@ def _model(draft: Draft) -> None:
             (key for key in draft.items if key == f"{CONFIG}.{name}" or key.startswith(f"{CONFIG}.{name}.")), None
         )
         if key is not None and not is_off(draft.value(key)):
-            raise draft.no_such_model(key, what)
+            raise draft.unsupported_model(key, what)
     act = draft.text(f"{CONFIG}.hidden_act", "silu")
     if act != "silu":
-        raise draft.no_such_model(f"{CONFIG}.hidden_act", f"the activation {act}")
+        raise draft.unsupported_model(f"{CONFIG}.hidden_act", f"the activation {act}")
     kinds = [
-        key for key in draft.items if key.startswith(f"{CONFIG}.is_") and key.endswith("_config") and draft.truth(key)
+        key for key in draft.items if key.startswith(f"{CONFIG}.is_") and key.endswith("_config") and draft.boolean(key)
     ]
     other = next((key for key in kinds if key.rpartition(".")[2] not in ("is_llama_config", "is_qwen2_config")), None)
     if other is not None or not kinds:
-        raise draft.no_such_model(
-            other or "model.model_config", "such a configuration, only is_llama_config and is_qwen2_config,"
+        raise draft.unsupported_model(
+            other or "model.model_config", "this configuration class, only is_llama_config and is_qwen2_config,"
         )
     heads = draft.count(f"{CONFIG}.num_attention_heads", 32)
     draft.put("model.builder", "meshwright.models.llama:build")
@@ -143,15 +147,15 @@ def _model(draft: Draft) -> None:
     draft.put("model.options.max_sequence_length", draft.count(f"{CONFIG}.max_position_embeddings", 2048))
     draft.put("model.options.rope_theta", draft.number(f"{CONFIG}.rope_theta", 10000.0))
     draft.put("model.options.norm_eps", draft.number(f"{CONFIG}.rms_norm_eps", 1e-6))
-    draft.put("model.options.tied", draft.truth(f"{CONFIG}.tie_word_embeddings"))
-    if not draft.truth(f"{CONFIG}.z_loss_enabled"):
+    draft.put("model.options.tied", draft.boolean(f"{CONFIG}.tie_word_embeddings"))
+    if not draft.boolean(f"{CONFIG}.z_loss_enabled"):
         draft.skip(f"{CONFIG}.z_loss*")
     else:
-        draft.leave(f"{CONFIG}.z_loss_enabled", DropReason.NONE, "there is no z-loss")
+        draft.drop(f"{CONFIG}.z_loss_enabled", DropReason.NONE, "no z-loss")
     mask = draft.items.get(f"{CONFIG}.flex_attention_mask")
-    if draft.truth(f"{CONFIG}._use_doc_masking") or (mask is not None and "document" in str(mask.value)):
+    if draft.boolean(f"{CONFIG}._use_doc_masking") or (mask is not None and "document" in str(mask.value)):
         draft.skip(f"{CONFIG}.flex_attention_mask")
-        draft.put("data.document_boundaries", True, "attention keeps documents apart; here labels do, too")
+        draft.put("data.document_boundaries", True, "separates documents in attention, and here in the labels too")
     _positions(draft)
 
 
@@ -168,21 +172,21 @@ def _positions(draft: Draft) -> None:
     kind = draft.text(f"{scaling}.rope_type") or draft.text(f"{scaling}.type")
     if kind != "llama3":
         name = next(key for key in draft.items if key.startswith(f"{scaling}."))
-        raise draft.no_such_model(name, f"positions stretched as {kind}, only as llama3")
-    for theirs, ours in names.items():
-        found = draft.number(f"{scaling}.{theirs}")
+        raise draft.unsupported_model(name, f"rotary scaling {kind}, only llama3")
+    for name, option in names.items():
+        found = draft.number(f"{scaling}.{name}")
         if found is not None:
-            draft.put(f"model.options.{ours}", int(found) if ours == "rope_original_length" else found)
+            draft.put(f"model.options.{option}", int(found) if option == "rope_original_length" else found)
 
 
 def _layout(draft: Draft, ranks: int | None) -> None:
     degrees = {axis: draft.count(f"parallelism.{axis}", 1) for axis in ("dp", "pp", "tp")}
     for axis, degree in degrees.items():
         draft.put(f"parallel.{axis}", degree)
-    made_up = degrees["dp"] * degrees["pp"] * degrees["tp"]
-    if ranks is not None and ranks != made_up:
+    size = degrees["dp"] * degrees["pp"] * degrees["tp"]
+    if ranks is not None and ranks != size:
         raise ConfigError(
-            "MW-INTEROP-010", f"--ranks {ranks}, but the file's dp x pp x tp is {made_up}: leave --ranks out"
+            "MW-INTEROP-010", f"--ranks {ranks}, but the file's dp x pp x tp is {size}: leave --ranks out"
         )
     mode = (draft.text("parallelism.tp_mode", "ALL_REDUCE") or "").upper()
     if degrees["tp"] > 1 and mode == "REDUCE_SCATTER":
@@ -192,8 +196,8 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     if degrees["pp"] > 1:
         draft.put("pipeline.schedule", SCHEDULES.get(engine, "1f1b"))
         if engine not in SCHEDULES:
-            draft.leave("parallelism.pp_engine", DropReason.NONE, 'pipeline.schedule = "1f1b" instead')
-    if draft.truth("parallelism.recompute_layer"):
+            draft.drop("parallelism.pp_engine", DropReason.NONE, 'pipeline.schedule = "1f1b" instead')
+    if draft.boolean("parallelism.recompute_layer"):
         draft.put("pipeline.recompute", "full")
     bucket = draft.number("model.ddp_bucket_cap_mb")
     if bucket is not None:
@@ -208,7 +212,7 @@ def _optimizer(draft: Draft) -> None:
     if name.lower() == "sgd":
         draft.put("optimizer.momentum", 0.0, "nanotron's SGD has none")
     elif name.lower() != "adamw":
-        draft.leave(f"{FACTORY}.name", DropReason.NONE, 'optimizer.name = "adamw" instead')
+        draft.drop(f"{FACTORY}.name", DropReason.NONE, 'optimizer.name = "adamw" instead')
     else:
         betas = [draft.number(f"{FACTORY}.adam_beta1", 0.9), draft.number(f"{FACTORY}.adam_beta2", 0.95)]
         draft.put("optimizer.betas", betas)
@@ -218,8 +222,8 @@ def _optimizer(draft: Draft) -> None:
         "optimizer.weight_decay", decay, "on matrices only; nanotron decays norms and biases too" if decay else ""
     )
     draft.put("optimizer.clip_norm", draft.number("optimizer.clip_grad") or 0.0)
-    if draft.truth("optimizer.accumulate_grad_in_fp32", True) is False:
-        draft.leave("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are added up in float32")
+    if draft.boolean("optimizer.accumulate_grad_in_fp32", True) is False:
+        draft.drop("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are accumulated in float32")
     _learning_rate(draft)
 
 
@@ -236,7 +240,7 @@ def _learning_rate(draft: Draft) -> None:
     draft.put("optimizer.learning_rate", rate)
     warmup = min(draft.integer(f"{RATE}.lr_warmup_steps", 0) or 0, steps)
     if (draft.text(f"{RATE}.lr_warmup_style", "linear")) == "constant":
-        draft.put("optimizer.warmup_steps", 0, "lr_warmup_style constant begins at the highest rate")
+        draft.put("optimizer.warmup_steps", 0, "lr_warmup_style constant starts at the peak rate")
     else:
         draft.put("optimizer.warmup_steps", warmup)
     start = draft.integer(f"{RATE}.lr_decay_starting_step")
@@ -244,21 +248,21 @@ def _learning_rate(draft: Draft) -> None:
     last = first + (draft.integer(f"{RATE}.lr_decay_steps") or steps - warmup - (start or 0))
     style = draft.text(f"{RATE}.lr_decay_style", "linear")
     if low >= rate or first >= steps:
-        draft.put("optimizer.schedule", "constant", "it never falls")
+        draft.put("optimizer.schedule", "constant", "the rate never decays")
         return
     draft.put("optimizer.min_learning_rate", low)
     if style == "1-sqrt":
-        draft.leave(f"{RATE}.lr_decay_style", DropReason.NONE, "the learning rate falls along a line instead")
+        draft.drop(f"{RATE}.lr_decay_style", DropReason.NONE, "the learning rate decays linearly instead")
     if first > warmup:
         draft.put("optimizer.schedule", "wsd")
         draft.put("optimizer.decay_steps", steps - first, f"from lr_decay_starting_step {first} to the end")
         if style == "cosine":
-            draft.leave(f"{RATE}.lr_decay_style", DropReason.DIFFERS, "the end of wsd is a line here")
+            draft.drop(f"{RATE}.lr_decay_style", DropReason.DIFFERS, "the decay of wsd is linear here")
     else:
         draft.put("optimizer.schedule", "cosine" if style == "cosine" else "linear")
     if last != steps:
-        said = f"the learning rate reaches its lowest in the last step, {steps}, not in step {last}"
-        draft.leave(f"{RATE}.lr_decay_steps", DropReason.DIFFERS, said)
+        note = f"the learning rate reaches its minimum in the last step, {steps}, not in step {last}"
+        draft.drop(f"{RATE}.lr_decay_steps", DropReason.DIFFERS, note)
 
 
 def _train(draft: Draft) -> None:
@@ -267,16 +271,22 @@ def _train(draft: Draft) -> None:
     dtype = draft.text("model.dtype", "bfloat16") or ""
     if dtype in ("float16", "fp16"):
         draft.put("train.dtype", "bfloat16")
-        draft.leave(
-            "model.dtype", DropReason.NONE, 'there is no float16, which needs loss scaling: train.dtype = "bfloat16"'
+        draft.drop(
+            "model.dtype",
+            DropReason.NONE,
+            'float16, which needs loss scaling, is not supported: train.dtype = "bfloat16"',
         )
     else:
         draft.put("train.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
     draft.put("run.seed", draft.integer("general.seed", 42))
     run = draft.text("general.run")
     if run is not None:
-        name = draft.named(run.replace("_%date", "").replace("_%jobid", "").replace("%date", "").replace("%jobid", ""))
-        draft.put("run.name", name, "one name for all starts: the same command resumes" if name != run else "")
+        name = draft.run_name(
+            run.replace("_%date", "").replace("_%jobid", "").replace("%date", "").replace("%jobid", "")
+        )
+        draft.put(
+            "run.name", name, "the same name for every start, so that the same command resumes" if name != run else ""
+        )
     project = draft.text("general.project")
     if project is not None:
         draft.put("tracking.project", project)

@@ -21,11 +21,9 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path, MIB).decode()
     except FileNotFoundError:
-        raise ConfigError(
-            "MW-INTEROP-011", f"{path}: there is no such file: name the configuration to be read"
-        ) from None
+        raise ConfigError("MW-INTEROP-011", f"{path}: no such file: give the path of the configuration") from None
     except IsADirectoryError:
-        raise ConfigError("MW-INTEROP-012", f"{path}: this is a folder; name one file in it") from None
+        raise ConfigError("MW-INTEROP-012", f"{path}: is a directory; give one file in it") from None
     except UnicodeDecodeError as error:
         raise ConfigError("MW-INTEROP-013", f"{path}: not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
@@ -72,12 +70,14 @@ def read_yaml(path: Path, text: str) -> dict[str, SourceKey]:
         document, root = parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        said = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError("MW-INTEROP-016", f"{_place(path, mark and mark.line + 1)}: not valid YAML: {said}") from None
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(
+            "MW-INTEROP-016", f"{_place(path, mark and mark.line + 1)}: not valid YAML: {problem}"
+        ) from None
     except ValueError as error:
         raise ConfigError("MW-INTEROP-017", f"{path}: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError("MW-INTEROP-018", f"{path}: not a mapping of sections, as nanotron's files are")
+        raise ConfigError("MW-INTEROP-018", f"{path}: not a mapping of sections, which a nanotron file is")
     try:
         lines = dict(_yaml_lines(root))
         return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flat(document)}

@@ -38,12 +38,12 @@ def read_script(path: Path, text: str) -> dict[str, SourceKey]:
     if len(text) > MAX_SCRIPT_CHARACTERS:
         raise ConfigError(
             "MW-INTEROP-022",
-            f"{path}: {len(text):,} characters, and at most {MAX_SCRIPT_CHARACTERS:,} are read of a script",
+            f"{path}: {len(text):,} characters; a script may have at most {MAX_SCRIPT_CHARACTERS:,}",
         )
     try:
         script = Script(text, path)
     except RecursionError:
-        raise ConfigError("MW-INTEROP-023", f"{path}: its blocks are nested too deeply to be followed") from None
+        raise ConfigError("MW-INTEROP-023", f"{path}: its blocks are nested too deeply") from None
     launcher, program, words = _launched(script)
     found: dict[str, SourceKey] = {}
     if program is not None:

@@ -227,8 +227,8 @@ class Script:
         if self._expanded > MAX_EXPANDED:
             raise ConfigError(
                 "MW-INTEROP-021",
-                f"{self.path}: what its variables hold comes to more than {MAX_EXPANDED:,} characters: write the flags "
-                f"out, or read a script that is shorter",
+                f"{self.path}: its variables expand to more than {MAX_EXPANDED:,} characters: write out the flags, "
+                f"or give a shorter script",
             )
 
     def _arithmetic(self, text: str, written: str) -> str:

@@ -30,7 +30,7 @@ def translate(draft: Draft, ranks: int | None) -> None:
     _recompute(draft, num_layers)
     _services(draft)
     _switched_off(draft)
-    draft.leave_rest(REST)
+    draft.drop_rest(REST)
 
 
 def _layout(draft: Draft, ranks: int | None) -> None:
@@ -40,23 +40,24 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     assert shards is not None
     context = draft.integer("parallelism.context_parallel_degree", 1) or 1
     if context > 1:
-        draft.leave("parallelism.context_parallel_degree", DropReason.NONE, "there is no context parallelism")
+        draft.drop("parallelism.context_parallel_degree", DropReason.NONE, "no context parallelism")
     one = replicas * tp * pp * context
     if shards == -1 and ranks is not None:
         shards, rest = divmod(ranks, one)
         if rest or not shards:
             raise ConfigError(
-                "MW-INTEROP-026", f"--ranks {ranks} is no multiple of {one}, what all other degrees of the file make up"
+                "MW-INTEROP-026",
+                f"--ranks {ranks} is not a multiple of {one}, the product of the other degrees in the file",
             )
     for axis, degree in (("tp", tp), ("pp", pp)):
         draft.put(f"parallel.{axis}", degree)
     if tp > 1:
-        draft.put("parallel.sequence", True, "torchtitan splits activations along the sequence wherever it has tp")
+        draft.put("parallel.sequence", True, "torchtitan uses sequence parallelism whenever tp > 1")
     if shards == -1:
-        draft.put("parallel.dp", "auto", "what the ranks allow; --ranks N says it")
+        draft.put("parallel.dp", "auto", "fills the ranks; --ranks N fixes it")
         if replicas > 1:
-            said = "parallel.shard_factor, the ranks that share weights: --ranks N works it out"
-            draft.leave("parallelism.data_parallel_replicate_degree", DropReason.BY_HAND, said)
+            note = "parallel.shard_factor, the ranks that shard one replica: --ranks N computes it"
+            draft.drop("parallelism.data_parallel_replicate_degree", DropReason.BY_HAND, note)
     else:
         draft.put("parallel.dp", replicas * shards)
     _zero(draft, replicas, shards, pp)
@@ -65,7 +66,7 @@ def _layout(draft: Draft, ranks: int | None) -> None:
 def _zero(draft: Draft, replicas: int, shards: int, pp: int) -> None:
     policy = draft.text("parallelism.fsdp_reshard_after_forward") or "default"
     if shards == 1:
-        draft.put("parallel.zero", 0, "nothing is sharded: DDP")
+        draft.put("parallel.zero", 0, "DDP: nothing is sharded")
         return
     gathers_again = policy == "always" or (policy != "never" and pp == 1)
     if gathers_again:
@@ -77,27 +78,27 @@ def _zero(draft: Draft, replicas: int, shards: int, pp: int) -> None:
         draft.put("parallel.reduce", "step", "in a pipeline FSDP2 sums gradients once, after the last micro-batch")
     if replicas > 1 and shards > 1:
         draft.put("parallel.shard_factor", shards, f"{replicas} groups of {shards}: hybrid sharding")
-    if draft.truth("training.enable_cpu_offload"):
+    if draft.boolean("training.enable_cpu_offload"):
         draft.put("parallel.offload", True)
 
 
 def _pipeline(draft: Draft, num_layers: int | None) -> int:
     """Translate the pipeline schedule, and return the number of stages per rank."""
     pp = draft.tree["parallel.pp"]
-    theirs = (draft.text("parallelism.pipeline_parallel_schedule", "1F1B" if pp > 1 else None) or "").lower()
-    per_stage = draft.maybe_count("parallelism.pipeline_parallel_layers_per_stage")
+    name = (draft.text("parallelism.pipeline_parallel_schedule", "1F1B" if pp > 1 else None) or "").lower()
+    per_stage = draft.optional_count("parallelism.pipeline_parallel_layers_per_stage")
     if pp == 1:
         return 1
-    schedule = SCHEDULES.get(theirs)
+    schedule = SCHEDULES.get(name)
     if schedule is None:
-        schedule = "interleaved_1f1b" if theirs in SEVERAL_STAGES else "1f1b"
-        draft.put("pipeline.schedule", schedule, "the nearest that there is")
-        draft.leave(
+        schedule = "interleaved_1f1b" if name in SEVERAL_STAGES else "1f1b"
+        draft.put("pipeline.schedule", schedule, "the nearest supported one")
+        draft.drop(
             "parallelism.pipeline_parallel_schedule", DropReason.NONE, f'pipeline.schedule = "{schedule}" instead'
         )
     else:
         draft.put("pipeline.schedule", schedule)
-    if theirs not in SEVERAL_STAGES:
+    if name not in SEVERAL_STAGES:
         return 1
     # torchtitan's pipeline_llm: two stages per rank, unless the number of layers per stage is given; then embedding
     # and head count as a layer each
@@ -111,11 +112,11 @@ def _batch(draft: Draft, stages_per_rank: int) -> None:
     total = draft.integer("training.global_batch_size", -1)
     micro = local
     if pp > 1:
-        chunks = draft.maybe_count("parallelism.pipeline_parallel_microbatches")
+        chunks = draft.optional_count("parallelism.pipeline_parallel_microbatches")
         old = draft.items.get("parallelism.pipeline_parallel_degree")
         if chunks is None and old is not None and old.key.startswith("experimental."):
             chunks = pp * stages_per_rank
-            draft.decide(f"batch: {chunks} micro-batches, as many as stages, as torchtitan had it until April 2025")
+            draft.decide(f"batch: {chunks} micro-batches, as many as stages, torchtitan's rule until April 2025")
         if chunks is None:
             micro = draft.count("parallelism.pipeline_parallel_microbatch_size", 1)
         else:
@@ -123,12 +124,12 @@ def _batch(draft: Draft, stages_per_rank: int) -> None:
         if local % (chunks or micro):
             raise ConfigError(
                 "MW-INTEROP-027",
-                f"{draft.place('training.local_batch_size')}: {local} samples are no whole number of micro-batches: "
-                f"{f'{chunks} of them' if chunks else f'of {micro} samples each'}",
+                f"{draft.place('training.local_batch_size')}: {local} samples do not divide into "
+                f"{f'{chunks} micro-batches' if chunks else f'micro-batches of {micro} samples'}",
             )
     else:
         draft.integer("parallelism.pipeline_parallel_microbatch_size")
-        draft.maybe_count("parallelism.pipeline_parallel_microbatches")
+        draft.optional_count("parallelism.pipeline_parallel_microbatches")
     draft.put("batch.micro_batch_size", micro)
     if total is not None and total > 0:
         draft.put("batch.global_batch", total)
@@ -140,11 +141,9 @@ def _optimizer(draft: Draft) -> None:
     name = draft.text("optimizer.name", "AdamW")
     draft.put("optimizer.name", "adamw")
     if name == "Adam":
-        draft.leave(
-            "optimizer.name", DropReason.DIFFERS, "here decay goes to the weights (AdamW), not into the gradient"
-        )
+        draft.drop("optimizer.name", DropReason.DIFFERS, "weight decay is decoupled (AdamW), not added to the gradient")
     elif name != "AdamW":
-        draft.leave("optimizer.name", DropReason.NONE, 'optimizer.name = "adamw" instead')
+        draft.drop("optimizer.name", DropReason.NONE, 'optimizer.name = "adamw" instead')
     rate = draft.number("optimizer.lr", 8e-4)
     assert rate is not None
     draft.put("optimizer.learning_rate", rate)
@@ -161,10 +160,10 @@ def _optimizer(draft: Draft) -> None:
 def _learning_rate(draft: Draft, rate: float) -> None:
     steps = draft.count("training.steps", 10000)
     draft.put("train.steps", steps)
-    total = draft.maybe_count("lr_scheduler.total_steps")
+    total = draft.optional_count("lr_scheduler.total_steps")
     if total is not None and total != steps:
-        draft.leave(
-            "lr_scheduler.total_steps", DropReason.DIFFERS, f"here the learning rate ends with the run, {steps} steps"
+        draft.drop(
+            "lr_scheduler.total_steps", DropReason.DIFFERS, f"the schedule ends with the run, after {steps} steps"
         )
     warmup = min(draft.integer("lr_scheduler.warmup_steps", 200) or 0, steps)
     draft.put("optimizer.warmup_steps", warmup)
@@ -177,12 +176,12 @@ def _learning_rate(draft: Draft, rate: float) -> None:
         draft.tree.pop("optimizer.min_learning_rate")
         return
     if kind == "sqrt":
-        draft.leave("lr_scheduler.decay_type", DropReason.NONE, "the learning rate falls along a line instead")
+        draft.drop("lr_scheduler.decay_type", DropReason.NONE, "the learning rate decays linearly instead")
     if warmup + decay < steps:
         draft.put("optimizer.schedule", "wsd")
         draft.put("optimizer.decay_steps", decay, f"lr_scheduler.decay_ratio {ratio} of {steps} steps")
         if kind == "cosine":
-            draft.leave("lr_scheduler.decay_type", DropReason.DIFFERS, "the end of wsd is a line here")
+            draft.drop("lr_scheduler.decay_type", DropReason.DIFFERS, "the decay of wsd is linear here")
     else:
         draft.put("optimizer.schedule", "cosine" if kind == "cosine" else "linear")
 
@@ -193,16 +192,16 @@ def _train(draft: Draft) -> None:
         draft.put("model.options.max_sequence_length", draft.tree["data.sequence_length"])
     dataset = draft.text("training.dataset", "c4_test") or "corpus"
     draft.put("data.train", f"runs/data/{dataset}/train")
-    draft.leave(
-        "training.dataset", DropReason.BY_HAND, "data.train, the path of tokens that `meshwright data` has prepared"
-    )
+    draft.drop("training.dataset", DropReason.BY_HAND, "data.train, the path of a corpus prepared by `meshwright data`")
     whole, mixed = draft.text("training.dtype", "float32"), draft.text("training.mixed_precision_param", "bfloat16")
     low = "bfloat16" in (whole, mixed)
     draft.put(
-        "train.dtype", "bfloat16" if low else "float32", "" if whole != "float32" else "its optimizer keeps float32"
+        "train.dtype",
+        "bfloat16" if low else "float32",
+        "" if whole != "float32" else "torchtitan's optimizer keeps float32",
     )
     if whole == "bfloat16":
-        draft.leave("training.dtype", DropReason.DIFFERS, "the optimizer keeps float32 weights here")
+        draft.drop("training.dtype", DropReason.DIFFERS, "the optimizer keeps float32 master weights here")
     seed = draft.integer("debug.seed")
     if seed is not None:
         draft.put("run.seed", seed)
@@ -211,23 +210,23 @@ def _train(draft: Draft) -> None:
 def _recompute(draft: Draft, num_layers: int | None) -> None:
     mode = draft.text("activation_checkpoint.mode", "selective")
     option = draft.text("activation_checkpoint.selective_ac_option", "2" if mode == "selective" else None)
-    compiled = draft.truth("compile.enable")
+    compiled = draft.boolean("compile.enable")
     if mode == "full":
         draft.put("pipeline.recompute", "full")
     elif mode == "selective" and option is not None and option.isdigit() and option != "0":
         every = int(option)
-        draft.put("pipeline.recompute", "full", f"selective_ac_option {option}: of every {option} layers one, whole")
+        draft.put("pipeline.recompute", "full", f"selective_ac_option {option}: one of every {option} layers, fully")
         if every > 1 and num_layers is not None:
             draft.put("pipeline.recompute_layers", [f"block{i}" for i in range(every - 1, num_layers, every)])
     elif mode == "selective" and compiled:
-        draft.put("pipeline.recompute", "full", "a compiled layer is recomputed whole or not at all")
-        draft.leave(
+        draft.put("pipeline.recompute", "full", "a compiled layer is recomputed fully or not at all")
+        draft.drop(
             "activation_checkpoint.mode", DropReason.DIFFERS, 'pipeline.recompute = "full" instead: more is recomputed'
         )
     elif mode == "selective":
-        draft.put("pipeline.recompute", "selective", "attention's inner part; torchtitan chooses by operation")
+        draft.put("pipeline.recompute", "selective", "core attention; torchtitan chooses by operation")
     elif mode != "none":
-        draft.leave("activation_checkpoint.mode", DropReason.NONE, "nothing is recomputed")
+        draft.drop("activation_checkpoint.mode", DropReason.NONE, "nothing is recomputed")
     if compiled:
         draft.put("train.compile", True)
 
@@ -235,7 +234,7 @@ def _recompute(draft: Draft, num_layers: int | None) -> None:
 def _services(draft: Draft) -> None:
     draft.put("run.directory", draft.text("job.dump_folder", "./outputs"))
     draft.put("tracking.log_every", draft.count("metrics.log_freq", 10))
-    if draft.truth("metrics.enable_wandb"):
+    if draft.boolean("metrics.enable_wandb"):
         draft.put("tracking.wandb", "auto")
     timeout = draft.number("comm.train_timeout_seconds")
     if timeout is not None:
@@ -243,16 +242,18 @@ def _services(draft: Draft) -> None:
     _checkpoint(draft)
     every, batches = draft.integer("validation.freq"), draft.integer("validation.steps")
     dataset = draft.text("validation.dataset")
-    if draft.truth("validation.enable"):
+    if draft.boolean("validation.enable"):
         draft.put("data.validation", f"runs/data/{dataset or 'c4_validation'}/validation")
-        draft.leave("validation.dataset", DropReason.BY_HAND, "data.validation, the path of tokens that are prepared")
+        draft.drop(
+            "validation.dataset",
+            DropReason.BY_HAND,
+            "data.validation, the path of a corpus prepared by `meshwright data`",
+        )
         draft.put("train.validate_every", every or 10)
         if batches is not None and batches > 0:
-            draft.put(
-                "train.validate_steps", batches, "global batches; torchtitan's validation has a batch size of its own"
-            )
+            draft.put("train.validate_steps", batches, "global batches; torchtitan's validation has its own batch size")
         else:
-            draft.leave(
+            draft.drop(
                 "validation.steps", DropReason.BY_HAND, "train.validate_steps, in global batches: there is no 'all'"
             )
     else:
@@ -269,11 +270,9 @@ def _switched_off(draft: Draft) -> None:
 
 
 def _checkpoint(draft: Draft) -> None:
-    if not draft.truth("checkpoint.enable"):
+    if not draft.boolean("checkpoint.enable"):
         draft.skip("checkpoint.*")
-        draft.decide(
-            "checkpoint.every = 0: torchtitan saves nothing here; a run saves after its last step all the same"
-        )
+        draft.decide("checkpoint.every = 0: torchtitan saves nothing here; meshwright still saves after the last step")
         return
     draft.put("checkpoint.every", draft.count("checkpoint.interval", 500))
     keep = draft.integer("checkpoint.keep_latest_k", 10)

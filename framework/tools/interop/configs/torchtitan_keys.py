@@ -1,4 +1,4 @@
-"""Tables of torchtitan's keys: moved keys, and keys that no code reads, with the reason why they are left out."""
+"""Tables of torchtitan's keys: moved keys, and keys without a translation, with the reason to drop them."""
 
 from __future__ import annotations
 
@@ -52,41 +52,47 @@ SWITCHES = {
 """Section -> the key that enables it; without it the others of the section have no effect."""
 
 REST = (
-    DropRule("job.description", DropReason.NONE, "a comment in the file does it"),
+    DropRule("job.description", DropReason.NONE, "use a comment in the file"),
     DropRule("job.*", DropReason.NONE),
     DropRule(
         "profiling.*",
         DropReason.NONE,
         "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it",
     ),
-    DropRule("metrics.enable_tensorboard", DropReason.NONE, "metrics.jsonl has every step; tracking.wandb sends it on"),
+    DropRule(
+        "metrics.enable_tensorboard",
+        DropReason.NONE,
+        "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases",
+    ),
     DropRule("metrics.*", DropReason.NEEDLESS),
-    DropRule("model.converters", DropReason.NONE, "there is no float8"),
+    DropRule("model.converters", DropReason.NONE, "no float8"),
     DropRule("model.*", DropReason.NEEDLESS),
-    DropRule("float8.*", DropReason.NONE, "there is no float8"),
-    DropRule("quantize.*", DropReason.NONE, "there is no float8"),
-    DropRule("mx.*", DropReason.NONE, "there is no MXFP8"),
+    DropRule("float8.*", DropReason.NONE, "no float8"),
+    DropRule("quantize.*", DropReason.NONE, "no float8"),
+    DropRule("mx.*", DropReason.NONE, "no MXFP8"),
     DropRule("optimizer.fused", DropReason.NEEDLESS),
     DropRule("optimizer.implementation", DropReason.NEEDLESS),
-    DropRule("optimizer.early_step_in_backward", DropReason.NONE, "the step waits for the norm of all gradients"),
+    DropRule(
+        "optimizer.early_step_in_backward", DropReason.NONE, "clipping needs the norm of all gradients before the step"
+    ),
     DropRule("training.dataloader.*", DropReason.NEEDLESS),
     DropRule("training.gc_*", DropReason.NEEDLESS),
-    DropRule("training.fp8_linear", DropReason.NONE, "there is no float8"),
-    DropRule("training.mixed_precision_reduce", DropReason.NEEDLESS, "gradients are added up in float32"),
+    DropRule("training.fp8_linear", DropReason.NONE, "no float8"),
+    DropRule("training.mixed_precision_reduce", DropReason.NEEDLESS, "gradients are accumulated in float32"),
     DropRule(
         "training.dataset_path",
         DropReason.BY_HAND,
-        "data.train, the path of tokens that `meshwright data` has prepared",
+        "data.train, the path of a corpus prepared by `meshwright data`",
     ),
-    DropRule("parallelism.context_parallel_*", DropReason.NONE, "there is no context parallelism"),
-    DropRule("parallelism.expert_*", DropReason.NONE, "there is no expert parallelism"),
+    DropRule("parallelism.context_parallel_*", DropReason.NONE, "no context parallelism"),
+    DropRule("parallelism.expert_*", DropReason.NONE, "no expert parallelism"),
     DropRule("parallelism.enable_async_tensor_parallel", DropReason.NONE),
     DropRule("parallelism.enable_approx_mid_point_load_balancer", DropReason.NONE),
-    DropRule("parallelism.disable_loss_parallel", DropReason.NONE, "the loss is always split over the vocabulary"),
+    DropRule("parallelism.disable_loss_parallel", DropReason.NONE, "the loss is always vocabulary-parallel"),
     DropRule(
         "parallelism.pipeline_parallel_schedule_csv",
         DropReason.BY_HAND,
-        "pipeline.schedule_file, in this project's form",
+        "pipeline.schedule_file, in meshwright's format",
     ),
     DropRule(
         "parallelism.pipeline_parallel_split_points", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"
@@ -95,24 +101,22 @@ REST = (
     DropRule(
         "parallelism.pipeline_parallel_*_stage_less_layers",
         DropReason.DIFFERS,
-        'pipeline.balance = "time" cuts by cost',
+        'pipeline.balance = "time" balances stages by cost',
     ),
-    DropRule(
-        "parallelism.pipeline_parallel_expert_parallel_overlap", DropReason.NONE, "there is no expert parallelism"
-    ),
+    DropRule("parallelism.pipeline_parallel_expert_parallel_overlap", DropReason.NONE, "no expert parallelism"),
     DropRule("checkpoint.folder", DropReason.NEEDLESS, "RUN/checkpoints"),
     DropRule("checkpoint.interval_type", DropReason.NEEDLESS, "steps"),
-    DropRule("checkpoint.initial_load*", DropReason.BY_HAND, "weights of elsewhere are converted first"),
-    DropRule("checkpoint.load*", DropReason.NEEDLESS, "the same command goes on from the newest sound checkpoint"),
-    DropRule("checkpoint.*", DropReason.NONE, "a checkpoint has all of the state"),
+    DropRule("checkpoint.initial_load*", DropReason.BY_HAND, "convert the weights first, with `meshwright convert`"),
+    DropRule("checkpoint.load*", DropReason.NEEDLESS, "the same command resumes from the newest sound checkpoint"),
+    DropRule("checkpoint.*", DropReason.NONE, "a checkpoint always has the full state"),
     DropRule("activation_checkpoint.*", DropReason.NONE),
-    DropRule("compile.*", DropReason.NONE, "train.compile compiles each layer on its own"),
-    DropRule("comm.init_timeout_seconds", DropReason.DIFFERS, "launch.timeout_s holds for all of a run"),
+    DropRule("compile.*", DropReason.NONE, "train.compile compiles each layer separately"),
+    DropRule("comm.init_timeout_seconds", DropReason.DIFFERS, "launch.timeout_s applies to the whole run"),
     DropRule("comm.*", DropReason.NONE),
     DropRule("validation.*", DropReason.NEEDLESS),
-    DropRule("fault_tolerance.*", DropReason.NONE, "launch.max_restarts starts a run that failed again"),
-    DropRule("memory_estimation.*", DropReason.NONE, "`meshwright dryrun CONFIG` tells memory"),
+    DropRule("fault_tolerance.*", DropReason.NONE, "launch.max_restarts restarts a failed run"),
+    DropRule("memory_estimation.*", DropReason.NONE, "`meshwright dryrun CONFIG` estimates memory"),
     DropRule("debug.*", DropReason.NONE),
     DropRule("experimental.*", DropReason.NONE),
 )
-"""Rows for all keys that no code reads; the first match applies."""
+"""Rows for all keys without a translation; the first match applies."""

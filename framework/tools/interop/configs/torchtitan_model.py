@@ -50,11 +50,11 @@ def model(draft: Draft) -> int:
     """Translate the model's name and flavor to its sizes, and return the number of layers."""
     name, flavor = draft.text("model.name", "llama3") or "", draft.text("model.flavor", "debugmodel") or ""
     if name not in FLAVORS:
-        raise draft.no_such_model("model.name", f"the sizes of {name}, only of {' and '.join(FLAVORS)},")
+        raise draft.unsupported_model("model.name", f"the name {name}, only {' and '.join(FLAVORS)},")
     plain = next((flavor.removesuffix(end) for end in VARIANTS if flavor.endswith(end)), flavor)
     if plain not in FLAVORS[name]:
         known = ", ".join(FLAVORS[name])
-        raise draft.no_such_model("model.flavor", f"the sizes of {name} {flavor}, only of {known},")
+        raise draft.unsupported_model("model.flavor", f"the flavor {name} {flavor}, only {known},")
     size = FLAVORS[name][plain]
     draft.put("model.builder", "meshwright.models.llama:build")
     for option, value in size._asdict().items():
@@ -64,13 +64,15 @@ def model(draft: Draft) -> int:
     draft.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
     if plain != flavor:
         draft.put(
-            "data.document_boundaries", True, f"{flavor}'s mask keeps documents apart; here positions and labels too"
+            "data.document_boundaries", True, f"the mask of {flavor} separates documents; here positions and labels too"
         )
     assets = draft.items.get("model.hf_assets_path")
     if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
-        why = "torchtitan stretches positions as Llama 3.1 does since October 2025; 1.0 for a file from before"
-        draft.put("model.options.rope_scaling_factor", 8.0, why)
-    draft.leave(
-        "model.hf_assets_path", DropReason.BY_HAND, "data.tokenizer, a tokenizer.json's path; only `sample` reads it"
+        reason = "torchtitan scales rotary positions as Llama 3.1 since October 2025; set 1.0 for an older file"
+        draft.put("model.options.rope_scaling_factor", 8.0, reason)
+    draft.drop(
+        "model.hf_assets_path",
+        DropReason.BY_HAND,
+        "data.tokenizer, the path of a tokenizer.json; only `sample` reads it",
     )
     return size.num_layers

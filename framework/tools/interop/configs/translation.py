@@ -1,10 +1,8 @@
 """State of the translation of a foreign configuration: its keys, the meshwright keys so far, and decisions to report.
 
 Item per key of the file --read--> Draft.put(meshwright key) --> tree ----> config.change --> RunConfig
-                         --leave-> left, with the reason
-                         --neither--> left, as unknown: no key of the file is lost silently
-
-In names and comments, "theirs" is the other framework and "ours" is meshwright.
+                         --drop--> dropped, with the reason
+                         --neither-> dropped, as unknown: no key of the file is lost silently
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from meshwright.errors import ConfigError
 class DropReason(StrEnum):
     """Reason why a key was not carried over."""
 
-    BY_HAND = "to be said by hand"
+    BY_HAND = "set by hand"
     DIFFERS = "differs in meaning"
     NONE = "no counterpart"
     NEEDLESS = "not needed here"
@@ -54,16 +52,16 @@ class DroppedKey(NamedTuple):
     """Key that was not carried over, or only with another meaning."""
 
     item: SourceKey
-    why: DropReason
-    said: str
+    reason: DropReason
+    note: str
 
 
 class DropRule(NamedTuple):
-    """Row of a table of keys that no code reads: a pattern of keys, and why they are not carried over."""
+    """Row of a table of keys without a translation: a pattern of keys, and the reason to drop them."""
 
     pattern: str
-    why: DropReason
-    said: str = ""
+    reason: DropReason
+    note: str = ""
 
 
 OFF = (None, False, "", "none", "disabled", "off")
@@ -93,17 +91,17 @@ class Draft:
         self.decided: list[str] = []
         self.assumed: list[str] = []
         """Keys missing from the file, with the defaults of their framework: ``key = value``."""
-        self.left: list[DroppedKey] = []
+        self.dropped: list[DroppedKey] = []
 
     # -- keys of the file
 
-    def given(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
         """Return True if the file sets a key; ``null`` does not count."""
         return name in self.items and self.items[name].value is not None
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value in the file, or the default. A default that has an effect is recorded in ``assumed``."""
-        if self.given(name):
+        if self.has(name):
             self.read.add(name)
             return self.items[name].value
         if name in self.items:
@@ -145,11 +143,11 @@ class Draft:
             raise self._wrong(name, f"a whole number from 1 to {most}")
         return found
 
-    def maybe_count(self, name: str) -> int | None:
+    def optional_count(self, name: str) -> int | None:
         """Return a whole number from 1 up; None if the file has none."""
-        return self.count(name, 1) if self.given(name) else None
+        return self.count(name, 1) if self.has(name) else None
 
-    def truth(self, name: str, default: bool = False) -> bool:
+    def boolean(self, name: str, default: bool = False) -> bool:
         """Return a boolean; a flag without a value is true."""
         found = self.value(name, default)
         if isinstance(found, str) and (found.lower() in ("true", "false") or found.startswith("$")):
@@ -168,10 +166,11 @@ class Draft:
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         if str(self.items[name].value).startswith("$"):
             return ConfigError(
-                "MW-INTEROP-028", f"{self.place(name)}: the file does not define it: put its value in its place"
+                "MW-INTEROP-028",
+                f"{self.place(name)}: the file does not define this variable: write its value there instead",
             )
         return ConfigError(
-            "MW-INTEROP-029", f"{self.place(name)}: {self.framework} has {wanted} here; mend it in the file"
+            "MW-INTEROP-029", f"{self.place(name)}: {self.framework} expects {wanted} here: correct the file"
         )
 
     def place(self, name: str) -> str:
@@ -181,47 +180,47 @@ class Draft:
         item = self.items[name]
         return f"{item.place}: {item.written}"
 
-    def no_such_model(self, name: str, what: str) -> ConfigError:
+    def unsupported_model(self, name: str, what: str) -> ConfigError:
         """Build the error for a model that meshwright does not have."""
         return ConfigError(
             "MW-INTEROP-030",
-            f"{self.place(name)}: there is no model with {what} here; bring one of your own with "
+            f"{self.place(name)}: meshwright has no model with {what}; provide one with "
             f"--model.builder=module:function and its --model.options.*",
         )
 
     @staticmethod
-    def named(text: str) -> str:
+    def run_name(text: str) -> str:
         """Convert text to a valid ``run.name``."""
         return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-") or "imported"
 
     # -- meshwright keys
 
-    def put(self, key: str, value: Any, why: str = "") -> None:
-        """Set a meshwright key. ``why``: the reason, for the report, if the value is not obvious from the file."""
+    def put(self, key: str, value: Any, reason: str = "") -> None:
+        """Set a meshwright key. ``reason``: for the report, if the value is not obvious from the file."""
         self.tree[key] = value
-        if why:
-            self.decided.append(f"{key} = {format_value(value)}: {why}")
+        if reason:
+            self.decided.append(f"{key} = {format_value(value)}: {reason}")
 
-    def decide(self, said: str) -> None:
+    def decide(self, note: str) -> None:
         """Append a line to the report that belongs to no single key."""
-        self.decided.append(said)
+        self.decided.append(note)
 
-    def leave(self, name: str, why: DropReason, said: str = "") -> None:
+    def drop(self, name: str, reason: DropReason, note: str = "") -> None:
         """Record that a key of the file is not carried over; no effect if the file does not have it."""
         if name in self.items:
             self.read.add(name)
-            self.left.append(DroppedKey(self.items[name], why, said))
+            self.dropped.append(DroppedKey(self.items[name], reason, note))
 
     def skip(self, *patterns: str) -> None:
         """Mark keys as read that have no effect in this file, such as those of a disabled feature."""
         self.read |= {name for name in self.items if any(fnmatchcase(name, pattern) for pattern in patterns)}
 
-    def leave_rest(self, rest: Sequence[DropRule]) -> None:
+    def drop_rest(self, rest: Sequence[DropRule]) -> None:
         """Record all unread keys as not carried over, by the first matching row or as unknown; skip unused options."""
         for name in [name for name in self.items if name not in self.read]:
             row = next((row for row in rest if fnmatchcase(name, row.pattern)), None)
             if row is None and self.items[name].value is not None:
-                self.leave(name, DropReason.NONE, f"not a key of {self.framework} that is known here")
+                self.drop(name, DropReason.NONE, f"unknown key of {self.framework}")
             elif (
                 row is None
                 or is_off(self.items[name].value)
@@ -229,7 +228,7 @@ class Draft:
             ):
                 self.read.add(name)
             else:
-                self.leave(name, row.why, row.said)
+                self.drop(name, row.reason, row.note)
 
     def nested(self) -> dict[str, Any]:
         """Return the tree as nested sections."""

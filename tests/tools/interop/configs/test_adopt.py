@@ -51,7 +51,7 @@ def values(found: ImportedConfig, *keys: str) -> dict[str, Any]:
 
 def reasons(found: ImportedConfig) -> dict[str, tuple[DropReason, int]]:
     """Their key -> why it stays behind, and the line it is on."""
-    return {left.item.key: (left.why, int(left.item.place.rpartition(":")[2])) for left in found.left}
+    return {key.item.key: (key.reason, int(key.item.place.rpartition(":")[2])) for key in found.dropped}
 
 
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -342,7 +342,7 @@ def test_an_unknown_key_is_listed(adopted: Callable[..., ImportedConfig], name: 
     head = line.split("\n")[0] + ("\n" if "\n" in line else "")
     text = FILES[name].replace(head, line) if "\n" in line else line + FILES[name]
     found = adopted(name, text=text)
-    assert any(left.item.written == key and "not a key" in left.said for left in found.left)
+    assert any(each.item.written == key and "unknown key" in each.note for each in found.dropped)
     assert key in format_report(found)
 
 
@@ -386,7 +386,7 @@ def test_a_model_of_ones_own(adopted: Callable[..., ImportedConfig]) -> None:
     """What no builder here makes is refused, unless the command line names one."""
     text = FILES["gpt.sh"].replace("--num-layers 8", "--num-layers 8 --num-experts 8")
     with pytest.raises(
-        ConfigError, match=r"gpt.sh:15: --num-experts 8: there is no model with mixture of experts here"
+        ConfigError, match=r"gpt.sh:15: --num-experts 8: meshwright has no model with mixture of experts"
     ):
         adopted("gpt.sh", text=text)
     found = adopted("gpt.sh", "--model.builder=mine:build", "--model.options.experts=8", text=text)
@@ -398,15 +398,15 @@ def test_a_model_of_ones_own(adopted: Callable[..., ImportedConfig]) -> None:
     ("name", "text", "said"),
     [
         ("a.py", "x = 1", "a.py: a Python file: torchtitan's config_registry"),
-        ("a.toml", "[run]\nname = 'x'\n[batch]\nchunks = 1\n", "a configuration of meshwright already"),
+        ("a.toml", "[run]\nname = 'x'\n[batch]\nchunks = 1\n", "already a configuration of meshwright"),
         ("a.toml", "[model\n", "a.toml: not valid TOML"),
-        ("a.toml", "", "nothing in it that is a key of torchtitan"),
-        ("a.toml", "[model]\nflavor = '9B'\n", "a.toml:2: model.flavor = \"9B\": there is no model with the sizes of"),
+        ("a.toml", "", "contains no key of torchtitan"),
+        ("a.toml", "[model]\nflavor = '9B'\n", "a.toml:2: model.flavor = \"9B\": meshwright has no model"),
         ("a.toml", "[model]\nname = 'deepseek_v3'\n", "a.toml:2: model.name"),
-        ("a.toml", "[training]\nsteps = 'many'\n", "a.toml:2: training.steps = \"many\": torchtitan has a number here"),
+        ("a.toml", "[training]\nsteps = 'many'\n", "a.toml:2: training.steps = \"many\": torchtitan expects"),
         ("a.toml", "[training]\nsteps = 2.5\n", "a whole number"),
         ("a.toml", "[parallelism]\npipeline_parallel_degree = 2\n[training]\nlocal_batch_size = 3\n"
-         "[experimental]\npipeline_parallel_microbatches = 2\n", "no whole number of micro-batches"),
+         "[experimental]\npipeline_parallel_microbatches = 2\n", "do not divide into 2 micro-batches"),
         ("a.yaml", "a: [\n", "a.yaml:2: not valid YAML"),
         ("a.yaml", "- 1\n", "not a mapping"),
         ("a.yaml", "a: &a\n  b: *a\n", "an alias in it contains itself"),
@@ -414,11 +414,11 @@ def test_a_model_of_ones_own(adopted: Callable[..., ImportedConfig]) -> None:
         ("a.yaml", "model:\n  model_config:\n    is_mamba_config: true\n", "a.yaml:3: model.model_config.is"),
         ("a.sh", "X='--a\n", "a.sh:1: the quote ' is never closed"),
         ("a.sh", "X=(--a\n", "a.sh:1: X=( is never closed"),
-        ("a.sh", "echo hello\n", "nothing in it that is a key of Megatron-LM"),
+        ("a.sh", "echo hello\n", "contains no key of Megatron-LM"),
         ("a.sh", "torchrun pretrain_gpt.py --bf16\n", "--num-layers and --hidden-size and"),
         ("a.sh", "--num-layers $L --hidden-size 8 --num-attention-heads 2", "a.sh:1: --num-layers $L: the file does"),
         ("a.sh", "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --swiglu", "have SwiGLU, but not rotary"),
-        ("a.sh", "torchrun pretrain_bert.py --bf16\n", "a.sh:1: pretrain_bert.py: there is no model with what"),
+        ("a.sh", "torchrun pretrain_bert.py --bf16\n", "a.sh:1: pretrain_bert.py: meshwright has no model"),
         ("a.sh", samples.MEGATRON_FLAGS.replace("10", "-10"), "train.steps"),
     ],
 )  # fmt: skip
