@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import time
 from pathlib import Path
@@ -37,7 +36,6 @@ class Facts(NamedTuple):
     """Seconds that this clock is ahead of rank 0's."""
     sees_directory: bool
     """True if a file that rank 0 has just written into the run's directory is visible here."""
-    disk_free_bytes: int
     write_bytes_per_s: float | None
     """Rate of a 64 MiB write with fsync into the run's directory; None if it failed, or not the host's first rank."""
     disk_problem: str | None
@@ -52,10 +50,6 @@ def gather_facts(mesh: Mesh, directory: Path) -> list[Facts]:
     clock_s = clock_ahead_s(mesh, CLOCK_ROUNDS)
     sees = sees_directory(mesh, directory)
     speed, problem = _write(directory) if first_of_host else (None, None)
-    try:
-        disk_free = shutil.disk_usage(directory).free
-    except OSError:
-        disk_free = 0
     total, free = _memory(mesh.device)
     mine = Facts(
         mesh.rank,
@@ -68,7 +62,6 @@ def gather_facts(mesh: Mesh, directory: Path) -> list[Facts]:
         os.getloadavg()[0],
         clock_s,
         sees,
-        disk_free,
         speed,
         problem,
     )

@@ -23,7 +23,6 @@ def facts(host: str, rank: int, **changes: object) -> Facts:
         load=1.0,
         clock_s=0.001 * rank,
         sees_directory=True,
-        disk_free_bytes=10**12,
         write_bytes_per_s=1e8,
         disk_problem=None,
     )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from meshwright.tools.interop.configs.shell import LAUNCHER
 from meshwright.tools.interop.configs.translation import DropReason, DropRule
 
+TOKENIZER = "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"
+INITIAL_STD = "weights are initialised with std 0.02, less in each residual branch's last layer"
+METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
+PRETRAINED = "convert the weights first, with `meshwright convert`"
 PREPARED = "data.train, the path of a .bin/.idx pair without the suffix"
 NEEDLESS = """
     use-mcore-models transformer-impl attention-backend use-flash-attn *-fusion cross-entropy-fusion-impl
@@ -23,11 +27,7 @@ NEEDLESS = """
 """Patterns of flags that affect only the speed or the logging of Megatron-LM: nothing is lost without them."""
 REST = (
     DropRule(f"{LAUNCHER}*", DropReason.NEEDLESS),
-    DropRule(
-        "skipped.*",
-        DropReason.BY_HAND,
-        "inside a branch, loop or function of the script that is not evaluated",
-    ),
+    DropRule("skipped.*", DropReason.BY_HAND, "inside a branch, loop or function of the script that is not evaluated"),
     DropRule("fp8*", DropReason.NONE, "no float8"),
     DropRule("fp4*", DropReason.NONE, "no float4"),
     DropRule("fp16*", DropReason.NONE, "float16, which needs loss scaling, is not supported"),
@@ -52,35 +52,23 @@ REST = (
     DropRule("end-weight-decay", DropReason.NONE, "the weight decay is constant"),
     DropRule("weight-decay-incr-style", DropReason.NONE, "the weight decay is constant"),
     DropRule("lr-warmup-init", DropReason.DIFFERS, "warm-up starts at 1/warmup_steps of the peak rate"),
-    DropRule(
-        "init-method-std",
-        DropReason.DIFFERS,
-        "weights are initialised with std 0.02, less in each residual branch's last layer",
-    ),
-    DropRule(
-        "init-method-xavier-uniform",
-        DropReason.DIFFERS,
-        "weights are initialised with std 0.02, less in each residual branch's last layer",
-    ),
+    DropRule("init-method-std", DropReason.DIFFERS, INITIAL_STD),
+    DropRule("init-method-xavier-uniform", DropReason.DIFFERS, INITIAL_STD),
     DropRule("split", DropReason.BY_HAND, "data.validation, the path of a separate .bin/.idx pair"),
     DropRule("*data-path", DropReason.BY_HAND, PREPARED),
     DropRule("*data-args-path", DropReason.BY_HAND, PREPARED),
     DropRule("mock-data", DropReason.BY_HAND, f"{PREPARED}; `meshwright data stdlib` makes one"),
-    DropRule("tokenizer-*", DropReason.BY_HAND, "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"),
-    DropRule("vocab-file", DropReason.BY_HAND, "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"),
-    DropRule("merge-file", DropReason.BY_HAND, "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"),
-    DropRule("tiktoken-*", DropReason.BY_HAND, "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"),
+    DropRule("tokenizer-*", DropReason.BY_HAND, TOKENIZER),
+    DropRule("vocab-file", DropReason.BY_HAND, TOKENIZER),
+    DropRule("merge-file", DropReason.BY_HAND, TOKENIZER),
+    DropRule("tiktoken-*", DropReason.BY_HAND, TOKENIZER),
     DropRule("vocab-extra-ids", DropReason.BY_HAND, "model.options.vocab_size"),
     DropRule("save", DropReason.NEEDLESS, "a run lives in run.directory/run.name; Megatron's checkpoints are not read"),
     DropRule("load", DropReason.NEEDLESS, "the same command resumes; Megatron's checkpoints are not read"),
-    DropRule("pretrained-checkpoint", DropReason.BY_HAND, "convert the weights first, with `meshwright convert`"),
-    DropRule("finetune", DropReason.BY_HAND, "convert the weights first, with `meshwright convert`"),
-    DropRule(
-        "tensorboard-*", DropReason.NONE, "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
-    ),
-    DropRule(
-        "*-to-tensorboard", DropReason.NONE, "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
-    ),
+    DropRule("pretrained-checkpoint", DropReason.BY_HAND, PRETRAINED),
+    DropRule("finetune", DropReason.BY_HAND, PRETRAINED),
+    DropRule("tensorboard-*", DropReason.NONE, METRICS),
+    DropRule("*-to-tensorboard", DropReason.NONE, METRICS),
     DropRule("wandb-save-dir", DropReason.NEEDLESS, "RUN/wandb"),
     DropRule(
         "profile*",

@@ -80,9 +80,7 @@ REST = (
     DropRule("training.fp8_linear", DropReason.NONE, "no float8"),
     DropRule("training.mixed_precision_reduce", DropReason.NEEDLESS, "gradients are accumulated in float32"),
     DropRule(
-        "training.dataset_path",
-        DropReason.BY_HAND,
-        "data.train, the path of a corpus prepared by `meshwright data`",
+        "training.dataset_path", DropReason.BY_HAND, "data.train, the path of a corpus prepared by `meshwright data`"
     ),
     DropRule("parallelism.context_parallel_*", DropReason.NONE, "no context parallelism"),
     DropRule("parallelism.expert_*", DropReason.NONE, "no expert parallelism"),
