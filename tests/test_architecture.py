@@ -70,16 +70,13 @@ ROOT_FILES = 8
 ROOT_ENTRIES = 24
 DOORS = 4
 """Modules of a room that are imported from outside."""
-MOST_DOORS = {
-    "tensor_parallel": 5,
-}
+MOST_DOORS: dict[str, int] = {}
 """Rooms that have more than DOORS."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 7
 LARGE_FILES = {
     "framework/pipeline/plan/standalone.py": 304,
 }
 LONG_FUNCTIONS = {
-    "framework/model/build.py:build_model": 62,
     "framework/tools/verify/compare.py:compare": 68,
     "framework/tools/verify/layouts.py:layout_config": 61,
     "framework/tools/verify/run.py:verify": 62,

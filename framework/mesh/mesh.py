@@ -16,7 +16,7 @@ from meshwright.errors import ConfigError, MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Axis, Coordinates, Grid
-from meshwright.mesh.memory import peak_memory_bytes
+from meshwright.mesh.mesh import peak_memory_bytes
 from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
 from meshwright.mesh.store import NoteStore
 from meshwright.mesh.traffic import Traffic

@@ -42,7 +42,3 @@ class Traffic:
     def reset(self) -> None:
         """Start counting anew."""
         self.counts.clear()
-
-    def wire_bytes(self, group: str) -> float:
-        """Return the bytes on the wire of all operations of one group."""
-        return sum(counted.wire_bytes for (name, _), counted in self.counts.items() if name == group)

@@ -189,22 +189,14 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         )
     if len(layers) == 0:
         raise ModelError("MW-MODEL-005", f"{path} returned an empty nn.Sequential: there is nothing to train")
-    names = {name for name, _ in layers.named_parameters(remove_duplicate=False)}
-    if not names:
+    if not any(True for _ in layers.parameters()):
         raise ModelError("MW-MODEL-006", f"{path} returned a model without parameters: there is nothing to train")
     if not any(parameter.requires_grad for parameter in layers.parameters()):
         raise ModelError(
             "MW-MODEL-007",
             f"{path} returned a model of which no parameter requires a gradient: there is nothing to train",
         )
-    requirements.check_computed(path, layers)
-    requirements.check_parameters(path, layers)
-    requirements.check_sparse(layers)
-    requirements.separate_repeated_layers(layers)
-    requirements.check_attributes(path, layers)
-    tied = requirements.tied_sets(path, layers)
-    requirements.check_ties_declared(path, layers, tied)
-    requirements.check_buffers(path, layers)
+    tied = requirements.check_model(path, layers)
     owners = find_owners(layers)
     if getattr(layers, "initialise", None) is None:
         check_first_values(path, layers, owners, record, {name for names in tied for name in names[1:]})

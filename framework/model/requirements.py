@@ -13,6 +13,23 @@ from torch.nn.utils.parametrize import is_parametrized
 from meshwright.errors import ModelError
 
 
+def check_model(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
+    """Check all requirements, give repeated layers modules of their own, and return the tied sets of parameter names.
+
+    Raises:
+        ModelError: the first requirement that the model does not meet.
+    """
+    check_computed(path, layers)
+    check_parameters(path, layers)
+    check_sparse(layers)
+    separate_repeated_layers(layers)
+    check_attributes(path, layers)
+    tied = tied_sets(path, layers)
+    check_ties_declared(path, layers, tied)
+    check_buffers(path, layers)
+    return tied
+
+
 def separate_repeated_layers(layers: nn.Sequential) -> None:
     """Give each position of the Sequential its own module, in place, because stages store layers by name.
 

@@ -15,8 +15,7 @@ from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.memory import peak_memory_bytes
-from meshwright.mesh.mesh import close_mesh, open_mesh, pick_device
+from meshwright.mesh.mesh import close_mesh, open_mesh, peak_memory_bytes, pick_device
 from meshwright.parts import Parts
 from meshwright.schedule.action import Action, Span, actions_of
 from meshwright.seeding import Draw, SeededDropout

@@ -31,7 +31,7 @@ def test_traffic_is_summed_by_group() -> None:
     ):
         traffic.add(group, operation, size, message_bytes)
     assert traffic.counts["dp", "all_gather"] == (2, 200.0)
-    assert (traffic.wire_bytes("dp"), traffic.wire_bytes("dp_shard"), traffic.wire_bytes("tp")) == (207.0, 750.0, 0)
+    assert (traffic.counts["dp", "send"], traffic.counts["dp_shard", "all_gather"]) == ((1, 7.0), (1, 750.0))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters
 from meshwright.config import RunConfig
@@ -23,13 +23,13 @@ from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
 from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
-from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from meshwright.tensor_parallel.layers import VocabHead
+from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
 from meshwright.tools.planner.footprint import Footprint, footprint
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
@@ -207,15 +207,13 @@ class ModelCache:
         """Return the loss that ``meshwright.build`` would choose."""
         if self.model.loss is not None:
             return self.model.loss
-        heads = [name for name, module in layers[-1].named_modules() if isinstance(module, VocabHead)]
-        if not heads:
+        parameters = self.model.layers.named_parameters(remove_duplicate=False)
+        vocab_size = split_vocab_size(
+            layers, {name: ParameterInfo(name, tuple(each.shape)) for name, each in parameters}
+        )
+        if vocab_size is None:
             return cross_entropy
-        vocab_size = self.model.layers[-1].get_submodule(heads[-1]).get_parameter("weight").shape[0]
-
-        def loss(output: Any, labels: Tensor) -> Tensor:
-            return vocab_parallel_cross_entropy(output, labels, group, vocab_size)
-
-        return loss
+        return lambda output, labels: vocab_parallel_cross_entropy(output, labels, group, vocab_size)
 
     def layout(self, config: RunConfig, schedule: Schedule | None = None, *, approximate: bool = False) -> LayoutModel:
         """Build the layout model; ``config`` is resolved, and differs from the cache's own only in layout and batch.
