@@ -3,7 +3,6 @@
 A parameter has one name and one global shape in every layout. Tensor parallelism may keep only a slice of one dim of it
 on this rank. Rows beyond the global size (of a vocabulary that tp does not divide) are padding: present in memory,
 always zero, never counted, never written to a checkpoint.
-
 """
 
 from __future__ import annotations

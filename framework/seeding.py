@@ -1,11 +1,9 @@
 """Seeding by name: the same random numbers in every layout, independent of rank and of call order.
 
 * Initial weights: torch's generator is seeded by (seed, parameter name) and the *whole* tensor is drawn, then sliced.
-* Dropout: a counter-based hash. Whether an element is kept is a pure function of
-  (seed, layer name, number of the call, global sample index, position of the element in the sample's whole
-  activation). A rank
-  with a shard of the heads or of the sequence computes its shard of the same mask, on any device, in any order.
-  A recomputed forward draws the same mask again.
+* Dropout: a counter-based hash. The mask is a pure function of (seed, layer name, call number, global sample index,
+  position of the element in the sample's full activation). A rank with a shard of the heads or of the sequence
+  computes its shard of the same mask, on any device, in any order. A recomputed forward draws the same mask again.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@
 
 The record is one attribute, replaced as a whole: another thread reads the one before or the one after. Objects are kept
 as they are, and formatted only when the record is read.
-
 """
 
 from __future__ import annotations

@@ -55,11 +55,7 @@ class CollectiveHandle:
     posted_s: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
-        """Block (on CUDA: the current stream) until done, then finish. A second call returns at once.
-
-        Raises:
-            CommunicationError: the collective failed, as when a rank has left.
-        """
+        """Block (on CUDA: the current stream) until done, then finish. Raise CommunicationError on failure."""
         if self.work is not None:
             assert self.group is not None
             group, activity = self.group, self.group.activity
@@ -106,11 +102,7 @@ class TransferHandle:
     posted_s: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:
-        """Block (on CUDA: the current stream) until all are done. A second call returns at once.
-
-        Raises:
-            CommunicationError: a transfer failed, as when a peer has left.
-        """
+        """Block (on CUDA: the current stream) until all are done. Raise CommunicationError on failure."""
         if not self.works:
             return
         activity = self.group.activity

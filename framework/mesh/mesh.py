@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,7 +18,6 @@ from meshwright.errors import ConfigError, MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Axis, Coordinates, Grid
-from meshwright.mesh.mesh import peak_memory_bytes
 from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
 from meshwright.mesh.store import NoteStore
 from meshwright.mesh.traffic import Traffic
@@ -103,6 +104,18 @@ class Mesh:
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None = None) -> Group:
         rank = ranks.index(self.rank) if ranks else -1
         return Group(name, ranks, rank, process_group, self.traffic, self.activity)
+
+
+def peak_memory_bytes(device_type: str) -> int:
+    """Return the peak memory in bytes since the process began, or since the CUDA peak was reset.
+
+    CUDA: the most that torch allocated on the current device (``torch.cuda.max_memory_allocated``), without NCCL and
+    the driver. CPU: the peak resident set of this process, interpreter and libraries included.
+    """
+    if device_type == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
 
 
 def environment_rank() -> tuple[int, int, int]:

@@ -14,11 +14,7 @@ from meshwright.errors import ModelError
 
 
 def check_model(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
-    """Check all requirements, give repeated layers modules of their own, and return the tied sets of parameter names.
-
-    Raises:
-        ModelError: the first requirement that the model does not meet.
-    """
+    """Check all requirements, separate repeated layers, and return the tied sets of parameter names."""
     check_computed(path, layers)
     check_parameters(path, layers)
     check_sparse(layers)
