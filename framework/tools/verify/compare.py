@@ -98,42 +98,23 @@ def compare(
         noise: per parameter, the distance that rounding alone may put between two gradients; the tolerance is at least
             this.
     """
-    unequal = [name for name, tensor in expected.initial.items() if not _equal(found.initial.get(name), tensor)]
-    extra = sorted(found.initial.keys() - expected.initial.keys())
-    moments = moments_of(len(expected.losses))
-    wrong = [
-        moment for moment, ours, theirs in zip(moments, found.tokens, expected.tokens, strict=True) if ours != theirs
-    ]
-    gradients, weights = (
-        relative_distances(found.gradients, expected.gradients),
-        relative_distances(found.weights, expected.weights),
-    )
+    gradients = relative_distances(found.gradients, expected.gradients)
+    weights = relative_distances(found.weights, expected.weights)
     if expected.masters:
         weights |= relative_distances(found.masters, expected.masters)
-    problems = []
-    if unequal:
-        problems.append(f"initial weights differ, first {unequal[0]} ({len(unequal)} of {len(expected.initial)})")
-    if extra:
-        problems.append(f"the layout has parameters that the model has not, first {extra[0]}")
-    if wrong:
-        problems.append(f"samples differ, first in {wrong[0]}")
+    initial, samples = _in_initial(found, expected), _in_samples(found, expected)
+    repetition = [] if again is None else _in_repetition(found, again)
+    problems = [*initial, *samples]
     problems += _in_numbers(found, expected, bar, gradients, noise or {})
     problems += _in_weights(found, expected, bar, weights, rounding or {})
-    problems += _in_masters(found, expected)
-    repeats = None if again is None else _bits(found) == _bits(again)
-    if again is not None and not repeats:
-        step = next(
-            (i for i, pair in enumerate(zip(found.losses, again.losses, strict=True)) if pair[0] != pair[1]), -1
-        )
-        where = f"the loss differs from step {step + 1} on" if step >= 0 else "norms or validation differ"
-        problems.append(f"run twice, {where}")
+    problems += [*_in_masters(found, expected), *repetition]
     losses = [relative(*pair) for pair in zip(found.losses, expected.losses, strict=True)]
     gradient_name = max(gradients, key=lambda name: gradients[name], default="")
     weights_name = max(weights, key=lambda name: weights[name], default="")
     return VerdictRow(
         layout,
-        initial_equal=not unequal and not extra,
-        samples_equal=not wrong,
+        initial_equal=not initial,
+        samples_equal=not samples,
         loss=losses[0],
         losses=max(losses),
         norms=max(relative(*pair) for pair in zip(found.grad_norms, expected.grad_norms, strict=True)),
@@ -142,7 +123,7 @@ def compare(
         weights=weights.get(weights_name, 0.0),
         weights_name=weights_name,
         validation=max(relative(*pair) for pair in zip(found.validation, expected.validation, strict=True)),
-        repeats=repeats,
+        repeats=None if again is None else not repetition,
         problems=problems,
     )
 
@@ -155,6 +136,37 @@ def moments_of(steps: int) -> list[str]:
         if step in validated_after(steps):
             found.append(f"validation after step {step}")
     return found
+
+
+def _in_initial(found: RunNumbers, expected: RunNumbers) -> list[str]:
+    """Compare the initial weights bit by bit."""
+    problems = []
+    unequal = [name for name, tensor in expected.initial.items() if not _equal(found.initial.get(name), tensor)]
+    extra = sorted(found.initial.keys() - expected.initial.keys())
+    if unequal:
+        problems.append(f"initial weights differ, first {unequal[0]} ({len(unequal)} of {len(expected.initial)})")
+    if extra:
+        problems.append(f"the layout has parameters that the model has not, first {extra[0]}")
+    return problems
+
+
+def _in_samples(found: RunNumbers, expected: RunNumbers) -> list[str]:
+    """Compare the samples that were read in each step and validation pass."""
+    moments = moments_of(len(expected.losses))
+    for moment, ours, theirs in zip(moments, found.tokens, expected.tokens, strict=True):
+        if ours != theirs:
+            return [f"samples differ, first in {moment}"]
+    return []
+
+
+def _in_repetition(first: RunNumbers, second: RunNumbers) -> list[str]:
+    """Compare two runs of one layout bit by bit."""
+    if _bits(first) == _bits(second):
+        return []
+    for step, losses in enumerate(zip(first.losses, second.losses, strict=True), start=1):
+        if losses[0] != losses[1]:
+            return [f"run twice, the loss differs from step {step} on"]
+    return ["run twice, norms or validation differ"]
 
 
 def _bits(findings: RunNumbers) -> list[str]:

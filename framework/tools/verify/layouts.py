@@ -111,21 +111,6 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "MW-VERIFY-005",
             f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose of {divisors}",
         )
-    balance = config.pipeline.balance
-    pipeline = config.pipeline.model_copy(
-        update={
-            "schedule": layout.schedule,
-            "schedule_file": None,
-            "interleave": layout.interleave or None,
-            "recompute": layout.recompute,
-        }
-    )
-    if layout.schedule == OWN:
-        if config.pipeline.schedule_file is None:
-            raise ConfigError("MW-VERIFY-006", f"layout {layout}: the configuration has no pipeline.schedule_file")
-        pipeline = config.pipeline.model_copy(update={"recompute": layout.recompute})
-    elif isinstance(balance, list) and len(balance) != layout.pp * pipeline.stages_per_rank:
-        balance = "time"  # an explicit balance fits one number of stages only; other layouts are cut by time
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(
@@ -141,7 +126,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
                     "offload_directory": config.parallel.offload_directory if layout.offload else None,
                 }
             ),
-            "pipeline": pipeline.model_copy(update={"balance": balance}),
+            "pipeline": _pipeline_config(config.pipeline, layout),
             "batch": config.batch.model_copy(
                 update={
                     "micro_batch_size": layout.micro_batch_size,
@@ -152,6 +137,20 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "train": config.train.model_copy(update={"dtype": dtype, "device": device, "compile": False}),
         }
     )
+
+
+def _pipeline_config(pipeline: Pipeline, layout: Layout) -> Pipeline:
+    """Return the pipeline section for a layout. A balance list for another number of stages becomes ``time``."""
+    recompute = layout.recompute
+    if layout.schedule == OWN:
+        if pipeline.schedule_file is None:
+            raise ConfigError("MW-VERIFY-006", f"layout {layout}: the configuration has no pipeline.schedule_file")
+        return pipeline.model_copy(update={"recompute": recompute})
+    update = {"schedule": layout.schedule, "schedule_file": None, "recompute": recompute}
+    changed = pipeline.model_copy(update={**update, "interleave": layout.interleave or None})
+    if isinstance(pipeline.balance, list) and len(pipeline.balance) != layout.pp * changed.stages_per_rank:
+        return changed.model_copy(update={"balance": "time"})
+    return changed
 
 
 def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_length: int) -> bool:
