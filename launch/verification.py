@@ -29,8 +29,7 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
 
     config = load(config_path, overrides)
     with RankPool(MOST_RANKS) as pool:
-        from meshwright.tools.verify import parse_layout
-        from meshwright.tools.verify import verify as proved
+        from meshwright.tools.verify import Verification, parse_layout
 
         layouts, twice = [parse_layout(text) for text in words], None
         global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
@@ -53,17 +52,14 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
                 "MW-LAUNCH-052",
                 f"--layouts asks for {largest} ranks: verify runs all of them on this machine and has {MOST_RANKS}",
             )
-        report = proved(
-            config,
-            layouts,
-            pool,
-            global_batch=global_batch,
-            steps=steps,
-            dtype=dtype,
-            random_tokens=not whole,
-            twice=twice,
-            on_row=print_row,
+        verification = Verification(
+            config, global_batch=global_batch, steps=steps, dtype=dtype, random_tokens=not whole
         )
+        rows = []
+        for layout in layouts:
+            rows.append(verification.compare_layout(layout, pool, is_repeated=twice is None or layout in twice))
+            print_row(rows[-1])
+    report = verification.report(rows)
     put(report.table())
     return 0 if report.passed else 1
 

@@ -26,7 +26,7 @@ from meshwright.parts import Parts
 from meshwright.run.tensors import pieces
 from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import open_verify_source
+from meshwright.tools.verify.rank import open_verify_source
 from tests.data_parallel.apart import Apart
 from tests.tools.verify.cases import LATER, model_config, size_for
 

@@ -21,7 +21,7 @@ from meshwright.schedule.action import Action, Span, actions_of
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import StepFeed, take_step
 from meshwright.tensor_parallel import megatron
-from meshwright.tools.verify.run import open_verify_source, run_layout
+from meshwright.tools.verify.rank import open_verify_source, run_layout
 
 
 def parts_of(config: RunConfig) -> Parts:

@@ -21,7 +21,7 @@ from meshwright.launch.local import launch
 from meshwright.schedule.action import COMPUTE
 from meshwright.tools.verify import layout_config, parse_layout
 from meshwright.tools.verify.compare import BARS, compare
-from meshwright.tools.verify.run import merge, run_layout
+from meshwright.tools.verify.rank import merge, run_layout
 from tests.gpu import on_gpu
 from tests.tools.verify.cases import References, model_config, size_for
 

@@ -12,7 +12,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.seeding import GOLDEN, Draw, SeededDropout, keep_mask, key_of, restart_calls
 from meshwright.step import StepFeed
 from meshwright.tools.verify.layouts import layout_config, parse_layout
-from meshwright.tools.verify.run import open_verify_source
+from meshwright.tools.verify.rank import open_verify_source
 from tests.tools.verify.cases import config_of
 
 P = 0.5

@@ -18,7 +18,7 @@ from meshwright.schedule.action import Kind
 from meshwright.schedule.analysis import peak_activations
 from meshwright.step import take_step
 from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.run import open_verify_source
+from meshwright.tools.verify.rank import open_verify_source
 from tests.pipeline.kept import KeptBytes
 from tests.tools.verify.cases import config_of
 

@@ -21,7 +21,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import StepFeed
 from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.run import open_verify_source
+from meshwright.tools.verify.rank import open_verify_source
 from tests.pipeline.kept import KeptBytes
 from tests.tools.verify.cases import config_of
 

@@ -18,7 +18,7 @@ from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.parts import Parts
 from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import open_verify_source
+from meshwright.tools.verify.rank import open_verify_source
 from tests.tools.verify.cases import VOCAB_SIZE, config_of, model_config, size_for
 
 GLOBAL_BATCH = 8

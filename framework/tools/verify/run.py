@@ -18,21 +18,11 @@ from meshwright.model.build import build_model
 from meshwright.tools.verify.compare import SAME_ROUNDING, bar_of, compare, relative_distances
 from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config
-from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
+from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.report import Report, VerdictRow
 from meshwright.tools.verify.sources import VerifySource
 from meshwright.tools.verify.traits import probe_coupling, traits_of
-
-__all__ = [
-    "Pool",
-    "RankFindings",
-    "groupings",
-    "merge",
-    "open_verify_source",
-    "run_layout",
-    "verify",
-]
 
 LEAST_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
 """Time limit of a layout: this many times the plain run's time, but at least two minutes."""
@@ -117,6 +107,66 @@ def failure_of(error: Exception) -> str:
     return f"cannot run: {lines[0]}{where}"
 
 
+class Verification:
+    """Comparison of layouts of one model with its plain run, on the same samples.
+
+    Raises:
+        UserError: the model or its samples cannot be built, or the model does not train in plain torch.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, global_batch: int, steps: int = 10, dtype: str = "float64", random_tokens: bool
+    ) -> None:
+        self.config, self.global_batch, self.steps, self.dtype = config, global_batch, steps, dtype
+        self.random_tokens = random_tokens
+        self.plain = layout_config(config, Layout(), global_batch, dtype)
+        draw_blueprint(self.plain)  # a model that no layout supports gives one error instead of one per layout
+        self.source = open_verify_source(self.plain, random_tokens)
+        self.traits = probe_coupling(traits_of(self.plain), self.plain, self.source)
+        model = build_model(self.plain.model.builder, self.plain.model.options, self.plain.run.seed)
+        self.problems, self.tied = initial_problems(self.plain, model), {names[0] for names in model.tied}
+        self._reference = functools.cache(self._run_reference)
+
+    def _run_reference(self, micro_batch_size: int) -> Reference:
+        others = () if self.traits.couples_samples else groupings(self.global_batch)
+        return reference_of(self.plain, self.source, self.steps, self.dtype, micro_batch_size, others)
+
+    def compare_layout(self, layout: Layout, pool: Pool, *, is_repeated: bool = True) -> VerdictRow:
+        """Run a layout and compare it with the reference by the tolerances of the precision.
+
+        A layout that is refused, raises, hangs or loses a rank gives a row with the reason.
+
+        Args:
+            is_repeated: run the layout twice; the runs must agree bit for bit.
+        """
+        # samples that see each other in their micro-batch must have the same company in the plain run
+        expected = self._reference(layout.micro_batch_size if self.traits.couples_samples else 1)
+        timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * expected.passed_s)
+        try:
+            laid_out = layout_config(self.config, layout, self.global_batch, self.dtype)
+            draw_blueprint(laid_out)  # refuse an impossible layout before any rank starts
+            arguments = (laid_out.model_dump_json(), self.steps, self.random_tokens)
+            runs = []
+            for _ in range(2 if is_repeated else 1):
+                runs.append(pool.run(run_layout, layout.size, *arguments, timeout_s=timeout_s))
+        except Exception as error:  # a defect of one layout, in whatever form
+            return VerdictRow(str(layout), failure=failure_of(error))
+        found = [merge(findings) for findings in runs]
+        again = found[1] if is_repeated else None
+        bar, noise = bar_of(self.dtype, layout), expected.noise_in(layout, self.tied)
+        return compare(str(layout), found[0], again, expected.findings, bar, expected.rounding, noise)
+
+    def report(self, rows: list[VerdictRow]) -> Report:
+        """Return the report of these rows."""
+        data = self.config.data
+        of_tokens = "" if data.builder is not None else f" of {data.sequence_length} tokens"
+        title = (
+            f"{self.config.model.builder}, {self.traits.num_parameters:,} parameters, {self.dtype}, {self.steps} steps "
+            f"of {self.global_batch} samples{of_tokens}, against one plain process"
+        )
+        return Report(title, rows, self.problems)
+
+
 def verify(
     config: RunConfig,
     layouts: Sequence[Layout],
@@ -126,56 +176,9 @@ def verify(
     steps: int = 10,
     dtype: str = "float64",
     random_tokens: bool = False,
-    twice: Collection[Layout] | None = None,
-    on_row: Callable[[VerdictRow], None] = lambda row: None,
 ) -> Report:
-    """Run the reference once and each layout, and compare them by the tolerances of the precision.
-
-    A layout that is refused, raises, hangs or loses a rank becomes a row with the reason; the other layouts still run.
-
-    Args:
-        twice: layouts to run a second time, which must repeat bit for bit; None: all layouts.
-        on_row: called with each row as soon as it is finished.
-
-    Raises:
-        UserError: the model or its samples cannot be built, or the model does not train in plain torch.
-    """
-    plain = layout_config(config, Layout(), global_batch, dtype)
-    draw_blueprint(plain)  # a model that no layout takes is one message
-    source = open_verify_source(plain, random_tokens)
-    traits = probe_coupling(traits_of(plain), plain, source)
-    model = build_model(plain.model.builder, plain.model.options, plain.run.seed)
-    problems, tied = initial_problems(plain, model), {names[0] for names in model.tied}
-
-    @functools.cache
-    def reference(micro_batch_size: int) -> Reference:
-        others = () if traits.couples_samples else groupings(global_batch)
-        return reference_of(plain, source, steps, dtype, micro_batch_size, others)
-
-    rows = []
-    for layout in layouts:
-        # samples that see each other in their micro-batch must have the same company in the plain run
-        expected = reference(layout.micro_batch_size if traits.couples_samples else 1)
-        timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * expected.passed_s)
-        try:
-            laid_out = layout_config(config, layout, global_batch, dtype)
-            draw_blueprint(laid_out)  # what cannot be is said here, before anything runs
-            text, runs = laid_out.model_dump_json(), []
-            for _ in range(2 if twice is None or layout in twice else 1):
-                runs.append(pool.run(run_layout, layout.size, text, steps, random_tokens, timeout_s=timeout_s))
-        except Exception as error:  # a defect of one layout, in whatever form
-            row = VerdictRow(str(layout), failure=failure_of(error))
-        else:
-            found = [merge(each) for each in runs]
-            again = found[1] if len(found) > 1 else None
-            bar, noise = bar_of(dtype, layout), expected.noise_in(layout, tied)
-            row = compare(str(layout), found[0], again, expected.findings, bar, expected.rounding, noise)
-        rows.append(row)
-        on_row(row)
-    of_tokens = "" if config.data.builder is not None else f" of {config.data.sequence_length} tokens"
-    return Report(
-        f"{config.model.builder}, {traits.num_parameters:,} parameters, {dtype}, {steps} steps of "
-        f"{global_batch} samples{of_tokens}, against one plain process",
-        rows,
-        problems,
+    """Compare each layout, run twice, with the plain run (:class:`Verification`)."""
+    verification = Verification(
+        config, global_batch=global_batch, steps=steps, dtype=dtype, random_tokens=random_tokens
     )
+    return verification.report([verification.compare_layout(layout, pool) for layout in layouts])

@@ -14,7 +14,8 @@ from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
 from meshwright.tools.verify import Layout, VerdictRow, compare, layout_config
 from meshwright.tools.verify.compare import bar_of
-from meshwright.tools.verify.run import Reference, groupings, merge, open_verify_source, reference_of, run_layout
+from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
+from meshwright.tools.verify.run import Reference, groupings, reference_of
 
 DECODERS = ("gpt2", "llama")
 MODELS = (*DECODERS, "t5")

@@ -13,7 +13,7 @@ from meshwright.config import RunConfig, parse
 from meshwright.errors import ConfigError, ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.tools.verify import default_layouts, layout_config, parse_layout, traits_of
-from meshwright.tools.verify.run import merge, run_layout
+from meshwright.tools.verify.rank import merge, run_layout
 from tests.tools.verify.cases import LATER, References, Size, config_of, model_config, prove
 
 SMALL = Size(heads=8, sequence_length=8, num_blocks=2, global_batch=4)

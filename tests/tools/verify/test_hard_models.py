@@ -13,7 +13,7 @@ from meshwright.launch.pool import RankError, RankPool
 from meshwright.schedule.action import format_schedule
 from meshwright.schedule.build import build
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import run_layout
+from meshwright.tools.verify.rank import run_layout
 from tests.tools.verify.cases import References, config_of, prove
 
 LENGTH = 6

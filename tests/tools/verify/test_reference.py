@@ -249,7 +249,9 @@ def test_a_layout_that_fails_is_a_row_and_the_others_are_run(pool: RankPool, mon
     """Raising, refused, dead and silent ranks; the pool lives on."""
     monkeypatch.setattr(verify_run, "LEAST_TIMEOUT_S", 4.0)
     layouts = [parse_layout(text) for text in ("pp1", "dp2", "tp2", "dp3", "dp4", "pp5", "dp12", "pp1,mbs2")]
-    report = verify(config("failing"), layouts, pool, global_batch=12, steps=1, random_tokens=True, twice=())
+    verification = verify_run.Verification(config("failing"), global_batch=12, steps=1, random_tokens=True)
+    rows = [verification.compare_layout(layout, pool, is_repeated=False) for layout in layouts]
+    report = verification.report(rows)
     said = [row.failure for row in report.rows]
     assert said[0] == said[7] == "" and report.rows[0].passed and report.rows[7].passed
     assert said[1].startswith("cannot run: rank ") and "RuntimeError: two are too many (at " in said[1]

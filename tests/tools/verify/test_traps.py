@@ -38,7 +38,7 @@ from meshwright.schedule.action import Action
 from meshwright.seeding import SeededDropout, seeded
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import BARS
-from meshwright.tools.verify.run import RankFindings, merge, run_layout
+from meshwright.tools.verify.rank import RankFindings, merge, run_layout
 from tests.tools.verify.cases import LATER, References, model_config, size_for
 
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -24,7 +24,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tensor_parallel.layers import vocab_slice
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.run import open_verify_source
+from meshwright.tools.verify.rank import open_verify_source
 from tests.tools.verify.cases import LATER, Size, config_of, model_config
 
 SIZE = Size(heads=4, sequence_length=8, num_blocks=2, global_batch=8)
