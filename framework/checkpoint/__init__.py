@@ -28,31 +28,21 @@ A checkpoint is published by one rename of a directory whose every byte has been
 afterwards. There is no "latest" pointer that could dangle: the newest directory that verifies is the latest.
 """
 
-from meshwright.checkpoint.async_writer import AsyncWriter, SaveAttempt, to_host
-from meshwright.checkpoint.compatible import check_compatible
-from meshwright.checkpoint.manifest import CheckpointMetadata, Manifest, TensorKind
-from meshwright.checkpoint.read import Candidate, CheckpointReader, find, first_sound, newest_valid, open_checkpoint
-from meshwright.checkpoint.retention import prune
-from meshwright.checkpoint.save import begin, publish
-from meshwright.checkpoint.shard import TensorPiece, write_shard
-
-__all__ = [
-    "AsyncWriter",
-    "Candidate",
-    "CheckpointMetadata",
-    "CheckpointReader",
-    "Manifest",
-    "SaveAttempt",
-    "TensorKind",
-    "TensorPiece",
-    "begin",
-    "check_compatible",
-    "find",
-    "first_sound",
-    "newest_valid",
-    "open_checkpoint",
-    "prune",
-    "publish",
-    "to_host",
-    "write_shard",
-]
+from meshwright.checkpoint.async_writer import AsyncWriter as AsyncWriter
+from meshwright.checkpoint.async_writer import SaveAttempt as SaveAttempt
+from meshwright.checkpoint.async_writer import to_host as to_host
+from meshwright.checkpoint.compatible import check_compatible as check_compatible
+from meshwright.checkpoint.manifest import CheckpointMetadata as CheckpointMetadata
+from meshwright.checkpoint.manifest import Manifest as Manifest
+from meshwright.checkpoint.manifest import TensorKind as TensorKind
+from meshwright.checkpoint.read import Candidate as Candidate
+from meshwright.checkpoint.read import CheckpointReader as CheckpointReader
+from meshwright.checkpoint.read import find as find
+from meshwright.checkpoint.read import first_sound as first_sound
+from meshwright.checkpoint.read import newest_valid as newest_valid
+from meshwright.checkpoint.read import open_checkpoint as open_checkpoint
+from meshwright.checkpoint.retention import prune as prune
+from meshwright.checkpoint.save import begin as begin
+from meshwright.checkpoint.save import publish as publish
+from meshwright.checkpoint.shard import TensorPiece as TensorPiece
+from meshwright.checkpoint.shard import write_shard as write_shard

@@ -1,52 +1,30 @@
 """Configuration of a run: TOML plus dotted overrides become a frozen, typed RunConfig; all problems are reported at
 once."""
 
-from meshwright.config.derived import bucket_bytes, default_world_size, reduces_each_microbatch, resolve, shard_factor
-from meshwright.config.loading import load, load_saved, load_with_origins
-from meshwright.config.saved import dump, parse, read_resolved, to_toml, write_snapshot
-from meshwright.config.schema import (
-    Batch,
-    Checkpoint,
-    Data,
-    Launch,
-    Model,
-    Optimizer,
-    Parallel,
-    Pipeline,
-    Run,
-    RunConfig,
-    Section,
-    Tracking,
-    Train,
-)
-from meshwright.config.sources import given_keys
-
-__all__ = [
-    "Batch",
-    "Checkpoint",
-    "Data",
-    "Launch",
-    "Model",
-    "Optimizer",
-    "Parallel",
-    "Pipeline",
-    "Run",
-    "RunConfig",
-    "Section",
-    "Tracking",
-    "Train",
-    "bucket_bytes",
-    "default_world_size",
-    "dump",
-    "given_keys",
-    "load",
-    "load_saved",
-    "load_with_origins",
-    "parse",
-    "read_resolved",
-    "reduces_each_microbatch",
-    "resolve",
-    "shard_factor",
-    "to_toml",
-    "write_snapshot",
-]
+from meshwright.config.derived import bucket_bytes as bucket_bytes
+from meshwright.config.derived import default_world_size as default_world_size
+from meshwright.config.derived import reduces_each_microbatch as reduces_each_microbatch
+from meshwright.config.derived import resolve as resolve
+from meshwright.config.derived import shard_factor as shard_factor
+from meshwright.config.loading import load as load
+from meshwright.config.loading import load_saved as load_saved
+from meshwright.config.loading import load_with_origins as load_with_origins
+from meshwright.config.saved import dump as dump
+from meshwright.config.saved import parse as parse
+from meshwright.config.saved import read_resolved as read_resolved
+from meshwright.config.saved import to_toml as to_toml
+from meshwright.config.saved import write_snapshot as write_snapshot
+from meshwright.config.schema import Batch as Batch
+from meshwright.config.schema import Checkpoint as Checkpoint
+from meshwright.config.schema import Data as Data
+from meshwright.config.schema import Launch as Launch
+from meshwright.config.schema import Model as Model
+from meshwright.config.schema import Optimizer as Optimizer
+from meshwright.config.schema import Parallel as Parallel
+from meshwright.config.schema import Pipeline as Pipeline
+from meshwright.config.schema import Run as Run
+from meshwright.config.schema import RunConfig as RunConfig
+from meshwright.config.schema import Section as Section
+from meshwright.config.schema import Tracking as Tracking
+from meshwright.config.schema import Train as Train
+from meshwright.config.sources import given_keys as given_keys

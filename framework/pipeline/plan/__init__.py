@@ -10,33 +10,20 @@ outline_of, outline_of_value          equality of layers and of values, for cach
 recomputed, recompute_parts, SplitBackward, accumulate_deferred   as a stage runs its layers, for the planner's profile
 """
 
-from meshwright.pipeline.partition import partition
-from meshwright.pipeline.plan.boundaries import describe_boundaries
-from meshwright.pipeline.plan.costs import LayerCost, count_layers
-from meshwright.pipeline.plan.cut import cut_layers, layer_weights
-from meshwright.pipeline.plan.describe import ModelDescription, describe_model
-from meshwright.pipeline.plan.outline import outline_of, outline_of_value
-from meshwright.pipeline.plan.recompute_plan import check_recompute, recomputed_names
-from meshwright.pipeline.plan.running import check_running
-from meshwright.pipeline.recompute import recompute_parts, recomputed
-from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
-
-__all__ = [
-    "LayerCost",
-    "ModelDescription",
-    "SplitBackward",
-    "accumulate_deferred",
-    "check_recompute",
-    "check_running",
-    "count_layers",
-    "cut_layers",
-    "describe_boundaries",
-    "describe_model",
-    "layer_weights",
-    "outline_of",
-    "outline_of_value",
-    "partition",
-    "recompute_parts",
-    "recomputed",
-    "recomputed_names",
-]
+from meshwright.pipeline.partition import partition as partition
+from meshwright.pipeline.plan.boundaries import describe_boundaries as describe_boundaries
+from meshwright.pipeline.plan.costs import LayerCost as LayerCost
+from meshwright.pipeline.plan.costs import count_layers as count_layers
+from meshwright.pipeline.plan.cut import cut_layers as cut_layers
+from meshwright.pipeline.plan.cut import layer_weights as layer_weights
+from meshwright.pipeline.plan.describe import ModelDescription as ModelDescription
+from meshwright.pipeline.plan.describe import describe_model as describe_model
+from meshwright.pipeline.plan.outline import outline_of as outline_of
+from meshwright.pipeline.plan.outline import outline_of_value as outline_of_value
+from meshwright.pipeline.plan.recompute_plan import check_recompute as check_recompute
+from meshwright.pipeline.plan.recompute_plan import recomputed_names as recomputed_names
+from meshwright.pipeline.plan.running import check_running as check_running
+from meshwright.pipeline.recompute import recompute_parts as recompute_parts
+from meshwright.pipeline.recompute import recomputed as recomputed
+from meshwright.pipeline.split_backward import SplitBackward as SplitBackward
+from meshwright.pipeline.split_backward import accumulate_deferred as accumulate_deferred

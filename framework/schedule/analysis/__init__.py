@@ -7,34 +7,19 @@ bubble_share, bubbles, on_their_way, peak_activations     measures of a timeline
 text, timeline_of, caption, name_of, typical_shortest     pictures for a terminal, and what other pictures share
 """
 
-from meshwright.schedule.analysis.draw import caption, name_of, text, timeline_of, typical_shortest
-from meshwright.schedule.analysis.fault_report import report
-from meshwright.schedule.analysis.faults import check
-from meshwright.schedule.analysis.simulator import Costs, pace, simulate
-from meshwright.schedule.analysis.timeline import (
-    Reading,
-    Timeline,
-    bubble_share,
-    bubbles,
-    on_their_way,
-    peak_activations,
-)
-
-__all__ = [
-    "Costs",
-    "Reading",
-    "Timeline",
-    "bubble_share",
-    "bubbles",
-    "caption",
-    "check",
-    "name_of",
-    "on_their_way",
-    "pace",
-    "peak_activations",
-    "report",
-    "simulate",
-    "text",
-    "timeline_of",
-    "typical_shortest",
-]
+from meshwright.schedule.analysis.draw import caption as caption
+from meshwright.schedule.analysis.draw import name_of as name_of
+from meshwright.schedule.analysis.draw import text as text
+from meshwright.schedule.analysis.draw import timeline_of as timeline_of
+from meshwright.schedule.analysis.draw import typical_shortest as typical_shortest
+from meshwright.schedule.analysis.fault_report import report as report
+from meshwright.schedule.analysis.faults import check as check
+from meshwright.schedule.analysis.simulator import Costs as Costs
+from meshwright.schedule.analysis.simulator import pace as pace
+from meshwright.schedule.analysis.simulator import simulate as simulate
+from meshwright.schedule.analysis.timeline import Reading as Reading
+from meshwright.schedule.analysis.timeline import Timeline as Timeline
+from meshwright.schedule.analysis.timeline import bubble_share as bubble_share
+from meshwright.schedule.analysis.timeline import bubbles as bubbles
+from meshwright.schedule.analysis.timeline import on_their_way as on_their_way
+from meshwright.schedule.analysis.timeline import peak_activations as peak_activations
