@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.parts import FLAGS, STOP, Observer, Parts, StepEvent
 from meshwright.schedule.action import Action, Kind, Schedule
@@ -23,7 +24,7 @@ PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 NAMES: dict[str, Any] = {
     **{"Observer": Observer, "Parts": Parts, "StepEvent": StepEvent, "STOP": STOP, "StepRecord": StepRecord},
     **{"Action": Action, "Kind": Kind, "Schedule": Schedule, "NamedTuple": NamedTuple, "Sequence": Sequence},
-    **{"torch": torch, "Tensor": Tensor},
+    **{"torch": torch, "Tensor": Tensor, "nn": nn, "Any": Any},
 }
 
 
@@ -64,3 +65,23 @@ def test_a_source_answers_to_indices() -> None:
     batch = samples(example("Squares")(), 12, 3)
     assert batch.inputs.tolist() == [[2.0], [3.0], [4.0]] and batch.labels.tolist() == [[4.0], [9.0], [16.0]]
     assert batch.sample_indices.tolist() == [12, 13, 14]
+
+
+def test_an_optimizer_is_element_wise_momentum() -> None:
+    ours, theirs = nn.Parameter(torch.arange(6.0)), nn.Parameter(torch.arange(6.0))
+    pairs = (
+        (ours, example("Momentum")([ours], lr=0.1)),
+        (theirs, torch.optim.SGD([theirs], lr=0.1, momentum=0.9)),
+    )
+    for step in range(3):
+        for parameter, optimizer in pairs:
+            parameter.grad = torch.full((6,), float(step + 1))
+            optimizer.step()
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_a_model_runs_and_its_plan_names_its_layers() -> None:
+    model = example("build_mlp")()
+    assert model(torch.zeros(2, 8)).shape == (2, 8)
+    names = [name for name, _ in model.named_children()]
+    assert [fnmatch.filter(names, pattern) for pattern in model.sharding_plan] == [["up0", "up1"], ["down0", "down1"]]
