@@ -85,8 +85,8 @@ YAML = {
 }
 SHELL = {
     **SPECIAL,
-    "doubling array": (text("A=(--x 1)\n" + "A+=(${A[@]})\n" * 60 + "torchrun p.py ${A[@]}"), "comes to more than"),
-    "doubling variable": (text("A=xxxxxxxxxx\n" + 'A="$A$A"\n' * 60 + "torchrun p.py --x $A"), "comes to more than"),
+    "doubling array": (text("A=(--x 1)\n" + "A+=(${A[@]})\n" * 60 + "torchrun p.py ${A[@]}"), "expand to more than"),
+    "doubling variable": (text("A=xxxxxxxxxx\n" + 'A="$A$A"\n' * 60 + "torchrun p.py --x $A"), "expand to more than"),
     "growing number": (text("A=99\n" + "A=$((A*A))\n" * 60 + "torchrun p.py --x $A"), ""),
     "deep sum": (text("A=$((" + "(" * DEEP + "1" + ")" * DEEP + "))\ntorchrun p.py --x $A"), ""),
     "nested ifs": (text("if x; then " * 10_000 + "\ntorchrun p.py --x 1"), "nested too deeply"),

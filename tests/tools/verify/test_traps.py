@@ -32,7 +32,7 @@ from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import RecomputeContext
-from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.pipeline.stage import LossPart, Stage, StageSpec
 from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.schedule.action import Action
 from meshwright.seeding import SeededDropout, seeded
@@ -72,8 +72,8 @@ def scale_loss(patch: pytest.MonkeyPatch, factor: float) -> None:
     """The gradients' scale, with the reported loss as it should be."""
     init = Stage.__init__
 
-    def scaled(stage: Stage, *args: Any, loss_scale: float, **more: Any) -> None:
-        init(stage, *args, loss_scale=loss_scale * factor, **more)
+    def scaled(stage: Stage, spec: StageSpec, *args: Any, **more: Any) -> None:
+        init(stage, replace(spec, loss_scale=spec.loss_scale * factor), *args, **more)
 
     patch.setattr(Stage, "__init__", scaled)
 
@@ -320,7 +320,7 @@ def weight_gradients_forgotten(patch: pytest.MonkeyPatch) -> None:
         if microbatch:
             weigh(stage, microbatch)
         else:
-            stage._notes.pop(microbatch)
+            stage._deferred.pop(microbatch)
 
     patch.setattr(Stage, "backward_weight", forgetful)
 
