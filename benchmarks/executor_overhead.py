@@ -118,6 +118,7 @@ class Ours:
         }
         self.executor = Executor(schedule, mesh.pp, stages, mesh.device)
         self.batch = (*samples(chunks), torch.arange(chunks))
+        self.indices = self.batch[-1].split(1)
         self.microbatches: list[Microbatch] = []
         self.reads = any(stage.is_first or stage.is_last for stage in stages.values())
 
@@ -127,7 +128,7 @@ class Ours:
 
     def sample_indices(self, m: int) -> Tensor:
         """Return the index of the sample."""
-        return self.microbatches[m].sample_indices
+        return self.indices[m]
 
     def step(self) -> Shown:
         """Cut the batch into micro-batches, as torch's runtime does in its step, and run this rank's row."""

@@ -182,7 +182,7 @@ def measure(rank: int, world_size: int, config_json: str) -> int:
             for replica in parts.replicas.values():
                 replica.wait_for_weights()
         gc.collect()
-        gc.disable()  # as on paper: what Python's collector finds it finds at a moment of its own
+        gc.disable()  # as in the dry run: what Python's collector finds it finds at a moment of its own
         observer.restart()
         try:
             take_step(parts)
@@ -191,7 +191,7 @@ def measure(rank: int, world_size: int, config_json: str) -> int:
     return observer.peak_bytes
 
 
-def rehearsed(config: RunConfig) -> list[int]:
+def dry_run(config: RunConfig) -> list[int]:
     """Predict the peak bytes of each pipeline rank by a dry run of its first rank."""
     per_stage = grid_of(config).dp * grid_of(config).tp
     return [profile_rank(config, pp_rank * per_stage).both_bytes for pp_rank in range(config.parallel.pp)]
@@ -204,7 +204,7 @@ def planned(config: RunConfig) -> list[int]:
     return [each.total + each.host for each in found]
 
 
-PREDICTORS: dict[str, Callable[[RunConfig], list[int]]] = {"rehearsed": rehearsed, "planned": planned}
+PREDICTORS: dict[str, Callable[[RunConfig], list[int]]] = {"dry run": dry_run, "planned": planned}
 """Name -> function from a resolved configuration to the peak bytes by pipeline rank. Each adds a column."""
 
 

@@ -30,7 +30,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch.environment import Launcher
     from meshwright.run import RunLock
 
-    config, launcher = _asked(options, overrides)
+    config, launcher = _load_config(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _training)
     RunLock(Path(config.run.directory) / config.run.name).check_free()  # before seconds of imports; rank 0 takes it
@@ -53,7 +53,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     )
 
 
-def _asked(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, Launcher]:
+def _load_config(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, Launcher]:
     """Return the configuration and the launcher of this process; choose the GPUs of this process and its children."""
     from meshwright.config import load
     from meshwright.launch.devices import choose_devices
@@ -144,7 +144,7 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch import devices, forking, local
     from meshwright.launch.environment import Launcher
 
-    config, launcher = _asked(options, overrides)
+    config, launcher = _load_config(options, overrides)
     if launcher is not Launcher.NONE:
         return _as_rank(config, launcher, _visiting)
     forking.warm_up(config, "meshwright.tools.doctor.rank")

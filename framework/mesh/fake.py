@@ -130,7 +130,7 @@ def fake_mesh(grid: Grid, rank: int, on_begin: Callable[[object], None] = _ignor
     if dist.is_initialized():
         raise MeshError(
             "MW-MESH-004",
-            "this process has joined a job already: a rank is rehearsed in a process of its own, before a job starts",
+            "this process has joined a job already: dry-run a rank in a process of its own, before a job starts",
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -6,7 +6,7 @@
     full        keep the input of each layer only
 
 The second forward must repeat the first one. Dropout here is a function of the sample and not of the random state. So
-only two things must be restored: the samples of the micro-batch, and the split backward's mode that notes weight
+only two things must be restored: the samples of the micro-batch, and the split backward's mode that defers weight
 gradients. ``context`` captures both before a forward, and is entered again around the second one.
 """
 

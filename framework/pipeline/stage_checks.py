@@ -71,14 +71,15 @@ def check_outputs(outputs: Sequence[Tensor], spec: ValueSpec, layer: str, stage:
         return
     raise ModelError(
         "MW-PIPELINE-015",
-        f"{layer}, the last of stage {stage}, hands on {_told(outputs)} in "
-        f"{'training' if train else 'eval mode'}, and {_told(expected)} on the meta device in training, where "
+        f"{layer}, the last of stage {stage}, returns {_shapes(outputs)} in "
+        f"{'training' if train else 'eval mode'}, and {_shapes(expected)} on the meta device in training, where "
         f"the run was planned: the next stage has room for that only. Give the same shapes and dtypes in train and "
         f"eval mode, on every device and for all data (a dtype that torch.autocast chooses: .to() it at the end)",
     )
 
 
-def _told(leaves: Sequence[Tensor | TensorSpec]) -> str:
+def _shapes(leaves: Sequence[Tensor | TensorSpec]) -> str:
+    """Return the shapes and dtypes of leaves as text."""
     return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves) or "nothing"
 
 
@@ -114,8 +115,8 @@ def advise(layer: str, error: RuntimeError) -> None:
     if "modified inplace" in str(error) and "RegisterPostBackward" in str(error):
         raise ModelError(
             "MW-PIPELINE-017",
-            f"layer {layer} changes what it is handed in place: with parallel.zero = 3 torch has to know when its "
-            f"gradient comes by. Write x = x + y for x += y, or choose parallel.zero = 2",
+            f"layer {layer} changes its input in place: with parallel.zero = 3 torch has a hook on the gradient "
+            f"of that input. Write x = x + y for x += y, or choose parallel.zero = 2",
         ) from error
 
 

@@ -121,6 +121,6 @@ def describe_value(value: Any, where: str) -> ValueSpec:
         if not isinstance(leaf, Tensor):
             raise ModelError(
                 "MW-PIPELINE-030",
-                f"{where} hands on a {type(leaf).__name__}: between layers go tensors, or tuples and dicts of tensors",
+                f"{where} returns a {type(leaf).__name__}: layers pass tensors, or tuples and dicts of tensors",
             )
     return ValueSpec(tree, tuple(TensorSpec(tuple(leaf.shape), leaf.dtype, leaf.requires_grad) for leaf in leaves))

@@ -112,5 +112,5 @@ def test_a_model_that_takes_no_boundaries(corpora: Path) -> None:
     batch = {"micro_batch_size": 1, "chunks": 1, "global_batch": 1}
     own = {"builder": "tests.support.builders:plain", "options": {"vocab_size": 257}}
     tree = {**config.model_dump(exclude_unset=True), "model": own, "batch": batch, "parallel": {"dp": 1}}
-    with pytest.raises(ModelError, match=r"With data\.document_boundaries the first layer is handed"):
+    with pytest.raises(ModelError, match=r"With data\.document_boundaries the first layer gets"):
         draw_blueprint(RunConfig.model_validate(tree))

@@ -134,7 +134,7 @@ def built(rank: int, world_size: int, config_json: str, steps: int) -> str:
     [
         ("Scale", "the parameter 1.factor is a single number: parallel.zero = 3 cuts parameters along their first "),
         ("Uncalled", "layer 1 uses a weight that several modules share without calling its module: with parallel.ze"),
-        ("InPlace", "layer 1 changes what it is handed in place: with parallel.zero = 3 torch has to know when its "),
+        ("InPlace", "layer 1 changes its input in place: with parallel.zero = 3 torch has a hook on the gradient "),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(kind: str, said: str, pool: RankPool) -> None:

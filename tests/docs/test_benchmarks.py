@@ -1,8 +1,12 @@
-"""Benchmarks run by hand, on machines that the tests do not have: here they are only imported."""
+"""Benchmarks are run by hand: here all are imported, and those of `make bench` run for one turn."""
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,35 @@ SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if "__main__" in path.
 def test_all_that_it_imports_is_still_there(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     runpy.run_path(str(script), run_name="imported")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "side_by_side.py --only a --repeats 1 --steps 1",
+        "executor_overhead.py --only zb_v --repeats 1 --steps 1",
+        "bubble_measured.py --pp 2 --chunks 2 --steps 1 --ms 1",
+        "guards.py --repeats 1 --steps 1 --saves 1",
+    ],
+    ids=lambda command: command.split(".")[0],
+)
+def test_one_turn_of_what_make_bench_runs(command: str, tmp_path: Path) -> None:
+    """Bars are for a quiet machine (exit code 1 is allowed here); losses must be equal, and figures must be written."""
+    script, *options = command.split()
+    out = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *options, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=600,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in (0, 1)
+    problems = json.loads(out.read_text()).get("problems", [])
+    assert not [problem for problem in problems if "loss" in problem or "other numbers" in problem]
 
 
 def test_the_model_as_gpt_neox_ran_it_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

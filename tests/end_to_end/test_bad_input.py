@@ -114,7 +114,7 @@ def test_a_corpus_that_is_none(
         ("did you mean meshwright.models.gpt2:build?", ["--model.builder=meshwright.models.gpt2:biuld"]),
         ("returned a Linear: a pipeline is cut between", [f"--model.builder={BUILDERS}:counts_letters"]),
         ("it must return logits of shape", [f"--model.builder={BUILDERS}:two_outputs"]),
-        ("layer 1 (Linear) cannot take what layer 0 hands on", [f"--model.builder={BUILDERS}:of_another_width"]),
+        ("layer 1 (Linear) cannot take what layer 0 returns", [f"--model.builder={BUILDERS}:of_another_width"]),
         ("did you mean num_layers?", ["--model.options.num_layer=3"]),
         ("vocab_size", ["--model.options.vocab_size=200"]),
         ("max_sequence_length", ["--data.sequence_length=64"]),

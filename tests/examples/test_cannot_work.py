@@ -41,9 +41,9 @@ def said(runs: Path, *args: str, **sections: Any) -> str:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("in_place", "layer 2 (ReLU) overwrites, in place, a tensor (2, 8) that its stage was handed"),
-        ("branch", "layer 2 (Branches) looks at the numbers it is handed (.item(), a Python `if`"),
-        ("item", "layer 2 (Branches) looks at the numbers it is handed (.item(), a Python `if`"),
+        ("in_place", "layer 2 (ReLU) overwrites, in place, a tensor (2, 8) that its stage received"),
+        ("branch", "layer 2 (Branches) reads values of its input (.item(), a Python `if`"),
+        ("item", "layer 2 (Branches) reads values of its input (.item(), a Python `if`"),
         ("pattern", "sharding_plan['linaer'] = 'column' names no module of the model"),
     ],
 )
@@ -53,7 +53,7 @@ def test_a_model_that_cannot_be_cut(model: str, message: str, tmp_path: Path) ->
 
 def test_a_value_that_is_no_tensor(tmp_path: Path) -> None:
     message = said(tmp_path, "number", pipeline={"balance": [3, 2]})
-    assert "layer 2 hands on a int: between layers go tensors, or tuples and dicts of tensors" in message
+    assert "layer 2 returns a int: layers pass tensors, or tuples and dicts of tensors" in message
 
 
 def test_running_statistics_where_they_cannot_be(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_logits_of_the_wrong_shape(layout: str) -> None:
 
 def test_a_value_that_is_no_tensor() -> None:
     message = said("hands_on_a_number", "pp4")
-    assert "hands on a int: between layers go tensors, or tuples and dicts of tensors" in message
+    assert "returns a int: layers pass tensors, or tuples and dicts of tensors" in message
 
 
 def test_more_tokens_than_positions() -> None:

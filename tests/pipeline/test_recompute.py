@@ -162,5 +162,7 @@ def test_a_model_that_does_not_say_what_is_cheap() -> None:
     config = layout_config(
         config_of("tests.support.builders:plain", {}, S), Layout(recompute="selective"), 2, "float32"
     )
-    with pytest.raises(ModelError, match=r"does not say what is cheap to compute and dear to keep: set model.sel"):
+    with pytest.raises(
+        ModelError, match=r"does not name what is cheap to compute and expensive to keep: set model.sel"
+    ):
         build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, True), None))

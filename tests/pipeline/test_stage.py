@@ -226,7 +226,7 @@ def test_a_layer_that_does_not_take_what_it_is_handed() -> None:
     with pytest.raises(ModelError) as raised:
         describe_boundaries(builders.wrong_width(), [range(0, 1), range(1, 3)], TOKENS)
     said = str(raised.value)
-    assert "layer middle (Linear) cannot take what layer embedding hands on" in said
+    assert "layer middle (Linear) cannot take what layer embedding returns" in said
     assert "shape (2, 6, 8)" in said
 
 
@@ -302,7 +302,7 @@ def test_what_is_handed_on_as_it_came_is_still_that() -> None:
 
 
 def test_a_value_that_is_no_tensor() -> None:
-    with pytest.raises(ModelError, match="layer 1 hands on a int: between layers go tensors"):
+    with pytest.raises(ModelError, match="layer 1 returns a int: layers pass tensors"):
         describe_boundaries(builders.hands_on_a_number(), [range(0, 2), range(2, 4)], TOKENS)
 
 

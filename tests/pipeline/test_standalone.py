@@ -21,7 +21,7 @@ def draw(kind: str, how: str = "") -> None:
         ("closure", r"layer 4 \(OtherHead\) uses 0.weight, which layer 0 holds and it does not .*tied_weights"),
         ("own closure", r"layer 4 \(Reaching\) uses 4.linear.weight, but not as its attribute"),
         ("list", r"layer 4 \(OtherHead\) uses a parameter of shape \(24, 8\) that belongs to no layer"),
-        ("talking", r"layer 3 \(Taking\) uses a tensor of shape .* of layer 1 that it was not handed"),
+        ("talking", r"layer 3 \(Taking\) uses a tensor of shape .* of layer 1 that is not in its input"),
         ("renormed", r"layer 0 \(Embedding\) writes to its parameter 0.weight in forward \(embedding_renorm_\)"),
         ("alpha", r"layer 1 \(AlphaDropout\) draws from torch's random generator"),
     ],
@@ -60,7 +60,7 @@ def test_a_layer_that_draws(how: str, source: str) -> None:
     [
         ("count", r"layer 1 \(Remembering\) does something else in each call for the same input"),
         ("generator of the module", r"layer 1 \(Remembering\) does something else in each call for the same input"),
-        ("previous", r"uses a tensor of shape .* of layer 1 in an earlier forward that it was not handed"),
+        ("previous", r"uses a tensor of shape .* of layer 1 in an earlier forward that is not in its input"),
         ("caught", r"layer 1 \(Remembering\) draws from torch's random generator \(rand_like\)"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Files of text, lines or rows as blocks: what a worker is handed at once, in an order that only the files decide.
+"""Files of text, lines or rows as blocks: the units of work of a worker, in an order that only the files decide.
 
     notes/*.txt            a document per file        a block: files next to each other, read by the worker
     pages.jsonl            a document per line        a block: a range of bytes, read by the worker

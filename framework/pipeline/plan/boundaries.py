@@ -85,7 +85,7 @@ class _LayerOutput(NamedTuple):
     """Index of an input tensor that is passed on, or the spec and strides of a new tensor."""
 
 
-_HANDED: dict[Any, _LayerOutput] = {}
+_LAYER_OUTPUTS: dict[Any, _LayerOutput] = {}
 """Outputs seen so far in this process, by everything that they depend on.
 
 A search tries hundreds of layouts of one model, and a model has hundreds of layers that are alike.
@@ -101,16 +101,16 @@ def _run_or_reuse(layer: nn.Module, value: Any) -> Any:
     positions = {id(leaf): position for position, leaf in reversed(list(enumerate(given)))}
     same = tuple((positions[id(leaf)], leaf.is_leaf) for leaf in given)
     key = (outline, outline_of_value(value), same, torch.is_grad_enabled())
-    if key in _HANDED:
-        seen = _HANDED[key]
+    if key in _LAYER_OUTPUTS:
+        seen = _LAYER_OUTPUTS[key]
         return tree_unflatten(
             [given[leaf] if isinstance(leaf, int) else _like(*leaf) for leaf in seen.leaves], seen.tree
         )
     before = _versions(layer, given)
-    handed = layer(value)
-    leaves, tree = tree_flatten(handed)
+    output = layer(value)
+    leaves, tree = tree_flatten(output)
     if _versions(layer, given) == before and outline_of(layer) == outline and _are_independent(leaves):
-        _HANDED[key] = _LayerOutput(
+        _LAYER_OUTPUTS[key] = _LayerOutput(
             tree,
             tuple(
                 positions[id(leaf)]
@@ -119,7 +119,7 @@ def _run_or_reuse(layer: nn.Module, value: Any) -> Any:
                 for leaf in leaves
             ),
         )
-    return handed
+    return output
 
 
 def _are_independent(leaves: Sequence[Any]) -> bool:
@@ -140,7 +140,7 @@ def _like(spec: TensorSpec, strides: tuple[int, ...]) -> Tensor:
 
 def _overwrites(where: str, shapes: str) -> str:
     return (
-        f"{where} overwrites, in place, a tensor {shapes} that its stage was handed: the stage before it may still be "
+        f"{where} overwrites, in place, a tensor {shapes} that its stage received: the stage before it may still be "
         f"sending it, and a layer that it skips to would see other numbers. Write into a copy (inplace=False)"
     )
 
@@ -152,7 +152,7 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> st
         return f"{_overwrites(where, shapes)}. torch says: {text.splitlines()[0]}"
     if "expected device meta" in text or "on the same device" in text or "two devices" in text:
         return (
-            f"{where} mixes a tensor of its own that lies on a device of its own choice with what it is handed: "
+            f"{where} mixes a tensor on a device of its own choice with its input: "
             f"register it with register_buffer, or make it with device=x.device, so that it goes where the layer goes. "
             f"torch says: {text.splitlines()[0]}"
         )
@@ -161,12 +161,12 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> st
     looks = ("meta tensor", "data-dependent", "numpy() on", "Cannot copy out of meta")
     if isinstance(error, NotImplementedError) or any(words in text for words in looks):
         return (
-            f"{where} looks at the numbers it is handed (.item(), a Python `if` or a loop over values): what it sends "
-            f"on would depend on data, and the stages must know shapes before any data comes. "
+            f"{where} reads values of its input (.item(), a Python `if` or a loop over values): its output "
+            f"would depend on data, and the stages must know shapes before any data comes. "
             f"{_without_looking(text)}. torch says: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
         )
     return (
-        f"{where} cannot take what {previous} hands on, shape {shapes} for one micro-batch: "
+        f"{where} cannot take what {previous} returns, shape {shapes} for one micro-batch: "
         f"{type(error).__name__}: {error}"
     )
 

@@ -158,5 +158,5 @@ def _run(
         for p in parameters:  # read, and added to the sum over micro-batches, which is in float32 at least
             backward.add(0.0, p.numel() * (p.itemsize + 2 * max(4, p.itemsize)))
     cost = LayerCost(name, sum(p.numel() for p in layer.parameters()), forward.count, backward.count)
-    handed = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, output)
-    return cost, handed
+    passed = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, output)
+    return cost, passed

@@ -42,7 +42,7 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
             raise
         raise ModelError(
             "MW-RUN-001",
-            f'{error.message}. With data.document_boundaries the first layer is handed {{"tokens": (B, S), "starts": '
+            f'{error.message}. With data.document_boundaries the first layer gets {{"tokens": (B, S), "starts": '
             f"(B, S) bool, where documents begin}}: let it take that (docs/data.md), or set "
             f"data.document_boundaries = false",
         ) from error

@@ -31,8 +31,8 @@ def check_recompute(pipeline: Pipeline, model: PlainModel, builder: str) -> None
     if not model.selective_recompute:
         raise ModelError(
             "MW-PIPELINE-006",
-            f'pipeline.recompute = "selective", but {builder} does not say what is cheap to compute and '
-            f"dear to keep: set model.selective_recompute to patterns of submodule names, such as "
+            f'pipeline.recompute = "selective", but {builder} does not name what is cheap to compute and '
+            f"expensive to keep: set model.selective_recompute to patterns of submodule names, such as "
             f'["block*.attention.core"], or choose "full"',
         )
     parts = [name for name, _ in model.layers.named_modules()]

@@ -63,7 +63,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, Any] = {}  # keeps storages alive, as a freed address could be reused
         self._layer, self._where, self._is_ours = "", "", False
         self._seen: list[Outline] = []
-        self._handed: set[int] = set()
+        self._inputs: set[int] = set()
         self._own: dict[int, str] = {}
         """Name within the running layer of each of its parameters, by id."""
         self._parameters = {name for name, _ in layers.named_parameters(remove_duplicate=False)}
@@ -110,7 +110,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mine = f"{name} in an earlier forward"
             self._made = {key: mine if maker == name else maker for key, maker in self._made.items()}
         with self._calling(layer, tree_map(lambda leaf: leaf if id(leaf) in kept else _like(leaf), value)) as value:
-            handed = layer(value)
+            output = layer(value)
         if traces and traces[-1] != self._trace:  # the first call may create what later calls keep
             raise ModelError(
                 "MW-PIPELINE-021",
@@ -118,12 +118,12 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"random numbers by a generator that is no attribute of it. Keep what changes in a buffer; use "
                 f"nn.Dropout for noise",
             )
-        return handed
+        return output
 
     @contextmanager
     def _calling(self, layer: nn.Module, value: Any) -> Iterator[Any]:
-        self._handed = {self._key(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
-        self._made |= dict.fromkeys(self._handed, self._layer)
+        self._inputs = {self._key(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+        self._made |= dict.fromkeys(self._inputs, self._layer)
         self._trace = []
         places = {key: self._key(parameter) for key, parameter in layer.named_parameters()}
         drawn = _generator_states(layer)
@@ -208,10 +208,10 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"layer; modules in a list belong into an nn.ModuleList",
             )
         maker = self._made.get(key)
-        if maker not in (None, self._layer) and key not in self._handed and not names and not self._is_ours:
+        if maker not in (None, self._layer) and key not in self._inputs and not names and not self._is_ours:
             raise ModelError(
                 "MW-PIPELINE-028",
-                f"{self._where} uses a tensor of shape {tuple(tensor.shape)} of layer {maker} that it was not handed "
+                f"{self._where} uses a tensor of shape {tuple(tensor.shape)} of layer {maker} that is not in its input "
                 f"(it lies in a global variable, a list, an attribute): on another stage it would be missing, and with "
                 f"several micro-batches in flight another one's. Let the layers between hand it on, as a tuple or dict "
                 f"of tensors",

@@ -156,7 +156,7 @@ def _parse(text: str, name: str) -> Hardware:
     except ValidationError as error:
         raise ConfigError.join(
             [
-                ConfigError("MW-PLANNER-004", f"{name}: {_said(each['loc'], each['type'], each['msg'])}")
+                ConfigError("MW-PLANNER-004", f"{name}: {_key_problem(each['loc'], each['type'], each['msg'])}")
                 for each in error.errors()
             ]
         ) from None
@@ -164,7 +164,7 @@ def _parse(text: str, name: str) -> Hardware:
         raise ConfigError("MW-PLANNER-005", f"{name}: not TOML: {error}") from None
 
 
-def _said(place: tuple[int | str, ...], kind: str, message: str) -> str:
+def _key_problem(place: tuple[int | str, ...], kind: str, message: str) -> str:
     """Describe a validation error at one key."""
     if place[-1:] == ("[key]",):
         place, kind = place[:-1], "extra_forbidden"

@@ -164,7 +164,7 @@ class KeyedDropout:
             if input.shape[0] != self._samples.shape[0]:
                 raise ModelError(
                     "MW-VERIFY-001",
-                    f"dropout {name} is handed a tensor of shape {tuple(input.shape)} for {self._samples.shape[0]} "
+                    f"dropout {name} gets a tensor of shape {tuple(input.shape)} for {self._samples.shape[0]} "
                     f"samples: masks are drawn by sample, so the first dim must be the micro-batch. Move the dropout "
                     f"to where it is, or transpose around it",
                 )

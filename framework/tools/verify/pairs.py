@@ -196,7 +196,7 @@ def choose(
         else:
             refused[best] = why
     missing = {pair for pair, number in numbers.items() if not covered & number}
-    return LayoutChoice(_needed(layouts, len(first), masks), _told(missing, masks, numbers, refused))
+    return LayoutChoice(_needed(layouts, len(first), masks), _uncovered_lines(missing, masks, numbers, refused))
 
 
 def _mask(layout: Layout, traits: Traits, numbers: dict[Pair, int]) -> int:
@@ -216,16 +216,16 @@ def _needed(layouts: list[Layout], num_first: int, masks: dict[Layout, int]) -> 
     return kept
 
 
-def _told(
+def _uncovered_lines(
     missing: set[Pair], masks: dict[Layout, int], numbers: dict[Pair, int], refused: dict[Layout, str]
 ) -> list[str]:
     """Describe uncovered features in one line, then each uncovered pair of covered features with its reason."""
     alone = {a for a, b in missing if a == b}
-    said = [f"not covered, in no layout of this model: {', '.join(sorted(alone))}"] if alone else []
+    lines = [f"not covered, in no layout of this model: {', '.join(sorted(alone))}"] if alone else []
     for pair in sorted(missing):
         if alone & set(pair):
             continue
         reasons = [why for layout, why in refused.items() if masks[layout] & numbers[pair]]
         because = f"refused: {reasons[0]}" if reasons else "no possible layout has both"
-        said.append(f"not covered: {pair[0]} with {pair[1]} ({because})")
-    return said
+        lines.append(f"not covered: {pair[0]} with {pair[1]} ({because})")
+    return lines

@@ -81,7 +81,7 @@ def test_frozen_statistics_are_constants(dtype: str, pool: RankPool, references:
             r"model\.loss returns a tensor of shape \(\) for labels of shape \(1, 6\): return the loss of",
         ),
         ("no_forward", r"layer 1 \(Module\) has no forward"),
-        ("own_tensor", r"layer 1 \(OwnTensor\) mixes a tensor of its own .* register_buffer"),
+        ("own_tensor", r"layer 1 \(OwnTensor\) mixes a tensor on a device of its own .* register_buffer"),
     ],
 )
 def test_refused_before_anything_runs(name: str, message: str) -> None:
@@ -92,7 +92,7 @@ def test_refused_before_anything_runs(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "layout", "message"),
     [
-        ({"layer": "Fickle", "how": "dtype"}, "pp2", r"hands on \(1, 6\) int64, \(1, 6, 8\) float16 in training, and "),
+        ({"layer": "Fickle", "how": "dtype"}, "pp2", r"returns \(1, 6\) int64, \(1, 6, 8\) float16 in training, and "),
         ({"how": "checkpoint"}, "pp2,zb_h1", "computes itself again in backward .*choose 1f1b or interleaved_1f1b"),
     ],
 )

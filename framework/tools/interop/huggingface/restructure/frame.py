@@ -218,7 +218,7 @@ class PipelineLayer(nn.Module):
             if not isinstance(hidden, Tensor):
                 raise ModelError(
                     "MW-INTEROP-064",
-                    f"{name} ({type(module).__name__}) hands on a {type(hidden).__name__}, and what goes on to the "
+                    f"{name} ({type(module).__name__}) returns a {type(hidden).__name__}, and what goes on to the "
                     f"next stage must be one tensor of hidden states",
                 )
         if self.first + len(self.names) == self.frame.num_marks:
