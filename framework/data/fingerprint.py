@@ -1,8 +1,7 @@
 """The fingerprint of a prepared corpus, ``fingerprint.json`` beside it: hashes, counts, ids, entropy, source.
 
-With it a corpus is checked against the model before anything starts, a second preparation is skipped, and a result can
-name its training data exactly. A corpus without one (Megatron's own) can be trained on too.
-
+A corpus is checked against the model by it before anything starts, a second preparation is skipped, and a result names
+its training data exactly. A corpus without one (Megatron's own) can be trained on too.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class _Part(BaseModel):
 
 
 class Split(_Part):
-    """One ``.bin/.idx`` pair."""
+    """Counts of one ``.bin/.idx`` pair."""
 
     documents: int
     tokens: int
@@ -39,11 +38,11 @@ class Split(_Part):
     unigram_entropy_bits: float
     """Unigram entropy of the tokens that count as labels, in bits."""
     counting: int | None = None
-    """Tokens that count as labels, where not all do."""
+    """Number of tokens that count as labels; None: all do."""
 
 
 class PreparationRequest(_Part):
-    """Request of a preparation: two with equal sources give equal files."""
+    """Source text and options of a corpus: equal ones give equal files, whatever the description."""
 
     description: str
     documents: int
@@ -51,20 +50,20 @@ class PreparationRequest(_Part):
     sha256: str
     """Hash of the names and contents of all documents."""
     vocab_size: int
-    """As asked; a small corpus may have yielded fewer tokens."""
+    """Requested size; a small corpus may have yielded fewer tokens."""
     validation_share: float
 
 
 class File(_Part):
-    """A file that documents came from, as it was then."""
+    """Input file as it was during the preparation."""
 
     path: str
     num_bytes: int
     mtime_ns: int
 
 
-class Preparation(_Part):
-    """Options and inputs of `meshwright data prepare`."""
+class Request(_Part):
+    """Inputs and options of `meshwright data prepare`, which decide the bytes of a corpus."""
 
     files: list[File]
     tokenizer_sha256: str
@@ -75,21 +74,51 @@ class Preparation(_Part):
     validation_share: float
     test_share: float
     seed: int
-    """A document's place among all, and this, decide its split."""
+    """Seed of the split; a document's split follows from the seed and its number."""
+
+    def first_files(self, count: int) -> Request:
+        """Return the request with its first ``count`` files only."""
+        return self.model_copy(update={"files": self.files[:count]})
+
+    def differences(self, other: Request) -> list[str]:
+        """Return the changes from this request to ``other``, a line each."""
+        lines = []
+        before, after = ({file.path: file for file in each.files} for each in (self, other))
+        lines += [f"{path} is no longer there" for path in before if path not in after]
+        lines += [f"{path} is new" for path in after if path not in before]
+        for path in before.keys() & after.keys():
+            was, now = before[path], after[path]
+            if was.num_bytes != now.num_bytes:
+                lines.append(f"{path} had {was.num_bytes:,} bytes and has {now.num_bytes:,}")
+            elif was.mtime_ns != now.mtime_ns:
+                lines.append(f"{path} was written to since ({now.num_bytes:,} bytes as before)")
+        lines.sort()
+        if not lines and list(before) != list(after):
+            lines.append("the files come in another order")
+        for name in Request.model_fields:
+            old, new = getattr(self, name), getattr(other, name)
+            if name != "files" and old != new:
+                lines.append(f"{name} was {old!r} and is {new!r}")
+        return lines
+
+
+class Preparation(Request):
+    """Request and result of `meshwright data prepare`."""
+
     records: int
-    """Documents, and these two:"""
+    """Number of documents, empty and skipped ones included."""
     empty: int
     skipped: int
 
 
 class Fingerprint(_Part):
-    """The whole file."""
+    """Contents of ``fingerprint.json``."""
 
     schema_version: Literal[1] = 1
     files: dict[str, str]
-    """File name -> sha256, for each ``.bin``, ``.idx`` and ``tokenizer.json``."""
+    """File name -> sha256, for every other file of the corpus."""
     sampled: dict[str, str] = {}
-    """File name -> :func:`sampled_sha256`, of what a run reads. Empty in those of older versions."""
+    """File name -> :func:`sampled_sha256`, of the files that a run reads. Empty in those of older versions."""
     splits: dict[str, Split]
     vocab_size: int
     end_of_document_id: int
@@ -136,13 +165,12 @@ def tokenizer_sha256(path: Path) -> str:
         return sha256(read_bytes(path)).hexdigest()
     except OSError as error:
         raise DataError(
-            "MW-DATA-017", f"{path} cannot be read: {error.strerror or error}; copy it again from where it is whole"
+            "MW-DATA-017", f"{path} cannot be read: {error.strerror or error}; restore it from an intact copy"
         ) from None
 
 
 def sampled_sha256(path: Path) -> str:
-    """Return the hex digest of a file's size and of SAMPLED_BLOCKS blocks of it, or of all its bytes if these are no
-    more.
+    """Return the hex digest of a file's size and of SAMPLED_BLOCKS of its blocks; of a small file all bytes are hashed.
 
     The blocks are the first, the last and, in each equal part between, one at an offset that follows from the size
     alone. At most 1 MiB is read of a file of any size. A change of all tokens, or of a share of them spread over the
@@ -157,7 +185,7 @@ def sampled_sha256(path: Path) -> str:
 
 
 def sampled_places(size: int) -> list[int]:
-    """Return where the blocks of a file of so many bytes begin."""
+    """Return the offsets of the sampled blocks in a file of ``size`` bytes."""
     if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
         return list(range(0, size, SAMPLED_BYTES))
     last, parts = size - SAMPLED_BYTES, SAMPLED_BLOCKS - 2
@@ -166,8 +194,7 @@ def sampled_places(size: int) -> list[int]:
 
 
 def read(folder: Path) -> Fingerprint | None:
-    """Read the fingerprint in a folder; None where there is none. Raises :class:`DataError` for one that is
-    malformed."""
+    """Read the fingerprint in a folder; None if there is none. Raises :class:`DataError` for a malformed one."""
     path = folder / FILE_NAME
     if not path.is_file():
         return None
@@ -184,8 +211,10 @@ def read(folder: Path) -> Fingerprint | None:
 
 
 def damaged_files(folder: Path, fingerprint: Fingerprint) -> list[str]:
-    """Return the names of files that are missing or differ from their hash. Reads every byte, of a tokenizer 256 MiB at
-    most."""
+    """Return the names of files that are missing or differ from their hash.
+
+    Reads every byte; a .json file over 256 MiB counts as damaged.
+    """
 
     def is_whole(path: Path, expected: str) -> bool:
         if not path.is_file() or (path.suffix == ".json" and path.stat().st_size > MAX_FILE_BYTES):
@@ -205,10 +234,10 @@ READ = (".bin", ".idx", ".mask")
 
 
 def check_sampled(folder: Path, name: str, fingerprint: Fingerprint) -> None:
-    """Hold the files of one split against the fingerprint beside them, as far as a sample does.
+    """Compare the sampled hashes of one split's files with the fingerprint.
 
     Raises:
-        DataError: one was changed since it was prepared, or cannot be read.
+        DataError: a file was changed since it was prepared, or cannot be read.
     """
     for file in (f"{name}{ending}" for ending in READ):
         expected = fingerprint.sampled.get(file)
@@ -216,13 +245,13 @@ def check_sampled(folder: Path, name: str, fingerprint: Fingerprint) -> None:
         if expected is None or not path.is_file():
             continue
         try:
-            found = sampled_sha256(path)
+            actual = sampled_sha256(path)
         except OSError as error:
             raise DataError("MW-DATA-019", f"{path} cannot be read: {error.strerror} (errno {error.errno})") from error
-        if found != expected:
+        if actual != expected:
             raise DataError(
                 "MW-DATA-020",
-                f"{path} was changed after the corpus was prepared: its bytes are not those that {FILE_NAME} beside "
-                f"it tells of. Prepare it again, or copy it again from where it is whole; `meshwright data verify "
-                f"{folder}` names every file that differs",
+                f"{path} was changed after the corpus was prepared: its bytes do not match the hash in {FILE_NAME} "
+                f"beside it. Prepare it again, or restore it from an intact copy; `meshwright data verify {folder}` "
+                f"names every file that differs",
             )

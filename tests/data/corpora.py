@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from meshwright.data.prepare.preparation import Options, Outcome, prepare
+from meshwright.data.prepare.finish import Outcome
+from meshwright.data.prepare.preparation import Options, prepare
 from meshwright.data.splits import SPLITS
 
 END = "</s>"

@@ -251,7 +251,7 @@ def test_masking_needs_to_know_the_end_of_document(prefix: Path) -> None:
 def test_a_fingerprint_of_another_corpus_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "train", [[1] * 20])
     leave_fingerprint(tmp_path, "train", tokens=21, max_token_id=1)
-    with pytest.raises(DataError, match=r"tells of 21 tokens in train, its \.idx of 20"):
+    with pytest.raises(DataError, match=r"counts 21 tokens in train, its \.idx 20"):
         Corpus(prefix, LENGTH)
     leave_fingerprint(tmp_path, "validation", tokens=21, max_token_id=1)
     assert Corpus(prefix, LENGTH).known is None

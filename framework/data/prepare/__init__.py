@@ -1,6 +1,6 @@
-"""The commands of `meshwright data`: prepare text files as a Megatron ``.bin/.idx`` pair, and show what was prepared.
+"""Commands of `meshwright data`: preparation of text as a Megatron ``.bin/.idx`` pair, and a view of its samples.
 
-Preparation is parallel, resumable, and publishes a corpus as a whole or not at all.
+Preparation is parallel and resumable, and publishes a complete corpus or none.
 """
 
 from meshwright.data.prepare.preparation import Options, Progress, prepare

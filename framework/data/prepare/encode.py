@@ -1,9 +1,10 @@
-"""Encoding of a block by a worker: records -> tokens, lengths and errors, as arrays that go through a pipe."""
+"""Encoding of a block by a worker: records -> tokens, lengths and errors, as arrays that are sent through a pipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,26 +21,26 @@ from meshwright.errors import DataError
 _BOM = b"\xef\xbb\xbf"
 _TEXTS_AT_ONCE = 64
 _MOST_TOKENS = 2**31 - 1
-"""Most tokens of a document: the index counts them in 32 bits."""
+"""Maximal number of tokens of a document: the index counts them in 32 bits."""
 
 
 class Encoded(NamedTuple):
     """Encoded records of one block, in order."""
 
-    tokens: NDArray[Any]  # (T,) of all documents, one after the other
-    lengths: NDArray[np.int64]  # (R,) tokens of each record; 0: it is empty or broken
+    tokens: NDArray[Any]  # (T,) of all documents, concatenated
+    lengths: NDArray[np.int64]  # (R,) tokens of each record; 0: empty or broken
     counts: NDArray[np.uint8] | None  # (T,) 1 where a token counts as label; None: all do
-    lines: NDArray[np.int64]  # (R,) line, row or file of each, from 0 in this block
+    lines: NDArray[np.int64]  # (R,) line, row or file of each record, from 0 in this block
     num_lines: int
-    """Lines, rows or files that were passed, blank lines too."""
+    """Number of lines, rows or files read, blank lines included."""
     broken: list[tuple[int, str]]
-    """(index of the record, what is wrong with it)."""
+    """(index of the record, problem)."""
     text_bytes: int
     digest: bytes
-    """Digest of the bytes that were read."""
+    """Digest of the bytes of the block."""
 
 
-class _Read(NamedTuple):
+class _ParsedRecord(NamedTuple):
     line: int
     pieces: list[DocumentPiece]
     problem: str | None
@@ -47,7 +48,7 @@ class _Read(NamedTuple):
 
 @dataclass
 class Encoder:
-    """Reads blocks and encodes them. Made once, copied into each worker by the fork."""
+    """Reader and encoder of blocks. Made once, and copied into each worker by the fork."""
 
     files: Sequence[InputFile]
     tokenizer: Tokenizer
@@ -55,31 +56,31 @@ class Encoder:
     text_key: str
     dtype: np.dtype[Any]
     end: int
-    """Id of the end of document."""
+    """Id of the end-of-document token."""
     begin: int | None = None
-    """Id that stands before each document, if any does."""
+    """Id of the token before each document; None: none."""
 
     def __post_init__(self) -> None:
-        """Disable truncation and padding of the tokenizer, which would lose most of a document."""
+        """Disable truncation and padding, and encode special tokens in the text as ordinary characters."""
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.tokenizer.encode_special_tokens = True  # a text that spells out a special token has those characters
+        self.tokenizer.encode_special_tokens = True
         self.columns = columns_of(self.form, self.text_key)
 
     def __call__(self, block: RecordBlock) -> Encoded:
-        """Encode a block. Raises DataError: a file that cannot be read, a document that is too long."""
+        """Encode a block. Raises DataError: a file cannot be read, or a document is too long."""
         digest = sha256()
-        reads, num_lines = self._read(block, digest)
+        records, num_lines = self._read(block, digest)
         arrays: list[NDArray[Any]] = []
         counts: list[NDArray[np.uint8]] = []
-        lengths = np.zeros(len(reads), dtype=np.int64)
+        lengths = np.zeros(len(records), dtype=np.int64)
         text_bytes = 0
-        documents = self._encode([read.pieces for read in reads])
-        for number, (read, ids) in enumerate(zip(reads, documents, strict=True)):
-            if not read.pieces:
+        documents = self._encode([record.pieces for record in records])
+        for number, (record, ids) in enumerate(zip(records, documents, strict=True)):
+            if not record.pieces:
                 continue
-            text_bytes += sum(len(piece.text.encode()) for piece in read.pieces)
-            tokens, counting = self._document(read.pieces, ids)
+            text_bytes += sum(len(piece.text.encode()) for piece in record.pieces)
+            tokens, mask = self._document(record.pieces, ids)
             if len(tokens) > _MOST_TOKENS:
                 raise DataError(
                     "MW-DATA-038",
@@ -88,15 +89,15 @@ class Encoder:
                 )
             lengths[number] = len(tokens)
             arrays.append(tokens)
-            if counting is not None:
-                counts.append(counting)
+            if mask is not None:
+                counts.append(mask)
         return Encoded(
             np.concatenate(arrays) if arrays else np.zeros(0, dtype=self.dtype),
             lengths,
             None if not self.form.has_mask else np.concatenate(counts) if counts else np.zeros(0, dtype=np.uint8),
-            np.array([read.line for read in reads], dtype=np.int64),
+            np.array([record.line for record in records], dtype=np.int64),
             num_lines,
-            [(number, read.problem) for number, read in enumerate(reads) if read.problem is not None],
+            [(number, record.problem) for number, record in enumerate(records) if record.problem is not None],
             text_bytes,
             digest.digest(),
         )
@@ -104,40 +105,39 @@ class Encoder:
     def _document(
         self, pieces: list[DocumentPiece], ids: list[list[int]]
     ) -> tuple[NDArray[Any], NDArray[np.uint8] | None]:
+        """Return the tokens of a document, (T,), and its mask of labels, (T,); None: all count."""
         parts: list[list[int]] = [] if self.begin is None else [[self.begin]]
-        counting: list[tuple[bool, int]] = [] if self.begin is None else [(False, 1)]
-        for piece, own in zip(pieces, ids, strict=True):
-            parts.append(own)
+        runs: list[tuple[bool, int]] = [] if self.begin is None else [(False, 1)]
+        for piece, piece_ids in zip(pieces, ids, strict=True):
+            parts.append(piece_ids)
             if piece.ends:
                 parts.append([self.end])
-            counting.append((piece.counts, len(own) + piece.ends))
+            runs.append((piece.counts, len(piece_ids) + piece.ends))
         length = sum(map(len, parts))
         tokens = np.fromiter(chain.from_iterable(parts), dtype=self.dtype, count=length)
         if not self.form.has_mask:
             return tokens, None
-        flags, times = zip(*counting, strict=True)
-        return tokens, np.repeat(np.array(flags, dtype=np.uint8), times)
+        flags, lengths = zip(*runs, strict=True)
+        return tokens, np.repeat(np.array(flags, dtype=np.uint8), lengths)
 
     def _encode(self, documents: list[list[DocumentPiece]]) -> Iterator[list[list[int]]]:
-        """Encode each piece of each document, several texts at a time."""
+        """Yield the ids of each piece of each document; texts are encoded in batches."""
         for start in range(0, len(documents), _TEXTS_AT_ONCE):
-            some = documents[start : start + _TEXTS_AT_ONCE]
-            texts = [piece.text for pieces in some for piece in pieces]
-            found = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-            for pieces in some:
-                yield [next(found).ids for _ in pieces]
+            batch = documents[start : start + _TEXTS_AT_ONCE]
+            texts = [piece.text for pieces in batch for piece in pieces]
+            encodings = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            for pieces in batch:
+                yield [next(encodings).ids for _ in pieces]
 
-    def _read(self, block: RecordBlock, digest: Any) -> tuple[list[_Read], int]:
+    def _read(self, block: RecordBlock, digest: Any) -> tuple[list[_ParsedRecord], int]:
+        """Return the parsed records of a block and its number of lines, rows or files; update the digest."""
         file = self.files[block.first.file]
         if file.kind is FileForm.TEXT:
-            reads = [
-                self._text(number, each, digest)
-                for number, each in enumerate(self.files[block.first.file : block.after.file])
-            ]
-            return reads, len(reads)
+            files = self.files[block.first.file : block.after.file]
+            return [self._text(number, each, digest) for number, each in enumerate(files)], len(files)
         if file.kind is FileForm.ROWS:
             digest.update(repr(block.content).encode(errors="backslashreplace"))
-            return [self._values(number, row) for number, row in enumerate(block.content)], len(block.content)
+            return [self._parse(number, row, tuple) for number, row in enumerate(block.content)], len(block.content)
         try:
             lines = (
                 lines_of(block.content)
@@ -150,25 +150,17 @@ class Encoder:
             lines[0] = lines[0].removeprefix(_BOM)
         for line in lines:
             digest.update(line + b"\n")
-        return [self._line(number, line) for number, line in enumerate(lines) if line.strip()], len(lines)
+        parse = partial(values_of_line, columns=self.columns)
+        return [self._parse(number, line, parse) for number, line in enumerate(lines) if line.strip()], len(lines)
 
-    def _text(self, number: int, file: InputFile, digest: Any) -> _Read:
+    def _text(self, number: int, file: InputFile, digest: Any) -> _ParsedRecord:
         raw = text_of(file)
         digest.update(sha256(raw).digest())
-        try:
-            text = decoded(raw.removeprefix(_BOM))
-        except Broken as problem:
-            return _Read(number, [], str(problem))
-        return _Read(number, [DocumentPiece(text, True, True)] if text else [], None)
+        return self._parse(number, raw.removeprefix(_BOM), lambda raw: (decoded(raw),))
 
-    def _line(self, number: int, line: bytes) -> _Read:
+    def _parse(self, number: int, raw: Any, values_of: Callable[[Any], tuple[Any, ...]]) -> _ParsedRecord:
+        """Parse a record; ``values_of`` returns its columns. A broken record has a problem and no pieces."""
         try:
-            return self._values(number, values_of_line(line, self.columns))
+            return _ParsedRecord(number, pieces_of(self.form, values_of(raw), self.columns), None)
         except Broken as problem:
-            return _Read(number, [], str(problem))
-
-    def _values(self, number: int, values: tuple[Any, ...]) -> _Read:
-        try:
-            return _Read(number, pieces_of(self.form, values, self.columns), None)
-        except Broken as problem:
-            return _Read(number, [], str(problem))
+            return _ParsedRecord(number, [], str(problem))

@@ -1,31 +1,68 @@
-"""The last steps of a preparation: indices, tokenizer and fingerprint; and whether a corpus is what was asked for."""
+"""End of a preparation: indices, tokenizer, fingerprint, result; and the check of a corpus that already exists."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed
-from meshwright.data.fingerprint import Fingerprint, Preparation
+from meshwright.data.fingerprint import Fingerprint, Preparation, Request, Split
 from meshwright.data.prepare.input_files import FileForm, InputFile
 from meshwright.data.prepare.tokenizer_files import KnownTokenizer
-from meshwright.data.prepare.work_folder import SKIPPED_FILE, Request, WorkFolder
+from meshwright.data.prepare.work_folder import SKIPPED_FILE, WorkFolder, describe_changes
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
 
-_TOKENS_AT_ONCE = 1 << 22
+_READ_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a preparation: the corpus in ``out``, and whether this call wrote it."""
+
+    out: Path
+    built: bool
+    fingerprint: Fingerprint
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Format the result in a few lines."""
+        known, prepared = self.fingerprint, self.fingerprint.prepared
+        done = "prepared" if self.built else "already complete and verified, nothing to do:"
+        place = self.out.relative_to(Path.cwd()) if self.out.is_relative_to(Path.cwd()) else self.out
+        end = f"end of document = {known.end_of_document_id}"
+        tokenizer = f"byte-level BPE, {known.vocab_size:,} tokens, {end}"
+        if prepared is not None:
+            tokenizer = f"{known.vocab_size:,} tokens, {end} ({prepared.end_of_document})"
+        lines = [
+            f"corpus {done} {place}",
+            f"  source      {known.source.description}; {known.source.documents:,} documents, "
+            f"{known.source.text_bytes / 1e6:.1f} MB of text",
+            f"  tokenizer   {tokenizer}",
+        ]
+        for name, split in known.splits.items():
+            counting = "" if split.counting is None else f" ({split.counting:,} of them labels)"
+            if prepared is None:
+                nats, bits = split.unigram_entropy_nats, split.unigram_entropy_bits
+                counting = f", unigram entropy {nats:.3f} nats ({bits:.3f} bits) per token"
+            lines.append(f"  {name:<11} {split.documents:,} documents, {split.tokens:,} tokens{counting}")
+        if prepared is not None and prepared.empty:
+            lines.append(f"  empty       {prepared.empty:,} documents without text, left out")
+        if prepared is not None and prepared.skipped:
+            lines.append(f"  skipped     {prepared.skipped:,} broken ones, listed in {place / SKIPPED_FILE}")
+        return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
 
 
 def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownTokenizer, request: Request) -> Fingerprint:
-    """Write indices, tokenizer and fingerprint beside the tokens. Can be repeated at any moment."""
+    """Write indices, tokenizer and fingerprint beside the tokens. Idempotent: a killed call can be repeated."""
     state = work.state
     if not state.splits["train"].documents:
         what = f"{state.records:,} documents, {state.empty:,} of them empty, {state.skipped:,} broken"
@@ -35,37 +72,26 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
         )
     splits, hashes = {}, {}
     for name in SPLITS:
-        prefix = work.corpus / name
-        if not state.splits[name].documents:
-            for ending in ("bin", "idx", "mask"):
-                work.corpus.joinpath(f"{name}.{ending}").unlink(missing_ok=True)
+        prefix, documents = work.corpus / name, state.splits[name].documents
+        if not documents:
+            for path in (indexed.bin_path(prefix), indexed.idx_path(prefix), indexed.mask_path(prefix)):
+                path.unlink(missing_ok=True)
             continue
         indexed.write_index(prefix, work.dtype, work.file_of(name, "lengths"))
-        mask = np.memmap(indexed.mask_path(prefix), np.uint8, "r") if work.has_mask else None
-        counts, hashes[f"{name}.bin"] = _count_tokens(indexed.bin_path(prefix), work.dtype, known.vocab_size, mask)
-        nats, bits = fingerprints.entropy(counts.counting)
-        splits[name] = fingerprints.Split(
-            documents=state.splits[name].documents,
-            tokens=state.splits[name].tokens,
-            max_token_id=int(np.flatnonzero(counts.all)[-1]),
-            unigram_entropy_nats=nats,
-            unigram_entropy_bits=bits,
-            counting=None if mask is None else int(counts.counting.sum()),
+        splits[name], hashes[f"{name}.bin"] = measure_split(
+            prefix, documents, work.dtype, known.vocab_size, has_mask=work.has_mask
         )
     for file in known.files:
         shutil.copyfile(file, work.corpus / (TOKENIZER_FILE if file == known.path else file.name))
     if state.skipped:
         shutil.copyfile(work.path / SKIPPED_FILE, work.corpus / SKIPPED_FILE)
-    (work.corpus / fingerprints.FILE_NAME).unlink(missing_ok=True)
-    hashes |= {path.name: fingerprints.file_sha256(path) for path in work.corpus.iterdir() if path.name not in hashes}
-    made = Fingerprint(
-        files=dict(sorted(hashes.items())),
-        sampled=fingerprints.sampled_files(work.corpus),
+    draft = Fingerprint(
+        files=hashes,
         splits=splits,
         vocab_size=known.vocab_size,
         end_of_document_id=known.end,
         source=fingerprints.PreparationRequest(
-            description=_described(files),
+            description=_describe_files(files),
             documents=sum(split.documents for split in splits.values()),
             text_bytes=state.text_bytes,
             sha256=state.digest,
@@ -74,80 +100,93 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
         ),
         prepared=Preparation(**request.model_dump(), records=state.records, empty=state.empty, skipped=state.skipped),
     )
-    text = made.model_dump_json(indent=2, exclude_none=True) + "\n"
-    (work.corpus / fingerprints.FILE_NAME).write_text(text, encoding="utf-8")
+    return write_fingerprint(work.corpus, draft)
+
+
+def measure_split(
+    prefix: Path, documents: int, dtype: np.dtype[Any], vocab_size: int, *, has_mask: bool = False
+) -> tuple[Split, str]:
+    """Return the counts of a split and the sha256 of its ``.bin``, in one pass over the tokens."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    labels = np.zeros_like(counts) if has_mask else counts
+    mask = np.memmap(indexed.mask_path(prefix), np.uint8, "r") if has_mask else None
+    digest, at = sha256(), 0
+    with indexed.bin_path(prefix).open("rb") as stream:
+        while content := stream.read(_READ_BYTES):
+            digest.update(content)
+            tokens = np.frombuffer(content, dtype)
+            counts += np.bincount(tokens, minlength=vocab_size)
+            if mask is not None:
+                labels += np.bincount(tokens[mask[at : at + len(tokens)] != 0], minlength=vocab_size)
+            at += len(tokens)
+    nats, bits = fingerprints.entropy(labels)
+    split = Split(
+        documents=documents,
+        tokens=at,
+        max_token_id=int(np.flatnonzero(counts)[-1]),
+        unigram_entropy_nats=nats,
+        unigram_entropy_bits=bits,
+        counting=int(labels.sum()) if has_mask else None,
+    )
+    return split, digest.hexdigest()
+
+
+def write_fingerprint(folder: Path, draft: Fingerprint) -> Fingerprint:
+    """Write the fingerprint of a folder: the draft, with the hashes of the files that it lacks."""
+    target = folder / fingerprints.FILE_NAME
+    target.unlink(missing_ok=True)
+    hashes = {path.name: draft.files.get(path.name) or fingerprints.file_sha256(path) for path in folder.iterdir()}
+    made = draft.model_copy(
+        update={"files": dict(sorted(hashes.items())), "sampled": fingerprints.sampled_files(folder)}
+    )
+    target.write_text(made.model_dump_json(indent=2, exclude_none=True) + "\n", encoding="utf-8")
     return made
 
 
-class _TokenCounts(NamedTuple):
-    """Token counts of a file, and its hash."""
-
-    all: NDArray[np.int64]  # (V,)
-    counting: NDArray[np.int64]  # (V,) as a label
-
-
-def _count_tokens(
-    path: Path, dtype: np.dtype[Any], vocab_size: int, mask: NDArray[np.uint8] | None
-) -> tuple[_TokenCounts, str]:
-    """Count the tokens of a file and hash it, in one pass. ``mask``: 1 where a token counts as label; None: all do."""
-    counts = np.zeros((2, vocab_size), dtype=np.int64)
-    digest, at = sha256(), 0
-    with path.open("rb") as stream:
-        while content := stream.read(_TOKENS_AT_ONCE):
-            digest.update(content)
-            tokens = np.frombuffer(content, dtype)
-            counts[0] += np.bincount(tokens, minlength=vocab_size)
-            if mask is not None:
-                counts[1] += np.bincount(tokens[mask[at : at + len(tokens)] != 0], minlength=vocab_size)
-            at += len(tokens)
-    return _TokenCounts(counts[0], counts[0] if mask is None else counts[1]), digest.hexdigest()
-
-
-def _described(files: Sequence[InputFile]) -> str:
+def _describe_files(files: Sequence[InputFile]) -> str:
     names = {FileForm.TEXT: "text", FileForm.LINES: "JSONL", FileForm.ROWS: "parquet"}
-    kinds = [kind for kind in FileForm if any(file.kind is kind for file in files)]
-    return " and ".join(
-        f"{count:,} {names[kind]} file{'s' * (count > 1)}"
-        for kind in kinds
-        if (count := sum(file.kind is kind for file in files))
-    )
+    counts = {name: sum(file.kind is kind for file in files) for kind, name in names.items()}
+    return " and ".join(f"{count:,} {name} file{'s' * (count > 1)}" for name, count in counts.items() if count)
 
 
 def complete(out: Path, request: Request, *, replace: bool) -> Fingerprint | None:
-    """Return the fingerprint of a corpus that is whole and as requested; None if ``out`` may be written."""
-    if not out.exists():
+    """Return the fingerprint of a corpus that is intact and as requested; None if ``out`` may be written."""
+    known = fingerprints.read(out)
+    if not list_own_files(out, set() if known is None else {*known.files, fingerprints.FILE_NAME}):
         return None
+    assert known is not None
+    changes = None if known.prepared is None else known.prepared.differences(request)
+    if replace and (changes is None or changes):
+        return None
+    if changes is None:
+        raise DataError(
+            "MW-DATA-043",
+            f"{out} holds another corpus ({known.source.description}): name another folder, or --replace it",
+        )
+    if changes:
+        raise DataError(
+            "MW-DATA-044",
+            f"{out} was prepared from something else:\n{describe_changes(changes)}\n"
+            f"name another folder, or build it anew with --replace",
+        )
+    return None if fingerprints.damaged_files(out, known) else known
+
+
+def list_own_files(out: Path, own: Collection[str]) -> list[str]:
+    """Return the sorted names of the files in ``out``; empty where no such folder exists.
+
+    Raises:
+        DataError: ``out`` is a file, or holds files other than ``own``.
+    """
+    if not out.exists():
+        return []
     if not out.is_dir():
         raise DataError("MW-DATA-041", f"{out} is a file: name a folder for the corpus")
     names = sorted(path.name for path in out.iterdir())
-    if not names:
-        return None
-    found = fingerprints.read(out) if (out / fingerprints.FILE_NAME).is_file() else None
-    foreign = [name for name in names if found is None or name not in {*found.files, fingerprints.FILE_NAME}]
+    foreign = [name for name in names if name not in own]
     if foreign:
         raise DataError(
             "MW-DATA-042",
             f"{out} holds other files ({', '.join(foreign[:3])}): name a folder of its own for the corpus",
         )
-    assert found is not None
-    if replace and (found.prepared is None or _request(found.prepared).differences(request)):
-        return None
-    if found.prepared is None:
-        raise DataError(
-            "MW-DATA-043",
-            f"{out} holds another corpus ({found.source.description}): name another folder, or --replace it",
-        )
-    changes = _request(found.prepared).differences(request)
-    if changes:
-        raise DataError(
-            "MW-DATA-044",
-            f"{out} was prepared from something else:\n"
-            + "\n".join(f"  {change}" for change in changes[:10])
-            + ("\n  ..." if len(changes) > 10 else "")
-            + "\nname another folder, or build it anew with --replace",
-        )
-    return None if fingerprints.damaged_files(out, found) else found
-
-
-def _request(prepared: Preparation) -> Request:
-    return Request(**prepared.model_dump(exclude={"records", "empty", "skipped"}))
+    return names

@@ -1,4 +1,4 @@
-"""Input files of a preparation: those named, and all below named folders. None is left out in silence."""
+"""Input files of a preparation: the named files, and all files below named folders. No file is skipped silently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENDINGS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": 
 
 
 class FileForm(Enum):
-    """Forms of files: how documents lie in one."""
+    """Forms of files: one document, a document per line, a document per row."""
 
     TEXT = "text"
     LINES = "lines"
@@ -25,7 +25,7 @@ class FileForm(Enum):
 
 
 class InputFile(NamedTuple):
-    """One file to be read, as it was when it was listed."""
+    """One file to read, with its size and modification time when it was listed."""
 
     path: Path
     kind: FileForm
@@ -33,8 +33,8 @@ class InputFile(NamedTuple):
     mtime_ns: int
 
     @property
-    def is_packed(self) -> bool:
-        """By gzip."""
+    def is_gzipped(self) -> bool:
+        """True if the file is compressed by gzip."""
         return self.path.suffix == ".gz"
 
     def has_changed(self) -> bool:
@@ -47,42 +47,41 @@ class InputFile(NamedTuple):
 
 
 def list_files(sources: Sequence[Path], globs: Sequence[str] = (), out: Path | None = None) -> list[InputFile]:
-    """List the files of sources in their order; of a folder all below it that match a pattern, sorted by path.
+    """List the input files in the order of ``sources``; of a folder all files that match a pattern, sorted by path.
 
-    Hidden files in folders are left out, and the files in ``out``, where the corpus goes.
+    Hidden files in folders are skipped, and so are the files in ``out``, the folder of the corpus.
 
     Raises:
-        DataError: nothing there, a link that leads nowhere, a file twice, a kind that cannot be read.
+        DataError: a source without files, a broken link, a file listed twice, or a file type that cannot be read.
     """
-    found: list[InputFile] = []
-    made = None if out is None else real_path(out)
+    files: list[InputFile] = []
+    corpus = None if out is None else real_path(out)
     for source in sources:
         if source.is_dir():
-            below = [path for path in files_below(source) if made is None or made not in real_path(path).parents]
-            fitting = [path for path in below if not globs or _fits(path.relative_to(source), globs)]
-            if not fitting:
+            below = [path for path in files_below(source) if corpus is None or corpus not in real_path(path).parents]
+            matching = [path for path in below if not globs or _matches(path.relative_to(source), globs)]
+            if not matching:
                 what = f"none of its {len(below)} files fits --glob {' '.join(globs)}" if below else "it has no files"
                 raise DataError("MW-DATA-052", f"{source}: {what}: name another folder or pattern")
-            found += [_input_file(path, in_folder=True) for path in fitting]
+            files += [_input_file(path, in_folder=True) for path in matching]
         elif source.is_file():
-            found.append(_input_file(source))
+            files.append(_input_file(source))
         else:
             raise DataError(
                 "MW-DATA-053", f"there is no file or folder {source}: name .txt, .jsonl, .parquet files or folders"
             )
-    seen = Counter(real_path(file.path) for file in found)
-    twice, times = next(iter(seen.most_common(1)))
+    path, times = Counter(real_path(file.path) for file in files).most_common(1)[0]
     if times > 1:
-        raise DataError("MW-DATA-054", f"{twice} is given {times} times: its documents would be there as often. Once")
-    return found
+        raise DataError("MW-DATA-054", f"{path} is given {times} times, which would repeat its documents: give it once")
+    return files
 
 
-def _fits(path: Path, globs: Sequence[str]) -> bool:
+def _matches(path: Path, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(path.as_posix(), glob) or fnmatchcase(path.name, glob) for glob in globs)
 
 
 def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
-    """Classify a file by its ending, that of a link's own name. In a folder a .json is a text like any other."""
+    """Classify a file by its suffix (of a link: the link's own). Below a folder a .json file is plain text."""
     path = path.absolute()
     inner = path.with_suffix("") if path.suffix == ".gz" else path
     kind = _ENDINGS.get(inner.suffix.lower(), "text")
@@ -103,12 +102,12 @@ def _input_file(path: Path, *, in_folder: bool = False) -> InputFile:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder, sorted by path. Hidden ones, and those in hidden folders, are left out.
+    """Return all files below a folder, sorted by path, without hidden files and folders.
 
-    Links are followed, except those that lead back to a folder that contains them.
+    Links are followed, except links to a folder that contains them.
 
     Raises:
-        DataError: a folder that cannot be read, a link that leads nowhere.
+        DataError: a folder cannot be read, or a link is broken.
     """
     found: list[Path] = []
     for above, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
@@ -120,8 +119,7 @@ def files_below(folder: Path) -> list[Path]:
             elif path.is_symlink():
                 raise DataError(
                     "MW-DATA-045",
-                    f"{path} is a link to {path.readlink()}, where no file is: what it was to hold would be missing. "
-                    f"Mend the link or remove it",
+                    f"{path} is a broken link to {path.readlink()}, and its text would be missing: repair or remove it",
                 )
     return sorted(found)
 

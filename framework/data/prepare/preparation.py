@@ -4,10 +4,9 @@ memory.
     files --blocks--> workers: read, parse, encode --in order--> by the split of each document --> train.bin/.mask ...
                                                                                                    train.idx at the end
 
-The order of documents is that of the files and of the lines in them, whatever the number of workers. Document i goes
-to the split that a hash of (seed, i) selects. What is done is committed every few seconds (:mod:`work_folder`); at the
-end the indices are written, and the folder is published by a rename: under the name asked for there is a whole corpus
-or none.
+Documents keep the order of the files and of the lines in them, for any number of workers. A hash of (seed, i) selects
+the split of document i. Progress is committed every few seconds (:mod:`work_folder`). At the end the indices are
+written, and a rename publishes the folder: a complete corpus under the requested name, or none.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -23,16 +22,16 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.data import indexed
-from meshwright.data.fingerprint import Fingerprint
+from meshwright.data.fingerprint import Fingerprint, Request
 from meshwright.data.prepare import readers
 from meshwright.data.prepare.encode import Encoded, Encoder
-from meshwright.data.prepare.finish import complete, write_indices
+from meshwright.data.prepare.finish import Outcome, complete, write_indices
 from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
 from meshwright.data.prepare.publish import publish
 from meshwright.data.prepare.readers import ReadPosition, RecordBlock
 from meshwright.data.prepare.records import Form, columns_of
 from meshwright.data.prepare.tokenizer_files import open_tokenizer
-from meshwright.data.prepare.work_folder import SKIPPED_FILE, Request, WorkFolder, clear_away, request_of
+from meshwright.data.prepare.work_folder import WorkFolder, remove_leftovers, requested_files
 from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import SPLITS, split_of
 from meshwright.errors import DataError
@@ -56,7 +55,7 @@ class Options:
     test_share: float = 0.0
     seed: int = 1234
     num_workers: int = 0
-    """0: as many as this process may use cores."""
+    """Number of worker processes; 0: one for each core that this process may use."""
     skip_broken: bool = False
     replace: bool = False
     block_bytes: int = readers.BLOCK_BYTES
@@ -71,46 +70,15 @@ class Progress(NamedTuple):
     documents: int
     tokens: int
     resumed: bool
-    """Some of it was done before."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a preparation: the corpus in ``out``, and whether this call wrote it."""
-
-    out: Path
-    built: bool
-    fingerprint: Fingerprint
-    notes: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        """Format the result in a few lines."""
-        known = self.fingerprint
-        assert known.prepared is not None
-        done = "prepared" if self.built else "already complete and verified, nothing to do:"
-        place = self.out.relative_to(Path.cwd()) if self.out.is_relative_to(Path.cwd()) else self.out
-        lines = [
-            f"corpus {done} {place}",
-            f"  source      {known.source.description}; {known.source.documents:,} documents, "
-            f"{known.source.text_bytes / 1e6:.1f} MB of text",
-            f"  tokenizer   {known.vocab_size:,} tokens, end of document = {known.end_of_document_id} "
-            f"({known.prepared.end_of_document})",
-        ]
-        for name, split in known.splits.items():
-            counting = "" if split.counting is None else f" ({split.counting:,} of them labels)"
-            lines.append(f"  {name:<11} {split.documents:,} documents, {split.tokens:,} tokens{counting}")
-        if known.prepared.empty:
-            lines.append(f"  empty       {known.prepared.empty:,} documents without text, left out")
-        if known.prepared.skipped:
-            lines.append(f"  skipped     {known.prepared.skipped:,} broken ones, listed in {place / SKIPPED_FILE}")
-        return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
+    """An earlier call did a part of the work."""
 
 
 def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
-    """Prepare ``options.out``, or go on where a call that was ended has come to, or see that it is done.
+    """Prepare ``options.out``. An interrupted preparation is resumed; a complete corpus is verified and kept.
 
-    Raises DataError: whatever is wrong with the options, the sources or the tokenizer; a record that is broken, by file
-    and line (unless ``skip_broken``); ``out`` holding something else (unless ``replace``); a disk that is full.
+    Raises:
+        DataError: invalid options, sources or tokenizer; a broken record, with its file and line (unless
+            ``skip_broken``); ``out`` holds something else (unless ``replace``); the disk is full.
     """
     _check_shares(options)
     files = list_files(options.sources, options.globs, options.out)
@@ -118,7 +86,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
     _check_kinds(files, options.form, columns)
     known = open_tokenizer(options.tokenizer, options.end_token, options.begin_token)
     request = Request(
-        files=request_of(files),
+        files=requested_files(files),
         tokenizer_sha256=known.sha256,
         end_of_document=known.end_token,
         begin_of_document=options.begin_token,
@@ -131,7 +99,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
     out = options.out.absolute()
     done = complete(out, request, replace=options.replace)
     if done is not None:
-        clear_away(out)
+        remove_leftovers(out)
         return Outcome(out, built=False, fingerprint=done)
     dtype = indexed.token_dtype(known.vocab_size)
     try:
@@ -170,7 +138,7 @@ def _check_shares(options: Options) -> None:
 
 
 def _check_kinds(files: Sequence[InputFile], form: Form, columns: Sequence[str]) -> None:
-    """Check what needs no reading: columns of parquet files, and texts that are no pairs."""
+    """Check the columns of parquet files, and that no plain text file is given for pairs or messages."""
     for file in files:
         if file.kind is FileForm.TEXT and form is not Form.TEXT:
             raise DataError(
@@ -200,16 +168,16 @@ def _read_all(
     is_whole = True
     on_progress(_progress(work, total_bytes))
     try:
-        for block, found in encoded:
-            said = _broken(block, found, files, state.line)
-            if said and not options.skip_broken:
+        for block, result in encoded:
+            problems = _broken(block, result, files, state.line)
+            if problems and not options.skip_broken:
                 raise DataError(
                     "MW-DATA-050",
-                    f"{said[0]}. Mend it, or leave such records out with --skip-broken, which lists them"
-                    + (f" ({len(said)} in this block)" if len(said) > 1 else ""),
+                    f"{problems[0]}. Mend it, or leave such records out with --skip-broken, which lists them"
+                    + (f" ({len(problems)} in this block)" if len(problems) > 1 else ""),
                 )
             is_whole = False
-            _accept(block, found, said, work, options)
+            _append(block, result, problems, work, options)
             place = block.after
             is_whole = True
             if time.monotonic() - committed_s >= options.commit_every_s:
@@ -218,7 +186,7 @@ def _read_all(
             on_progress(_progress(work, total_bytes))
     finally:
         encoded.close()  # type: ignore[attr-defined]
-        if is_whole:  # not so when Ctrl-C came in the middle of a block
+        if is_whole:  # False after Ctrl-C in the middle of a block
             work.commit(place)
     changed = next((file for file in files if file.has_changed()), None)
     if changed is not None:
@@ -229,40 +197,41 @@ def _read_all(
 
 def _progress(work: WorkFolder, total_bytes: int) -> Progress:
     tokens = sum(split.tokens for split in work.state.splits.values())
-    return Progress(work.state.source_bytes, total_bytes, work.state.records, tokens, work.went_on)
+    return Progress(work.state.source_bytes, total_bytes, work.state.records, tokens, work.is_resumed)
 
 
-def _broken(block: RecordBlock, found: Encoded, files: Sequence[InputFile], line: int) -> list[str]:
-    """Return the errors of a block, each with its place. ``line``: of the file that was read last."""
+def _broken(block: RecordBlock, result: Encoded, files: Sequence[InputFile], line: int) -> list[str]:
+    """Return the problems of a block, each with its place. ``line``: number of lines read of the last file."""
     first_line = line if block.first.position else 0
-    return [f"{_place_of(block, files, first_line, int(found.lines[n]))} {problem}" for n, problem in found.broken]
+    return [f"{_place_of(block, files, first_line, int(result.lines[n]))} {problem}" for n, problem in result.broken]
 
 
-def _accept(block: RecordBlock, found: Encoded, broken: list[str], work: WorkFolder, options: Options) -> None:
-    """Append a block's documents to their splits."""
+def _append(block: RecordBlock, result: Encoded, problems: list[str], work: WorkFolder, options: Options) -> None:
+    """Append a block's documents to their splits, and its problems to the skipped records."""
     state = work.state
-    work.skip(broken)
-    is_document = found.lengths > 0
-    numbers = np.arange(state.records, state.records + len(found.lengths))
+    work.skip(problems)
+    is_document = result.lengths > 0
+    numbers = np.arange(state.records, state.records + len(result.lengths))
     splits = split_of(numbers, options.seed, options.validation_share, options.test_share)[is_document]
-    lengths = found.lengths[is_document]
+    lengths = result.lengths[is_document]
     of_token = np.repeat(splits, lengths)
     for number, name in enumerate(SPLITS):
         chosen = splits == number
         if not chosen.any():
             continue
         mine = slice(None) if chosen.all() else of_token == number
-        work.append(name, found.tokens[mine], lengths[chosen], None if found.counts is None else found.counts[mine])
-    state.records += len(found.lengths)
-    state.empty += int((~is_document).sum()) - len(found.broken)
-    state.line = (state.line if block.first.position else 0) + found.num_lines
-    state.text_bytes += found.text_bytes
+        mask = None if result.counts is None else result.counts[mine]
+        work.append(name, result.tokens[mine], lengths[chosen], mask)
+    state.records += len(result.lengths)
+    state.empty += int((~is_document).sum()) - len(result.broken)
+    state.line = (state.line if block.first.position else 0) + result.num_lines
+    state.text_bytes += result.text_bytes
     state.source_bytes += block.source_bytes
-    state.digest = sha256(state.digest.encode() + found.digest).hexdigest()
+    state.digest = sha256(state.digest.encode() + result.digest).hexdigest()
 
 
 def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, line: int) -> str:
-    """Return a place such as ``pages.jsonl:17``, ``pages.parquet: row 17`` (both from 1 on), ``notes.txt``."""
+    """Format the place of a record: ``pages.jsonl:17``, ``pages.parquet: row 17`` (both from 1 on), ``notes.txt``."""
     file = files[block.first.file]
     if file.kind is FileForm.TEXT:
         return str(files[block.first.file + line].path)

@@ -1,4 +1,4 @@
-"""Under a name there is a whole folder or none: written aside, flushed to the disk, published by a rename."""
+"""Publication of a folder by a rename after a flush to the disk: it is complete or absent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 from meshwright.system.atomic import sync, sync_tree
 
+OLD = ".old"
+"""Suffix of the folder that a publication replaces."""
+
 
 def publish(aside: Path, out: Path) -> None:
-    """Flush and rename. No folder can be renamed over a full one: what is there is moved away first, deleted last."""
+    """Flush ``aside`` and rename it to ``out``. A full ``out`` is renamed first and deleted last."""
     sync_tree(aside)
     if out.is_dir() and any(out.iterdir()):
         old = aside.with_name(aside.name + OLD)
@@ -20,7 +23,3 @@ def publish(aside: Path, out: Path) -> None:
     else:
         aside.rename(out)
     sync(out.parent)
-
-
-OLD = ".old"
-"""The end of the name of what was there before."""

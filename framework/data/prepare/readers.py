@@ -1,12 +1,12 @@
-"""Files of text, lines or rows as blocks: the units of work of a worker, in an order that only the files decide.
+"""Blocks of text, JSONL and parquet files: the units of work of a worker. Their order follows from the files alone.
 
-    notes/*.txt            a document per file        a block: files next to each other, read by the worker
+    notes/*.txt            a document per file        a block: neighbouring files, read by the worker
     pages.jsonl            a document per line        a block: a range of bytes, read by the worker
-    pages.jsonl.gz         the same                   a block: lines that the reader has unpacked
-    pages.parquet          a document per row         a block: rows that the reader has decoded, row group by row group
+    pages.jsonl.gz         a document per line        a block: lines, decompressed by the parent
+    pages.parquet          a document per row         a block: rows, decoded by the parent, row group by row group
 
-A line belongs to the block in which its first byte lies, so a file is cut without being read. What is held at once is
-a block, or one document where that is longer. :func:`blocks` goes on from any place that it has come to before.
+A line belongs to the block that contains its first byte, so that a file is split without being read. Memory holds one
+block, or one document if that is longer. :func:`blocks` resumes from the end of any block.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_r
 
 BLOCK_BYTES = 1 << 20
 MOST_FILES = 256
-"""In one block."""
+"""Maximal number of text files in one block."""
 _ROWS_AT_ONCE = 64
 
 
 class ReadPosition(NamedTuple):
-    """Up to where the files have been read."""
+    """Position in the input files: index of a file, and an offset in it."""
 
     file: int = 0
     position: int = 0
-    """In it: a byte (unpacked) of lines, a row of rows."""
+    """Byte offset in the decompressed lines, or row index."""
 
 
 BEGINNING = ReadPosition()
 
 
 class RecordBlock(NamedTuple):
-    """Records that one worker reads at once."""
+    """Unit of work of one worker."""
 
     first: ReadPosition
     after: ReadPosition
@@ -47,29 +47,29 @@ class RecordBlock(NamedTuple):
     content: Any
     """Bytes of whole lines, or the columns of rows; None: the worker reads the file itself."""
     source_bytes: int
-    """Bytes of the files on the disk, for the time left."""
+    """Size on the disk, for the estimate of the remaining time."""
 
 
 def blocks(
     files: Sequence[InputFile], columns: Sequence[str], start: ReadPosition = BEGINNING, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[RecordBlock]:
-    """Yield all blocks from a place on. ``columns``: of parquet files.
+    """Yield all blocks from ``start`` on. ``columns``: the columns to read of parquet files.
 
-    Raises DataError: a file that cannot be read, is damaged, or lacks a column.
+    Raises DataError: a file cannot be read, is damaged, or lacks a column.
     """
     file = start.file
     while file < len(files):
         position = start.position if file == start.file else 0
         if files[file].kind is FileForm.TEXT:
-            after = _text_run(files, file, block_bytes)
+            after = _end_of_text_block(files, file, block_bytes)
             size = sum(each.num_bytes for each in files[file:after])
             yield RecordBlock(ReadPosition(file), ReadPosition(after), None, size)
             file = after
             continue
         if files[file].kind is FileForm.ROWS:
             yield from _row_blocks(files[file], file, columns, position, block_bytes)
-        elif files[file].is_packed:
-            yield from _packed_blocks(files[file], file, position, block_bytes)
+        elif files[file].is_gzipped:
+            yield from _gzip_blocks(files[file], file, position, block_bytes)
         else:
             for begin in range(position, files[file].num_bytes, block_bytes):
                 end = min(begin + block_bytes, files[file].num_bytes)
@@ -77,8 +77,8 @@ def blocks(
         file += 1
 
 
-def _text_run(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
-    """Return the end of the run of text files that are read as one block; at least one."""
+def _end_of_text_block(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
+    """Return the index after the last of the text files that form one block; the block has at least one."""
     size, after = files[first].num_bytes, first + 1
     while after < len(files) and files[after].kind is FileForm.TEXT and after - first < MOST_FILES:
         size += files[after].num_bytes
@@ -88,7 +88,7 @@ def _text_run(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
     return after
 
 
-def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int) -> Iterator[RecordBlock]:
+def _gzip_blocks(file: InputFile, index: int, position: int, block_bytes: int) -> Iterator[RecordBlock]:
     at = position
     try:
         with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
@@ -105,14 +105,14 @@ def _packed_blocks(file: InputFile, index: int, position: int, block_bytes: int)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             "MW-DATA-058",
-            f"{file.path} is damaged after {at:,} unpacked bytes ({error}): copy it again from where it is whole",
+            f"{file.path} is damaged after {at:,} unpacked bytes ({error}): restore it from an intact copy",
         ) from error
     except OSError as error:
         raise DataError("MW-DATA-059", f"cannot read {file.path}: {error.strerror or error}") from error
 
 
 def _rest_of_line(stream: IO[bytes] | gzip.GzipFile, place: str) -> bytes:
-    """Read up to the next line feed, and no more than a line may have. Raises DataError."""
+    """Read up to the next line feed. Raises DataError: the line is too long."""
     rest = stream.readline(MAX_LINE_BYTES + 1)
     if len(rest) > MAX_LINE_BYTES:
         raise DataError(
@@ -122,6 +122,7 @@ def _rest_of_line(stream: IO[bytes] | gzip.GzipFile, place: str) -> bytes:
 
 
 def _skip(stream: gzip.GzipFile, count: int) -> None:
+    """Read and discard ``count`` decompressed bytes."""
     while count > 0 and (passed := len(stream.read(min(count, 1 << 20)))):
         count -= passed
 
@@ -141,9 +142,9 @@ def _row_blocks(
                 continue
             for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
                 rows = list(zip(*(batch.column(name).to_pylist() for name in columns), strict=True))
-                left_out = min(max(position - row, 0), len(rows))
-                row += left_out
-                for part in _runs(rows[left_out:], block_bytes):
+                num_skipped = min(max(position - row, 0), len(rows))
+                row += num_skipped
+                for part in _split_rows(rows[num_skipped:], block_bytes):
                     now = file.num_bytes * (row + len(part)) // num_rows
                     yield RecordBlock(
                         ReadPosition(index, row), ReadPosition(index, row + len(part)), part, now - reported
@@ -156,18 +157,18 @@ def _row_blocks(
         table.close()
 
 
-def _runs(rows: list[tuple[Any, ...]], block_bytes: int) -> Iterator[list[tuple[Any, ...]]]:
-    """Group neighbouring rows into blocks."""
-    run: list[tuple[Any, ...]] = []
+def _split_rows(rows: list[tuple[Any, ...]], block_bytes: int) -> Iterator[list[tuple[Any, ...]]]:
+    """Split rows into blocks of about ``block_bytes``."""
+    block: list[tuple[Any, ...]] = []
     size = 0
     for row in rows:
-        run.append(row)
+        block.append(row)
         size += sum(len(value) if isinstance(value, str | bytes) else 64 for value in row)
         if size >= block_bytes:
-            yield run
-            run, size = [], 0
-    if run:
-        yield run
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
 
 
 def open_parquet(path: Path, columns: Sequence[str]) -> Any:
@@ -182,45 +183,45 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
         table = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError, _arrow_error()) as error:
         raise DataError("MW-DATA-063", f"{path} cannot be read as parquet: {error}") from error
-    there = table.schema_arrow.names
-    wrong = next((name for name in columns if there.count(name) != 1), None)
+    names = table.schema_arrow.names
+    wrong = next((name for name in columns if names.count(name) != 1), None)
     if wrong is not None:
         table.close()
-        if wrong in there:
+        if wrong in names:
             raise DataError(
-                "MW-DATA-064", f"{path} has {there.count(wrong)} columns {wrong!r}: write it again with one"
+                "MW-DATA-064", f"{path} has {names.count(wrong)} columns {wrong!r}: write it again with one"
             )
         raise DataError(
-            "MW-DATA-065", f"{path} has no column {wrong!r}, only {', '.join(there)}: say which with --text-key"
+            "MW-DATA-065", f"{path} has no column {wrong!r}, only {', '.join(names)}: name one with --text-key"
         )
     return table
 
 
 def _arrow_error() -> type[Exception]:
-    """Return the exceptions of pyarrow beside errors of the system and of values."""
+    """Return the base class of pyarrow's exceptions; some of them are no OSError or ValueError."""
     import pyarrow
 
-    raised: type[Exception] = pyarrow.ArrowException
-    return raised
+    base: type[Exception] = pyarrow.ArrowException
+    return base
 
 
 def lines_of_range(path: Path, start: int, stop: int) -> list[bytes]:
-    """Yield the lines whose first byte lies in [start, stop), without their line feeds."""
+    """Return the lines whose first byte lies in [start, stop), without their line feeds."""
     with open_regular(path) as stream:
         stream.seek(max(0, start - 1))
         content = stream.read(stop - max(0, start - 1))
         if start > 0:
-            end_of_other = content.find(b"\n")
-            if end_of_other < 0 or end_of_other + 1 >= len(content):
+            end_of_previous = content.find(b"\n")
+            if end_of_previous < 0 or end_of_previous + 1 >= len(content):
                 return []
-            content = content[end_of_other + 1 :]
+            content = content[end_of_previous + 1 :]
         if not content.endswith(b"\n"):
             content += _rest_of_line(stream, f"{path}: the line over byte {stop:,}")
     return lines_of(content)
 
 
 def lines_of(content: bytes) -> list[bytes]:
-    """Split at line feeds; the last line may lack its own."""
+    """Split at line feeds; the last line may have none."""
     lines = content.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -228,9 +229,9 @@ def lines_of(content: bytes) -> list[bytes]:
 
 
 def text_of(file: InputFile) -> bytes:
-    """Read a whole file, unpacked. Raises DataError."""
+    """Read a whole file, decompressed. Raises DataError."""
     try:
-        if not file.is_packed:
+        if not file.is_gzipped:
             return read_bytes(file.path, MAX_DOCUMENT_BYTES)
         with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
             content = stream.read(MAX_DOCUMENT_BYTES + 1)
@@ -241,8 +242,6 @@ def text_of(file: InputFile) -> bytes:
             )
         return content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            "MW-DATA-067", f"{file.path} is damaged ({error}): copy it again from where it is whole"
-        ) from error
+        raise DataError("MW-DATA-067", f"{file.path} is damaged ({error}): restore it from an intact copy") from error
     except OSError as error:
         raise DataError("MW-DATA-068", f"cannot read {file.path}: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""Records, which are texts, lines or rows, as pieces of a document, and the pieces that count as labels.
+"""Records (text files, JSON lines, rows) as pieces of a document, with a flag for pieces that count as labels.
 
     text      {"text": "Once upon a time"}                      all of it counts
     pairs     {"prompt": "2+2=", "response": "4"}               the response and the end of document count
@@ -7,9 +7,8 @@
 
               <|user|>\\nHi\\n<|assistant|>\\nHello<end>          the assistant's messages and their ends count
 
-A pair is written as it stands, nothing between prompt and response: a space or line feed that belongs there belongs at
-the end of the prompt. Each piece is encoded by itself, so that none shares a token with its neighbour.
-
+Nothing is inserted between prompt and response: a space or line feed between them must be the end of the prompt. Each
+piece is encoded by itself, so that no token spans two pieces.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ class Form(Enum):
 
     @property
     def has_mask(self) -> bool:
-        """True if some of a document does not count as label."""
+        """True if some tokens of a document do not count as labels."""
         return self is not Form.TEXT
 
 
 class DocumentPiece(NamedTuple):
-    """A run of text that counts or does not."""
+    """A part of a document that counts as labels as a whole or not at all."""
 
     text: str
     counts: bool
     ends: bool
-    """The end of document comes after it, and counts as it does."""
+    """True if an end-of-document token follows, which counts as the piece does."""
 
 
 class Broken(Exception):
-    """A record that cannot be read, in words that follow the place."""
+    """A record that cannot be read; its text follows the place in a message."""
 
 
 def columns_of(form: Form, text_key: str) -> tuple[str, ...]:
-    """Return the keys of a record that are read, in the order of :func:`pieces_of`."""
+    """Return the keys to read of a record, in the order that :func:`pieces_of` expects."""
     return {Form.TEXT: (text_key,), Form.PAIRS: ("prompt", "response"), Form.MESSAGES: ("messages",)}[form]
 
 
@@ -78,7 +77,7 @@ def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def pieces_of(form: Form, values: tuple[Any, ...], columns: tuple[str, ...]) -> list[DocumentPiece]:
-    """Return the document of a record; empty when there is no text in it. Raises Broken."""
+    """Return the pieces of a record's document; none for an empty text. Raises Broken."""
     if form is Form.MESSAGES:
         return _conversation(values[0])
     texts = [_text(value, name) for value, name in zip(values, columns, strict=True)]

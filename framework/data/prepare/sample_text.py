@@ -1,4 +1,4 @@
-"""Samples of a corpus as text: what a model is trained on, with document ends and what does not count made visible."""
+"""Samples of a corpus as text, with document starts and tokens that do not count as labels made visible."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from meshwright.terminal.output import visible
 
 
 class TextRun(NamedTuple):
-    """Tokens next to each other, of one document, that all count or all do not."""
+    """Text of neighbouring tokens of one document that all count as labels, or all do not."""
 
     text: str
     counts: bool
     begins: bool
-    """A document begins with it."""
+    """True if a document starts here."""
 
 
 def splits_of(place: Path) -> list[Path]:
-    """Return the corpora of a prepared folder; or the one that ``place`` names without its suffix. Raises DataError."""
+    """Return the prefixes of the corpora in a folder, or ``place`` itself if it is a prefix. Raises DataError."""
     if not place.is_dir():
         if not idx_path(place).is_file():
             raise DataError(
@@ -38,22 +38,21 @@ def splits_of(place: Path) -> list[Path]:
                 f"there is no corpus at {place}: name a prepared folder, or a .bin/.idx without the suffix",
             )
         return [place]
-    found = sorted((path.with_suffix("") for path in place.glob("*.idx")), key=_usual_order)
-    if not found:
+    prefixes = [path.with_suffix("") for path in place.glob("*.idx")]
+    if not prefixes:
         raise DataError(
             "MW-DATA-088", f"{place} holds no .idx file: name a folder that `meshwright data prepare` has written"
         )
-    return found
-
-
-def _usual_order(prefix: Path) -> tuple[int, str]:
-    return (SPLITS.index(prefix.name) if prefix.name in SPLITS else len(SPLITS), prefix.name)
+    rank = {name: index for index, name in enumerate(SPLITS)}
+    return sorted(prefixes, key=lambda prefix: (rank.get(prefix.name, len(SPLITS)), prefix.name))
 
 
 def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: int, packing: Packing) -> None:
-    """Print counts and the first samples of one corpus on stdout: dimmed on a terminal, with braces elsewhere.
+    """Print the counts and the first samples of one corpus to stdout.
 
-    Raises DataError: a damaged corpus, a tokenizer that is not its own.
+    Text that does not count as labels is dimmed on a terminal, and in braces elsewhere.
+
+    Raises DataError: the corpus is damaged, or was encoded with another tokenizer.
     """
     tokenizer = load(tokenizer_file)
     vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
@@ -78,39 +77,35 @@ def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: 
                 f"{prefix} holds token id {largest:,}, and {tokenizer_file} has {vocab_size:,}: name the one that made "
                 f"the corpus with --tokenizer",
             )
-        used = _used(example)
-        labels, begun = int((example.labels[:used] != IGNORE).sum()), int(example.starts[:used].sum())
-        console.print(Text(f"--- sample {number}: {used:,} tokens, {labels:,} labels, {begun} documents"))
+        used = _num_used(example)
+        labels, starts = int((example.labels[:used] != IGNORE).sum()), int(example.starts[:used].sum())
+        console.print(Text(f"--- sample {number}: {used:,} tokens, {labels:,} labels, {starts} documents"))
         console.print(_text(runs_of(example, tokenizer, used), dims=console.is_terminal))
 
 
-def _used(example: CorpusExample) -> int:
-    """Return the tokens before the unused end of a sample of whole documents."""
+def _num_used(example: CorpusExample) -> int:
+    """Return the number of tokens before the padding of a sample."""
     last = int(np.flatnonzero(example.starts)[-1])
-    return (
-        last
-        if last and not example.tokens[last:].any() and (example.labels[last:] == IGNORE).all()
-        else len(example.tokens)
-    )
+    is_padding = last and not example.tokens[last:].any() and (example.labels[last:] == IGNORE).all()
+    return last if is_padding else len(example.tokens)
 
 
 def runs_of(example: CorpusExample, tokenizer: Tokenizer, used: int) -> Iterator[TextRun]:
-    """Split the sample into pieces that count or do not.
+    """Split a sample into runs of tokens that count as labels, or do not. ``used``: number of tokens before padding.
 
-    A token counts when it is the label of the one before it. The first of a document is no label, and is shown as its
-    neighbour.
+    A token counts if it is the label of the previous one. The first token of a document is no label, and is shown like
+    the second.
     """
     counts = np.concatenate([[True], example.labels[:-1] != IGNORE])
     for first in np.flatnonzero(example.starts):
-        alone = first + 1 >= used or example.starts[first + 1]
-        counts[first] = alone or counts[first + 1]
+        is_alone = first + 1 >= used or example.starts[first + 1]
+        counts[first] = is_alone or counts[first + 1]
     document = np.cumsum(example.starts)
-    places = range(used)
-    for (number, counting), run in groupby(places, key=lambda i: (int(document[i]), bool(counts[i]))):
-        at = list(run)
-        ids = [int(example.tokens[i]) for i in at]
+    for (number, counting), run in groupby(range(used), key=lambda i: (int(document[i]), bool(counts[i]))):
+        positions = list(run)
+        ids = [int(example.tokens[i]) for i in positions]
         text = visible(str(tokenizer.decode(ids, skip_special_tokens=False)))
-        yield TextRun(text, counting, begins=bool(example.starts[at[0]]) and number > 0)
+        yield TextRun(text, counting, begins=bool(example.starts[positions[0]]) and number > 0)
 
 
 def _text(runs: Iterator[TextRun], *, dims: bool) -> Text:

@@ -1,11 +1,11 @@
-"""Sources of text: named, hashed documents, one per file, in an order that the names alone decide."""
+"""Sources of text: hashed documents, one per file, sorted by name."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -18,16 +18,16 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 
 
 class Document(NamedTuple):
-    """One file of text that was seen to be utf-8 and not empty."""
+    """One non-empty UTF-8 text file."""
 
     name: str
-    """Path relative to the root of the source, with forward slashes: the same on any machine."""
+    """Path relative to the root of the source, with forward slashes: the same on all machines."""
     path: Path
     sha256: str
     num_bytes: int
 
     def text(self) -> str:
-        """Read the text, line ends unchanged; :class:`DataError` if the file has changed since it was listed."""
+        """Read the text, line ends unchanged. Raises :class:`DataError` if the file has changed since it was listed."""
         raw = _read_bytes(self.path)
         if sha256(raw).hexdigest() != self.sha256:
             raise DataError(
@@ -36,19 +36,19 @@ class Document(NamedTuple):
             )
         return raw.decode("utf-8")
 
-    def place(self) -> float:
-        """Return a number in [0, 1) from the name alone: documents added later move no other document."""
+    def split_key(self) -> float:
+        """Return a hash of the name in [0, 1): documents added later do not change the split of others."""
         return int.from_bytes(blake2b(os.fsencode(self.name), digest_size=8).digest(), "big") / 2**64
 
 
 class DocumentSource(NamedTuple):
-    """Documents sorted by name, with a description in one line."""
+    """Documents sorted by name, and a one-line description."""
 
     documents: tuple[Document, ...]
     description: str
 
     def sha256(self) -> str:
-        """Digest over names and contents."""
+        """Return the hex digest of all names and contents."""
         digest = sha256()
         for document in self.documents:
             digest.update(os.fsencode(f"{document.name}\0{document.sha256}\n"))
@@ -56,7 +56,7 @@ class DocumentSource(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Each document is in exactly one."""
+    """Documents of a source, each in exactly one split."""
 
     train: tuple[Document, ...]
     validation: tuple[Document, ...]
@@ -65,14 +65,14 @@ class Splits(NamedTuple):
 def stdlib() -> DocumentSource:
     """List the ``.py`` files of the running Python's standard library, without its test suites and installed packages.
 
-    Files that are not utf-8 and empty ones (``__init__.py``) are left out: the library keeps a few on purpose.
+    Empty files (``__init__.py``) and the library's few files in other encodings than UTF-8 are skipped.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = []
+    paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - _NOT_LIBRARY)
-        found += [Path(folder) / name for name in names if name.endswith(".py")]
-    documents = _documents(found, root, skip_other_encodings=True)
+        subfolders[:] = set(subfolders) - _NOT_LIBRARY
+        paths += [Path(folder) / name for name in names if name.endswith(".py")]
+    documents = _documents(paths, root, skip_other_encodings=True)
     if not documents:
         raise DataError(
             "MW-DATA-070",
@@ -83,20 +83,22 @@ def stdlib() -> DocumentSource:
 
 
 def files(paths: Sequence[Path], root: Path | None = None) -> DocumentSource:
-    """List text files, and all files below folders (hidden ones left out).
+    """List text files, and all files below folders without hidden ones.
 
-    ``root``: the folder that names are relative to; default: the common one. A file that is missing or not utf-8 raises
-    :class:`DataError`, since it was named.
+    ``root``: the folder that names are relative to; default: the common parent.
+
+    Raises:
+        DataError: a file is missing or not UTF-8, or no file has text.
     """
-    found: set[Path] = set()
+    listed: set[Path] = set()
     for path in paths:
         if path.is_dir():
-            found |= set(files_below(path))
+            listed |= set(files_below(path))
         elif path.is_file():
-            found.add(path)
+            listed.add(path)
         else:
             raise DataError("MW-DATA-071", f"there is no file or folder {path} to prepare a corpus from")
-    resolved = {real_path(path) for path in found}
+    resolved = {real_path(path) for path in listed}
     if not resolved:
         raise DataError(
             "MW-DATA-072",
@@ -118,7 +120,7 @@ def files(paths: Sequence[Path], root: Path | None = None) -> DocumentSource:
 
 
 def split(source: DocumentSource, validation_share: float) -> Splits:
-    """Split the documents by the hash of their names. A share above 0 gives at least one to validation."""
+    """Split the documents by a hash of their names. With a share above 0, validation has at least one document."""
     if not 0.0 <= validation_share < 1.0:
         raise DataError(
             "MW-DATA-075",
@@ -132,19 +134,14 @@ def split(source: DocumentSource, validation_share: float) -> Splits:
             f"one document ({source.documents[0].name}) cannot be split by document into training and validation: give "
             f"more files, or validation_share=0 for no validation corpus",
         )
-    by_place = sorted(source.documents, key=lambda document: (document.place(), document.name))
-    num_validation = sum(document.place() < validation_share for document in by_place)
-    num_validation = min(max(num_validation, 1), len(by_place) - 1)
-    chosen = {document.name for document in by_place[:num_validation]}
+    by_key = sorted(source.documents, key=lambda document: (document.split_key(), document.name))
+    num_validation = sum(document.split_key() < validation_share for document in by_key)
+    num_validation = min(max(num_validation, 1), len(by_key) - 1)
+    chosen = {document.name for document in by_key[:num_validation]}
     return Splits(
         tuple(document for document in source.documents if document.name not in chosen),
         tuple(document for document in source.documents if document.name in chosen),
     )
-
-
-def texts(documents: Iterable[Document]) -> Iterator[str]:
-    """Yield the texts one at a time: a corpus need not fit in memory."""
-    return (document.text() for document in documents)
 
 
 def _documents(paths: Iterable[Path], root: Path, *, skip_other_encodings: bool) -> tuple[Document, ...]:

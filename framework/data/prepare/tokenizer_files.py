@@ -1,4 +1,4 @@
-"""A tokenizer that exists already: its files, its hash, and which tokens begin and end a document."""
+"""An existing tokenizer: its files, its hash, and the tokens that begin and end a document."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from meshwright.errors import DataError
 from meshwright.system.bounded import parse_json, read_bytes
 
 CONFIG_FILE = "tokenizer_config.json"
-BESIDE = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
-"""Files of Hugging Face beside a tokenizer.json, copied with it."""
+SIDE_FILES = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
+"""Hugging Face files beside a ``tokenizer.json``, copied with it."""
 
 
 class KnownTokenizer(NamedTuple):
-    """A tokenizer, and what a corpus needs of it."""
+    """A tokenizer with its path, hash, vocabulary size and special ids."""
 
     tokenizer: Tokenizer
     path: Path
-    """Path of the tokenizer.json."""
+    """Path of the ``tokenizer.json``."""
     sha256: str
     vocab_size: int
-    """The largest id and one."""
+    """Largest id + 1."""
     end: int
     end_token: str
     begin: int | None
 
     @property
     def files(self) -> list[Path]:
-        """Return the tokenizer.json and the files beside it."""
-        return [self.path, *(each for name in BESIDE if (each := self.path.with_name(name)).is_file())]
+        """Return the paths of the ``tokenizer.json`` and of its side files."""
+        return [self.path, *(each for name in SIDE_FILES if (each := self.path.with_name(name)).is_file())]
 
 
 def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str | None = None) -> KnownTokenizer:
-    """Open a tokenizer.json, or the folder of one. ``end_token``: by name; None: that of its tokenizer_config.json.
+    """Open a ``tokenizer.json``, or the one in a folder. ``end_token``: None takes that of ``tokenizer_config.json``.
 
-    Raises DataError: there is none, it cannot be read, or has no such tokens.
+    Raises DataError: there is no tokenizer, it cannot be read, or it lacks these tokens.
     """
     path = place / TOKENIZER_FILE if place.is_dir() else place
     if place.is_dir() and not path.is_file():
@@ -81,9 +81,9 @@ def _end_token(path: Path, ids: dict[str, int]) -> str:
                 "MW-DATA-102",
                 f"{config} names the eos_token {token!r}, which {path} does not have: name one with --eod",
             )
-    usual = [token for token in USUAL_ENDS if token in ids]
-    if usual:
-        return usual[0]
+    usual = next((token for token in USUAL_ENDS if token in ids), None)
+    if usual is not None:
+        return usual
     raise DataError(
         "MW-DATA-103",
         f"no token ends a document in {path}: there is no eos_token in a {CONFIG_FILE} beside it, nor any of "
@@ -92,6 +92,6 @@ def _end_token(path: Path, ids: dict[str, int]) -> str:
 
 
 def _special(tokenizer: Tokenizer) -> str:
-    """Return the special tokens, for a message."""
+    """List the special tokens for a message; empty if there are none."""
     special = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     return f" (its special tokens: {', '.join(special[:8])})" if special else ""

@@ -1,16 +1,15 @@
-"""State of a preparation on the disk: killed at any moment, it goes on from there.
+"""State of a preparation on the disk, from which it resumes after a kill at any moment.
 
-    .NAME.preparing/          beside the corpus to be, removed when that exists
+    .NAME.preparing/          beside the future corpus NAME, removed when NAME is published
         request.json          inputs and options: files that have been read must not change
-        state.json            the place up to which the sources are read, and the length of each file then
-        lock                  locked by the process that works here; the system releases it when the process dies
-        skipped.txt           records that were left out, a line each
+        state.json            position up to which the inputs are read, and the length of each file at that point
+        lock                  locked by the working process; the system releases it when the process dies
+        skipped.txt           skipped records, a line each
         train.lengths         tokens of each document (int32)
         corpus/train.bin      tokens; train.mask beside it
 
-The files only grow. ``state.json`` is replaced as a whole, after the data that it counts is on the disk. Whatever a
-file has beyond that is cut off before the work goes on. So nothing is there twice, and nothing is left out.
-
+The files only grow. ``state.json`` is replaced as a whole, after the data that it counts is on the disk. A resume
+truncates each file to the length in ``state.json``, so no document is written twice and none is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from meshwright.data.fingerprint import File
+from meshwright.data.fingerprint import File, Request
 from meshwright.data.prepare.input_files import InputFile
 from meshwright.data.prepare.readers import BEGINNING, ReadPosition
 from meshwright.data.splits import SPLITS
@@ -38,68 +37,34 @@ from meshwright.system.process import FileLock
 SKIPPED_FILE = "skipped.txt"
 
 
+_MOST_CHANGES = 10
+"""Changes of a request that a message lists."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class Request(_Part):
-    """All that decides the bytes of a corpus, but for the sources' contents."""
-
-    files: list[File]
-    tokenizer_sha256: str
-    end_of_document: str
-    begin_of_document: str | None
-    form: str
-    text_key: str
-    validation_share: float
-    test_share: float
-    seed: int
-
-    def up_to(self, place: ReadPosition) -> Request:
-        """Return the request with only those files that have been read in part or in full."""
-        return self.model_copy(update={"files": self.files[: place.file + (place.position > 0)]})
-
-    def differences(self, other: Request) -> list[str]:
-        """Return the changes of ``other``, a line each."""
-        lines = []
-        before, after = ({file.path: file for file in each.files} for each in (self, other))
-        lines += [f"{path} is no longer there" for path in before if path not in after]
-        lines += [f"{path} is new" for path in after if path not in before]
-        for path in before.keys() & after.keys():
-            was, now = before[path], after[path]
-            if was.num_bytes != now.num_bytes:
-                lines.append(f"{path} had {was.num_bytes:,} bytes and has {now.num_bytes:,}")
-            elif was.mtime_ns != now.mtime_ns:
-                lines.append(f"{path} was written to since ({now.num_bytes:,} bytes as before)")
-        lines.sort()
-        if not lines and list(before) != list(after):
-            lines.append("the files come in another order")
-        for name in type(self).model_fields:
-            one, another = getattr(self, name), getattr(other, name)
-            if name != "files" and one != another:
-                lines.append(f"{name} was {one!r} and is {another!r}")
-        return lines
-
-
 class SplitState(_Part):
-    """One split so far."""
+    """Documents and tokens written to one split."""
 
     documents: int = 0
     tokens: int = 0
 
 
 class State(_Part):
-    """Progress of the work."""
+    """Progress of a preparation."""
 
     place: tuple[int, int] = (0, 0)
+    """:class:`ReadPosition` up to which the inputs are read."""
     line: int = 0
-    """Lines of the file there that are behind."""
+    """Number of lines read of the file at ``place``."""
     records: int = 0
-    """Documents so far, broken and empty ones too: a document's number decides its split."""
+    """Number of documents read, broken and empty ones included: a document's number decides its split."""
     empty: int = 0
     skipped: int = 0
     skipped_bytes: int = 0
-    """Length of skipped.txt."""
+    """Length of ``skipped.txt``."""
     text_bytes: int = 0
     source_bytes: int = 0
     digest: str = ""
@@ -107,7 +72,7 @@ class State(_Part):
 
 
 class WorkFolder:
-    """Held by one process at a time. Opened with what it had at the last commit."""
+    """Folder of a preparation, locked by one process at a time; opening it restores the last commit."""
 
     def __init__(
         self,
@@ -119,69 +84,75 @@ class WorkFolder:
         replace: bool = False,
         may_skip: bool = False,
     ) -> None:
-        """Open or make the folder. ``replace``: begin anew where it cannot go on. ``may_skip``: broken records may be
-        left out.
+        """Open or make the folder.
+
+        Args:
+            out: the folder to publish the corpus in.
+            request: inputs and options.
+            dtype: type of the tokens.
+            has_mask: the corpus has a mask of labels.
+            replace: begin anew if the state on the disk cannot be resumed.
+            may_skip: broken records may be skipped.
 
         Raises:
-            DataError: another process works there, or it cannot go on from what is there (unless ``replace``).
+            DataError: another process works there, or the state cannot be resumed (unless ``replace``).
         """
-        self.path = _place_of(out)
+        self.path = _work_path(out)
         self.corpus = self.path / "corpus"
         self.dtype, self.has_mask = dtype, has_mask
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _take_lock(self.path)
         try:
             self.state = self._open(out, request, replace, may_skip)
-            self._streams = {path: _at_end(path, size) for path, size in self._sizes(self.state).items()}
+            self._streams = {path: _open_truncated(path, size) for path, size in self._sizes(self.state).items()}
         except BaseException:
             self._lock.close()
             raise
-        self.went_on = self.state.place != (0, 0)
+        self.is_resumed = self.state.place != (0, 0)
 
     def _open(self, out: Path, request: Request, replace: bool, may_skip: bool) -> State:
-        asked, state = self.path / "request.json", self.path / "state.json"
-        begun = _read(asked, Request)
-        # without the corpus it was published, and whoever did so was killed before the rest was removed
-        known = _read(state, State) if begun is not None and self.corpus.is_dir() else None
-        if known is not None and ReadPosition(*known.place) == BEGINNING:
-            known = None
-        if begun is not None and known is not None:
-            obstacle = self._obstacle(out, begun, request, known, may_skip)
+        request_file, state_file = self.path / "request.json", self.path / "state.json"
+        old_request = _read(request_file, Request)
+        # without its corpus folder the work was published, and the publishing process was killed before cleaning up
+        state = _read(state_file, State) if old_request is not None and self.corpus.is_dir() else None
+        if state is not None and ReadPosition(*state.place) == BEGINNING:
+            state = None
+        if old_request is not None and state is not None:
+            obstacle = self._obstacle(out, old_request, request, state, may_skip)
             if obstacle and not replace:
                 raise DataError("MW-DATA-084", obstacle)
-            known = None if obstacle else known
-        if known is None:
-            state.unlink(missing_ok=True)
+            state = None if obstacle else state
+        if state is None:
+            state_file.unlink(missing_ok=True)
             shutil.rmtree(self.corpus, ignore_errors=True)
-            for left in self.path.glob("*.lengths"):
-                left.unlink()
-            known = State(splits={name: SplitState() for name in SPLITS})
-        if begun != request:  # files that nobody has read yet may be others now
-            write_atomic(asked, request.model_dump_json(indent=1))
+            for lengths_file in self.path.glob("*.lengths"):
+                lengths_file.unlink()
+            state = State(splits={name: SplitState() for name in SPLITS})
+        if old_request != request:  # files that are not read yet may have changed
+            write_atomic(request_file, request.model_dump_json(indent=1))
         self.corpus.mkdir(exist_ok=True)
-        return known
+        return state
 
-    def _obstacle(self, out: Path, begun: Request, request: Request, known: State, may_skip: bool) -> str:
-        """Return the reason why the work cannot go on; empty: it can."""
-        place = ReadPosition(*known.place)
-        changes = begun.up_to(place).differences(request.up_to(place))
+    def _obstacle(self, out: Path, old_request: Request, request: Request, state: State, may_skip: bool) -> str:
+        """Return the reason why the preparation cannot be resumed; empty if it can."""
+        place = ReadPosition(*state.place)
+        num_read = place.file + (place.position > 0)  # files read in full or in part
+        changes = old_request.first_files(num_read).differences(request.first_files(num_read))
         if changes:
             return (
-                f"{out} is half prepared from something else:\n"
-                + "\n".join(f"  {change}" for change in changes[:10])
-                + ("\n  ..." if len(changes) > 10 else "")
-                + "\nset it back to go on, name another folder, or begin anew with --replace"
+                f"{out} is half prepared from something else:\n{describe_changes(changes)}\n"
+                f"set it back to go on, name another folder, or begin anew with --replace"
             )
-        for path, size in self._sizes(known).items():
-            there = path.stat().st_size if path.exists() else 0
-            if there < size:
+        for path, size in self._sizes(state).items():
+            actual = path.stat().st_size if path.exists() else 0
+            if actual < size:
                 return (
-                    f"{path} has {there:,} bytes where {size:,} were written: something else has changed it. Begin "
+                    f"{path} has {actual:,} bytes where {size:,} were written: something else has changed it. Begin "
                     f"anew with --replace"
                 )
-        if known.skipped and not may_skip:
+        if state.skipped and not may_skip:
             return (
-                f"{known.skipped:,} broken records were left out so far: say --skip-broken again to go on, or begin "
+                f"{state.skipped:,} broken records were left out so far: give --skip-broken again to go on, or begin "
                 f"anew with --replace"
             )
         return ""
@@ -212,7 +183,7 @@ class WorkFolder:
         self.state.splits[split].tokens += len(tokens)
 
     def skip(self, lines: Iterable[str]) -> None:
-        """Note records that were left out."""
+        """Append skipped records to ``skipped.txt``."""
         for line in lines:
             raw = f"{line}\n".encode(errors="backslashreplace")
             self._streams[self.path / SKIPPED_FILE].write(raw)
@@ -220,7 +191,7 @@ class WorkFolder:
             self.state.skipped_bytes += len(raw)
 
     def commit(self, place: ReadPosition) -> None:
-        """Flush the appended data to the disk, then record it."""
+        """Flush the appended data to the disk, then write ``state.json``."""
         for stream in self._streams.values():
             stream.flush()
             os.fsync(stream.fileno())
@@ -228,7 +199,7 @@ class WorkFolder:
         write_atomic(self.path / "state.json", self.state.model_dump_json(indent=1))
 
     def close(self) -> None:
-        """Close the files and release the lock. Uncommitted data will be cut off."""
+        """Close the files and release the lock. A later resume truncates uncommitted data."""
         for stream in self._streams.values():
             stream.close()
         self._lock.close()
@@ -239,8 +210,8 @@ class WorkFolder:
         self.close()
 
 
-def request_of(files: Sequence[InputFile]) -> list[File]:
-    """Return the files of a request: bytes of a name that are no UTF-8 as ``\\xff``."""
+def requested_files(files: Sequence[InputFile]) -> list[File]:
+    """Return the input files as a request stores them; bytes of a name that are not UTF-8 become ``\\xff``."""
     names = [os.fsencode(file.path).decode("utf-8", "backslashreplace") for file in files]
     return [
         File(path=name, num_bytes=file.num_bytes, mtime_ns=file.mtime_ns)
@@ -248,15 +219,21 @@ def request_of(files: Sequence[InputFile]) -> list[File]:
     ]
 
 
-def clear_away(out: Path) -> None:
-    """Remove the work folder of a published corpus, which a kill may have left."""
-    path = _place_of(out)
+def describe_changes(changes: Sequence[str]) -> str:
+    """Format the changes of a request for a message, a line each."""
+    lines = [f"  {change}" for change in changes[:_MOST_CHANGES]]
+    return "\n".join([*lines, *(["  ..."] if len(changes) > _MOST_CHANGES else [])])
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove the work folder of a published corpus, if a killed process left it."""
+    path = _work_path(out)
     if path.is_dir() and not (path / "corpus").exists():
         with contextlib.suppress(DataError), _take_lock(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _place_of(out: Path) -> Path:
+def _work_path(out: Path) -> Path:
     return out.parent / f".{out.name}.preparing"
 
 
@@ -270,8 +247,8 @@ def _take_lock(path: Path) -> FileLock:
     return lock
 
 
-def _at_end(path: Path, size: int) -> IO[bytes]:
-    """Open a file for appending, cut to its length at the last commit."""
+def _open_truncated(path: Path, size: int) -> IO[bytes]:
+    """Open a file for appending, truncated to its length at the last commit."""
     stream = path.open("ab")
     stream.truncate(size)
     stream.seek(size)
@@ -279,7 +256,7 @@ def _at_end(path: Path, size: int) -> IO[bytes]:
 
 
 def _read(path: Path, kind: type[Any]) -> Any:
-    """Read a JSON file; None where there is none that can be read: then the work begins anew."""
+    """Read a JSON file; None if it is missing or malformed, and the preparation begins anew."""
     try:
         return kind.model_validate_json(read_bytes(path))
     except (FileNotFoundError, ValidationError):

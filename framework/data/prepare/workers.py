@@ -1,7 +1,7 @@
-"""A function over many things in several processes, the results in the things' order: bounded, and without orphans.
+"""Ordered map over forked worker processes, with a bounded number of results in flight and no orphans.
 
-A process that is killed is named; when the one that asked is gone, however it went, the others' pipes end and they go.
-multiprocessing's own pools hang in the first case and stay behind in the second.
+A killed worker raises an error that names its signal. When the parent dies for any reason, the workers' pipes end and
+they exit. multiprocessing's own pools hang in the first case and leave orphans in the second.
 """
 
 from __future__ import annotations
@@ -17,93 +17,91 @@ from typing import Any, TypeVar
 from meshwright.errors import DataError, UserError
 
 AHEAD = 4
-"""Results that may wait for their turn, for each worker."""
+"""Items in flight, for each worker."""
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def ordered_map(
-    function: Callable[[Item], Found], items: Iterable[Item], num_workers: int
-) -> Iterator[tuple[Item, Found]]:
-    """Yield (item, function(item)) for each item, in order. One worker runs in this process; more are forked at the
-    first.
+    function: Callable[[Item], Result], items: Iterable[Item], num_workers: int
+) -> Iterator[tuple[Item, Result]]:
+    """Yield (item, function(item)) for each item, in order.
+
+    With one worker the function runs in this process; more workers are forked at the first ``next``.
 
     Raises:
-        UserError: what the function raised for the first item, in order, for which it did.
+        UserError: the error of the first item, in order, for which the function raised.
         DataError: a worker was killed.
     """
     if num_workers == 1:
         yield from ((item, function(item)) for item in items)
         return
-    remaining = iter(items)
-    crew = _Crew(function, num_workers)
+    remaining = enumerate(items)
+    workers = _Workers(function, num_workers)
     try:
-        underway: dict[int, Item] = {}
-        done: dict[int, Found | BaseException] = {}
-        issued = given = 0
+        in_flight: dict[int, Item] = {}
+        done: dict[int, Result | BaseException] = {}
+        num_yielded = 0
         while True:
-            while crew.idle and issued - given < AHEAD * num_workers and remaining is not None:
-                try:
-                    underway[issued] = next(remaining)
-                except StopIteration:
-                    remaining = None  # type: ignore[assignment]
-                    break
-                crew.give(issued, underway[issued])
-                issued += 1
-            if given in done:
-                found = done.pop(given)
-                if isinstance(found, BaseException):
-                    raise found
-                yield underway.pop(given), found
-                given += 1
-            elif given < issued:
-                done.update(crew.collect())
+            while workers.idle and len(in_flight) < AHEAD * num_workers and (entry := next(remaining, None)):
+                number, item = entry
+                in_flight[number] = item
+                workers.send(number, item)
+            if num_yielded in done:
+                result = done.pop(num_yielded)
+                if isinstance(result, BaseException):
+                    raise result
+                yield in_flight.pop(num_yielded), result
+                num_yielded += 1
+            elif in_flight:
+                done.update(workers.receive())
             else:
                 return
     finally:
-        crew.dismiss()
+        workers.terminate()
 
 
-class _Crew:
-    """Forked workers, a pipe to each; one item at a time, so that nobody waits for who waits for him."""
+class _Workers:
+    """Forked workers with a pipe each. A worker has one item at a time, so that no two ends block in a send."""
 
     def __init__(self, function: Callable[[Any], Any], size: int) -> None:
         context = multiprocessing.get_context("fork")
         self.processes: dict[Connection, Any] = {}
         self.idle: list[Connection] = []
         for _ in range(size):
-            mine, theirs = context.Pipe()
-            others = [*self.processes, mine]
-            process = context.Process(target=_work, args=(function, theirs, others), daemon=True)
+            parent_end, worker_end = context.Pipe()
+            inherited = [*self.processes, parent_end]
+            process = context.Process(target=_work, args=(function, worker_end, inherited), daemon=True)
             process.start()
-            theirs.close()
-            self.processes[mine] = process
-            self.idle.append(mine)
+            worker_end.close()
+            self.processes[parent_end] = process
+            self.idle.append(parent_end)
 
-    def give(self, number: int, item: Any) -> None:
-        """Give an item to an idle worker."""
+    def send(self, number: int, item: Any) -> None:
+        """Send an item to an idle worker."""
         pipe = self.idle.pop()
         try:
             pipe.send((number, item))
         except OSError as error:
-            raise self._gone(pipe) from error
+            raise self._death(pipe) from error
 
-    def collect(self) -> dict[int, Any]:
-        """Return the finished results; block until there is one."""
-        found = {}
+    def receive(self) -> dict[int, Any]:
+        """Return the finished results by item number; blocks until there is one."""
+        results = {}
         busy = [pipe for pipe in self.processes if pipe not in self.idle]
         for pipe in wait(busy):
             assert isinstance(pipe, Connection)
             try:
                 number, result = pipe.recv()
             except (EOFError, OSError) as error:
-                raise self._gone(pipe) from error
-            found[number] = result
+                raise self._death(pipe) from error
+            results[number] = result
             self.idle.append(pipe)
-        return found
+        return results
 
-    def _gone(self, pipe: Connection) -> DataError:
+    def _death(self, pipe: Connection) -> DataError:
+        """Return the error for a worker that ended."""
         process = self.processes[pipe]
         process.join(5)
         code = process.exitcode
@@ -114,8 +112,8 @@ class _Crew:
             f"it was, also with fewer --workers",
         )
 
-    def dismiss(self) -> None:
-        """End the workers: closing their pipes does, and a busy one is terminated."""
+    def terminate(self) -> None:
+        """End the workers: closed pipes end the idle ones, SIGTERM the busy ones."""
         for pipe in self.processes:
             pipe.close()
         for process in self.processes.values():
@@ -123,9 +121,9 @@ class _Crew:
             process.join()
 
 
-def _work(function: Callable[[Any], Any], pipe: Connection, others: list[Connection]) -> None:
-    """Run a worker. ``others``: ends of pipes that the fork has copied, and that are not its own."""
-    for other in others:
+def _work(function: Callable[[Any], Any], pipe: Connection, inherited: list[Connection]) -> None:
+    """Run a worker. ``inherited``: pipe ends of the parent and of other workers, copied by the fork; closed here."""
+    for other in inherited:
         other.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the parent stops the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -61,10 +61,10 @@ def test_without_its_mask_a_corpus_is_refused(tokenizer: Path, tmp_path: Path) -
     """Otherwise a copy without it would be trained on prompts too, without a word."""
     out = tmp_path / "out"
     made(out, tokenizer, write_lines(tmp_path / "a.jsonl", PAIRS), form=Form.PAIRS)
-    with pytest.raises(DataError, match=r"train\.mask says which .*: prepare the corpus with --format text"):
+    with pytest.raises(DataError, match=r"train\.mask limits the tokens .*: prepare the corpus with --format text"):
         open_corpus(out / "train", 8, 300)
     (out / "train.mask").unlink()
-    with pytest.raises(DataError, match=r"train\.mask is missing: only 19 of the 26 tokens"):
+    with pytest.raises(DataError, match=r"train\.mask is missing: it marks the 19 of the 26 tokens"):
         Corpus(out / "train", 4)
 
 

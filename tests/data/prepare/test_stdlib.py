@@ -18,7 +18,8 @@ from meshwright.data import fingerprint as fingerprints
 from meshwright.data import tokenizer
 from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.prepare import sources
-from meshwright.data.prepare.stdlib import Summary, prepare_files
+from meshwright.data.prepare.finish import Outcome
+from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import DataError
 
 VOCAB = 300
@@ -39,7 +40,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prepared(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Summary:
+def prepared(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return prepare_files([texts], tmp_path_factory.mktemp("out") / "corpus", VOCAB, 0.2)
 
 
@@ -47,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_every_text_is_in_one_split_and_comes_back(texts: Path, prepared: Summary) -> None:
+def test_every_text_is_in_one_split_and_comes_back(texts: Path, prepared: Outcome) -> None:
     assert prepared.built
     bpe = tokenizer.load(prepared.out / "tokenizer.json")
     found = []
@@ -62,7 +63,7 @@ def test_every_text_is_in_one_split_and_comes_back(texts: Path, prepared: Summar
     assert Counter(found) == Counter(expected)
 
 
-def test_fingerprint_tells_the_truth(prepared: Summary) -> None:
+def test_fingerprint_tells_the_truth(prepared: Outcome) -> None:
     known = fingerprints.read(prepared.out)
     assert known == prepared.fingerprint
     assert known is not None and set(known.splits) == {"train", "validation"}
@@ -85,7 +86,7 @@ def test_fingerprint_tells_the_truth(prepared: Summary) -> None:
     assert "train" in str(prepared) and f"{known.splits['train'].tokens:,} tokens" in str(prepared)
 
 
-def test_again_does_nothing_and_says_so(texts: Path, prepared: Summary) -> None:
+def test_again_does_nothing_and_says_so(texts: Path, prepared: Outcome) -> None:
     before = {path: path.stat().st_mtime_ns for path in prepared.out.iterdir()}
     again = prepare_files([texts], prepared.out, VOCAB, 0.2)
     assert not again.built and again.fingerprint == prepared.fingerprint
@@ -95,7 +96,7 @@ def test_again_does_nothing_and_says_so(texts: Path, prepared: Summary) -> None:
 
 @pytest.mark.torture
 def test_killed_leaves_no_half_and_a_new_process_gives_the_same_bytes(
-    texts: Path, prepared: Summary, tmp_path: Path
+    texts: Path, prepared: Outcome, tmp_path: Path
 ) -> None:
     """SIGKILL between the splits, in a process with another hash seed; then the whole in a third process."""
     code = (
@@ -115,7 +116,7 @@ def test_killed_leaves_no_half_and_a_new_process_gives_the_same_bytes(
     assert contents(out) == contents(prepared.out)
 
 
-def test_damage_is_built_again(texts: Path, prepared: Summary, tmp_path: Path) -> None:
+def test_damage_is_built_again(texts: Path, prepared: Outcome, tmp_path: Path) -> None:
     out = tmp_path / "corpus"
     for spoil in ("train.bin", "tokenizer.json", "fingerprint.json"):
         prepare_files([texts], out, VOCAB, 0.2)
