@@ -1,4 +1,4 @@
-"""Text to tokens, tokens to samples, the same in every layout.
+"""Data: text to tokens, tokens to samples, the same in every layout.
 
 text files --prepare--> train.bin/.idx, validation.bin/.idx, tokenizer.json, fingerprint.json
 .bin/.idx  --indexed, token_files--> tokens --corpus, blend--> Corpus, window k = tokens [k S, k S + S]

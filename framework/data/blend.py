@@ -1,4 +1,4 @@
-"""Several corpora as one."""
+"""Blend of several corpora."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshwright.data.corpus import Corpus, CorpusExample
 
 
 class Blend:
-    """Several corpora as one: their samples are numbered one after the other."""
+    """Several corpora with consecutive sample numbers. It has the interface of :class:`Corpus` that sources use."""
 
     def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
-        """Blend ``corpora``; ``weights``: how often each is drawn, relative to the others."""
+        """Blend ``corpora``; ``weights``: relative shares of the samples drawn from each."""
         self.corpora = tuple(corpora)
         self.weights = tuple(weights)
         self.ends = np.cumsum([corpus.num_samples for corpus in corpora]).tolist()
@@ -30,15 +30,16 @@ class Blend:
             corpus.open()
 
     def example(self, number: int) -> CorpusExample:
-        """Sample ``number`` of all."""
-        corpus, own = self._where(number)
-        return corpus.example(own)
+        """Return sample ``number`` among those of all corpora."""
+        corpus, local = self._locate(number)
+        return corpus.example(local)
 
     def sample(self, number: int) -> NDArray[np.int64]:
         """Return window ``number`` among those of all corpora."""
-        corpus, own = self._where(number)
-        return corpus.sample(own)
+        corpus, local = self._locate(number)
+        return corpus.sample(local)
 
-    def _where(self, number: int) -> tuple[Corpus, int]:
+    def _locate(self, number: int) -> tuple[Corpus, int]:
+        """Return the corpus of a sample, and the sample's number in it."""
         at = bisect_left(self.ends, number + 1)
         return self.corpora[at], number - (self.ends[at - 1] if at else 0)

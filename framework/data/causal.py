@@ -18,11 +18,11 @@ from meshwright.data.corpus import IGNORE, Corpus
 
 
 class CorpusSource(NamedTuple):
-    """A corpus, and the order in which a run reads it."""
+    """Source of a causal language model: a corpus, and the order in which a run reads it."""
 
     corpus: Corpus | Blend
     order: Callable[[int], int | None]
-    """Sample index of the run -> sample of the corpus, None past the end: one of :mod:`meshwright.data.order`."""
+    """Maps a sample index of the run to a sample number; None past the end. See :mod:`meshwright.data.order`."""
 
     @property
     def num_samples(self) -> int:
@@ -32,8 +32,8 @@ class CorpusSource(NamedTuple):
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (token ids (B, S) int64, labels (B, S) int64) of these sample indices of the run.
 
-        A label is the next token, or IGNORE. Past the end of a corpus that is read once, rows have only IGNORE labels
-        (and tokens 0). With document boundaries the inputs are {"tokens": (B, S) int64, "starts": (B, S) bool}.
+        A label is the next token, or IGNORE. Past the end of a corpus that is read once, rows have IGNORE labels and
+        zero tokens. With document boundaries the inputs are {"tokens": (B, S) int64, "starts": (B, S) bool}.
         """
         shape = len(indices), self.corpus.sequence_length
         tokens = np.zeros(shape, dtype=np.int64)

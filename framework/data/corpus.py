@@ -1,22 +1,22 @@
-"""A ``.bin/.idx`` pair as numbered samples: their tokens, the labels that count, the starts of documents.
+"""Numbered samples of a ``.bin/.idx`` pair: tokens, labels, and the starts of documents.
 
-``packing = "stream"``: documents one after the other, each closed by its end-of-document token, cut into windows that
-cross document ends; a window's last token, here only a label, is the next one's first::
+``packing = "stream"``: the documents are concatenated, each with its end-of-document token, and cut into windows that
+cross document ends. The last token of a window is only a label there, and the first token of the next window::
 
     stream    t0 t1 t2 t3 | t4 t5 t6 t7 | t8 ...        S = 4
     sample 0  t0 t1 t2 t3   t4                          tokens t0..t3, labels t1..t4
     sample 1                t4 t5 t6 t7   t8            tokens t4..t7, labels t5..t8
 
-``packing = "documents"``: whole documents next to each other, as many as fit, and then nothing; one that is longer than
-S is cut. The last token of a document has no label, as what comes next is another document::
+``packing = "documents"``: as many whole documents as fit, then padding; a document longer than S is truncated. The last
+token of a document has no label, because the next token belongs to another document::
 
     documents a0 a1 a2 | b0 b1 b2 b3 | c0 c1            S = 5
     sample 0  a0 a1 a2  .  .                            labels a1 a2  .  .  .           . IGNORE
     sample 1  b0 b1 b2 b3  .                            labels b1 b2 b3  .  .
     sample 2  c0 c1 ...
 
-``document_boundaries``: nothing is learned across the end of a document in either, and ``starts`` marks for the model
-where each begins, so that its attention and positions do not reach across.
+``document_boundaries``: in both packings no label crosses the end of a document, and ``starts`` marks the first token
+of each for the model, so that attention and positions do not cross it either.
 
 No torch here: `meshwright data show` reads samples too.
 """
@@ -37,11 +37,11 @@ from meshwright.data.token_files import Mask, TokenStream, documents
 from meshwright.errors import DataError
 
 IGNORE = -100
-"""A label that counts for nothing: neither in the loss nor in the number of tokens it is divided by."""
+"""Ignored label: it counts neither in the loss nor in the number of labels that divides it."""
 Packing = Literal["stream", "documents"]
 _TOKENS_AT_ONCE = 1 << 22
 _SCAN_TOKENS = 1 << 26
-"""Most tokens of a corpus without a fingerprint that are read at once (a tenth of a second) for the largest id."""
+"""Size up to which a corpus without a fingerprint is scanned for its largest id when it is opened (0.1 s)."""
 
 
 class CorpusExample(NamedTuple):
@@ -49,28 +49,30 @@ class CorpusExample(NamedTuple):
 
     tokens: NDArray[np.int64]  # (S,)
     labels: NDArray[np.int64]  # (S,) the next token, or IGNORE
-    starts: NDArray[np.bool_]  # (S,) where a document begins; the first place is one, and the first of what is unused
+    starts: NDArray[np.bool_]  # (S,) first token of a document, of the sample, or of the padding
 
 
 class DocumentRules(NamedTuple):
-    """Rules by which documents become samples; see the module."""
+    """Rules for cutting documents into samples; see the module."""
 
     packing: Packing = "stream"
     boundaries: bool = False
-    """``document_boundaries``: no label and no attention reaches across the end of a document."""
+    """``document_boundaries``: neither labels nor attention cross the end of a document."""
     eod_mask_loss: bool = False
-    """Labels that follow an end-of-document token, the unguessable beginnings, become IGNORE."""
+    """Labels after an end-of-document token become IGNORE: the start of a document cannot be predicted."""
     eod_id: int | None = None
-    """The end-of-document token, for a corpus whose fingerprint lacks it."""
+    """Id of the end-of-document token, for a corpus without a fingerprint."""
 
 
 class Corpus:
-    """A ``.bin/.idx`` pair as numbered samples. Raises :class:`DataError` for whatever is wrong with it.
+    """Numbered samples of a ``.bin/.idx`` pair. Raises :class:`DataError` if the files are damaged or do not fit.
 
     Args:
-        vocab_size: the model's; None: any id will do.
-        num_sentinels: the last ids of the vocabulary are sentinels, which no text may use.
-        rules: how documents become samples.
+        prefix: path of the pair without the suffix.
+        sequence_length: tokens of a sample.
+        vocab_size: vocabulary size of the model; None: any id is accepted.
+        num_sentinels: number of the vocabulary's last ids that are sentinels, which text may not use.
+        rules: rules for cutting documents into samples.
     """
 
     def __init__(
@@ -81,14 +83,14 @@ class Corpus:
         num_sentinels: int = 0,
         rules: DocumentRules | None = None,
     ) -> None:
-        """Check everything that can be checked before a rank starts; with a fingerprint no token is read for it."""
+        """Check the corpus before any rank starts; with a fingerprint no token is read."""
         rules = DocumentRules() if rules is None else rules
         self.prefix = Path(prefix)
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
         self.num_sentinels = num_sentinels
         self.text_ids = None if vocab_size is None else vocab_size - num_sentinels
-        """Text may use the ids below."""
+        """Upper bound (exclusive) of the ids that text may use."""
         self.stream = TokenStream(inspect(self.prefix))
         self.mask = Mask(self.stream.index)
         self.documents = documents(self.stream.index)
@@ -108,20 +110,20 @@ class Corpus:
         if self.eod_mask_loss and self.eod_id is None:
             raise DataError(
                 "MW-DATA-002",
-                f"data.eod_mask_loss needs the id of the end-of-document token, and nothing beside {self.prefix} "
-                f"names it: set data.tokenizer to the tokenizer.json that made the corpus, or eod_mask_loss = false",
+                f"data.eod_mask_loss needs the id of the end-of-document token, and no fingerprint beside "
+                f"{self.prefix} has it: set data.tokenizer to the tokenizer.json that made the corpus, or "
+                f"eod_mask_loss = false",
             )
         self._check_largest_id()
 
     def open(self) -> None:
-        """Open the files now, not in the first step: see :meth:`TokenStream.open`."""
+        """Open the files now, so that the first step does not wait for it."""
         self.stream.open()
 
     def sampled_hash(self) -> str:
-        """Return one hash of a sample of its files as they are now. Raises DataError where one cannot be read."""
-        paths = [self.prefix.with_name(f"{self.prefix.name}{ending}") for ending in fingerprints.READ]
+        """Return one hash of sampled blocks of all its files. Raises DataError if a file cannot be read."""
         try:
-            hashes = [fingerprints.sampled_sha256(path) for path in paths if path.is_file()]
+            hashes = [fingerprints.sampled_sha256(path) for path in self._files()]
         except OSError as error:
             raise DataError(
                 "MW-DATA-003", f"{error.filename} cannot be read: {error.strerror} (errno {error.errno})"
@@ -130,11 +132,14 @@ class Corpus:
 
     def modified_ns(self) -> dict[str, int]:
         """Return the modification time of each of its files in ns, by path."""
-        paths = [self.prefix.with_name(f"{self.prefix.name}{ending}") for ending in fingerprints.READ]
-        return {str(path): path.stat().st_mtime_ns for path in paths if path.is_file()}
+        return {str(path): path.stat().st_mtime_ns for path in self._files()}
+
+    def _files(self) -> list[Path]:
+        paths = [self.prefix.with_name(f"{self.prefix.name}{suffix}") for suffix in fingerprints.READ]
+        return [path for path in paths if path.is_file()]
 
     def example(self, number: int) -> CorpusExample:
-        """Sample ``number``: its tokens, its labels, where documents begin in it."""
+        """Return sample ``number``: tokens, labels, and the starts of documents."""
         return self._window(number) if self.packed is None else self._whole_documents(number, self.packed)
 
     def _window(self, number: int) -> CorpusExample:
@@ -233,16 +238,16 @@ class Corpus:
 
 
 class Packed(NamedTuple):
-    """Documents of each sample."""
+    """Assignment of whole documents to samples."""
 
     firsts: list[int]
-    """(samples + 1,) the first document of each; the last is the number of documents."""
+    """(samples + 1,) index of the first document of each sample; the last entry is the number of documents."""
     num_cut: int
-    """Documents that are longer than a sample."""
+    """Number of documents that are longer than a sample."""
 
     @staticmethod
     def of(starts: NDArray[np.int64], sequence_length: int) -> Packed:
-        """Pack documents in order, as many as fit. ``starts`` (documents + 1,): the first token of each."""
+        """Pack as many documents as fit into each sample, in order. ``starts``: (documents + 1,) first tokens."""
         lengths = np.diff(starts)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.minimum(lengths, sequence_length))])
         firsts, num_documents = [0], len(lengths)
@@ -252,6 +257,8 @@ class Packed(NamedTuple):
 
 
 class _Known(NamedTuple):
+    """Entries of the fingerprint for one corpus."""
+
     split: Split
     end_of_document_id: int
     vocab_size: int
@@ -260,22 +267,22 @@ class _Known(NamedTuple):
 
 def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
     """Read the fingerprint beside the corpus; compare its sampled hashes with the files."""
-    found = fingerprints.read(prefix.parent)
-    split = found.splits.get(prefix.name) if found else None
-    if found is None or split is None:
+    known = fingerprints.read(prefix.parent)
+    split = known.splits.get(prefix.name) if known else None
+    if known is None or split is None:
         return None
     if split.tokens != num_tokens:
         raise DataError(
             "MW-DATA-007",
-            f"{prefix.parent / fingerprints.FILE_NAME} tells of {split.tokens:,} tokens in {prefix.name}, its .idx of "
+            f"{prefix.parent / fingerprints.FILE_NAME} counts {split.tokens:,} tokens in {prefix.name}, its .idx "
             f"{num_tokens:,}: the corpus was changed afterwards. Prepare it again, or delete the fingerprint "
             f"if the .bin/.idx are right",
         )
     if split.counting is not None and not has_mask:
         raise DataError(
             "MW-DATA-008",
-            f"{mask_path(prefix)} is missing: only {split.counting:,} of the {split.tokens:,} tokens of {prefix} are "
-            f"labels, and it says which. Copy it from where the corpus was prepared, or prepare it again",
+            f"{mask_path(prefix)} is missing: it marks the {split.counting:,} of the {split.tokens:,} tokens of "
+            f"{prefix} that are labels. Copy it from where the corpus was prepared, or prepare it again",
         )
-    fingerprints.check_sampled(prefix.parent, prefix.name, found)
-    return _Known(split, found.end_of_document_id, found.vocab_size)
+    fingerprints.check_sampled(prefix.parent, prefix.name, known)
+    return _Known(split, known.end_of_document_id, known.vocab_size)

@@ -1,11 +1,11 @@
-"""A user's own samples: any map-style dataset of (inputs, labels), named in the configuration by its builder.
+"""User-defined map-style datasets of (inputs, labels), named in the configuration by their builder.
 
     data.builder = "my_package.images:build"        build(split, **data.options) -> dataset, or None
     dataset[i] -> (inputs, labels)                   inputs: a tensor, or a tuple or dict of tensors, of one sample
                                                      labels: a tensor, or a number; -100 does not count
 
-``split`` is "train" or "validation"; a dataset that has no validation returns None for it. The same index must give
-the same sample in every process: that is all that layouts, resuming and verify need.
+``split`` is "train" or "validation"; the builder returns None if there is no validation set. The same index must give
+the same sample in every process: layouts, resumes and `meshwright verify` depend on it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from meshwright.errors import DataError
 
 
 class Spec(NamedTuple):
-    """One tensor of a sample."""
+    """Shape and dtype of one tensor of a sample."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,8 +35,12 @@ class Spec(NamedTuple):
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
 
 
+def _specs(inputs: Any, labels: Tensor) -> tuple[Spec, ...]:
+    return tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in (*tree_leaves(inputs), labels))
+
+
 class Samples(NamedTuple):
-    """A dataset, checked."""
+    """Dataset whose samples are checked when they are read."""
 
     name: str
     dataset: Any
@@ -48,42 +52,44 @@ class Samples(NamedTuple):
         """Return (inputs, labels) of one sample, as tensors.
 
         Raises:
-            DataError: the dataset fails, gives something else than a pair of tensors, or another shape than before.
+            DataError: the dataset raises, or returns no pair of tensors, or shapes that differ from ``like``.
         """
         try:
-            found = self.dataset[number]
+            pair = self.dataset[number]
         except Exception as error:
             raise DataError(
                 "MW-DATA-009",
                 f"{self.name}: sample {number} of {self.num_samples:,} failed{error_place(error)}: "
                 f"{type(error).__name__}: {error}",
             ) from error
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise DataError(
                 "MW-DATA-010",
-                f"{self.name}: sample {number} is a {type(found).__name__}: return (inputs, labels), inputs a tensor "
+                f"{self.name}: sample {number} is a {type(pair).__name__}: return (inputs, labels), inputs a tensor "
                 f"or a tuple or dict of tensors, labels a tensor or a number",
             )
         try:
-            inputs, labels = (tree_map(torch.as_tensor, part) for part in found)
+            inputs, labels = (tree_map(torch.as_tensor, part) for part in pair)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError("MW-DATA-011", f"{self.name}: sample {number} holds what is no number: {error}") from error
+            raise DataError(
+                "MW-DATA-011", f"{self.name}: sample {number} holds a value that is no number: {error}"
+            ) from error
         if not isinstance(labels, Tensor) or not tree_leaves(inputs):
             raise DataError(
-                "MW-DATA-012", f"{self.name}: the labels of sample {number} are a {type(found[1]).__name__}, no tensor"
+                "MW-DATA-012", f"{self.name}: the labels of sample {number} are a {type(pair[1]).__name__}, no tensor"
             )
-        specs = tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in (*tree_leaves(inputs), labels))
+        specs = _specs(inputs, labels)
         if self.like is not None and specs != self.like:
             raise DataError(
                 "MW-DATA-013",
                 f"{self.name}: sample {number} has {', '.join(map(str, specs))} where sample 0 has "
-                f"{', '.join(map(str, self.like))}: all samples must be alike, since stages know beforehand what they "
-                f"hand on. Pad or crop them",
+                f"{', '.join(map(str, self.like))}: all samples must have the same shapes, which pipeline stages need "
+                f"in advance. Pad or crop them",
             )
         return inputs, labels
 
     def fingerprint(self) -> dict[str, str]:
-        """Return length, first and last sample as hashes: they distinguish datasets as far as their ends do."""
+        """Return the number of samples, and hashes of the first and the last one."""
         ends = {f"sample {number}": _sha256(self.sample(number)) for number in (0, self.num_samples - 1)}
         return {"train_samples": str(self.num_samples)} | ends
 
@@ -97,7 +103,7 @@ def _sha256(sample: tuple[Any, Tensor]) -> str:
 
 
 class DatasetSource(NamedTuple):
-    """A dataset and the order in which a run goes through it; see :class:`meshwright.data.causal.CorpusSource`."""
+    """A dataset and the order in which a run reads it; see :class:`meshwright.data.causal.CorpusSource`."""
 
     samples: Samples
     order: Callable[[int], int | None]
@@ -110,7 +116,7 @@ class DatasetSource(NamedTuple):
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (inputs, each tensor (B, ...), labels (B, ...)) of these sample indices of the run.
 
-        Past the end of a dataset that is read once, rows are sample 0 with IGNORE labels.
+        Past the end of a dataset that is read once, rows repeat sample 0 with IGNORE labels.
         """
         rows = [self._row(index) for index in indices]
         inputs, labels = (default_collate([row[part] for row in rows]) for part in (0, 1))
@@ -123,10 +129,10 @@ class DatasetSource(NamedTuple):
 
 
 def open_dataset(config: RunConfig, split: str) -> Samples | None:
-    """Open the dataset of a split; None where its builder has none.
+    """Open the dataset of a split; None if its builder returns None.
 
     Raises:
-        DataError: the builder cannot be found, fails, or returns nothing that has a length and samples.
+        DataError: the builder cannot be found, raises, or returns an object without length or samples.
     """
     path = config.data.builder
     assert path is not None
@@ -148,8 +154,6 @@ def open_dataset(config: RunConfig, split: str) -> Samples | None:
             f"data.builder {path}({split!r}) returned a {type(dataset).__name__} of {num_samples} samples",
         )
     samples = Samples(f"{path}({split!r})", dataset, num_samples)
-    inputs, labels = samples.sample(0)
-    like = tuple(Spec(tuple(leaf.shape), leaf.dtype) for leaf in (*tree_leaves(inputs), labels))
-    samples = samples._replace(like=like)
-    samples.sample(num_samples - 1)  # the likeliest to differ: an error appears before launch
+    samples = samples._replace(like=_specs(*samples.sample(0)))
+    samples.sample(num_samples - 1)  # the sample most likely to differ: an error appears before launch
     return samples

@@ -1,13 +1,13 @@
-"""Megatron's ``.bin``/``.idx`` pair, checked whole before it is opened; the door to megatron.core.datasets.
+"""Megatron's ``.bin``/``.idx`` pair: checks before it is opened, and writers. The door to megatron.core.datasets.
 
-    prefix.bin   the tokens of all documents, one after the other, as one plain array
+    prefix.bin   the tokens of all documents, concatenated, as one plain array
     prefix.idx   b"MMIDIDX\\0\\0", version u64 = 1, dtype code u8, num_sequences n u64, num_document_ends d u64,
                  lengths i32[n], byte offsets i64[n], document ends i64[d]          (little endian)
-    prefix.mask  of this project, and not always there: a byte for each token, 1 where it counts as a label
+    prefix.mask  optional, an addition of this project: a byte for each token, 1 where it counts as a label
 
-megatron-core asserts, or reads past the end, where a file is damaged; :func:`inspect` reads the index by itself first
-and reports what is wrong and what to do. It needs neither megatron-core (whose import takes 2.5 s) nor torch, so a
-damaged corpus is reported before any rank starts. No other file imports ``megatron.core.datasets``.
+megatron-core asserts, or reads past the end of a damaged file; :func:`inspect` reads the index first and reports the
+damage. It needs neither megatron-core (whose import takes 2.5 s) nor torch, so a damaged corpus is reported before any
+rank starts. No other file imports ``megatron.core.datasets``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype(np.uint16),
 }
 _SEQUENCES_AT_ONCE = 1 << 20
-COPY_AGAIN = "prepare the corpus again, or copy both files again from where they are whole"
+RESTORE = "prepare the corpus again, or restore both files from an intact copy"
 
 
 class Index(NamedTuple):
-    """Contents of an ``.idx`` that agree with the ``.bin``."""
+    """Contents of an ``.idx`` that is consistent with its ``.bin``."""
 
     prefix: Path
     dtype: np.dtype[Any]
@@ -50,7 +50,7 @@ class Index(NamedTuple):
 
 
 def bin_path(prefix: Path) -> Path:
-    """Return ``prefix.bin``: appended, not replaced, because a prefix may have dots of its own."""
+    """Return ``prefix.bin``. The suffix is appended, because a prefix may contain dots."""
     return prefix.with_name(prefix.name + ".bin")
 
 
@@ -60,20 +60,21 @@ def idx_path(prefix: Path) -> Path:
 
 
 def mask_path(prefix: Path) -> Path:
-    """Return ``prefix.mask``, the labels that count, where not all do."""
+    """Return ``prefix.mask``, the mask of labels."""
     return prefix.with_name(prefix.name + ".mask")
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smaller of Megatron's two token types that holds the vocabulary (the bound is Megatron's own)."""
+    """Return the smaller of Megatron's two token types that holds the vocabulary (the bound is Megatron's)."""
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
 def inspect(prefix: Path) -> Index:
-    """Check a corpus without opening it through megatron-core; cost: one pass over the index, none over the tokens.
+    """Check a corpus without megatron-core, in one pass over the index and none over the tokens.
 
-    Raises :class:`DataError`: a missing file, a bad magic or version, a truncated index, sizes that do not match the
-    ``.bin``, a dtype that is no integer, no tokens at all.
+    Raises:
+        DataError: a missing file, a wrong magic or version, a truncated index, sizes that do not match the ``.bin``, a
+            dtype that is no integer, or no tokens.
     """
     _check_present(prefix)
     index_file, tokens_file = idx_path(prefix), bin_path(prefix)
@@ -89,7 +90,7 @@ def inspect(prefix: Path) -> Index:
             "MW-DATA-028",
             f"{tokens_file} has {tokens_bytes:,} bytes where its index counts {num_tokens:,} {dtype.name} tokens = "
             f"{num_tokens * dtype.itemsize:,} bytes: the two files do not belong together or a copy was cut short. "
-            f"Next: {COPY_AGAIN}",
+            f"Next: {RESTORE}",
         )
     if num_tokens == 0:
         raise DataError(
@@ -100,13 +101,13 @@ def inspect(prefix: Path) -> Index:
 
 
 def _read_header(index_file: Path) -> tuple[np.dtype[Any], int, int]:
-    """Read (dtype, number of sequences, number of document ends), and check them against the size of the file."""
+    """Return (dtype, number of sequences, number of document ends), checked against the size of the file."""
     index_bytes = index_file.stat().st_size
     with index_file.open("rb") as stream:
         head = stream.read(HEADER.size)
     if len(head) < HEADER.size:
         raise DataError(
-            "MW-DATA-021", f"{index_file} ends inside its header ({len(head)} of {HEADER.size} bytes): {COPY_AGAIN}"
+            "MW-DATA-021", f"{index_file} ends inside its header ({len(head)} of {HEADER.size} bytes): {RESTORE}"
         )
     magic, version, code, num_sequences, num_ends = HEADER.unpack(head)
     if magic != _MAGIC or version != 1:
@@ -116,7 +117,7 @@ def _read_header(index_file: Path) -> tuple[np.dtype[Any], int, int]:
             f"expected {_MAGIC!r} version 1. Name a .bin/.idx pair by its path without the suffix",
         )
     if code not in _DTYPES:
-        raise DataError("MW-DATA-023", f"{index_file} has the unknown dtype code {code} (known: 1 to 8): {COPY_AGAIN}")
+        raise DataError("MW-DATA-023", f"{index_file} has the unknown dtype code {code} (known: 1 to 8): {RESTORE}")
     dtype = _DTYPES[code]
     if dtype.kind not in "iu":
         raise DataError(
@@ -134,13 +135,13 @@ def _read_header(index_file: Path) -> tuple[np.dtype[Any], int, int]:
         raise DataError(
             "MW-DATA-026",
             f"{index_file} has {index_bytes:,} bytes where {num_sequences:,} sequences and {num_ends:,} document "
-            f"ends need {expected_bytes:,}: it is cut short or damaged. Next: {COPY_AGAIN}",
+            f"ends need {expected_bytes:,}: it is cut short or damaged. Next: {RESTORE}",
         )
     return dtype, num_sequences, num_ends
 
 
 def write(prefix: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> None:
-    """Write a corpus with Megatron's own builder, a sequence per document. Not atomic: write aside and rename."""
+    """Write a corpus with Megatron's builder, a sequence per document. Not atomic: the caller renames the files."""
     builder = megatron_indexed_dataset().IndexedDatasetBuilder(str(bin_path(prefix)), token_dtype(vocab_size).type)
     for document in documents:
         assert document.ndim == 1 and 0 <= int(document.min()) <= int(document.max()) < vocab_size
@@ -149,9 +150,9 @@ def write(prefix: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> N
 
 
 def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
-    """Write the ``.idx`` of a ``.bin`` with documents of these lengths (int32, one after the other), a sequence each.
+    """Write the ``.idx`` of a ``.bin``, a sequence per document. ``lengths_file``: document lengths as an int32 array.
 
-    Equal to that of Megatron's builder byte for byte, in bounded memory and without the seconds of its import.
+    The bytes are those of Megatron's builder, written in bounded memory and without its import (2.5 s).
     """
     num_documents = lengths_file.stat().st_size // 4
     code = next(code for code, known in _DTYPES.items() if known == dtype)
@@ -172,10 +173,10 @@ def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
 
 
 def megatron_indexed_dataset() -> Any:
-    """Import megatron-core's indexed_dataset module at first use.
+    """Import megatron-core's indexed_dataset module, at first use because the import is slow.
 
-    Its import warns four times that optional CUDA packages are missing. Nothing here needs them: exactly that message
-    is silenced, and only during the import.
+    The import warns four times about missing optional CUDA packages, which are not needed here. Only that message is
+    silenced, and only during the import.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
@@ -194,7 +195,7 @@ def _check_present(prefix: Path) -> None:
     if len(missing) == 1:
         raise DataError(
             "MW-DATA-034",
-            f"{missing[0]} is missing: a corpus is a .bin/.idx pair and only the other half is there. {COPY_AGAIN}",
+            f"{missing[0]} is missing: a corpus is a .bin/.idx pair and only the other half is there. {RESTORE}",
         )
     folder = prefix.parent
     if not folder.is_dir():
@@ -210,7 +211,7 @@ def _check_present(prefix: Path) -> None:
 
 
 def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any]) -> int:
-    """Check that the sequences lie one after the other without a hole; return the number of tokens."""
+    """Check that the sequences are contiguous; return the number of tokens."""
     next_byte = 0
     for first in range(0, num_sequences, _SEQUENCES_AT_ONCE):
         count = min(_SEQUENCES_AT_ONCE, num_sequences - first)
@@ -223,7 +224,7 @@ def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any])
             raise DataError(
                 "MW-DATA-036",
                 f"{index_file}: sequence {first + at} of {num_sequences} has length {lengths[at]} at byte "
-                f"{offsets[at]}, which does not continue the one before it: the index is damaged. Next: {COPY_AGAIN}",
+                f"{offsets[at]}, which does not continue the one before it: the index is damaged. Next: {RESTORE}",
             )
         next_byte = int(ends[-1])
     return next_byte // dtype.itemsize
@@ -235,5 +236,5 @@ def _check_documents(index_file: Path, num_sequences: int, num_ends: int) -> Non
         raise DataError(
             "MW-DATA-037",
             f"{index_file}: the {num_ends} document ends do not rise from 0 to the {num_sequences} sequences: "
-            f"the index is damaged. Next: {COPY_AGAIN}",
+            f"the index is damaged. Next: {RESTORE}",
         )

@@ -1,15 +1,15 @@
-"""The global sample order: which sample of the corpus is the i-th of the run, for any i, without a table.
+"""The global sample order: the sample of the corpus that is the i-th of the run, for any i, without a table.
 
     global index i  ->  epoch = i // N, place = i % N  ->  sample number = permutation(seed, epoch)(place)
 
 Every epoch is a permutation of 0..N-1, keyed by (seed, epoch): a Feistel network over the smallest even number of bits
-that holds N, walked until it lands inside (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
-Why not a shuffled table: at 10^9 samples it costs 8 GB per rank or a file to share, and minutes at each start; this
-costs two to nine microseconds a sample, and a resumed run needs nothing but the index. Pure: no torch and no rank.
+that holds N, iterated until the value is below N (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
+2002). A shuffled table of 10^9 samples costs 8 GB per rank or a shared file, and minutes at each start. The network
+costs two to nine microseconds a sample, and a resumed run needs only the index. Pure: no torch and no rank.
 
       left | right          one round; w bits each side
         |  \\   |            left, right = right, left ^ mix(right + key)
-        |   f  |            invertible whatever mix is, so the whole is a permutation
+        |   f  |            invertible for any mix, so the network is a permutation
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def mix(value: int) -> int:
 
 @lru_cache(maxsize=64)
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """Return the 64-bit keys of the rounds: a hash, so that neighbouring epochs and seeds have nothing in common."""
+    """Return the 64-bit round keys: a hash, so that neighbouring epochs and seeds give unrelated orders."""
     raw = blake2b(f"sample order/{seed}/{epoch}".encode(), digest_size=8 * NUM_ROUNDS).digest()
     return tuple(int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8))
 
 
 def permute(place: int, size: int, keys: tuple[int, ...]) -> int:
-    """Return the image of ``place`` in 0..size-1 under a permutation of that range, one for each tuple of keys.
+    """Return the image of ``place`` in 0..size-1 under the permutation with these keys.
 
-    The network works on 4^w >= size values, fewer than 4 x size, so the walk takes under four turns on average.
+    The network permutes 4^w >= size values, fewer than 4 x size, so fewer than four iterations are needed on average.
     """
     assert 0 <= place < size, (place, size)
     half_bits = ((size - 1).bit_length() + 1) // 2
@@ -60,34 +60,33 @@ def permute(place: int, size: int, keys: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Training: shuffled anew in each epoch, endless."""
+    """Order of training samples: shuffled anew in each epoch, endless."""
 
     num_samples: int
     seed: int
 
     def __call__(self, global_index: int) -> int:
-        """Return the sample number that is the ``global_index``-th of the run."""
+        """Return the number of the run's sample ``global_index``."""
         epoch, place = divmod(global_index, self.num_samples)
         return permute(place, self.num_samples, round_keys(self.seed, epoch))
 
 
 @dataclass(frozen=True)
 class BlendOrder:
-    """Order of several data sets, each drawn as often as its weight, in its own shuffled order.
+    """Order of several data sets, drawn in proportion to their weights, each in its own shuffled order.
 
-    The n-th draw is decided by halving: of the first n samples floor(n a / b + 1/2) come from the first half of the
-    sets, where a / b is that half's share of the weights; and so on inside it. Whole numbers avoid the drift of float
-    sums. After any number of samples each set is within (halvings / 2) samples of its share, and the n-th sample
-    follows from n alone.
+    The n-th draw follows from n alone, by bisection: of the first n samples floor(n a / b + 1/2) come from the first
+    half of the sets, where a / b is that half's share of the weights, and so on within the half. Integers avoid the
+    drift of float sums. After any number of samples each set is within (bisections / 2) samples of its share.
     """
 
     orders: tuple[SampleOrder, ...]
     weights: tuple[int, ...]
 
     def __call__(self, global_index: int) -> int:
-        """Return the sample number, where all sets' samples are numbered one after the other."""
-        at, own = self.place(global_index)
-        return sum(order.num_samples for order in self.orders[:at]) + self.orders[at](own)
+        """Return the sample number; the samples of all sets are numbered consecutively."""
+        at, local = self.place(global_index)
+        return sum(order.num_samples for order in self.orders[:at]) + self.orders[at](local)
 
     def place(self, global_index: int) -> tuple[int, int]:
         """Return (index of the set, position in its order)."""
@@ -104,7 +103,7 @@ class BlendOrder:
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return whole numbers in exactly the ratio of the decimal ones: 0.7, 0.3 -> 7, 3."""
+    """Return integers in exactly the ratio of the decimal weights: 0.7, 0.3 -> 7, 3."""
     parts = [Fraction(repr(float(weight))) for weight in weights]
     common = lcm(*(part.denominator for part in parts))
     return tuple(int(part * common) for part in parts)
@@ -112,7 +111,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class OnceInOrder:
-    """Validation: samples 0, 1, 2, ... once each; past the last there is none, so that no sample is counted twice."""
+    """Order of validation samples: 0, 1, 2, ... once each, and none past the last."""
 
     num_samples: int
 

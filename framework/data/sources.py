@@ -1,4 +1,4 @@
-"""Sources of samples that a configuration names, the shapes of their samples, and the data fingerprint of a run."""
+"""Sample sources of a configuration, the shapes of their samples, and the data fingerprint of a run."""
 
 from __future__ import annotations
 
@@ -25,38 +25,36 @@ from meshwright.seeding import derive
 
 
 class Source(Protocol):
-    """Samples by their index in the run: the i-th sample that a run trains on, on any layout. One of :data:`AnySource`,
-    or a tool's own."""
+    """Samples by their index in the run, the same on any layout: one of :data:`AnySource`, or a tool's own."""
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (inputs, each tensor (B, ...), labels (B, ...)), on the CPU."""
 
 
 SAMPLED = "sampled bytes"
-"""Prefix of names in a data fingerprint whose value hashes a sample of the bytes; older checkpoints have none."""
+"""Prefix of the entries in a data fingerprint that hash sampled blocks; older checkpoints have none."""
 
 AnySource = CorpusSource | SpanCorruptionSource | DatasetSource
 """Sources that a configuration can name."""
 
 
 def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
-    """Open the training source, shuffled by the seed, and the validation source, once in order.
+    """Open the training source, shuffled by the seed, and the validation source, read once in order.
 
-    Raises:
-        DataError: before anything distributed exists when called by the launcher.
+    The launcher calls it too, so that a DataError is raised before any rank starts.
     """
     eod_id = _end_of_document_id(config)
-    training, held_out = (_open(config, split, eod_id) for split in ("train", "validation"))
+    training, validation = (_open(config, split, eod_id) for split in ("train", "validation"))
     assert training is not None
-    if isinstance(training, DatasetSource) and isinstance(held_out, DatasetSource):
-        alike = held_out.samples._replace(like=training.samples.like)  # the stages know one shape
-        alike.sample(0)
-        held_out = held_out._replace(samples=alike)
-    return training, held_out
+    if isinstance(training, DatasetSource) and isinstance(validation, DatasetSource):
+        samples = validation.samples._replace(like=training.samples.like)  # the stages are built for one shape
+        samples.sample(0)
+        validation = validation._replace(samples=samples)
+    return training, validation
 
 
 def open_validation(config: RunConfig) -> AnySource | None:
-    """Open the validation source alone, for a trained model whose training corpus may be gone."""
+    """Open the validation source alone; the training corpus of a trained model may be missing."""
     if config.data.builder is not None:
         return open_sources(config)[1]
     return _open(config, "validation", _end_of_document_id(config))
@@ -76,20 +74,20 @@ def _corpora(source: Source | None) -> tuple[Corpus, ...]:
 
 
 def causal_corpora(source: Source) -> tuple[Corpus, ...]:
-    """Return the corpora whose next tokens are the labels of a source; none for other tasks and datasets."""
+    """Return the corpora of a causal source; none for other tasks and datasets."""
     return _corpora(source) if isinstance(source, CorpusSource) else ()
 
 
 def validation_steps(num_samples: int, global_batch: int, at_most: int) -> int:
-    """Return the global batches until every sample was read once, or ``at_most``; at least 1."""
+    """Return the number of global batches that read every sample once, at most ``at_most``."""
     return min(at_most, -(-num_samples // global_batch))
 
 
 def example(config: RunConfig, micro_batch_size: int) -> tuple[Any, Tensor]:
-    """Return (inputs, labels) of one micro-batch on meta. Of a user's own dataset the first sample is read.
+    """Return (inputs, labels) of one micro-batch on meta. A user-defined dataset is opened and its first sample read.
 
     Raises:
-        DataError: that dataset cannot be opened, or is not of pairs of tensors.
+        DataError: the dataset cannot be opened, or its samples are not pairs of tensors.
     """
     if config.data.builder is not None:
         dataset = open_dataset(config, "train")
@@ -130,15 +128,15 @@ def span_corruption_sampler(
     text = draw(vocab_size - shape.sentinels, shape.window)
 
     def sample(index: int) -> tuple[Any, Tensor]:
-        found = corrupt(text(index)[0].numpy(), spans_of(shape, seed, index), vocab_size, shape.decoder)
-        encoder_ids, decoder_ids, labels = (torch.from_numpy(part) for part in found)
+        corrupted = corrupt(text(index)[0].numpy(), spans_of(shape, seed, index), vocab_size, shape.decoder)
+        encoder_ids, decoder_ids, labels = map(torch.from_numpy, corrupted)
         return {"encoder_ids": encoder_ids, "decoder_ids": decoder_ids}, labels
 
     return sample
 
 
 def describe_source(source: Source, num_samples: int) -> str:
-    """Describe, in lines, how often a run of so many samples reads each of several corpora, and documents cut."""
+    """Describe, in lines, the share and epochs of each blended corpus in a run, and the truncated documents."""
     blend = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
     lines = []
     for at, part in enumerate(_corpora(source)):
@@ -155,8 +153,7 @@ def describe_source(source: Source, num_samples: int) -> str:
 
 
 def data_fingerprint(source: Source) -> dict[str, str]:
-    """Return what must be the same after a resume, by name: hashes of the fingerprint, and a sampled hash of the
-    bytes."""
+    """Return the hashes that must not change between a checkpoint and its resume, by name."""
     if isinstance(source, DatasetSource):
         return source.samples.fingerprint()
     if not isinstance(source, CorpusSource | SpanCorruptionSource):
@@ -172,12 +169,12 @@ def data_fingerprint(source: Source) -> dict[str, str]:
 
 
 def corpus_times(source: Source) -> dict[str, int]:
-    """Return the modification times of the files that a run's corpora consist of, in ns, by path."""
+    """Return the modification times of a run's corpus files in ns, by path."""
     return {path: at for corpus in _corpora(source) for path, at in corpus.modified_ns().items()}
 
 
 def unigram_nats(source: Source | None) -> float | None:
-    """Return the unigram entropy of a corpus in nats per token; None where its fingerprint has no token counts."""
+    """Return the unigram entropy of a corpus in nats per token; None without a fingerprint, and for blends."""
     if isinstance(source, CorpusSource) and isinstance(source.corpus, Corpus) and source.corpus.known:
         return source.corpus.known.split.unigram_entropy_nats
     return None
@@ -189,21 +186,19 @@ def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
     if known is None or corpus.known is None:
         return {"train_tokens": str(len(corpus.stream))} | sampled
     name, beside = corpus.prefix.name, corpus.prefix.with_name("tokenizer.json")
-    found = {"train": known.sha256_of(f"{name}.bin")} | sampled
-    found["tokenizer"] = fingerprint.tokenizer_sha256(beside) if beside.is_file() else known.sha256_of(beside.name)
+    hashes = {"train": known.sha256_of(f"{name}.bin")} | sampled
+    hashes["tokenizer"] = fingerprint.tokenizer_sha256(beside) if beside.is_file() else known.sha256_of(beside.name)
     if corpus.mask:
-        found["mask"] = known.sha256_of(f"{name}.mask")
-    return found
+        hashes["mask"] = known.sha256_of(f"{name}.mask")
+    return hashes
 
 
 def _end_of_document_id(config: RunConfig) -> int | None:
-    """Return the end-of-document id of ``data.tokenizer``, for corpora without their own; None without one."""
+    """Return the end-of-document id of ``data.tokenizer``, for corpora without a fingerprint; or None."""
     if config.data.tokenizer is None:
         return None
-    tokenizer, vocab_size = (
-        load(Path(config.data.tokenizer)),
-        vocabulary_size(config.model.builder, config.model.options),
-    )
+    tokenizer = load(Path(config.data.tokenizer))
+    vocab_size = vocabulary_size(config.model.builder, config.model.options)
     largest = max(tokenizer.get_vocab().values(), default=0)
     if vocab_size is not None and largest >= vocab_size:
         raise DataError(
@@ -216,7 +211,7 @@ def _end_of_document_id(config: RunConfig) -> int | None:
 
 
 def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None:
-    """Open the source of one split; None where there is none."""
+    """Open the source of one split; None if the configuration has none."""
     data, seed = config.data, config.run.seed
 
     def order(num_samples: int) -> SampleOrder | OnceInOrder:

@@ -1,7 +1,7 @@
-"""T5's objective over a corpus: fill in the spans that were taken out of a window.
+"""Span corruption, T5's objective: predict the spans that were removed from a window of tokens.
 
-Raffel et al. 2019 (arXiv:1910.10683), section 3.1.4 and figure 2: 15 % of the tokens, in spans of 3 on average; each
-span is replaced by a sentinel of its own, the target is the spans, each after its sentinel, and one sentinel more::
+Raffel et al. 2019 (arXiv:1910.10683), section 3.1.4 and figure 2: 15 % of the tokens are noise, in spans of 3 on
+average. A sentinel replaces each span. The target is each span after its sentinel, and a last sentinel::
 
     window      t0 t1 t2 t3 t4 t5 t6 t7 t8 t9                3 tokens in 2 spans, for example
                       -----                --
@@ -9,10 +9,10 @@ span is replaced by a sentinel of its own, the target is the spans, each after i
     labels       X t2 t3  Y t9  Z  .  .                      . IGNORE, up to a multiple of 8
     decoder      0  X t2 t3  Y t9  0  0                      the labels shifted right, 0 first
 
-X, Y, Z are the last ids of the vocabulary, counting down: the text must not use them. How many tokens are noise, and in
-how many spans, follows from ``data.sequence_length``, the length of the encoder: all samples have the same shapes,
-known without reading one. Where the spans are is a pure function of the seed and of the sample's place in the run, and
-so the same in every layout, after a resume, and another one when the text comes again in the next epoch.
+X, Y, Z are the last ids of the vocabulary, counting down; text must not use them. The numbers of noise tokens and spans
+follow from ``data.sequence_length``, the length of the encoder, so all samples have the same shapes. The positions of
+the spans are a pure function of the seed and of the sample's index in the run: the same in every layout and after a
+resume, and different when the same text is read in the next epoch.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from meshwright.seeding import derive
 NOISE_PERCENT = 15
 MEAN_SPAN = 3
 START = 0
-"""The decoder's first token, and what stands where a label is ignored."""
+"""The decoder's first token, and its input where the label is ignored."""
 DECODER_MULTIPLE = 8
-"""The decoder's length is rounded up to it, so that sequence parallelism can cut it; 5 % of it at length 512."""
+"""The decoder's length is rounded up to a multiple of it for sequence parallelism; at most 5 % at length 512."""
 
 
 class Lengths(NamedTuple):
-    """Sizes of a sample; all in tokens but ``spans``."""
+    """Sizes of a sample in tokens, and its number of spans."""
 
     window: int
     noise: int
@@ -52,26 +52,26 @@ class Lengths(NamedTuple):
 
     @property
     def encoder(self) -> int:
-        """The tokens that are left, and a sentinel for each span."""
+        """Length of the encoder: the kept tokens, and a sentinel for each span."""
         return self.window - self.noise + self.spans
 
     @property
     def sentinels(self) -> int:
-        """One for each span, one for the end."""
+        """Number of sentinels: one for each span and one for the end."""
         return self.spans + 1
 
     @property
     def decoder(self) -> int:
-        """The tokens taken out and all sentinels, rounded up."""
+        """Length of the decoder: the noise tokens and all sentinels, rounded up."""
         return -(-(self.noise + self.sentinels) // DECODER_MULTIPLE) * DECODER_MULTIPLE
 
 
 @cache
 def lengths(sequence_length: int) -> Lengths:
-    """Return the longest window whose encoder part has ``sequence_length`` tokens.
+    """Return the sizes of the longest window whose encoder has ``sequence_length`` tokens. Raises DataError for 1.
 
-    A token more makes the encoder longer by one or, when it is one more of noise, not at all: each length from 2 on can
-    be had. Raises DataError for 1.
+    One more token in the window lengthens the encoder by one, or by none if it is noise, so each length from 2 on is
+    reached.
     """
     if sequence_length < 2:
         raise DataError(
@@ -79,24 +79,24 @@ def lengths(sequence_length: int) -> Lengths:
             f"data.sequence_length = {sequence_length} leaves no room for a token beside a sentinel: span corruption "
             f"needs 2 or more",
         )
-    found = _of_window(sequence_length)
-    while (longer := _of_window(found.window + 1)).encoder <= sequence_length:
-        found = longer
-    assert found.encoder == sequence_length, (found, sequence_length)
-    return found
+    sizes = _of_window(sequence_length)
+    while (longer := _of_window(sizes.window + 1)).encoder <= sequence_length:
+        sizes = longer
+    assert sizes.encoder == sequence_length, (sizes, sequence_length)
+    return sizes
 
 
 def _of_window(window: int) -> Lengths:
-    """Return the sizes of a window, rounded to the nearest, at least one."""
+    """Return the sizes for a window; noise and spans are rounded to the nearest, at least one."""
     noise = max((window * NOISE_PERCENT + 50) // 100, 1)
     return Lengths(window, noise, max((2 * noise + MEAN_SPAN) // (2 * MEAN_SPAN), 1))
 
 
 def spans_of(shape: Lengths, seed: int, place: int) -> list[tuple[int, int]]:
-    """Return the spans [start, stop) of noise in the sample at ``place`` of the run, in order; no two touch.
+    """Return the noise spans [start, stop) of the run's sample ``place``, in order; no two are adjacent.
 
-    Kept tokens and noise are each divided into ``spans`` parts, all divisions equally likely, and laid in turn, kept
-    first (``random_spans_noise_mask`` of the authors' code).
+    Kept tokens and noise are each divided into ``spans`` parts, all divisions equally likely, and interleaved, kept
+    tokens first (``random_spans_noise_mask`` in the authors' code).
     """
     kept = _divide(shape.window - shape.noise, shape.spans, round_keys(derive(seed, "kept between spans"), place))
     noise = _divide(shape.noise, shape.spans, round_keys(derive(seed, "spans of noise"), place))
@@ -105,23 +105,23 @@ def spans_of(shape: Lengths, seed: int, place: int) -> list[tuple[int, int]]:
 
 
 def _divide(tokens: int, parts: int, keys: tuple[int, ...]) -> list[int]:
-    """Return the lengths of ``parts`` parts of at least one token, cut at the first places of a keyed permutation."""
+    """Divide tokens into ``parts`` parts of at least one, at cuts from a keyed permutation; return their lengths."""
     cuts = sorted(permute(i, tokens - 1, keys) + 1 for i in range(parts - 1))
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, tokens], strict=True)]
 
 
 class CorruptedExample(NamedTuple):
-    """One sample."""
+    """One sample of span corruption."""
 
     encoder_ids: NDArray[np.int64]  # (Se,)
     decoder_ids: NDArray[np.int64]  # (Sd,)
-    labels: NDArray[np.int64]  # (Sd,): IGNORE behind the last sentinel
+    labels: NDArray[np.int64]  # (Sd,): IGNORE after the last sentinel
 
 
 def corrupt(
     tokens: NDArray[np.int64], spans: list[tuple[int, int]], vocab_size: int, decoder_length: int
 ) -> CorruptedExample:
-    """Take the spans out of a window (W,). Sentinel i is ``vocab_size - 1 - i``."""
+    """Replace the spans of a window (W,) by sentinels. Sentinel i is ``vocab_size - 1 - i``."""
     kept: list[NDArray[np.int64]] = []
     target: list[NDArray[np.int64]] = []
     end = 0
@@ -140,10 +140,10 @@ def corrupt(
 
 
 def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None) -> Corpus:
-    """Open the corpus as windows of the length of :func:`lengths`, none with an id that is a sentinel.
+    """Open a corpus as windows of the size given by :func:`lengths`, and check that no id is a sentinel.
 
     Raises:
-        DataError: whatever is wrong with it; a vocabulary without room for the sentinels, or unknown.
+        DataError: the corpus is damaged or has a mask; the vocabulary is unknown or has no room for the sentinels.
     """
     shape = lengths(sequence_length)
     if vocab_size is None:
@@ -156,18 +156,18 @@ def open_corpus(prefix: str | Path, sequence_length: int, vocab_size: int | None
     if corpus.mask:
         raise DataError(
             "MW-DATA-093",
-            f"{mask_path(corpus.prefix)} says which tokens count as labels, and span corruption takes spans out of "
-            f'all of them: prepare the corpus with --format text, or set data.task = "causal"',
+            f"{mask_path(corpus.prefix)} limits the tokens that count as labels, and span corruption takes spans from "
+            f'all tokens: prepare the corpus with --format text, or set data.task = "causal"',
         )
     return corpus
 
 
 class SpanCorruptionSource(NamedTuple):
-    """A corpus of windows, see :func:`open_corpus`, and the order in which a run reads it."""
+    """Source of span corruption: a corpus from :func:`open_corpus`, and the order in which a run reads it."""
 
     corpus: Corpus | Blend
     order: Callable[[int], int | None]
-    """Global index -> sample number, None past the end: ``order.SampleOrder`` or ``order.OnceInOrder``."""
+    """Maps a sample index of the run to a sample number; None past the end. See :mod:`meshwright.data.order`."""
     sequence_length: int
     seed: int
 
@@ -178,7 +178,7 @@ class SpanCorruptionSource(NamedTuple):
 
     @property
     def decoder_length(self) -> int:
-        """Sd."""
+        """Sd: length of the decoder."""
         return lengths(self.sequence_length).decoder
 
     def read(self, indices: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
@@ -196,9 +196,10 @@ class SpanCorruptionSource(NamedTuple):
             number = self.order(index)
             if number is None:
                 continue
-            window = self.corpus.sample(number)[:-1]  # its last token is the next window's first
+            window = self.corpus.sample(number)[:-1]  # the last token is the first of the next window
             spans = spans_of(shape, self.seed, index)
-            found = corrupt(window, spans, self.corpus.vocab_size, shape.decoder)
-            encoder_ids[row], decoder_ids[row], labels[row] = found
+            encoder_ids[row], decoder_ids[row], labels[row] = corrupt(
+                window, spans, self.corpus.vocab_size, shape.decoder
+            )
         inputs = {"encoder_ids": torch.from_numpy(encoder_ids), "decoder_ids": torch.from_numpy(decoder_ids)}
         return inputs, torch.from_numpy(labels)

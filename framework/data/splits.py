@@ -1,4 +1,4 @@
-"""Split of documents into training and held-out ones, by a hash of the seed and of the document's number."""
+"""Split of documents into train, validation and test, by a hash of the seed and of the document's number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SPLITS = ("train", "validation", "test")
 
 
 def split_of(numbers: NDArray[np.int64], seed: int, validation_share: float, test_share: float) -> NDArray[np.int64]:
-    """Assign documents by number to 0, 1, 2 of :data:`SPLITS`, by the seed and each number alone."""
+    """Return the index in :data:`SPLITS` of each document, (documents,). It follows from seed and number alone."""
     key = blake2b(f"split of documents/{seed}".encode(), digest_size=8).digest()
     places = _mixed(numbers.astype(np.uint64) + np.uint64(int.from_bytes(key, "little"))).astype(np.float64) / 2.0**64
     return np.where(places < validation_share, 1, np.where(places < validation_share + test_share, 2, 0))

@@ -1,6 +1,6 @@
-"""Readers of a corpus that :func:`~meshwright.data.indexed.inspect` has checked: tokens, document boundaries, the mask.
+"""Readers of a corpus checked by :func:`~meshwright.data.indexed.inspect`: tokens, document boundaries, the mask.
 
-They read by position, with pread and no mapping: a file that is cut short during a run is an error, and no SIGBUS.
+They use pread instead of mmap: a file that is truncated during a run raises an error instead of SIGBUS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.indexed import COPY_AGAIN, HEADER, Index, bin_path, idx_path, mask_path
+from meshwright.data.indexed import HEADER, RESTORE, Index, bin_path, idx_path, mask_path
 from meshwright.errors import DataError
 
 
@@ -26,22 +26,22 @@ class Documents:
 
     index: Index
     starts: NDArray[np.int64] | FileReader
-    """First byte of each; read from the file as it is asked for where a document is a sequence, as almost always."""
+    """Byte offset of each document; read from the file on access if every document is one sequence (the usual case)."""
     itemsize: int
-    """Divisor of ``starts``: bytes per token."""
+    """Bytes per token, the divisor of ``starts``."""
 
     def __len__(self) -> int:
         """Number of documents."""
         return self.index.num_documents
 
     def start(self, number: int) -> int:
-        """Return the first token of a document; for the number of documents, the end of the last one."""
+        """Return the first token of a document. ``number`` = number of documents returns the end of the last one."""
         if number >= len(self):
             return self.index.num_tokens
         return int(self._read(number, 1)[0]) // self.itemsize
 
     def at(self, token: int) -> int:
-        """Return the document that holds a token; of empty ones that begin there, the last."""
+        """Return the document that contains a token; the last one if empty documents start there too."""
         return bisect_right(range(len(self)), token, key=self.start) - 1
 
     def all_starts(self) -> NDArray[np.int64]:
@@ -57,7 +57,7 @@ class Documents:
 
 
 def documents(index: Index) -> Documents:
-    """Open the documents of a corpus that :func:`inspect` has checked."""
+    """Open the document boundaries of a corpus checked by :func:`inspect`."""
     n, file = index.num_sequences, idx_path(index.prefix)
     if index.num_documents == n:
         return Documents(index, FileReader(file), index.dtype.itemsize)
@@ -68,7 +68,7 @@ def documents(index: Index) -> Documents:
 
 
 class FileReader:
-    """Bytes of a file by position, with pread and no mapping: a file that is cut short is an error, and no SIGBUS."""
+    """Reader of a file by byte offset, with pread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,53 +79,53 @@ class FileReader:
         return self.path.open("rb", buffering=0)
 
     def open(self) -> None:
-        """Open the file now, and not at the first read."""
+        """Open the file now instead of at the first read."""
         _ = self._file
 
     def read(self, dtype: np.dtype[Any], start: int, count: int) -> NDArray[Any]:
-        """Return ``count`` numbers from the byte ``start`` on, (count,).
+        """Return ``count`` numbers from byte ``start`` on, (count,).
 
         Raises:
-            DataError: the file has become shorter, or cannot be read.
+            DataError: the file was truncated, or cannot be read.
         """
-        found = np.empty(count, dtype)
-        into, got = memoryview(found.data).cast("B") if count else memoryview(b""), 0
+        values = np.empty(count, dtype)
+        buffer, num_read = memoryview(values.data).cast("B") if count else memoryview(b""), 0
         try:
-            while got < len(into):
-                read = os.preadv(self._file.fileno(), [into[got:]], start + got)
-                if read == 0:
+            while num_read < len(buffer):
+                part = os.preadv(self._file.fileno(), [buffer[num_read:]], start + num_read)
+                if part == 0:
                     break
-                got += read
-            now = os.fstat(self._file.fileno()).st_size if got < len(into) else 0
+                num_read += part
+            now = os.fstat(self._file.fileno()).st_size if num_read < len(buffer) else 0
         except OSError as error:
             raise DataError(
                 "MW-DATA-030",
-                f"{self.path} cannot be read any more: {error.strerror} (errno {error.errno}). See to its file system; "
+                f"{self.path} cannot be read any more: {error.strerror} (errno {error.errno}). Check its file system; "
                 f"the same command goes on from the last checkpoint",
             ) from error
-        if got < len(into):
+        if num_read < len(buffer):
             raise DataError(
                 "MW-DATA-031",
-                f"{self.path} has {now:,} bytes, and {self._size:,} were there when it was opened: it was cut short "
-                f"while it was in use. Copy it again from where it is whole; the same command goes on from the last "
+                f"{self.path} has {now:,} bytes, and had {self._size:,} when it was opened: it was cut short "
+                f"while it was in use. Restore it from an intact copy; the same command goes on from the last "
                 f"checkpoint",
             )
-        return found
+        return values
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_file"}
 
 
 class TokenStream:
-    """All tokens of a corpus as one stream, read in slices."""
+    """The concatenated tokens of a corpus, read in slices."""
 
     def __init__(self, index: Index) -> None:
-        """Open the tokens of ``index``, which :func:`inspect` has checked."""
+        """Open the tokens of an index returned by :func:`inspect`."""
         self.index = index
         self._tokens = FileReader(bin_path(index.prefix))
 
     def open(self) -> None:
-        """Open the file: now, and not in the first step of a run."""
+        """Open the file now instead of in the first step of a run."""
         self._tokens.open()
 
     def __len__(self) -> int:
@@ -139,10 +139,10 @@ class TokenStream:
 
 
 class Mask:
-    """Labels of a corpus that count: all, unless there is a ``.mask`` beside it."""
+    """Mask of the labels that count; without a ``.mask`` file all count."""
 
     def __init__(self, index: Index) -> None:
-        """Open the mask. Raises DataError for one of another corpus."""
+        """Open the mask. Raises DataError if its size does not match the corpus."""
         path = mask_path(index.prefix)
         self._bytes: FileReader | None = None
         if not path.is_file():
@@ -151,7 +151,7 @@ class Mask:
             raise DataError(
                 "MW-DATA-032",
                 f"{path} has {path.stat().st_size:,} bytes where the corpus has {index.num_tokens:,} tokens, one for "
-                f"each: it was cut short or is of another corpus. Next: {COPY_AGAIN}",
+                f"each: it was cut short or is of another corpus. Next: {RESTORE}",
             )
         self._bytes = FileReader(path)
 
@@ -163,5 +163,5 @@ class Mask:
         """Return the mask of the tokens ``[start, start + count)``: (count,) bool."""
         if self._bytes is None:
             return np.ones(count, dtype=np.bool_)
-        found: NDArray[np.bool_] = self._bytes.read(np.dtype(np.uint8), start, count) != 0
-        return found
+        mask: NDArray[np.bool_] = self._bytes.read(np.dtype(np.uint8), start, count) != 0
+        return mask

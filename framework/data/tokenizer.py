@@ -1,7 +1,7 @@
-"""The byte-level BPE tokenizer (Hugging Face ``tokenizers``): train, load, encode with end of document.
+"""The byte-level BPE tokenizer (Hugging Face ``tokenizers``): training, loading, encoding with end of document.
 
-Byte level means that any text round-trips and no token is unknown: after the special token come the 256 bytes, the rest
-are merges in the order of their frequency. Training is a function of the texts and of the vocabulary size alone.
+Byte level means that any text round-trips and no token is unknown. Id 0 is the special token, then come the 256 bytes,
+then merges in the order of their frequency. The result of training depends on the texts and the vocabulary size alone.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ END_OF_DOCUMENT = "<|endoftext|>"
 USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Usual names of the end-of-document token in families of tokenizers."""
 SMALLEST_VOCAB = 257
-"""256 bytes and the end of document."""
+"""256 bytes and the end-of-document token."""
 _TEXTS_AT_ONCE = 64
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train the merges. A small corpus may have fewer pairs to merge: check ``get_vocab_size()`` afterwards."""
+    """Train a tokenizer. A small corpus may yield fewer tokens than ``vocab_size``: check ``get_vocab_size()``."""
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(
             "MW-DATA-094",
@@ -50,7 +50,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """Read a ``tokenizer.json``, of this project or of any model."""
+    """Read a Hugging Face ``tokenizer.json``."""
     if not path.is_file():
         raise DataError(
             "MW-DATA-095", f"there is no tokenizer at {path}: point data.tokenizer at a Hugging Face tokenizer.json"
@@ -69,12 +69,12 @@ def load(path: Path) -> Tokenizer:
 
 def end_of_document_id(tokenizer: Tokenizer) -> int | None:
     """Return the id of the first of :data:`USUAL_ENDS` that the tokenizer has, or None."""
-    found: Iterator[int | None] = map(tokenizer.token_to_id, USUAL_ENDS)
-    return next((token_id for token_id in found if token_id is not None), None)
+    ids: Iterator[int | None] = map(tokenizer.token_to_id, USUAL_ENDS)
+    return next((token_id for token_id in ids if token_id is not None), None)
 
 
 def begin_id(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:
-    """Return the token id that a corpus has before each document; None: it has none."""
+    """Return the id of the token before each document of a corpus; None if there is none."""
     token = known.prepared.begin_of_document if known is not None and known.prepared is not None else None
     return None if token is None else tokenizer.token_to_id(token)
 
@@ -82,31 +82,31 @@ def begin_id(known: Fingerprint | None, tokenizer: Tokenizer) -> int | None:
 def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
     """Return the ids that end a text: ``<|endoftext|>``, and the end tokens in the files beside ``path``.
 
-    An imported model has a ``generation_config.json`` with ``eos_token_id``, a number or several of them, or a
+    An imported model has a ``generation_config.json`` with ``eos_token_id``, an id or a list of ids, or a
     ``tokenizer_config.json`` with ``eos_token``.
     """
-    found = {end_of_document_id(tokenizer)}
-    end_ids = _fields(path.with_name("generation_config.json")).get("eos_token_id")
-    found |= {end_ids} if isinstance(end_ids, int) else set(end_ids) if isinstance(end_ids, list) else set()
-    token = _fields(path.with_name("tokenizer_config.json")).get("eos_token")
+    ids = {end_of_document_id(tokenizer)}
+    end_ids = _read_object(path.with_name("generation_config.json")).get("eos_token_id")
+    ids |= {end_ids} if isinstance(end_ids, int) else set(end_ids) if isinstance(end_ids, list) else set()
+    token = _read_object(path.with_name("tokenizer_config.json")).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    found |= {tokenizer.token_to_id(token)} if isinstance(token, str) else set()
-    return {number for number in found if isinstance(number, int)}
+    ids |= {tokenizer.token_to_id(token)} if isinstance(token, str) else set()
+    return {token_id for token_id in ids if isinstance(token_id, int)}
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    """Read a JSON object that may be missing."""
+def _read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if the file is missing or holds something else."""
     try:
-        found = parse_json(read_bytes(path))
+        content = parse_json(read_bytes(path))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[NDArray[np.int64]]:
     """Encode each text as token ids with the end of document appended, (n + 1,) each.
 
-    A text that contains the characters ``<|endoftext|>`` is encoded as those characters: only the appended id ends it.
+    The characters ``<|endoftext|>`` in a text are encoded as ordinary text: only the appended id ends the document.
     """
     end = end_of_document_id(tokenizer)
     assert end is not None

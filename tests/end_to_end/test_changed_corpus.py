@@ -138,7 +138,7 @@ def test_a_corpus_that_is_cut_short_under_a_run_is_named(copied: Path) -> None:
     last = open_corpus.num_samples - 1
     open_corpus.example(last)
     os.truncate(copied / "train.bin", 4096)
-    with pytest.raises(DataError, match=r"train\.bin has 4,096 bytes, and .* were there when it was opened"):
+    with pytest.raises(DataError, match=r"train\.bin has 4,096 bytes, and had .* when it was opened"):
         open_corpus.example(last)
 
 
@@ -149,7 +149,7 @@ def test_so_is_what_lies_beside_it(ending: str, copied: Path) -> None:
     found = Corpus(copied / "train", 32, rules=DocumentRules(boundaries=True))
     found.example(found.num_samples - 1)
     os.truncate(copied / f"train.{ending}", 0)
-    with pytest.raises(DataError, match=rf"train\.{ending} has 0 bytes, and .* were there when it was opened"):
+    with pytest.raises(DataError, match=rf"train\.{ending} has 0 bytes, and had .* when it was opened"):
         found.example(found.num_samples - 1)
 
 

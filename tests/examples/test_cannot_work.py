@@ -71,7 +71,7 @@ def test_running_statistics_where_they_cannot_be(tmp_path: Path) -> None:
     [
         ("raises first", "sample 0 of 16 failed at "),
         ("no pair", "sample 0 is a Tensor: return (inputs, labels)"),
-        ("text", "sample 0 holds what is no number"),
+        ("text", "sample 0 holds a value that is no number"),
         ("ragged", "sample 15 has (1, 15, 16) float32, () int64 where sample 0 has (1, 16, 16) float32, () int64"),
     ],
 )
