@@ -1,4 +1,4 @@
-"""Console output: a live bar on a terminal, plain lines everywhere else (a log file, CI, srun)."""
+"""Console output: a progress bar on a terminal, plain lines elsewhere (a log file, CI, srun)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ConsoleSink:
         self._step_s = 0.0
 
     def open(self) -> None:
-        """Show nothing yet: until the first record other output uses the screen."""
+        """Show nothing yet: the bar appears with the first record, because other output uses the screen until then."""
 
     def write(self, record: StepRecord) -> None:
         left_s = self._left_s(record)

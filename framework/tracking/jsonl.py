@@ -1,10 +1,10 @@
 """Sink and reader of ``metrics.jsonl``, the reference record of a run: one strict JSON object per step.
 
-Every line is passed to the operating system in one write when its step is done. A kill at any moment loses at most the
-end of the last line. :func:`read_records` skips a torn last line, and a resume cuts it off. A resume also moves the
-records after the resumed step to ``metrics-again.jsonl``, because those steps are repeated and their cost must stay on
-record. It rewrites the file aside and renames it. There is no fsync per line, but one before each checkpoint is
-published. After a power cut the lines up to that checkpoint are there.
+Every line is written in one system call when its step is done. A kill at any moment loses at most the end of the last
+line: :func:`read_records` skips a torn last line, and a resume removes it. A resume also moves the records after the
+resumed step to ``metrics-again.jsonl``, because those steps are repeated and their cost must stay on record. It writes
+a new file and renames it. There is no fsync per line, but one before each checkpoint is published: the lines up to that
+checkpoint survive a power cut.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from meshwright.system.bounded import MIB, lines, open_regular, parse_json
 from meshwright.tracking.record import StepRecord, from_json, to_json
 
 MOST_PENDING = 10_000
-"""Maximal number of lines kept in memory (about 5 MB) while the file cannot be written; the oldest go first."""
+"""Maximal number of lines kept in memory (about 5 MB) while the file cannot be written; the oldest are dropped."""
 CLOSE_PAUSES_S = 0.2, 1.0, 3.0
-"""Seconds between the last attempts to write pending lines, at the end of a run."""
+"""Seconds between the attempts to write pending lines at the end of a run."""
 
 
 def read_records(path: Path) -> Iterator[StepRecord]:
@@ -70,32 +70,33 @@ def drop_records_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    kept_path = path.with_name(path.name + ".kept")
+    new_path = path.with_name(path.name + ".kept")
     changed = False
     with contextlib.ExitStack() as files:
-        old, new = files.enter_context(path.open("rb")), files.enter_context(kept_path.open("wb"))
+        old, new = files.enter_context(path.open("rb")), files.enter_context(new_path.open("wb"))
         again: FileIO | None = None
         for _, line in _lines(path, old):
-            found = _step_of(line)
-            kept = line.rstrip(b"\n") + b"\n" if found is not None and found <= step else b""
-            if found is not None and not kept:
+            line_step, whole_line = _step_of(line), line.rstrip(b"\n") + b"\n"
+            is_kept = line_step is not None and line_step <= step
+            if is_kept:
+                new.write(whole_line)
+            elif line_step is not None:
                 with contextlib.suppress(OSError):
                     again = again or files.enter_context(
                         path.with_name(f"{path.stem}-again{path.suffix}").open("ab", buffering=0)
                     )
-                    again.write(line.rstrip(b"\n") + b"\n")
-            changed = changed or kept != line
-            new.write(kept)
+                    again.write(whole_line)
+            changed = changed or not is_kept or whole_line != line
         new.flush()
         os.fsync(new.fileno())
         if again is not None:
             with contextlib.suppress(OSError):
                 os.fsync(again.fileno())
     if changed:
-        kept_path.replace(path)
+        new_path.replace(path)
         sync(path.parent)
     else:
-        kept_path.unlink()
+        new_path.unlink()
 
 
 def _step_of(line: bytes) -> int | None:
@@ -109,16 +110,13 @@ def _step_of(line: bytes) -> int | None:
 class JsonlSink:
     """Sink that appends to ``path``. ``resumed_step``: step of the checkpoint that the run resumes from; 0: a new run.
 
-    When a write fails (a full disk), the error is raised and the file is truncated to its last whole line. The
-    remaining lines stay in memory and are written with the next record. If the file was deleted or replaced, the lines
-    of the open file that are missing at the path are written there.
+    When a write fails (a full disk), the error is raised and the file is truncated to its last whole line. The pending
+    lines stay in memory and are written with the next record. If the file was deleted or replaced, the sink continues
+    in the file at the path, and first appends the lines that it lacks.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
-        """Create the sink. ``is_ours`` returns True while the directory still belongs to this run.
-
-        It is called before the sink continues in another file at the path.
-        """
+        """Create the sink. ``is_ours`` returns True while the directory belongs to this run; called before a switch."""
         self.path = path
         self.resumed_step = resumed_step
         self._is_ours = is_ours
@@ -170,21 +168,15 @@ class JsonlSink:
                 self._descriptor = -1
 
     def _flush(self) -> None:
-        self._follow()
-        whole_bytes = os.fstat(self._descriptor).st_size
-        waiting = memoryview(b"".join(self._pending))
+        self._follow_path()
         try:
-            while waiting:
-                waiting = waiting[os.write(self._descriptor, waiting) :]
+            _append(self._descriptor, b"".join(self._pending))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, whole_bytes)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._pending.clear()
 
-    def _follow(self) -> None:
-        """Follow the path if it is no longer the open file: switch to the file there, and write the lines missing in
-        it."""
+    def _follow_path(self) -> None:
+        """Switch to the file at the path if it is no longer the open one, and append the lines that it lacks."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
                 return
@@ -194,18 +186,12 @@ class JsonlSink:
             raise FileNotFoundError(errno.ENOENT, "the run's directory is gone, or another's", str(self.path))
         target = _open(self.path)
         try:
-            have = _last_step(target)
-            lines = bytearray()
-            while block := os.pread(self._descriptor, 1 << 20, len(lines)):
-                lines += block
-            missing = b"".join(line + b"\n" for line in lines.split(b"\n") if (_step_of(bytes(line)) or 0) > have)
-            whole_bytes, left = os.fstat(target).st_size, memoryview(missing)
-            try:
-                while left:
-                    left = left[os.write(target, left) :]
-            except OSError:
-                os.ftruncate(target, whole_bytes)
-                raise
+            last_step = _last_step(target)
+            content = bytearray()
+            while block := os.pread(self._descriptor, 1 << 20, len(content)):
+                content += block
+            missing = (line for line in bytes(content).split(b"\n") if (_step_of(line) or 0) > last_step)
+            _append(target, b"".join(line + b"\n" for line in missing))
         except BaseException:
             os.close(target)
             raise
@@ -216,6 +202,18 @@ class JsonlSink:
 def _open(path: Path) -> int:
     """Open for appending and reading: a deleted file stays readable while it is open."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _append(descriptor: int, data: bytes) -> None:
+    """Append all of ``data``; on an error truncate the file to its length before."""
+    length, remaining = os.fstat(descriptor).st_size, memoryview(data)
+    try:
+        while remaining:
+            remaining = remaining[os.write(descriptor, remaining) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, length)
+        raise
 
 
 def _last_step(descriptor: int) -> int:

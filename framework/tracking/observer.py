@@ -31,7 +31,7 @@ def open_tracker(parts: Parts, metrics_file: Path, is_ours: Callable[[], bool]) 
     """Open the sinks of the configuration on rank 0; the other ranks get a tracker without sinks.
 
     Call it after a resume: records after the step of ``parts`` are dropped from ``metrics_file``. ``is_ours`` returns
-    True while the run's directory, which holds that file, still belongs to this run.
+    True while the directory of ``metrics_file`` belongs to this run.
     """
     if parts.mesh.rank != 0:
         return Tracker()
@@ -51,7 +51,7 @@ class Records(Observer):
         self._tracker = tracker
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Hand the step's record to the sinks. Does not block."""
+        """Pass the step's record to the sinks. Blocks only for one small write to a local file."""
         self._tracker.write(record(parts, event))
 
 

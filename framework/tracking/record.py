@@ -1,6 +1,6 @@
 """Record of one step, and the public names of its metrics.
 
-One table, :data:`METRICS`, maps fields of :class:`StepRecord` to metric names. Every sink uses it, so
+One table, :data:`METRICS`, maps metric names to values of a :class:`StepRecord`. Every sink uses it, so
 ``metrics.jsonl``, wandb and the plots have the same names.
 
 A line of ``metrics.jsonl`` is strict JSON and survives the round trip exactly. Python writes the shortest decimal that
@@ -16,7 +16,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from meshwright.system.bounded import parse_json
 
@@ -69,14 +68,6 @@ class StepRecord:
     """Share of a step, 0..1, that the straggler made other ranks wait; 0 without a straggler."""
 
 
-class Metric(NamedTuple):
-    """A public metric: name, unit, and its value from a record."""
-
-    name: str
-    unit: str
-    value: Callable[[StepRecord], Number | None]
-
-
 def perplexity(loss: float) -> float:
     """Return ``exp(loss)``, or infinity on overflow."""
     try:
@@ -85,35 +76,35 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
-METRICS: tuple[Metric, ...] = (
-    Metric("train/loss", "nats/token", lambda r: r.loss),
-    Metric("train/grad_norm", "", lambda r: r.grad_norm),
-    Metric("train/lr", "", lambda r: r.learning_rate),
-    Metric("train/tokens", "tokens", lambda r: r.tokens),
-    Metric("train/samples", "samples", lambda r: r.samples_seen),
-    Metric("train/skipped", "", lambda r: 1 if r.skipped else None),
-    Metric("train/restarts", "", lambda r: r.restarts or None),
-    Metric("perf/step_s", "s", lambda r: r.step_s),
-    Metric("perf/data_s", "s", lambda r: r.data_s),
-    Metric("perf/tokens_per_sec", "tokens/s", lambda r: r.tokens_per_s),
-    Metric("perf/tokens_per_sec_per_device", "tokens/s", lambda r: r.tokens_per_s / r.num_devices),
-    Metric("perf/devices", "", lambda r: r.num_devices),
-    Metric("perf/tflops_per_device", "TFLOP/s", lambda r: r.tflops_per_device),
-    Metric("perf/mfu", "share", lambda r: r.mfu),
-    Metric("perf/bubble_share", "share", lambda r: r.bubble_share),
-    Metric("perf/save_s", "s", lambda r: r.save_s),
-    Metric("perf/straggler_rank", "", lambda r: r.straggler_rank),
-    Metric("perf/straggler_share", "share", lambda r: r.straggler_share),
-    Metric("memory/peak_gib", "GiB", lambda r: r.memory_bytes / GIB),
-    Metric("validation/loss", "nats/token", lambda r: r.validation_loss),
-    Metric("validation/perplexity", "", lambda r: None if r.validation_loss is None else perplexity(r.validation_loss)),
-)
+METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
+    "train/loss": lambda r: r.loss,  # nats/token
+    "train/grad_norm": lambda r: r.grad_norm,
+    "train/lr": lambda r: r.learning_rate,
+    "train/tokens": lambda r: r.tokens,
+    "train/samples": lambda r: r.samples_seen,
+    "train/skipped": lambda r: 1 if r.skipped else None,
+    "train/restarts": lambda r: r.restarts or None,
+    "perf/step_s": lambda r: r.step_s,
+    "perf/data_s": lambda r: r.data_s,
+    "perf/tokens_per_sec": lambda r: r.tokens_per_s,
+    "perf/tokens_per_sec_per_device": lambda r: r.tokens_per_s / r.num_devices,
+    "perf/devices": lambda r: r.num_devices,
+    "perf/tflops_per_device": lambda r: r.tflops_per_device,  # TFLOP/s
+    "perf/mfu": lambda r: r.mfu,  # share, 0..1
+    "perf/bubble_share": lambda r: r.bubble_share,
+    "perf/save_s": lambda r: r.save_s,
+    "perf/straggler_rank": lambda r: r.straggler_rank,
+    "perf/straggler_share": lambda r: r.straggler_share,
+    "memory/peak_gib": lambda r: r.memory_bytes / GIB,
+    "validation/loss": lambda r: r.validation_loss,  # nats/token
+    "validation/perplexity": lambda r: None if r.validation_loss is None else perplexity(r.validation_loss),
+}
+"""Public name of each metric -> its value in a record."""
 
 
 def metrics(record: StepRecord) -> dict[str, Number]:
     """Return the measured values of a record under the names of :data:`METRICS`, without the step."""
-    values = {metric.name: metric.value(record) for metric in METRICS}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, of in METRICS.items() if (value := of(record)) is not None}
 
 
 def to_json(record: StepRecord) -> str:
@@ -130,13 +121,13 @@ def to_json(record: StepRecord) -> str:
 
 def from_json(line: str) -> StepRecord:
     """Parse a line of :func:`to_json`; the result is equal to the last bit. Raises ValueError for any other text."""
-    found = parse_json(line)
-    if not isinstance(found, dict):
-        raise ValueError(f"a line of metrics is a JSON object, not {type(found).__name__}")
+    content = parse_json(line)
+    if not isinstance(content, dict):
+        raise ValueError(f"a line of metrics is a JSON object, not {type(content).__name__}")
     try:
-        return _from_metrics(found)
-    except (KeyError, TypeError, OverflowError) as missing:
-        raise ValueError(f"not a whole record: {missing}") from missing
+        return _from_metrics(content)
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"not a whole record: {error}") from error
 
 
 def _encode(value: Number) -> Number | str:
@@ -145,30 +136,30 @@ def _encode(value: Number) -> Number | str:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
-def _from_metrics(found: Mapping[str, Number | str]) -> StepRecord:
+def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
     def optional(name: str) -> float | None:
-        return None if name not in found else float(found[name])
+        return None if name not in content else float(content[name])
 
     return StepRecord(
-        step=int(found["step"]),
-        samples_seen=int(found["train/samples"]),
-        tokens=int(found["train/tokens"]),
-        loss=float(found["train/loss"]),
-        grad_norm=float(found["train/grad_norm"]),
-        learning_rate=float(found["train/lr"]),
-        step_s=float(found["perf/step_s"]),
-        data_s=float(found["perf/data_s"]),
-        tokens_per_s=float(found["perf/tokens_per_sec"]),
-        num_devices=int(found["perf/devices"]),
-        memory_bytes=round(float(found["memory/peak_gib"]) * GIB),
+        step=int(content["step"]),
+        samples_seen=int(content["train/samples"]),
+        tokens=int(content["train/tokens"]),
+        loss=float(content["train/loss"]),
+        grad_norm=float(content["train/grad_norm"]),
+        learning_rate=float(content["train/lr"]),
+        step_s=float(content["perf/step_s"]),
+        data_s=float(content["perf/data_s"]),
+        tokens_per_s=float(content["perf/tokens_per_sec"]),
+        num_devices=int(content["perf/devices"]),
+        memory_bytes=round(float(content["memory/peak_gib"]) * GIB),
         tflops_per_device=optional("perf/tflops_per_device"),
         mfu=optional("perf/mfu"),
         bubble_share=optional("perf/bubble_share"),
         validation_loss=optional("validation/loss"),
-        skipped="train/skipped" in found,
-        restarts=int(found.get("train/restarts", 0)),
+        skipped="train/skipped" in content,
+        restarts=int(content.get("train/restarts", 0)),
         save_s=optional("perf/save_s"),
-        straggler=str(found["perf/straggler"]) if "perf/straggler" in found else None,
-        straggler_rank=int(found["perf/straggler_rank"]) if "perf/straggler_rank" in found else None,
+        straggler=str(content["perf/straggler"]) if "perf/straggler" in content else None,
+        straggler_rank=int(content["perf/straggler_rank"]) if "perf/straggler_rank" in content else None,
         straggler_share=optional("perf/straggler_share"),
     )

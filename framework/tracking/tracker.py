@@ -1,6 +1,6 @@
-"""Tracker that passes each record to ``metrics.jsonl`` at once, and to other sinks through a queue and thread each.
+"""Tracker that writes each record to ``metrics.jsonl`` at once, and to each other sink through a queue and a thread.
 
-    write(record) --+--> truth.write            on the caller's thread: the file is complete when the step is
+    write(record) --+--> metrics_sink.write     on the caller's thread: the file is complete when the step is
                     +--> [bounded queue] --> thread --> console
                     +--> [bounded queue] --> thread --> wandb
 
@@ -19,11 +19,10 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
-from meshwright.terminal.output import tell
+from meshwright.terminal.output import Warn, tell
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord
 
-Warn = Callable[[str], None]
 WARN_AT = frozenset(10**power for power in range(12))
 """Numbers of consecutive failures that trigger a warning."""
 
@@ -62,36 +61,36 @@ def never_raising(warn: Warn) -> Warn:
 class Tracker:
     """Tracker of one process. Ranks that write nothing have one without sinks. Use as a context manager, or close it.
 
-    ``truth`` is opened at once and written on the caller's thread. Each of ``sinks`` has a queue of ``queue_size``
-    records. ``write`` never raises and never blocks on a sink in ``sinks``.
+    ``metrics_sink`` is opened at once and written on the caller's thread. Each of ``sinks`` has a queue of
+    ``queue_size`` records. ``write`` never raises and never blocks on a sink in ``sinks``.
     """
 
     def __init__(
         self,
-        truth: JsonlSink | None = None,
+        metrics_sink: JsonlSink | None = None,
         sinks: Sequence[Sink] = (),
         *,
         queue_size: int = 1024,
         close_limit_s: float = 15.0,
         warn: Warn = warn_on_stderr,
     ) -> None:
-        self._truth = truth
-        self._truth_failures = 0
+        self._metrics_sink = metrics_sink
+        self._failures = 0
         self.lost: str | None = None
         """Description of the records that ``metrics.jsonl`` lacks for good; set by ``close``."""
         self._warn = never_raising(warn)
         self._close_limit_s = close_limit_s
         self._closed = False
         self._queued = [_QueuedSink(sink, queue_size, self._warn) for sink in sinks]
-        if truth is not None:
-            self._try(truth, truth.open)
+        if metrics_sink is not None:
+            self._try(metrics_sink, metrics_sink.open)
 
     def write(self, record: StepRecord) -> None:
         """Write the record of one step. Blocks only for one small write to a local file."""
         assert not self._closed, "the tracker is closed"
-        truth = self._truth
-        if truth is not None:
-            self._try(truth, lambda: truth.write(record))
+        metrics_sink = self._metrics_sink
+        if metrics_sink is not None:
+            self._try(metrics_sink, lambda: metrics_sink.write(record))
         for sink in self._queued:
             sink.put(record)
 
@@ -100,8 +99,8 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
-        if self._truth is not None:
-            self._close_truth(self._truth)
+        if self._metrics_sink is not None:
+            self._close_metrics(self._metrics_sink)
         for sink in self._queued:
             sink.end(failed)
         deadline = time.monotonic() + self._close_limit_s
@@ -116,44 +115,44 @@ class Tracker:
     ) -> None:
         self.close(failed=error is not None)
 
-    def _try(self, truth: JsonlSink, action: Callable[[], None]) -> None:
-        """Run an action on ``truth``, and warn instead of raising.
+    def _try(self, sink: JsonlSink, action: Callable[[], None]) -> None:
+        """Run an action on the metrics sink, and warn instead of raising.
 
-        It is retried with every record, because the cause (a full disk) may pass. Warnings follow the first, tenth,
-        hundredth, ... failure, and the recovery.
+        Later records retry it, because the cause (a full disk) may pass. The first, tenth, hundredth, ... failure and
+        the recovery are logged.
         """
         try:
             action()
         except Exception as error:
-            self._truth_failures += 1
-            if self._truth_failures in WARN_AT:
+            self._failures += 1
+            if self._failures in WARN_AT:
                 self._warn(
-                    f"{_describe(truth, error)}. The run goes on; its records wait in memory "
-                    f"({truth.waiting:,} so far) and it is tried again with every step"
+                    f"{_describe(sink, error)}. The run continues; its records wait in memory "
+                    f"({sink.waiting:,} so far), and the write is retried with every step"
                 )
         else:
-            if self._truth_failures:
-                self._warn(f"{truth.path} is written again, with all that waited")
-            self._truth_failures = 0
+            if self._failures:
+                self._warn(f"{sink.path} is written again, including the records that waited")
+            self._failures = 0
 
-    def _close_truth(self, truth: JsonlSink) -> None:
-        """Close ``truth`` with a last attempt to write. ``lost`` and a warning describe the records lost for good."""
+    def _close_metrics(self, sink: JsonlSink) -> None:
+        """Close the metrics sink with a last attempt to write; set ``lost`` and warn if records are lost for good."""
         why = ""
         try:
-            truth.close()
+            sink.close()
         except Exception as error:
-            why = f": {_describe(truth, error)}"
-        number = truth.waiting + truth.dropped
+            why = f": {_describe(sink, error)}"
+        number = sink.waiting + sink.dropped
         if number or why:
-            self.lost = f"{number:,} record{'s' * (number != 1)} of this run could not be written to {truth.path}{why}"
+            self.lost = f"{number:,} record{'s' * (number != 1)} of this run could not be written to {sink.path}{why}"
             self._warn(self.lost)
 
 
-def _describe(truth: JsonlSink, error: Exception) -> str:
+def _describe(sink: JsonlSink, error: Exception) -> str:
     """Describe a failure: path, reason and errno."""
     if isinstance(error, OSError) and error.strerror is not None:
-        return f"{error.filename or truth.path} cannot be written: {error.strerror} (errno {error.errno})"
-    return f"{truth.path} cannot be written: {type(error).__name__}: {error}"
+        return f"{error.filename or sink.path} cannot be written: {error.strerror} (errno {error.errno})"
+    return f"{sink.path} cannot be written: {type(error).__name__}: {error}"
 
 
 class _End(NamedTuple):
@@ -208,7 +207,7 @@ class _QueuedSink:
             failed = item.failed
         except Exception as error:
             self._disabled.set()
-            self._warn(f"{self._name} is switched off after an error, the run goes on: {error}")
+            self._warn(f"{self._name} is switched off after an error, the run continues: {error}")
             failed = True
         try:
             self._sink.close(failed)

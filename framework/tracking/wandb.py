@@ -1,9 +1,9 @@
 """Sink for wandb, which runs in a separate process.
 
 The run never imports wandb. Its exit hooks, uploads and network access are in a child process (``wandb_child.py``)
-that receives the records through a pipe and can be killed. A dead network or a stuck service costs this process one
-blocked thread, and nothing at exit. wandb logs every run to disk first. Data that was not uploaded in time is sent
-later with ``wandb sync <run directory>/wandb/<run>``.
+that receives the records through a pipe and can be killed. A dead network or a stuck service blocks one thread of this
+process, and does not delay its exit. wandb logs every run to disk first. ``wandb sync <run directory>/wandb/<run>``
+uploads data that was not sent in time.
 
     this process, the sink's thread                          the child
     hello: id, project, mode, directory, config   ------->   wandb.init, within a time limit
@@ -36,8 +36,9 @@ from urllib.parse import urlsplit
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.system.atomic import write_atomic
+from meshwright.terminal.output import Warn
 from meshwright.tracking.record import StepRecord, metrics
-from meshwright.tracking.tracker import Warn, never_raising, warn_on_stderr
+from meshwright.tracking.tracker import never_raising, warn_on_stderr
 
 CHILD = Path(__file__).with_name("wandb_child.py")
 PUBLIC_SERVER = "https://api.wandb.ai"
@@ -63,9 +64,9 @@ def choose_mode(wanted: WandbMode, environment: Mapping[str, str]) -> tuple[Wand
     """
     if wanted in (WandbMode.OFF, WandbMode.OFFLINE):
         return wanted, None
-    asked = environment.get("WANDB_MODE", "").lower()
-    if wanted is WandbMode.AUTO and asked in ("disabled", "offline", "dryrun"):
-        return (WandbMode.OFF if asked == "disabled" else WandbMode.OFFLINE), None
+    requested = environment.get("WANDB_MODE", "").lower()
+    if wanted is WandbMode.AUTO and requested in ("disabled", "offline", "dryrun"):
+        return (WandbMode.OFF if requested == "disabled" else WandbMode.OFFLINE), None
     server = base_url(environment)
     if not has_key(server, environment):
         return WandbMode.OFFLINE, f"no key for {server}: log in with `wandb login` or set WANDB_API_KEY"
@@ -122,12 +123,12 @@ def run_id(run_directory: Path) -> str:
     """Return the id in ``<run directory>/wandb_run_id``; created by the first call."""
     path = run_directory / "wandb_run_id"
     with contextlib.suppress(FileNotFoundError):
-        if kept := path.read_text(encoding="utf-8").strip():
-            return kept
-    made = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
+        if stored := path.read_text(encoding="utf-8").strip():
+            return stored
+    new = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
     run_directory.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, made + "\n", is_durable=False)
-    return made
+    write_atomic(path, new + "\n", is_durable=False)
+    return new
 
 
 class WandbSink:
@@ -155,14 +156,14 @@ class WandbSink:
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
-    def _later(self) -> str:
+    def _upload_later(self) -> str:
         return f"; `wandb sync {self.run_directory / 'wandb'}/offline-run-*` uploads it later"
 
     def open(self) -> None:
         """Start the child and wait until wandb is ready. Raises UserError if an offline start fails too."""
         self.mode, why = choose_mode(self.mode, os.environ)
         if why:
-            self._warn(f"wandb writes offline ({why}){self._later}")
+            self._warn(f"wandb writes offline ({why}){self._upload_later}")
         if self.mode is WandbMode.OFF:
             return
         if find_spec("wandb") is None:
@@ -172,7 +173,7 @@ class WandbSink:
             )
         failure = self._start(self.mode)
         if failure and self.mode is WandbMode.ONLINE:
-            self._warn(f"wandb writes offline ({failure}){self._later}")
+            self._warn(f"wandb writes offline ({failure}){self._upload_later}")
             self.mode = WandbMode.OFFLINE
             failure = self._start(self.mode)
         if failure:

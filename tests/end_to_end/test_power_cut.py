@@ -111,7 +111,7 @@ def test_records_that_are_lost_for_good_have_an_exit_code(corpus: Path, tmp_path
     done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
     place = run_directory(config) / "metrics.jsonl"
     assert done.returncode == 20, done.stderr
-    assert f"{place} cannot be written: Is a directory (errno 21). The run goes on; its records wait" in done.stderr
+    assert f"{place} cannot be written: Is a directory (errno 21). The run continues; its records wait" in done.stderr
     assert f"error: 12 records of this run could not be written to {place}" in done.stderr
     assert [candidate.step for candidate in find(run_directory(config))] == [12]
 
@@ -131,5 +131,5 @@ def test_records_wait_until_the_file_can_be_written_again(corpus: Path, tmp_path
         place.rmdir()
         _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    assert f"{place} is written again, with all that waited" in said
+    assert f"{place} is written again, including the records that waited" in said
     assert [line["step"] for line in lines(config)] == list(range(1, 21))
