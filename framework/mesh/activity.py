@@ -2,7 +2,7 @@
 
     main thread    begin(0F3) .. waits(handle) . begin(0F3) .... begin("reading samples") ...      100 ns each
                                    |
-    watchdog       ------------- told() ------------------------ told() ---                        now and then
+    watchdog       ----------- snapshot() -------------------- snapshot() -                        now and then
 
 The record is one attribute, replaced as a whole: another thread reads the one before or the one after. Objects are kept
 as they are, and formatted only when the record is read.
@@ -26,21 +26,21 @@ class Waits(NamedTuple):
     operation: str
     """``1RECV_F3``, or ``all-reduce of (3,)``."""
     group: str = ""
-    """Name of the group of a collective, its key in :attr:`Doing.posted`."""
+    """Name of the group of a collective, its key in :attr:`ActivitySnapshot.posted`."""
     key: str = ""
     number: int = 0
     """Number of the collective among those of its group, from 1."""
 
 
-class Waiting(Protocol):
-    """A blocking operation that can describe itself."""
+class BlockingOperation(Protocol):
+    """A blocking operation with a description."""
 
     def waits(self) -> Waits:
         """Return the description of the operation. Called by another thread, rarely."""
 
 
-class Doing(NamedTuple):
-    """Activity of a rank, formatted."""
+class ActivitySnapshot(NamedTuple):
+    """Activity of a rank at one moment, formatted."""
 
     phase: str
     what: str
@@ -51,7 +51,7 @@ class Doing(NamedTuple):
 
 
 class Activity:
-    """Recorder of one rank's activity. ``begin`` and ``waits`` are called often, by one thread; ``told`` by any."""
+    """Recorder of one rank's activity. One thread calls ``begin`` and ``waits``; any may call ``snapshot``."""
 
     READING_SAMPLES = "reading samples"
     BETWEEN_STEPS = "going from one step to the next"
@@ -59,7 +59,7 @@ class Activity:
     def __init__(self) -> None:
         self.phase = "starting"
         """Phase of the run: training, validating, saving a checkpoint."""
-        self.now: tuple[object, float, Waiting | None] = (self.phase, time.monotonic(), None)
+        self.now: tuple[object, float, BlockingOperation | None] = (self.phase, time.monotonic(), None)
         """Activity, start time, and the operation that blocks it."""
         self.posted: dict[str, int] = {}
         self.waited_s = 0.0
@@ -70,7 +70,7 @@ class Activity:
         self.waits(None)
         self.now = (what, self.now[1], None)
 
-    def waits(self, handle: Waiting | None) -> None:
+    def waits(self, handle: BlockingOperation | None) -> None:
         """Record the operation that blocks the present activity; None: nothing does."""
         what, since_s, before = self.now
         now_s = time.monotonic()
@@ -94,8 +94,8 @@ class Activity:
             self.phase = before
             self.begin(before)
 
-    def told(self) -> Doing:
+    def snapshot(self) -> ActivitySnapshot:
         """Return the present activity, formatted."""
         what, since_s, handle = self.now
         waits = handle.waits() if handle is not None else None
-        return Doing(self.phase, str(what), time.monotonic() - since_s, waits, dict(self.posted))
+        return ActivitySnapshot(self.phase, str(what), time.monotonic() - since_s, waits, dict(self.posted))

@@ -1,4 +1,4 @@
-"""Replica drift: tensors that must be bitwise equal on several ranks are compared, and differing copies are named.
+"""Replica drift: comparison of tensors that must be bitwise equal on several ranks, and a report of differing copies.
 
     tensor                      equal on all ranks of           a difference comes from
     weights                     dp                              a bit flipped in memory, a faulty link, a kernel that
@@ -46,11 +46,11 @@ class ReplicatedTensor(NamedTuple):
     over_tp: bool
     tied: Tie | None
     shard: int = 0
-    """Index of the optimizer's shard; 0 for tensors that are not sharded."""
+    """Index of the optimizer state's shard; 0 for tensors that are not sharded."""
 
 
 class NamedPiece(NamedTuple):
-    """Identity of a parameter's part: all ranks that hold this part must hold equal bits."""
+    """Identity of a part of a parameter; all ranks that hold it must hold equal bits."""
 
     what: str
     name: str
@@ -78,12 +78,12 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
         for bucket in replica.buckets:
             states, steps = parts.optimizer.states(index)
             index += 1
-            stepped = {f"{_called(name)} of ": state for name, state in states.items()} if steps else {}
+            moments = {f"{_moment_name(name)} of ": state for name, state in states.items()} if steps else {}
             if bucket.flat is not None:
                 yield _of_bucket("", bucket, bucket.flat, parts.mesh.dp)
             if bucket.flat is None or bucket.is_mixed_precision:
-                stepped["" if bucket.flat is None else "the master of "] = bucket.master
-            for what, tensor in stepped.items():
+                moments["" if bucket.flat is None else "the master of "] = bucket.master
+            for what, tensor in moments.items():
                 yield _of_bucket(what, bucket, tensor, bucket.sharding.copies, bucket.sharding.shard.rank)
         for member in replica.frozen:
             kind, parameter = member.kind, member.parameter.detach()
@@ -93,7 +93,7 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
         yield ReplicatedTensor("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
 
 
-def _called(name: str) -> str:
+def _moment_name(name: str) -> str:
     return "the momentum" if name == "momentum" else f"the moment {name}"
 
 
@@ -123,7 +123,7 @@ def check_drift(parts: Parts) -> None:
     mesh = parts.mesh
     mine: list[ReplicatedTensor] = []
     hashes = torch.zeros(0, dtype=torch.int64, device=mesh.device)
-    for each in replicated_tensors(parts):  # what is kept in 8 bits is widened here, and let go again
+    for each in replicated_tensors(parts):  # 8-bit states are dequantised one at a time, and freed after hashing
         hashes = torch.cat([hashes, bits(each.tensor).view(1).to(mesh.device)])
         mine.append(each._replace(tensor=hashes, pieces=()))
     over_dp: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -138,11 +138,11 @@ def check_drift(parts: Parts) -> None:
     for group, copies in _ties(mine):
         differs |= _differs(group, hashes, [first for first, *_ in copies])
         for first, *others in copies:
-            for other in others:  # of two stages of this rank
+            for other in others:  # copies in two stages of this rank
                 differs[other] |= hashes[other] != hashes[first]
-    apart = differs.any().long()
-    mesh.world.all_reduce(apart, "max").wait()
-    if apart.item():
+    any_differs = differs.any().long()
+    mesh.world.all_reduce(any_differs, "max").wait()
+    if any_differs.item():
         raise DriftError("MW-WATCH-001", _message(parts, differs.tolist()))
 
 
@@ -152,14 +152,14 @@ def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:
     One all-reduce of 16 bytes per index. ``hashes``: (num_tensors,) int64. ``indices``: the hashes to compare; the
     others stay False.
     """
-    found = torch.zeros(len(hashes), dtype=torch.bool, device=hashes.device)
+    differs = torch.zeros(len(hashes), dtype=torch.bool, device=hashes.device)
     if group.size > 1 and indices:
         own = hashes[list(indices)]
-        shared = torch.cat([own, ~own])  # the largest ~h is that of the smallest h; -h would overflow once
-        group.all_reduce(shared, "max").wait()
-        largest, smallest = shared[: len(own)], ~shared[len(own) :]
-        found[list(indices)] = largest != smallest
-    return found
+        extremes = torch.cat([own, ~own])  # the smallest h has the largest ~h; -h overflows for the smallest integer
+        group.all_reduce(extremes, "max").wait()
+        largest, smallest = extremes[: len(own)], ~extremes[len(own) :]
+        differs[list(indices)] = largest != smallest
+    return differs
 
 
 def _ties(mine: Sequence[ReplicatedTensor]) -> list[tuple[Group, list[list[int]]]]:
@@ -167,60 +167,53 @@ def _ties(mine: Sequence[ReplicatedTensor]) -> list[tuple[Group, list[list[int]]
 
     The order is the same on all ranks.
     """
-    copies: dict[tuple[str, str], list[int]] = defaultdict(list)
     groups: dict[tuple[int, ...], Group] = {}
+    copies: dict[tuple[int, ...], dict[tuple[str, str], list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, each in enumerate(mine):
         if each.tied is not None:
-            copies[each.tied.name, each.what].append(index)
-            groups[each.tied.ranks.ranks] = each.tied.ranks
-    found = []
-    for ranks in sorted(groups):
-        here = [copies[key] for key in sorted(copies) if _tie(mine[copies[key][0]]).ranks.ranks == ranks]
-        found.append((groups[ranks], here))
-    return found
+            ranks = each.tied.ranks.ranks
+            groups[ranks] = each.tied.ranks
+            copies[ranks][each.tied.name, each.what].append(index)
+    return [(groups[ranks], [copies[ranks][key] for key in sorted(copies[ranks])]) for ranks in sorted(groups)]
 
 
-def _tie(each: ReplicatedTensor) -> Tie:
-    assert each.tied is not None
-    return each.tied
-
-
-# ------------------------------------------------------------------------------------------------------------ the names
+# ---------------------------------------------------------------------------------------------------- the error message
 
 
 def _message(parts: Parts, differs: Sequence[bool]) -> str:
     """Return the error message: the tensors that differ, and their ranks. The same on every rank.
 
-    Collective over all ranks (two gathers of objects); blocks. ``differs``: one flag for each tensor of :func:`held`.
+    Collective over all ranks (two gathers of objects); blocks. ``differs``: a flag for each of
+    :func:`replicated_tensors`.
     """
-    mesh, all_held = parts.mesh, zip(replicated_tensors(parts), differs, strict=True)
-    suspected = {(each.what, name) for each, bad in all_held if bad for name, _ in each.pieces}
-    wanted = {pair for pairs in mesh.world.gather_objects(suspected) for pair in pairs}
+    mesh, flagged = parts.mesh, zip(replicated_tensors(parts), differs, strict=True)
+    own_suspects = {(each.what, name) for each, is_different in flagged if is_different for name, _ in each.pieces}
+    suspects = {pair for pairs in mesh.world.gather_objects(own_suspects) for pair in pairs}
     own: list[tuple[NamedPiece, int]] = []
     for each in replicated_tensors(parts):
         for name, tensor in each.pieces:
-            if (each.what, name) in wanted:
+            if (each.what, name) in suspects:
                 tp_rank = None if each.over_tp else mesh.at.tp_rank
                 own.append((NamedPiece(each.what, name, tp_rank, each.shard), int(bits(tensor))))
     copies: dict[NamedPiece, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, found in enumerate(mesh.world.gather_objects(own, NamedPiece)):
-        for piece, number in found:
+    for rank, hashes in enumerate(mesh.world.gather_objects(own, NamedPiece)):
+        for piece, number in hashes:
             copies[piece][number].append(rank)
     step = parts.state.step
-    apart = [(piece, list(ranks.values())) for piece, ranks in copies.items() if len(ranks) > 1]
-    if not apart:
-        names = ", ".join(sorted(name for _, name in wanted)[:MOST_NAMED])
-        text = f"replicas differ after step {step} between the parameters of a bucket ({names}), where all is zero"
+    different = [(piece, list(ranks.values())) for piece, ranks in copies.items() if len(ranks) > 1]
+    if not different:
+        names = ", ".join(sorted(name for _, name in suspects)[:MOST_NAMED])
+        text = f"replicas differ after step {step} in the padding between the parameters of a bucket ({names})"
     else:
-        piece, ranks = apart[0]
+        piece, ranks = different[0]
         text = f"replicas of {piece.what}{piece.name} differ after step {step}: {differing_pieces(mesh.grid, ranks)}"
-        others = list(dict.fromkeys(f"{each.what}{each.name}" for each, _ in apart[1:]))
+        others = list(dict.fromkeys(f"{each.what}{each.name}" for each, _ in different[1:]))
         if others:
             more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
             text += f". So do those of {', '.join(others[:MOST_NAMED])}{more}"
     return (
-        f"{text}. Nothing is saved of it: the same command goes on from the last checkpoint. Copies drift apart by "
-        f"faults of memory, device or network: if it comes again, leave these ranks' machines out"
+        f"{text}. This step is not saved: the same command resumes from the last checkpoint. Copies drift apart by "
+        f"faults of memory, device or network: if it recurs, exclude the machines of these ranks"
     )
 
 

@@ -44,7 +44,7 @@ class Timing(Observer):
     def before_step(self, parts: Parts) -> None:
         """Align the ranks if this step is traced or searched for stragglers. Collective over all ranks; blocks."""
         step = parts.state.step + 1
-        self._ticks = align(parts.mesh) if step == self._traced or self._stragglers.due(step) else ()
+        self._ticks = align(parts.mesh) if step == self._traced or self._stragglers.is_due(step) else ()
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Record this rank's times; in an aligned step also write the trace and look for a straggler.
@@ -54,15 +54,15 @@ class Timing(Observer):
         self._stragglers.record(parts.last, event.step_s)
         if not self._ticks:
             return
-        seen = gather_spans(parts, self._ticks)
+        spans = gather_spans(parts, self._ticks)
         if parts.state.step == self._traced:
-            write_trace(seen, parts, self._directory)
-        if self._stragglers.due(parts.state.step):
-            found = self._stragglers.search(seen)
-            if found is not None:
-                event.straggler = StragglerShare(found.who, found.rank, found.share)
-                if self._stragglers.should_report(found):
-                    self._say(str(found))
+            write_trace(spans, parts, self._directory)
+        if self._stragglers.is_due(parts.state.step):
+            straggler = self._stragglers.search(spans)
+            if straggler is not None:
+                event.straggler = StragglerShare(straggler.who, straggler.rank, straggler.share)
+                if self._stragglers.should_report(straggler):
+                    self._say(str(straggler))
 
 
 class DriftCheck(Observer):
@@ -86,7 +86,7 @@ def align(mesh: Mesh) -> tuple[float, ...]:
         ``time.perf_counter()`` of this rank after each barrier.
     """
     if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)  # the row's first event is then not behind the step before
+        torch.cuda.synchronize(mesh.device)  # otherwise the row's first event would wait for the previous step
     ticks = []
     for _ in range(BARRIERS if len(set(mesh.nodes)) > 1 else 1):
         mesh.world.barrier()
@@ -111,7 +111,7 @@ def write_trace(everyone: Sequence[RankSpans], parts: Parts, directory: Path) ->
     try:
         write(build_trace(everyone, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
     except Exception as error:
-        tell(f"watch: the trace of step {parts.state.step} is not written, the run goes on: {error}")
+        tell(f"watch: the trace of step {parts.state.step} is not written, the run continues: {error}")
 
 
 def build_trace(everyone: Sequence[RankSpans], parts: Parts) -> Trace:
@@ -142,7 +142,7 @@ def handle_nonfinite(parts: Parts, feed: Feed, numbers: str) -> None:
     watch, state = parts.config.watch, parts.state
     step = f"step {state.step + 1}: {numbers}"
     if watch.on_nonfinite == "skip" and state.skipped_in_a_row < watch.most_skipped:
-        why = find_cause(parts, feed, again=False)
+        why = find_cause(parts, feed, replay=False)
         state.skipped_in_a_row += 1
         if parts.mesh.rank == 0:
             row = f"{state.skipped_in_a_row} in a row, at most {watch.most_skipped}"
@@ -153,8 +153,8 @@ def handle_nonfinite(parts: Parts, feed: Feed, numbers: str) -> None:
         skipped = f" {state.skipped_in_a_row} in a row were skipped before it, as watch.most_skipped allows."
     raise NonFiniteError(
         "MW-WATCH-008",
-        f"{step}: the step is not taken on any rank.{skipped}\n{find_cause(parts, feed, again=True)}\n"
-        f"Nothing is saved of it: the same command goes on from the last checkpoint. Lower optimizer.learning_rate, "
+        f"{step}: the step is not taken on any rank.{skipped}\n{find_cause(parts, feed, replay=True)}\n"
+        f"This step is not saved: the same command resumes from the last checkpoint. Lower optimizer.learning_rate, "
         f"set optimizer.clip_norm, or look at these samples"
         + ("" if watch.on_nonfinite == "skip" else '; watch.on_nonfinite = "skip" leaves out single steps'),
     )

@@ -10,11 +10,10 @@ MOST_RUNS = 8
 """Limit of number ranges that are written out."""
 
 
-def numbers(found: Iterable[int]) -> str:
+def numbers(values: Iterable[int]) -> str:
     """Format numbers as ``0-3, 6, 8-9``; only the first ``MOST_RUNS`` ranges are written out."""
-    ordered = sorted(set(found))
     runs: list[list[int]] = []
-    for number in ordered:
+    for number in sorted(set(values)):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:

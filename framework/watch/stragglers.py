@@ -1,12 +1,12 @@
 """Straggler search: a rank with more work than the others, a slow link, or a slow all-reduce of gradients.
 
-    every step      each rank      record    busy seconds: all time before STEP in which the rank waited for no other
-    now and then    all ranks      search    messages that were waited for after they had been sent, on one clock
-                    rank 0         judge     from the means of all ranks since the last search
+    every step      each rank      record    busy seconds: the time before STEP in which the rank waited for no other
+    every N steps   all ranks      search    waits for messages that had already been sent, on one clock
+                    rank 0         judge     the means of all ranks since the last search
 
 A rank's delay is its busy time minus that of the next slowest rank: a slower device, a busy node, slow data reading,
-more layers. A wait for a message that is already sent counts for its link. A wait in a gradient sum that even the last
-rank to enter it has counts for the sum. The greatest delay is reported if it is at least a tenth of the step.
+more layers. The wait for a message that is already sent is the delay of its link. The wait of the last rank to enter a
+gradient sum is the delay of the sum. The greatest delay is reported if it is at least a tenth of the step.
 
 The delay is an upper bound of the gain, because some waits of a stage are hidden by waits of others. Two equally slow
 ranks on two nodes hide each other. The time between STEP and the next row (optimizer, tracking, validation) is not
@@ -40,7 +40,7 @@ class Straggler(NamedTuple):
     no delay is long enough."""
     rank: int
     """Global rank: the straggler, the sender of a slow link, or the first rank of a slow sum."""
-    held_s: float
+    delay_s: float
     """Seconds of delay per step."""
     step_s: float
     why: str
@@ -48,10 +48,10 @@ class Straggler(NamedTuple):
     @property
     def share(self) -> float:
         """Share of the step that the delay takes."""
-        return self.held_s / self.step_s
+        return self.delay_s / self.step_s
 
     def __str__(self) -> str:
-        return f"{self.who} makes the others wait, {self.held_s:.3g} s of a step of {self.step_s:.3g} s: {self.why}"
+        return f"{self.who} makes the others wait, {self.delay_s:.3g} s of a step of {self.step_s:.3g} s: {self.why}"
 
 
 NO_STRAGGLER = Straggler("", 0, 0.0, 1.0, "")
@@ -60,7 +60,7 @@ NO_STRAGGLER = Straggler("", 0, 0.0, 1.0, "")
 class StragglerReport(NamedTuple):
     """Measurements of one rank since the last search, in seconds per step."""
 
-    own_s: float
+    busy_s: float
     reducing_s: tuple[float, ...]
     """Waits in gradient sums, one for each step."""
     replicas: tuple[int, ...]
@@ -81,7 +81,7 @@ class Stragglers:
         self._times: list[tuple[float, float, float]] = []
         """Seconds of each step: (busy, waited in gradient sums, whole step)."""
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Check whether a search is due after this step; the ranks must be aligned before the step."""
         return self._every > 0 and step % self._every == 0
 
@@ -94,8 +94,8 @@ class Stragglers:
 
     def should_report(self, straggler: Straggler) -> bool:
         """Check whether to report a straggler: the last search found the same one, and it is not yet reported."""
-        again, self._last = straggler.who == self._last, straggler.who
-        if not again or straggler.who == self._reported:
+        is_repeated, self._last = straggler.who == self._last, straggler.who
+        if not is_repeated or straggler.who == self._reported:
             return False
         self._reported = straggler.who
         return bool(straggler.who)
@@ -111,18 +111,18 @@ class Stragglers:
         """
         if not self._times:
             return None
-        own, reducing, steps = zip(*self._times, strict=True)
+        busy, reducing, steps = zip(*self._times, strict=True)
         self._times.clear()
         mesh, step_s = self._mesh, mean(steps)
         messages_s = _messages(mesh, pipeline, step_s / steps[-1]) if mesh.pp.rank == 0 else {}
-        mine = StragglerReport(mean(own), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
+        mine = StragglerReport(mean(busy), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
         everyone: list[StragglerReport] = mesh.world.gather_objects(mine, StragglerReport)
         if mesh.rank != 0:
             return None
         try:
             return judge(everyone, mesh.nodes, step_s, alike=mesh.grid.tp if mesh.device.type == "cuda" else 1)
         except Exception as error:
-            tell(f"watch: the search for stragglers failed, the run goes on: {error!r}")
+            tell(f"watch: the search for stragglers failed, the run continues: {error!r}")
             return None
 
 
@@ -134,12 +134,12 @@ def _messages(mesh: Mesh, pipeline: Sequence[RankSpans], scale: float) -> dict[t
     """
     try:
         spans, _, error_s = on_one_clock(pipeline)
-        found = on_their_way(Timeline("", spans), at_least=error_s)
+        waits_s = on_their_way(Timeline("", spans), at_least=error_s)
     except Exception as error:
-        tell(f"watch: the messages of a step cannot be accounted for, the run goes on: {error!r}")
+        tell(f"watch: the messages of a step cannot be accounted for, the run continues: {error!r}")
         return {}
     ranks = mesh.pp.ranks
-    return {(ranks[sender], ranks[receiver]): scale * seconds for (sender, receiver), seconds in found.items()}
+    return {(ranks[sender], ranks[receiver]): scale * seconds for (sender, receiver), seconds in waits_s.items()}
 
 
 def judge(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, *, alike: int = 1) -> Straggler:
@@ -151,30 +151,30 @@ def judge(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
         step_s: seconds of a mean step.
         alike: neighbouring ranks that cannot be distinguished, since their times contain the waits for each other.
     """
-    found = [_rank(everyone, nodes, step_s, alike), _link(everyone, nodes, step_s), _sums(everyone, nodes, step_s)]
-    worst = max((each for each in found if each is not None), key=lambda each: each.held_s, default=NO_STRAGGLER)
+    candidates = [_rank(everyone, nodes, step_s, alike), _link(everyone, nodes, step_s), _sums(everyone, nodes, step_s)]
+    worst = max(filter(None, candidates), key=lambda each: each.delay_s, default=NO_STRAGGLER)
     return worst if worst.share >= SHARE else NO_STRAGGLER
 
 
 def _rank(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, alike: int) -> Straggler | None:
     """Return the slowest rank, or its node if the whole node is slow; the delay is relative to the next slowest."""
-    slowest = max(range(len(everyone)), key=lambda rank: everyone[rank].own_s)
+    slowest = max(range(len(everyone)), key=lambda rank: everyone[rank].busy_s)
     first = slowest - slowest % alike
-    beside_s = [report.own_s for rank, report in enumerate(everyone) if not first <= rank < first + alike]
-    elsewhere_s = [report.own_s for report, node in zip(everyone, nodes, strict=False) if node != nodes[slowest]]
-    if not beside_s:
+    others_s = [report.busy_s for rank, report in enumerate(everyone) if not first <= rank < first + alike]
+    elsewhere_s = [report.busy_s for report, node in zip(everyone, nodes, strict=False) if node != nodes[slowest]]
+    if not others_s:
         return None
-    own_s, next_s = everyone[slowest].own_s, max(beside_s)
+    busy_s, next_s = everyone[slowest].busy_s, max(others_s)
     who = f"rank {slowest} on {nodes[slowest]}"
     if alike > 1:
         who = f"one of the tensor-parallel ranks {first}..{first + alike - 1} on {nodes[slowest]}"
-    if elsewhere_s and own_s - next_s < (own_s - max(elsewhere_s)) / 2:
+    if elsewhere_s and busy_s - next_s < (busy_s - max(elsewhere_s)) / 2:
         who, next_s = f"the node {nodes[slowest]}", max(elsewhere_s)
-    why = f"it is busy for {own_s:.3g} s, the next slowest for {next_s:.3g} s"
-    same_stages = [report.own_s for report in everyone if report.pp_rank == everyone[slowest].pp_rank]
+    why = f"it is busy for {busy_s:.3g} s, the next slowest for {next_s:.3g} s"
+    same_stages = [report.busy_s for report in everyone if report.pp_rank == everyone[slowest].pp_rank]
     if len({report.pp_rank for report in everyone}) > 1 and min(same_stages) > next_s:
         why += "; all ranks with its stages are slow: look at it, or at the cut into stages (`meshwright stages`)"
-    return Straggler(who, slowest, own_s - next_s, step_s, why)
+    return Straggler(who, slowest, busy_s - next_s, step_s, why)
 
 
 def _link(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
@@ -182,12 +182,12 @@ def _link(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
     if not waits_s:
         return None
     sender, receiver = max(waits_s, key=waits_s.__getitem__)
-    held_s = waits_s[sender, receiver]
+    delay_s = waits_s[sender, receiver]
     if nodes[sender] == nodes[receiver]:
         who = f"the way from rank {sender} to rank {receiver} on {nodes[sender]}"
     else:
         pairs = _by_pair(waits_s, nodes)
-        slow = [pair for pair, seconds in pairs if seconds >= held_s / 2]
+        slow = [pair for pair, seconds in pairs if seconds >= delay_s / 2]
         common = set.intersection(*slow)
         who = f"the link between {' and '.join(sorted({nodes[sender], nodes[receiver]}))}"
         if len(slow) > 1 and len(slow) == len(pairs):  # one of them, or all: the measurements cannot distinguish
@@ -195,17 +195,17 @@ def _link(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
         elif len(slow) > 1 and len(common) == 1:
             who = f"the link of {common.pop()}"
     why = f"messages from rank {sender} to rank {receiver} had been sent, and were on their way"
-    return Straggler(who, sender, held_s, step_s, why)
+    return Straggler(who, sender, delay_s, step_s, why)
 
 
 def _by_pair(waits_s: dict[tuple[int, int], float], nodes: Sequence[str]) -> list[tuple[set[str], float]]:
     """Return the longest wait between each pair of nodes, in seconds."""
-    found: dict[frozenset[str], float] = defaultdict(float)
+    longest_s: dict[frozenset[str], float] = defaultdict(float)
     for (sender, receiver), seconds in waits_s.items():
         pair = frozenset({nodes[sender], nodes[receiver]})
         if len(pair) == 2:
-            found[pair] = max(found[pair], seconds)
-    return [(set(pair), seconds) for pair, seconds in found.items()]
+            longest_s[pair] = max(longest_s[pair], seconds)
+    return [(set(pair), seconds) for pair, seconds in longest_s.items()]
 
 
 def _sums(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:

@@ -1,13 +1,13 @@
 """Trace of one measured step: the spans of every pipeline rank on one clock, in a file that `draw` reads.
 
-    all ranks           barriers, and the clock after each
-    all ranks           the step itself
-    each pipeline       gather of spans, data readings, start of the row
+    all ranks           barriers, and a reading of the clock after each
+    all ranks           the step
+    each pipeline       gather of spans, data reads, start of the row
     rank 0              traces/step-00000005.json with the spans of its pipeline, written atomically
 
 On one machine all processes read the same monotonic clock. Clocks of several machines are aligned by their readings
-after the same barriers. The file stores how far these disagree: ``clock_error_s``. No error here stops a run: a trace
-that cannot be written is reported on stderr.
+after the same barriers; ``clock_error_s`` in the file is the largest deviation of these. No error here stops a run: a
+trace that cannot be written is reported on stderr.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Trace(BaseModel):
     """(pipeline rank, start, end) of each read of samples."""
 
 
-class Measured(NamedTuple):
-    """A trace that was read and is consistent with its own schedule."""
+class LoadedTrace(NamedTuple):
+    """A trace read from a file and checked against its schedule."""
 
     trace: Trace
     schedule: Schedule
@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
 
 class RankSpans(NamedTuple):
-    """Measurements of one pipeline rank in one step: clock readings, spans and data readings."""
+    """Measurements of one pipeline rank in one step: clock readings, spans and data reads."""
 
     host: str
     ticks: tuple[float, ...]
@@ -83,18 +83,18 @@ def traced_step(trace_step: int, steps_taken: int, steps: int) -> int | None:
 
 
 def on_one_clock(everyone: Sequence[RankSpans]) -> tuple[tuple[Span, ...], tuple[Reading, ...], float]:
-    """Return (spans, data readings, clock error), in seconds since the first rank began its row.
+    """Return (spans, data reads, clock error), in seconds since the first rank began its row.
 
     ``everyone``: by pp rank. The clock error bounds the difference between the clocks of two hosts.
     """
     offsets, error_s = clock_offsets(everyone)
-    begin = min(seen.start_s - offset for seen, offset in zip(everyone, offsets, strict=True))
+    begin = min(rank_spans.start_s - offset for rank_spans, offset in zip(everyone, offsets, strict=True))
     spans: list[Span] = []
     readings: list[Reading] = []
-    for rank, (seen, offset) in enumerate(zip(everyone, offsets, strict=True)):
-        start = seen.start_s - offset - begin
-        spans += [Span(rank, span.action, start + span.start, start + span.end) for span in seen.spans]
-        readings += [Reading(rank, start + first, start + last) for first, last in seen.data]
+    for rank, (rank_spans, offset) in enumerate(zip(everyone, offsets, strict=True)):
+        start = rank_spans.start_s - offset - begin
+        spans += [Span(rank, span.action, start + span.start, start + span.end) for span in rank_spans.spans]
+        readings += [Reading(rank, start + first, start + last) for first, last in rank_spans.data]
     return tuple(spans), tuple(readings), error_s
 
 
@@ -105,13 +105,13 @@ def clock_offsets(everyone: Sequence[RankSpans]) -> tuple[list[float], float]:
     nothing more exact is available.
     """
     first = everyone[0]
-    found: dict[str, list[float]] = defaultdict(list)
-    for seen in everyone:
-        if seen.host != first.host:
-            found[seen.host] += [tick - base for tick, base in zip(seen.ticks, first.ticks, strict=True)]
-    offsets = {host: median(differences) for host, differences in found.items()}
-    errors = (abs(each - offsets[host]) for host, differences in found.items() for each in differences)
-    return [offsets.get(seen.host, 0.0) for seen in everyone], max(errors, default=0.0)
+    differences: dict[str, list[float]] = defaultdict(list)
+    for each in everyone:
+        if each.host != first.host:
+            differences[each.host] += [tick - base for tick, base in zip(each.ticks, first.ticks, strict=True)]
+    offsets = {host: median(values) for host, values in differences.items()}
+    errors = (abs(value - offsets[host]) for host, values in differences.items() for value in values)
+    return [offsets.get(each.host, 0.0) for each in everyone], max(errors, default=0.0)
 
 
 def write(trace: Trace, path: Path) -> None:
@@ -131,13 +131,13 @@ def newest(run_directory: Path) -> Path:
     if not found:
         raise DataError(
             "MW-WATCH-009",
-            f"{run_directory} has no trace (traces/step-*.json): give the directory of a run that has taken the step "
+            f"{run_directory} has no trace (traces/step-*.json): name the directory of a run that has taken the step "
             f"that tracking.trace_step names (0 traces none), or a configuration to draw its schedule",
         )
     return max(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
-def read(path: Path) -> Measured:
+def read(path: Path) -> LoadedTrace:
     """Read a trace and check it against its own schedule.
 
     Raises:
@@ -161,7 +161,7 @@ def read(path: Path) -> Measured:
         raise DataError("MW-WATCH-012", f"{path} is no trace of a step: {problem}. Train again, or draw another trace")
     spans = tuple(Span(rank, known[rank, action], start, end) for rank, action, start, end in trace.spans)
     readings = tuple(Reading(*each) for each in trace.data)
-    return Measured(trace, schedule, Timeline(name_of(schedule), spans), readings)
+    return LoadedTrace(trace, schedule, Timeline(name_of(schedule), spans), readings)
 
 
 def _contradiction(trace: Trace, schedule: Schedule, known: dict[tuple[int, str], Action]) -> str | None:

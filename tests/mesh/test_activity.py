@@ -22,14 +22,14 @@ def test_what_is_told_is_what_began_last() -> None:
     activity = Activity()
     activity.begin("one")
     with activity.during("validating"):
-        assert activity.told()[:2] == ("validating", "validating")
+        assert activity.snapshot()[:2] == ("validating", "validating")
         activity.begin("two")
         time.sleep(0.02)
-        told = activity.told()
+        told = activity.snapshot()
         assert told[:2] == ("validating", "two") and told.for_s >= 0.02 and told.waits is None
-    assert activity.told()[:2] == ("starting", "starting")
+    assert activity.snapshot()[:2] == ("starting", "starting")
     assert [activity.posts("a"), activity.posts("b"), activity.posts("a")] == [1, 1, 2]
-    assert activity.told().posted == {"a": 2, "b": 1}
+    assert activity.snapshot().posted == {"a": 2, "b": 1}
 
 
 def operations(mesh: Mesh) -> dict[str, Callable[[], object]]:
@@ -63,7 +63,7 @@ def told_while_waiting(rank: int, world_size: int) -> list[tuple[Waits | None, i
             thread.start()
             operation()
             thread.join()
-            assert mesh.activity.told().waits is None, "it goes on"
+            assert mesh.activity.snapshot().waits is None, "it goes on"
         else:
             while not board.read([name]):
                 assert time.monotonic() < deadline_s
@@ -79,7 +79,7 @@ def told_while_waiting(rank: int, world_size: int) -> list[tuple[Waits | None, i
 
 
 def _look(mesh: Mesh, board: NoteStore, name: str, found: list[tuple[Waits | None, int]], deadline_s: float) -> None:
-    while (told := mesh.activity.told()).waits is None and time.monotonic() < deadline_s:
+    while (told := mesh.activity.snapshot()).waits is None and time.monotonic() < deadline_s:
         time.sleep(0.01)
     found.append((told.waits, 0 if told.waits is None else told.posted.get(told.waits.key, 0)))
     board.put(name, "rank 0 waits")

@@ -11,7 +11,7 @@ from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
 from meshwright.run.directory import STATUS
 from meshwright.watch.hang.diagnosis import MOST_LINES, judge, lines
-from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited, does, in_words
+from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited, describe_activity, in_words
 from meshwright.watch.hang.status import read_status
 
 LONG_S, SILENT_S = 2.5, 1.5
@@ -98,9 +98,9 @@ def test_a_rank_that_is_not_heard_of(heard: bool) -> None:
     reason, ranks = verdict(*beats, grid=Grid(3, 1, 1), silent={1: 7.0})
     assert ranks == (1,)
     if heard:
-        assert "from rank 1 (pp1 dp0 tp0), which has not been heard of for 7.0 s: its process 101 on h" in reason
+        assert "from rank 1 (pp1 dp0 tp0), which has sent no heartbeat for 7.0 s: its process 101 on h" in reason
     else:
-        assert reason.endswith("from rank 1 (pp1 dp0 tp0), which was never heard of")
+        assert reason.endswith("from rank 1 (pp1 dp0 tp0), which has never sent a heartbeat")
 
 
 def test_what_a_silent_rank_waited_for_is_long_past() -> None:
@@ -149,8 +149,8 @@ def test_a_collective_to_which_all_have_come_is_no_reason_to_wait() -> None:
     )
     assert ranks == (0,)
     assert reason.endswith(
-        "which has been computing B of micro-batch 0 (since the all-reduce of (3,) of the world ranks (number 5), to "
-        "which all have come) for 6.0 s"
+        "which has been computing B of micro-batch 0 (since the all-reduce of (3,) of the world ranks (number 5), "
+        "which all ranks have entered) for 6.0 s"
     )
 
 
@@ -214,8 +214,14 @@ def test_actions_in_words(what: str, words: str) -> None:
 
 
 def test_a_line_tells_the_half_that_is_waited_for() -> None:
-    assert does(beat(0, waits=send(1, "0SEND_F1+0RECV_B0"))) == "waits until F of micro-batch 1 is taken by rank 1"
-    assert does(beat(0, waits=receive(1, "0SEND_F1+0RECV_B0"))) == "waits to receive B of micro-batch 0 from rank 1"
+    assert (
+        describe_activity(beat(0, waits=send(1, "0SEND_F1+0RECV_B0")))
+        == "waits until F of micro-batch 1 is taken by rank 1"
+    )
+    assert (
+        describe_activity(beat(0, waits=receive(1, "0SEND_F1+0RECV_B0")))
+        == "waits to receive B of micro-batch 0 from rank 1"
+    )
 
 
 @pytest.mark.parametrize(

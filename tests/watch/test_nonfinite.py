@@ -42,7 +42,7 @@ from tests.watch.spoiling import (
 
 pytestmark = pytest.mark.fault(row="NaN at 3 places x 3 axes: stopped before the step, named")
 
-ONCE = "It did not come again when the step was computed a second time: look at the hardware of "
+ONCE = "It did not recur when the step was replayed: check the hardware of "
 TIED = "embedding.tokens.weight"
 
 
@@ -95,8 +95,8 @@ def seen(of: EvidenceKind, rank: int, stage: int, position: int, microbatch: int
         ([seen(EvidenceKind.GRADIENT, 2, 1, 9), seen(EvidenceKind.LOSS, 3, 1, 0)], (3,)),
         ([seen(EvidenceKind.OUTPUT, 0, 0, 0), seen(EvidenceKind.WEIGHT, 3, 1, 0, None)], (3,)),
         # a sum into which another rank's own gradient went says nothing of who summed it; one without such does
-        ([seen(EvidenceKind.SUM, 0, 0, 9, part=(0, 0)), seen(EvidenceKind.GRADIENT, 1, 0, 9, part=(0, 0))], (1,)),
-        ([seen(EvidenceKind.SUM, 0, 0, 9, part=(0, 0)), seen(EvidenceKind.GRADIENT, 0, 0, 8, part=(0, 1))], (0,)),
+        ([seen(EvidenceKind.SUM, 0, 0, 9, piece=(0, 0)), seen(EvidenceKind.GRADIENT, 1, 0, 9, piece=(0, 0))], (1,)),
+        ([seen(EvidenceKind.SUM, 0, 0, 9, piece=(0, 0)), seen(EvidenceKind.GRADIENT, 0, 0, 8, piece=(0, 1))], (0,)),
     ],
 )
 def test_the_first_of_many_is_the_cause(found: list[Evidence], ranks: tuple[int, ...]) -> None:

@@ -23,11 +23,11 @@ HOSTS = ["h1", "h1", "h2", "h2", "h3", "h3"]
 
 
 def told(
-    own_s: float, *reducing_s: float, replicas: tuple[int, ...] = (0,), pp_rank: int = 0, **ways: float
+    busy_s: float, *reducing_s: float, replicas: tuple[int, ...] = (0,), pp_rank: int = 0, **ways: float
 ) -> StragglerReport:
     """``_0_1=0.3``: what was on its way from rank 0 to rank 1."""
     on_their_way = {tuple(map(int, way.split("_")[1:])): seconds for way, seconds in ways.items()}
-    return StragglerReport(own_s, reducing_s, replicas, pp_rank, on_their_way)  # type: ignore[arg-type]
+    return StragglerReport(busy_s, reducing_s, replicas, pp_rank, on_their_way)  # type: ignore[arg-type]
 
 
 def test_nobody() -> None:
@@ -46,7 +46,7 @@ def test_a_rank_that_takes_longer_for_itself() -> None:
 
 def test_a_node_whose_ranks_are_all_late_is_named_whole() -> None:
     found = judge([told(0.2), told(0.21), told(0.6), told(0.59), told(0.25), told(0.2)], HOSTS, 1.0)
-    assert (found.who, found.held_s) == ("the node h2", 0.6 - 0.25)
+    assert (found.who, found.delay_s) == ("the node h2", 0.6 - 0.25)
     assert found.why == "it is busy for 0.6 s, the next slowest for 0.25 s"
 
 
@@ -60,13 +60,13 @@ def test_ranks_whose_kernels_wait_for_each_other_are_named_together() -> None:
     found = judge(late, ["h1"] * 4, 0.8, alike=2)
     assert found.who == "one of the tensor-parallel ranks 2..3 on h1"
     found = judge(late, HOSTS, 0.8, alike=2)
-    assert found.held_s == pytest.approx(0.4)
+    assert found.delay_s == pytest.approx(0.4)
     assert judge([told(0.2), told(0.9)], HOSTS, 1.0, alike=2) is NO_STRAGGLER, "nobody to compare them with"
 
 
 def test_a_link() -> None:
     found = judge([told(0.2, _0_2=0.01, _2_4=0.5, _4_2=0.1), *[told(0.2)] * 5], HOSTS, 1.0)
-    assert found.who == "the link between h2 and h3" and (found.rank, found.held_s) == (2, 0.5)
+    assert found.who == "the link between h2 and h3" and (found.rank, found.delay_s) == (2, 0.5)
 
 
 def test_two_slow_links_of_one_node_are_its_own() -> None:
@@ -89,7 +89,7 @@ def test_a_sum_that_even_the_last_to_come_waits_in() -> None:
     one, other = {"replicas": (0, 2)}, {"replicas": (1, 3)}
     late = [told(0.2, 0.5, **one), told(0.2, 0.1, **other), told(0.2, 0.4, **one), told(0.3, 0.0, **other)]  # type: ignore[arg-type]
     found = judge(late, HOSTS, 1.0)
-    assert (found.held_s, found.rank) == (0.4, 0)
+    assert (found.delay_s, found.rank) == (0.4, 0)
     assert found.who == "the sum of gradients over ranks 0, 2 on h1, h2"
 
 

@@ -40,7 +40,7 @@ from meshwright.system.bounded import (
 from meshwright.tools.report.checkpoints import CheckpointInfo, read_checkpoints
 from meshwright.tracking.record import StepRecord, from_json
 from meshwright.watch.hang.status import read_status, run_state
-from meshwright.watch.trace import Measured, newest
+from meshwright.watch.trace import LoadedTrace, newest
 from meshwright.watch.trace import read as read_trace
 
 MOST_REMARKS = 12
@@ -87,7 +87,7 @@ class RunContents:
     attempts: tuple[Attempt, ...]
     checkpoints: tuple[CheckpointInfo, ...]
     """Checkpoints, oldest first."""
-    trace: Measured | None
+    trace: LoadedTrace | None
     state: str
     is_live: bool
     placement: str
@@ -216,7 +216,7 @@ def _attempts(
     )
 
 
-def _trace(directory: Path, remarks: list[str]) -> Measured | None:
+def _trace(directory: Path, remarks: list[str]) -> LoadedTrace | None:
     try:
         path = newest(directory)
     except DataError:

@@ -1,16 +1,16 @@
 """Diagnosis of a hang: the rank that blocks all others. Pure: a table of heartbeats in, a sentence out.
 
-    rank 3  in the all-reduce of the dp ranks      --> rank 1, which has not come to it
+    rank 3  in the all-reduce of the dp ranks      --> rank 1, which has not entered it
     rank 1  waits to receive F of micro-batch 2    --> rank 0
-    rank 0  reading samples                            waits for nobody: it is this one
+    rank 0  reading samples                            waits for no rank: the cause
 
-In a collective a rank waits for the ranks that have entered fewer collectives of the group. The chains of waiting are
-followed to their ends. The first of these cases that applies is reported:
+In a collective a rank waits for the ranks that have entered fewer collectives of the group. The edges of this wait-for
+graph are followed to their ends. The first of these cases that applies is reported:
 
     silent     a rank without recent heartbeats: its process is stopped, or its machine is gone
     different  ranks that are in different collectives with the same number
-    busy       a rank that waits for no other rank and has done one thing for long
-    cycle      ranks that wait for each other
+    busy       a rank that waits for no other rank and has been in one activity for long
+    cycle      ranks that wait for each other (deadlock)
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshwright.mesh.grid import Grid
-from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, collective, does, exchange, in_words, place
+from meshwright.watch.hang.heartbeat import (
+    Heartbeat,
+    ReceivedHeartbeat,
+    collective,
+    describe_activity,
+    exchange,
+    in_words,
+    place,
+)
 
 MOST_NAMED = 3
 MOST_LINES = 16
@@ -42,10 +50,10 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
         table: last heartbeat of each rank.
         grid: the mesh, for coordinates in the text.
         silent_s: a rank whose heartbeat is older is silent.
-        long_s: a rank that does one thing for at least this long, and waits for no other rank, is stuck.
+        long_s: a rank that is in one activity for at least this long, and waits for no other rank, is stuck.
     """
     silent = {rank for rank, seen in table.items() if seen.beat is None or seen.silent_s > silent_s}
-    edges = {rank: set() if rank in silent else _waited_for(rank, table, silent) for rank in sorted(table)}
+    edges = {rank: set() if rank in silent else _waited_for(rank, table) for rank in sorted(table)}
     ends = [rank for rank in edges if not edges[rank]]
     weight = Counter(reached for rank in edges for reached in _reached(rank, edges) if not edges[reached])
     ends.sort(key=lambda rank: (-weight[rank], rank))
@@ -75,8 +83,8 @@ def lines(
 ) -> list[str]:
     """Format the table of heartbeats: a header, then one line for each rank.
 
-    If ``most`` limits the lines after the header, the ranks of ``first`` are kept, and a last line counts the ranks
-    that are left out.
+    ``most`` limits the lines after the header: the ranks of ``first`` are listed, and a last line counts the omitted
+    ranks.
     """
     order = sorted(table)
     if most is not None and len(order) > most:
@@ -85,17 +93,17 @@ def lines(
     for rank in order:
         beat, quiet_s = table[rank]
         if beat is None:
-            rows.append((str(rank), place(grid, rank), "", "", "nothing was ever heard of it"))
+            rows.append((str(rank), place(grid, rank), "", "", "no heartbeat yet"))
             continue
-        activity = does(beat) + (f"; not heard of for {seconds(quiet_s)}" if quiet_s > silent_s else "")
+        activity = describe_activity(beat) + (f"; no heartbeat for {seconds(quiet_s)}" if quiet_s > silent_s else "")
         rows.append((str(rank), place(grid, rank), str(beat.step), seconds(beat.for_s), activity))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     texts = [
         f"{row[0]:>{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]:>{widths[3]}}  {row[4]}"
         for row in rows
     ]
-    left_out = len(table) - len(order)
-    return [*texts, f"... and {left_out:,} more ranks"] if left_out else texts
+    num_omitted = len(table) - len(order)
+    return [*texts, f"... and {num_omitted:,} more ranks"] if num_omitted else texts
 
 
 def seconds(value: float) -> str:
@@ -107,7 +115,8 @@ def _for_s(seen: ReceivedHeartbeat) -> float:
     return 0.0 if seen.beat is None else seen.beat.for_s
 
 
-def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat], silent: set[int]) -> set[int]:
+def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
+    """Return the ranks that a rank waits for directly."""
     beat = table[rank].beat
     assert beat is not None
     waits = beat.waits
@@ -115,12 +124,12 @@ def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat], silent: set[i
         return set()
     if waits.how != "collective":
         return set(waits.ranks)
-    found = set()
+    missing = set()
     for other in waits.ranks:
-        theirs = table[other].beat if other in table else None
-        if theirs is None or theirs.posted.get(waits.key, 0) < waits.number:
-            found.add(other)
-    return found
+        beat = table[other].beat if other in table else None
+        if beat is None or beat.posted.get(waits.key, 0) < waits.number:
+            missing.add(other)
+    return missing
 
 
 def _reached(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
@@ -169,7 +178,7 @@ def _cycle(edges: Mapping[int, set[int]]) -> list[int]:
 
 
 class _VerdictFormatter(NamedTuple):
-    """Formatter of verdicts."""
+    """Formatter of verdicts, with the heartbeats and the wait-for graph."""
 
     table: Mapping[int, ReceivedHeartbeat]
     grid: Grid
@@ -179,7 +188,7 @@ class _VerdictFormatter(NamedTuple):
         return f"rank {rank} ({place(self.grid, rank)})"
 
     def ends(self, ranks: list[int], silent: set[int]) -> Verdict:
-        """Describe the ranks at which chains of waiting end."""
+        """Describe the ranks at the ends of the wait-for graph."""
         parts, named = [], tuple(ranks[:MOST_NAMED])
         for rank in named:
             what = self._silent(rank) if rank in silent else self._busy(rank)
@@ -209,9 +218,9 @@ class _VerdictFormatter(NamedTuple):
     def _silent(self, rank: int) -> str:
         beat, silent_s = self.table[rank]
         if beat is None:
-            return "was never heard of"
+            return "has never sent a heartbeat"
         return (
-            f"has not been heard of for {seconds(silent_s)}: its process {beat.pid} on {beat.host} is stopped, or the "
+            f"has sent no heartbeat for {seconds(silent_s)}: its process {beat.pid} on {beat.host} is stopped, or the "
             f"machine is gone; it was last seen {in_words(beat.what)}"
         )
 
@@ -219,7 +228,7 @@ class _VerdictFormatter(NamedTuple):
         beat = self._beat(rank)
         inside = ""
         if beat.waits is not None:  # the heartbeat predates the end of the collective: all ranks have entered it
-            inside = f" (since {collective(beat.waits)}, to which all have come)"
+            inside = f" (since {collective(beat.waits)}, which all ranks have entered)"
         return f"has been {in_words(beat.what)}{inside} for {seconds(beat.for_s)}"
 
     def _wait(self, rank: int, after: int) -> str:

@@ -1,4 +1,4 @@
-"""Files of the watchdog in the run's directory. Each write has a time limit, because the file system itself may hang.
+"""Files of the watchdog in the run's directory. Each write has a time limit, because the file system may hang too.
 
 status.json        rank 0, every tick: all heartbeats
 hang/rank-N.txt    each rank: the stacks of its threads
@@ -22,10 +22,10 @@ IO_S = 5.0
 
 
 class DiskWriter:
-    """Watchdog files of one rank. Errors of writing are passed to ``warn``."""
+    """Writer of one rank's watchdog files. Errors of a write are passed to ``warn``."""
 
     def __init__(self, status_file: Path, rank: int, host: str, warn: Callable[[Exception], None]) -> None:
-        """Start without files. ``warn`` is called with each error of writing."""
+        """Prepare the writer. ``warn`` is called with each error of a write."""
         self._status_file = status_file
         self._directory = status_file.parent / "hang"
         self._rank = rank
@@ -34,42 +34,42 @@ class DiskWriter:
         self._writing: threading.Thread | None = None
 
     @property
-    def report_place(self) -> Path:
+    def report_path(self) -> Path:
         return self._directory / "report.txt"
 
     @property
-    def _stacks_place(self) -> Path:
+    def _stacks_path(self) -> Path:
         return self._directory / f"rank-{self._rank}.txt"
 
-    def forget_stacks(self) -> None:
+    def remove_stacks(self) -> None:
         """Remove this rank's stacks of an earlier hang, so that the file shows the latest hang alone."""
-        self._at_most(lambda: self._stacks_place.unlink(missing_ok=True))
+        self._within_limit(lambda: self._stacks_path.unlink(missing_ok=True))
 
     def write_stacks(self) -> None:
         """Write the stacks of all threads of this process."""
 
         def write() -> None:
-            self._stacks_place.parent.mkdir(parents=True, exist_ok=True)
-            with self._stacks_place.open("w") as file:
+            self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
+            with self._stacks_path.open("w") as file:
                 now = time.strftime("%Y-%m-%d %H:%M:%S")
                 print(f"rank {self._rank}, process {os.getpid()} on {self._host}, {now}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 
-        self._at_most(write)
+        self._within_limit(write)
 
     def write_report(self, lines: Sequence[str]) -> None:
         def write() -> None:
-            self.report_place.parent.mkdir(parents=True, exist_ok=True)
-            self.report_place.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]))
+            self.report_path.parent.mkdir(parents=True, exist_ok=True)
+            self.report_path.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]))
 
-        self._at_most(write)
+        self._within_limit(write)
 
     def write_status(self, status: Status) -> None:
         """Write ``status.json`` atomically."""
         text = status.model_dump_json() + "\n"
-        self._at_most(lambda: write_atomic(self._status_file, text, is_durable=False))
+        self._within_limit(lambda: write_atomic(self._status_file, text, is_durable=False))
 
-    def _at_most(self, write: Callable[[], object]) -> None:
+    def _within_limit(self, write: Callable[[], object]) -> None:
         """Write in a thread and wait at most ``IO_S``; skip the write while an earlier one still hangs."""
 
         def attempt() -> None:

@@ -1,4 +1,4 @@
-"""Exchange of heartbeats over the store, which all ranks share, and the claim of a hang's report."""
+"""Exchange of heartbeats over the key-value store of all ranks, and the claim of a hang's report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited
 from meshwright.watch.hang.status import RankStatus
 
-CLAIM, REASON, WITHDRAWN = "hang/claim", "hang/said", "hang/over"
+CLAIM, REASON, WITHDRAWN = "hang/claim", "hang/reason", "hang/withdrawn"
 """Keys in the store: the n-th claim of the report, the reported reason, and the n-th claim's withdrawal."""
 
 
 class HeartbeatExchange:
-    """Last heartbeat of each rank as it has arrived here. Without a store (one rank) there are only this rank's own."""
+    """Last received heartbeat of each rank. Without a store (one rank) there is only this rank's own."""
 
     def __init__(self, mesh: Mesh, step: Callable[[], int]) -> None:
         """Begin without heartbeats. ``step`` returns the number of steps taken; called by other threads."""
@@ -32,17 +32,17 @@ class HeartbeatExchange:
 
     def beat(self, awake_s: float) -> Heartbeat:
         """Return a new heartbeat of this rank. ``awake_s``: monotonic time since which the process has run."""
-        doing = self._mesh.activity.told()
+        activity = self._mesh.activity.snapshot()
         self._num_beats += 1
         return Heartbeat(
             rank=self._mesh.rank,
             beat=self._num_beats,
             step=self._step(),
-            phase=doing.phase,
-            what=doing.what,
-            for_s=round(max(0.0, min(doing.for_s, time.monotonic() - awake_s)), 3),
-            waits=None if doing.waits is None else Waited(**doing.waits._asdict()),
-            posted=doing.posted,
+            phase=activity.phase,
+            what=activity.what,
+            for_s=round(max(0.0, min(activity.for_s, time.monotonic() - awake_s)), 3),
+            waits=None if activity.waits is None else Waited(**activity.waits._asdict()),
+            posted=activity.posted,
             pid=os.getpid(),
             host=self.host,
             at_s=time.time(),
@@ -63,21 +63,21 @@ class HeartbeatExchange:
         if self._store is None:
             return
         others = (rank for rank in range(self._mesh.grid.size) if rank != self._mesh.rank)
-        found = self._store.read([f"beat/{rank}" for rank in others])
+        texts = self._store.read([f"beat/{rank}" for rank in others])
         now = time.monotonic()
-        for text in found.values():
+        for text in texts.values():
             beat = Heartbeat.model_validate_json(text)
-            known = self._received.get(beat.rank)
-            if known is None or known[0].beat != beat.beat:
+            last = self._received.get(beat.rank)
+            if last is None or last[0].beat != beat.beat:
                 self._received[beat.rank] = (beat, now)
 
     def table(self, silent_s: float) -> dict[int, ReceivedHeartbeat]:
-        """Return the last heartbeat of every rank; one older than ``silent_s`` is dated by the sender's clock too."""
+        """Return the last heartbeat of every rank. Ages above ``silent_s`` also use the sender's clock."""
         now = time.monotonic()
         table = dict.fromkeys(range(self._mesh.grid.size), ReceivedHeartbeat(None, now - self._began_s))
         for rank, (beat, received_s) in self._received.items():
             quiet_s = now - received_s
-            if quiet_s > silent_s:  # it may have been read here only once, and be much older
+            if quiet_s > silent_s:  # received only once, it may be much older than its arrival here
                 quiet_s = max(quiet_s, time.time() - beat.at_s)
             table[rank] = ReceivedHeartbeat(beat, quiet_s)
         return table
@@ -101,12 +101,12 @@ class HeartbeatExchange:
         return self._store is not None and self._store.has(f"{CLAIM}/{self._num_withdrawn}")
 
     def withdraw_claim(self) -> None:
-        """Take back this rank's claim: it was only slow and makes progress again."""
+        """Take back this rank's claim: the rank was only slow and makes progress again."""
         if self._store is not None:
-            self._store.put(f"{WITHDRAWN}/{self._num_withdrawn}", "it goes on")
+            self._store.put(f"{WITHDRAWN}/{self._num_withdrawn}", "withdrawn")
             self._num_withdrawn += 1
 
-    def see_withdrawal(self) -> bool:
+    def pop_withdrawal(self) -> bool:
         """Return True, once, after the claiming rank has withdrawn its claim."""
         assert self._store is not None
         key = f"{WITHDRAWN}/{self._num_withdrawn}"

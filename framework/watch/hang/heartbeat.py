@@ -91,7 +91,7 @@ def in_words(what: str) -> str:
     return f"{_VERBS[kind]} micro-batch {microbatch}"
 
 
-def does(beat: Heartbeat) -> str:
+def describe_activity(beat: Heartbeat) -> str:
     """Describe the activity of a rank for a line of a table."""
     waits = beat.waits
     if waits is None:

@@ -38,7 +38,7 @@ from meshwright.terminal.output import tell
 from meshwright.watch.hang.diagnosis import MOST_LINES, Verdict, judge, lines, seconds
 from meshwright.watch.hang.disk_writer import DiskWriter
 from meshwright.watch.hang.exchange import HeartbeatExchange
-from meshwright.watch.hang.heartbeat import MISSED, ReceivedHeartbeat, does, place
+from meshwright.watch.hang.heartbeat import MISSED, ReceivedHeartbeat, describe_activity, place
 from meshwright.watch.hang.status import Ended, Status
 
 LATER_S = 60.0
@@ -95,7 +95,7 @@ class Watchdog:
         ]
 
     def __enter__(self) -> Self:
-        self._disk.forget_stacks()
+        self._disk.remove_stacks()
         for thread in self._threads:
             thread.start()
         return self
@@ -198,9 +198,9 @@ class Watchdog:
         else:
             table = {rank: ReceivedHeartbeat(mine, 0.0)}
             reason = (
-                f"rank {rank} ({place(grid, rank)}) {does(mine)}. The key-value store through which ranks exchange "
-                f"heartbeats has not answered for {seconds(alone_for_s)} either: the process or machine that holds it "
-                f"(rank 0's or the launcher's) is stopped or gone"
+                f"rank {rank} ({place(grid, rank)}) {describe_activity(mine)}. The key-value store through which ranks "
+                f"exchange heartbeats has not responded for {seconds(alone_for_s)} either: the process or machine that "
+                f"holds it (rank 0's or the launcher's) is stopped or gone"
             )
             verdict = Verdict(reason, (rank,))
         head = f"the run hangs: nothing has moved on rank {rank} for {seconds(self._age_s())}. {verdict.reason}"
@@ -208,7 +208,7 @@ class Watchdog:
         message = [
             head,
             *lines(table, grid, silent_s, verdict.ranks, MOST_LINES),
-            f"the stacks of all ranks that could write them are in {self._disk.report_place.parent}. An operation that "
+            f"the stacks of all ranks that could write them are in {self._disk.report_path.parent}. An operation that "
             f"is long but alive, such as a save or a first step that compiles, needs a launch.timeout_s above "
             f"{self._limit_s:g}",
         ]
@@ -221,7 +221,7 @@ class Watchdog:
 
     def _wait_for_report(self, claimed_s: float) -> None:
         """End this process once the claiming rank has reported; report from this rank if no report appears in time."""
-        if self._exchange.see_withdrawal():
+        if self._exchange.pop_withdrawal():
             self._claimed_s = None
             return
         reason = self._exchange.reason()
@@ -254,4 +254,4 @@ class Watchdog:
         """Print the first error of the watchdog; later ones are dropped, and the run continues."""
         if not self._warned and not self._ended.is_set():
             self._warned = True
-            tell(f"watchdog: {type(error).__name__}: {error}. The run goes on.")
+            tell(f"watchdog: {type(error).__name__}: {error}. The run continues.")

@@ -13,7 +13,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.watch.ranks import ranks_at, samples_named
 
 MOST = 16
-"""Findings of one kind that a rank sends to the others: the first ones."""
+"""Maximal number of findings of one kind that a rank sends to the others: the first ones."""
 
 LARGEST_NORM = 1e18
 """Largest gradient norm in float32: the square of a larger one overflows."""
@@ -46,7 +46,7 @@ class Evidence(NamedTuple):
     dp_rank: int
     microbatch: int | None = None
     samples: tuple[int, ...] = ()
-    part: tuple[int, int] = (0, 0)
+    piece: tuple[int, int] = (0, 0)
     """(tp rank, shard index) of a piece of a gradient."""
 
 
@@ -66,7 +66,7 @@ def broken(tensor: Tensor, *, is_gradient: bool = False) -> str | None:
     if is_gradient and tensor.dtype != torch.float64:
         norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
         if norm > LARGEST_NORM:
-            return f"norm {norm:.1e}, whose square is no number of float32"
+            return f"norm {norm:.1e}, whose square overflows in float32"
     return None
 
 
@@ -88,7 +88,7 @@ def backward_order(evidence: Evidence) -> tuple[int, ...]:
 
 
 def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
-    """Return the first of all findings of all ranks; None if there are none. Pure, so all ranks decide alike.
+    """Return the first of all findings of all ranks; None if there are none. Pure: all ranks get the same result.
 
     If several ranks found the same value at the same point, all of them are named, since the origin is unknown.
     """
@@ -96,11 +96,11 @@ def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
     forward = [each for each in found if each.of in (EvidenceKind.INPUT, EvidenceKind.OUTPUT)]
     losses = [each for each in found if each.of is EvidenceKind.LOSS]
     own = [each for each in found if each.of is EvidenceKind.GRADIENT]
-    explained = {(each.stage, each.position, each.part) for each in own}
+    explained = {(each.stage, each.position, each.piece) for each in own}
     sums = [
         each
         for each in found
-        if each.of is EvidenceKind.SUM and (each.stage, each.position, each.part) not in explained
+        if each.of is EvidenceKind.SUM and (each.stage, each.position, each.piece) not in explained
     ]
     if weights:
         first = min(weights, key=lambda each: (each.stage, each.position))
@@ -123,7 +123,7 @@ def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
     ranks = tuple(sorted({rank for each in same for rank in each.ranks}))
     where = ranks_at(grid, ranks)
     if len(ranks) > 1 and first.of is not EvidenceKind.WEIGHT:
-        where += ", of which it cannot be told which one"
+        where += ", one of which is the origin"
     at = ""
     if first.microbatch is not None:
         replica = f" of replica dp{first.dp_rank}" if grid.dp > 1 else ""
@@ -137,7 +137,7 @@ def _what(first: Evidence) -> str:
     if first.of is EvidenceKind.WEIGHT:
         return f"the weight {first.name} is not finite ({first.found})"
     if first.of is EvidenceKind.INPUT:
-        return f"the samples themselves are not finite ({first.found}), as they come from the data"
+        return f"the samples are not finite ({first.found}) as they are read from the data"
     if first.of is EvidenceKind.OUTPUT:
         return f"the output of {first.name} is the first that is not finite ({first.found})"
     if first.of is EvidenceKind.LOSS:

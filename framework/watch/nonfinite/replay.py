@@ -58,8 +58,8 @@ def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
         for checks in stages:
             within.enter_context(checks.installed())
         result = executor.run(feed)
-    found = [evidence for checks in stages for evidence in checks.findings()]
-    return found + losses(parts, feed, result, (parts.mesh.rank,))[:MOST]
+    evidence = [each for checks in stages for each in checks.findings()]
+    return evidence + losses(parts, feed, result, (parts.mesh.rank,))[:MOST]
 
 
 @contextlib.contextmanager
@@ -98,10 +98,10 @@ class _StageChecks:
         """Install hooks on all modules and parameters within the ``with`` block; gradients start at zero."""
         handles = []
         for name, module in self.stage.layers.named_modules():
-            if module is not self.stage.layers:  # its children are called, it is not
+            if module is not self.stage.layers:  # a container that is never called
                 handles.append(module.register_forward_hook(self._output_hook(name)))
         for bucket in self.replica.buckets:
-            if bucket.flat_gradient is not None:  # a hook may run before this step's first gradient is written there
+            if bucket.flat_gradient is not None:  # a hook may run before the first gradient is written to it
                 bucket.flat_gradient.zero_()
             for slot in bucket.slots:
                 hook = self._gradient_hook(bucket, slot)
@@ -137,16 +137,16 @@ class _StageChecks:
         if self.stage.is_first:
             self._note(EvidenceKind.INPUT, -1, "", inputs)
         try:
-            found: list[Tensor] | LossPart = type(self.stage).forward(
+            output: list[Tensor] | LossPart = type(self.stage).forward(
                 self.stage, microbatch, inputs, labels, train=train
             )
-            return found
+            return output
         finally:
             self._microbatch, self._forward = None, False
 
     def _output_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self._forward:  # in backward, what is recomputed has been seen
+            if self._forward:  # activation checkpointing recomputes in backward: already checked
                 self._num_calls += 1
                 self._note(EvidenceKind.OUTPUT, self._num_calls, name, output)
 
@@ -165,7 +165,7 @@ class _StageChecks:
             if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
                 continue
             leaf = leaf.detach()
-            bad = leaf.isnan() | leaf.isposinf()  # -inf alone is what masks are made of
+            bad = leaf.isnan() | leaf.isposinf()  # -inf is the value of attention masks
             if not bad.any():
                 continue
             if leaf.dim() > 0 and leaf.shape[0] == len(samples):
@@ -177,7 +177,7 @@ class _StageChecks:
     def _gradient_hook(self, bucket: ShardedParameters, slot: BucketSlot) -> Any:
         position = self._positions[id(slot.member.parameter)]
 
-        def hook(parameter: Tensor) -> None:  # after the replica's own, which has put the gradient into the bucket
+        def hook(parameter: Tensor) -> None:  # runs after the replica's hook, which moves the gradient to the bucket
             microbatch = self._microbatch
             if microbatch is None or position in self.gradients:
                 return

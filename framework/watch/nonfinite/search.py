@@ -1,20 +1,20 @@
 """Search for the origin of NaN and Inf in a rejected step: its rank, layer and samples.
 
-A healthy step costs next to nothing. The scalars that every step all-reduces over all ranks show the NaN or Inf to all
-ranks, in the same step. Copies of a gradient that the norm does not count are checked by ranks that would wait anyway.
+A healthy step costs next to nothing. The scalars that every step all-reduces over all ranks carry the NaN or Inf to all
+ranks in the same step. Copies of a gradient that the norm does not count are checked by ranks that would wait anyway.
 
-    1. state left by the step                       weights; losses; gradients that are a rank's own: with ZeRO-1
-                                                    those outside its own shard, since its shard holds the sum over
-                                                    replicas; with ZeRO-2 and -3 none
+    1. state left by the step                       weights; losses; unreduced gradients of this rank: with ZeRO-1 those
+                                                    outside its shard, since the shard holds the sum over replicas; with
+                                                    ZeRO-2 and -3 none
     2. replay of the step (on_nonfinite = "stop")   the same samples, and dropout is a function of sample and layer: the
                                                     same numbers. No sums over replicas, no optimizer. Each module's
                                                     output and each gradient is checked as it is computed
     3. gather of all evidence                       the same verdict on all ranks
 
 NaN and Inf spread to all later values, so the first finding is the cause. In forward that is the lowest stage, then the
-first call within one micro-batch. Tensor-parallel ranks make these calls in step, so the rank where it began can be
-distinguished from ranks that received it in a sum. In backward it is the highest stage, then the last parameter. If
-weights are not finite, the step is not replayed. If the replay is finite, the hardware is suspected.
+first call within one micro-batch. Tensor-parallel ranks make these calls in lockstep, so the rank of origin can be
+distinguished from ranks that received the value in a sum. In backward it is the highest stage, then the last parameter.
+If weights are not finite, the step is not replayed. If the replay is finite, the hardware is suspected.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from meshwright.watch.ranks import ranks_at
 
 def collect_evidence(parts: Parts, feed: Feed, result: RowResult) -> list[Evidence]:
     """Return this rank's weights, losses and gradients that are not finite after a rejected step."""
-    found = []
+    evidence = []
     for index, replica in parts.replicas.items():
         positions = positions_of(parts.executor.stages[index])
-        found += _weights(parts, index, replica, positions)[:MOST]
+        evidence += _weights(parts, index, replica, positions)[:MOST]
         gradients = _gradients(parts, index, replica, positions, feed)
-        found += sorted(gradients, key=backward_order)[:MOST]
-    return found + losses(parts, feed, result, _replica_ranks(parts))[:MOST]
+        evidence += sorted(gradients, key=backward_order)[:MOST]
+    return evidence + losses(parts, feed, result, _replica_ranks(parts))[:MOST]
 
 
 def _replica_ranks(parts: Parts) -> tuple[int, ...]:
@@ -50,9 +50,9 @@ def _replica_ranks(parts: Parts) -> tuple[int, ...]:
 
 
 def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, int]) -> list[Evidence]:
-    own = [(slot.member, _held_weights(bucket, slot)) for bucket in replica.buckets for slot in bucket.slots]
+    trained = [(slot.member, _local_weights(bucket, slot)) for bucket in replica.buckets for slot in bucket.slots]
     found = []
-    for member, weights in own + [(member, member.parameter.detach()) for member in replica.frozen]:
+    for member, weights in trained + [(member, member.parameter.detach()) for member in replica.frozen]:
         wrong = broken(weights)
         if wrong is not None:
             position = positions[id(member.parameter)]
@@ -63,26 +63,26 @@ def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, in
     return sorted(found, key=lambda each: each.position)
 
 
-def _held_weights(bucket: ShardedParameters, slot: BucketSlot) -> Tensor:
-    """Return the weights of one parameter that this rank holds, flat: all, or under ZeRO-3 its padded rows."""
+def _local_weights(bucket: ShardedParameters, slot: BucketSlot) -> Tensor:
+    """Return this rank's weights of one parameter, flat: all of them, or its padded rows under ZeRO-3."""
     return bucket.master if bucket.flat is None else bucket.flat[slot.start : slot.stop]
 
 
 def _pieces(bucket: ShardedParameters) -> Iterator[tuple[BucketSlot, int, Tensor]]:
-    """Yield (slot, shard index, gradient) for each parameter, split at shard boundaries, if this rank holds it.
+    """Yield (slot, shard index, gradient) for each piece of a gradient on this rank, split at shard boundaries.
 
     The gradient is flat: (numel of the piece,).
     """
     begin, end = bucket.shard_range
     size = max(1, end - begin)
-    held, offset = bucket.shard_gradient, begin
-    if bucket.flat_gradient is not None:  # outside this rank's shard it is its own contribution to the sum
-        held, offset, begin, end = bucket.flat_gradient, 0, 0, bucket.numel
+    gradient, offset = bucket.shard_gradient, begin
+    if bucket.flat_gradient is not None:  # outside the shard: this rank's contribution to the sum
+        gradient, offset, begin, end = bucket.flat_gradient, 0, 0, bucket.numel
     for slot in bucket.slots:
         for shard in range(slot.start // size, -(-slot.stop // size)):
             start, stop = max(slot.start, shard * size), min(slot.stop, (shard + 1) * size)
             if begin <= start and stop <= end:
-                yield slot, shard, held[start - offset : stop - offset]
+                yield slot, shard, gradient[start - offset : stop - offset]
 
 
 def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, int], feed: Feed) -> list[Evidence]:
@@ -96,19 +96,19 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
     )
     for bucket in replica.buckets:
         summed_over_dp = bucket.sharding.num_replicas > 1
-        mine = bucket.sharding.shard.rank
+        own_shard = bucket.sharding.shard.rank
         for slot, shard, gradient in _pieces(bucket):
             wrong = broken(gradient, is_gradient=True)
             if wrong is None:
                 continue
             axes = []
-            if shard == mine:
+            if shard == own_shard:
                 axes = [Axis.TP] * (bucket.kind.sum_over_tp and mesh.tp.size > 1)
                 axes += [Axis.PP] * (bucket.kind.tied is not None)
-                # what the others gave to my shard lies with them, where they keep it: finite there, it was not here
-                with_them = bucket.keeps_gradient and bucket.sharding.copies.size == 1 and not axes
-                axes += [Axis.DP] * (summed_over_dp and not with_them)
-            of = EvidenceKind.SUM if axes or (shard == mine and summed_over_dp) else EvidenceKind.GRADIENT
+                # replicas that keep their contributions to this shard check those: then only this rank is a candidate
+                is_kept = bucket.keeps_gradient and bucket.sharding.copies.size == 1 and not axes
+                axes += [Axis.DP] * (summed_over_dp and not is_kept)
+            of = EvidenceKind.SUM if axes or (shard == own_shard and summed_over_dp) else EvidenceKind.GRADIENT
             ranks = _ranks_along(mesh.grid, mesh.rank, axes)
             if bucket.kind.tied is not None:
                 holders = {mesh.grid.coordinates(rank).pp_rank for rank in bucket.kind.tied.ranks.ranks}
@@ -138,30 +138,31 @@ def _ranks_along(grid: Grid, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]
     return tuple(sorted(ranks))
 
 
-def find_cause(parts: Parts, feed: Feed, *, again: bool) -> str:
+def find_cause(parts: Parts, feed: Feed, *, replay: bool) -> str:
     """Find the cause of NaN or Inf in a rejected step. Collective over all ranks; blocks.
 
     Args:
         parts: the parts of this rank, with the result of the rejected step.
         feed: the samples of that step.
-        again: replay the step if the state left by it does not show the cause in a weight.
+        replay: replay the step, unless a weight is not finite.
 
     Returns:
         Text for the message, the same on every rank.
     """
     assert parts.last is not None
     grid = parts.mesh.grid
-    left = _from_all(parts, collect_evidence(parts, feed, parts.last))
-    at_first = cause(left, grid)
-    if not again or (at_first is not None and any(each.of is EvidenceKind.WEIGHT for each in left)):
-        return at_first.text if at_first is not None else "where it began cannot be told: no rank has it any more"
-    second = cause(_from_all(parts, replay_step(parts, feed)), grid)
-    if second is not None:
-        return second.text
-    prefix = f"{at_first.text}. " if at_first is not None else ""
-    suspects = ranks_at(grid, at_first.ranks if at_first is not None else range(grid.size))
-    return f"{prefix}It did not come again when the step was computed a second time: look at the hardware of {suspects}"
+    evidence = _gather(parts, collect_evidence(parts, feed, parts.last))
+    first = cause(evidence, grid)
+    if not replay or any(each.of is EvidenceKind.WEIGHT for each in evidence):
+        return first.text if first is not None else "the origin is unknown: no rank holds the value any more"
+    replayed = cause(_gather(parts, replay_step(parts, feed)), grid)
+    if replayed is not None:
+        return replayed.text
+    prefix = f"{first.text}. " if first is not None else ""
+    suspects = ranks_at(grid, first.ranks if first is not None else range(grid.size))
+    return f"{prefix}It did not recur when the step was replayed: check the hardware of {suspects}"
 
 
-def _from_all(parts: Parts, mine: list[Evidence]) -> list[Evidence]:
-    return [each for found in parts.mesh.world.gather_objects(mine, Evidence, EvidenceKind) for each in found]
+def _gather(parts: Parts, own: list[Evidence]) -> list[Evidence]:
+    """Gather the evidence of all ranks. Collective over all ranks; blocks."""
+    return [each for found in parts.mesh.world.gather_objects(own, Evidence, EvidenceKind) for each in found]
