@@ -55,7 +55,7 @@ class SplitAttention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE) for _ in range(3))
         self.out = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, starts: None = None) -> Tensor:
         """Apply causal attention, (B, S, D) -> (B, S, D)."""
         q, k, v = (
             rearrange(linear(x), "b s (h d) -> b h s d", d=HIDDEN_SIZE // NUM_HEADS)
@@ -84,6 +84,7 @@ def split_attention(fused: nn.Module) -> SplitAttention:
 def parallelize(layers: nn.Sequential, tp: DeviceMesh) -> None:
     """Apply tensor parallelism as in torch's tutorial: column, row, vocabulary-parallel embedding and head."""
     plan: dict[str, ParallelStyle]
+    inputs = (Replicate(), None)  # hidden states; the starts of documents, None in this task
     for name, layer in layers.named_children():
         if name == "embedding":
             plan = {"tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
@@ -91,7 +92,7 @@ def parallelize(layers: nn.Sequential, tp: DeviceMesh) -> None:
             plan = {"": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
         elif name.startswith("block"):
             plan = {
-                "attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+                "attention": PrepareModuleInput(input_layouts=inputs, desired_input_layouts=inputs),
                 "attention.q": ColwiseParallel(),
                 "attention.k": ColwiseParallel(),
                 "attention.v": ColwiseParallel(),

@@ -19,12 +19,11 @@ from torch import nn
 
 from meshwright.config import RunConfig, dump
 from meshwright.data.sources import example
-from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
 from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
-from meshwright.model.running_buffers import cast_running, cast_statistics
+from meshwright.model.running_buffers import cast_model
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import (
@@ -41,8 +40,9 @@ from meshwright.pipeline.plan import (
 from meshwright.pipeline.values import MetaMicrobatch, ValueSpec, cross_entropy
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
+from meshwright.schedule.text import schedule_digest
 from meshwright.tensor_parallel import plan as sharding
-from meshwright.tensor_parallel.check import check_sequence_lengths
+from meshwright.tensor_parallel.check import check_sequence_lengths, check_supported
 from meshwright.tensor_parallel.cross_entropy import check_output_shape
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -104,7 +104,7 @@ class Blueprint:
 
     def digest(self) -> str:
         """Return a digest of configuration, schedule and stages, which must be equal on all ranks."""
-        text = dump(self.config) + self.schedule.digest() + repr(self.stages)
+        text = dump(self.config) + schedule_digest(self.schedule) + repr(self.stages)
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -141,7 +141,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
             shapes.inputs, parallel.tp, config.data.sequence_length if config.data.builder is None else None
         )
     model = build_model(config.model.builder, config.model.options, config.run.seed)
-    check_impossible(config, model)
+    check_supported(parallel, model.impossible, config.model.builder)
     whole = describe_model(config, model, shapes)
     check_recompute(config.pipeline, model, config.model.builder)
     recomputed = recomputed_names(config.pipeline, model)
@@ -187,25 +187,5 @@ def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Gro
         sequence=config.parallel.sequence,
         divisible=model.divisible,
     )
-    cast_parameters(model.layers, dtype)
-    cast_running(model.layers, whole.running, dtype)
-    cast_statistics(model.layers, dtype)
+    cast_model(model.layers, whole.running, dtype)
     return with_blocks(infos, optimizer.block_size) if optimizer.name == "adamw8bit" else infos
-
-
-def check_impossible(config: RunConfig, model: PlainModel) -> None:
-    """Raise :class:`ModelError` for a layout that the model declares unsupported."""
-    parallel = config.parallel
-    for key, wanted, instead in (
-        ("tp", parallel.tp > 1, f"parallel.tp = {parallel.tp}: use parallel.tp = 1"),
-        ("sequence", parallel.sequence, "parallel.sequence = true: set it to false"),
-    ):
-        if wanted and key in model.impossible:
-            raise ModelError("MW-RUN-004", f"{config.model.builder}: {model.impossible[key]}; this rules out {instead}")
-
-
-def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
-    """Cast floating-point parameters to the training dtype, in place. Constant buffers keep their dtype."""
-    for parameter in layers.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)

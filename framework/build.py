@@ -4,7 +4,6 @@ nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,14 +12,15 @@ from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprin
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.replica import Replica, StageReplica, members_of
+from meshwright.data_parallel.members import members_of
+from meshwright.data_parallel.replica import Replica, StageReplica
 from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.errors import MeshError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.build import materialise
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
-from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer
+from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer, host_memory
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage, StageSpec
@@ -211,11 +211,3 @@ def stage_members(
         tie = Tie(canonical, tied[canonical], stages[canonical][0] == stage) if canonical in tied else None
         members.append(StageParameter(blueprint.infos[canonical], parameter, layer, tie))
     return members
-
-
-def host_memory(config: RunConfig, device: torch.device) -> HostMemory | None:
-    """Return the host memory for an offloaded optimizer; None: the optimizer steps on the device."""
-    if not config.parallel.offload:
-        return None
-    directory = config.parallel.offload_directory
-    return HostMemory(device, None if directory is None else Path(directory))

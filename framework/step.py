@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.data.sources import AnySource, Source, validation_steps
-from meshwright.data_parallel.replica import sum_ties
+from meshwright.data_parallel.members import sum_ties
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parts import FLAGS, ForwardParts, Parts, StepStats

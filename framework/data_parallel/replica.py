@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.data_parallel.buckets import Bucket, plan_buckets
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.offload import OffloadedBucket
-from meshwright.data_parallel.sharding import ShardedParameters, Sharding, StageParameter, sum_over_tp
+from meshwright.data_parallel.sharding import Sharding, StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.offload import HostMemory
 
@@ -162,7 +162,7 @@ class StageReplica:
     def finish_reduce(self) -> None:
         """Block until every shard holds the gradient of the global batch, over the replicas and over tp.
 
-        Tied weights still lack the gradients of the copies on other stages: see :func:`sum_ties`.
+        Tied weights still lack the gradients of the copies on other stages: see :func:`~.members.sum_ties`.
         """
         if self._reduction is not None:
             self._reduction.is_last = True
@@ -195,41 +195,3 @@ def _accumulated(replica: weakref.ref[StageReplica], parameter: Tensor, *, index
     alive = replica()
     if alive is not None:
         alive._accumulated(parameter, index=index, number=number)
-
-
-def sum_ties(buckets: Iterable[ShardedParameters]) -> None:
-    """Sum the gradients of each tied weight over its copies, and store the sum in every copy. Blocks.
-
-    Copies on one rank are added directly. Copies on several ranks are all-reduced, this rank's shard only: 2 m (n-1)/n
-    bytes per rank, m = bytes of the shard, n = ranks with a copy. The order is by name, the same on all ranks.
-
-    Every rank that holds a tied weight must call it at the end of its row, after all stages are reduced. A stage's
-    REDUCE would be too early: stages finish at different times, and a stage that waited there could delay the messages
-    that the other stage still needs.
-    """
-    copies: dict[str, list[ShardedParameters]] = defaultdict(list)
-    for bucket in buckets:
-        if bucket.kind.tied is not None:
-            copies[bucket.kind.tied.name].append(bucket)
-    for name in sorted(copies):
-        first, *others = copies[name]
-        assert first.kind.tied is not None
-        for other in others:
-            first.shard_gradient.add_(other.shard_gradient)
-        first.sum_shard(first.kind.tied.ranks)
-    for first, *others in copies.values():
-        first.wait()
-        for other in others:
-            other.shard_gradient.copy_(first.shard_gradient)
-
-
-def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
-    """Return (parameter name, parameter, layer name) of each distinct parameter, in the model's order."""
-    seen: set[int] = set()
-    found = []
-    for layer_name, layer in layers.named_children():
-        for name, parameter in layer.named_parameters(remove_duplicate=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append((f"{layer_name}.{name}", parameter, layer_name))
-    return found

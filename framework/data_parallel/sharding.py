@@ -174,29 +174,6 @@ class ShardedParameters(ABC):
             self.pending.wait()
             self.pending = None
 
-    def full_tensor(self, shard: Tensor) -> Tensor:
-        """All-gather a full flat tensor (numel,) from shards (numel/n,). Collective over the shard group; blocks.
-
-        Every dp rank must call it. Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
-        """
-        if not self.is_sharded:
-            return shard
-        shard = shard.to(self.device).contiguous()
-        flat = torch.empty(self.numel, dtype=shard.dtype, device=self.device)
-        self.sharding.shard.all_gather(flat, shard).wait()
-        return flat
-
-    def full_weights(self) -> Tensor:
-        """Return the full flat weights (numel,) in the training dtype. Every dp rank must call it: ZeRO-3 gathers."""
-        return self.full_tensor(self.master).to(self.dtype) if self.flat is None else self.flat
-
-    def load(self, weights: Tensor, master: Tensor | None) -> None:
-        """Copy this rank's part from full flat tensors (numel,). Master None: masters start from the weights."""
-        start, stop = self.shard_range
-        if self.flat is not None:
-            self.flat.copy_(weights)
-        self.master.copy_((weights if master is None else master)[start:stop])
-
 
 def sum_over_tp(buckets: Sequence[ShardedParameters], tp: Group) -> None:
     """All-reduce over tp the gradients of parameters that each tp rank used for only some tokens or heads. Blocks.

@@ -69,6 +69,20 @@ def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
     return any(running) or any(isinstance(module, batch_norm) and module.training for module in layers.modules())
 
 
+def cast_model(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:
+    """Cast parameters, running buffers and constant statistics to the training dtype, in place."""
+    cast_parameters(layers, dtype)
+    cast_running(layers, running, dtype)
+    cast_statistics(layers, dtype)
+
+
+def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
+    """Cast floating-point parameters to the training dtype, in place. Constant buffers keep their dtype."""
+    for parameter in layers.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:
     """Cast floating-point running buffers, in place, to the training dtype or their own, whichever is finer."""
     for name in running:

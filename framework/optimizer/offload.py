@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.config import Optimizer
+from meshwright.config import Optimizer, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.mesh.comm import CollectiveHandle
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
@@ -69,6 +69,14 @@ class HostMemory:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return done.synchronize
+
+
+def host_memory(config: RunConfig, device: torch.device) -> HostMemory | None:
+    """Return the host memory for an offloaded optimizer; None: the optimizer steps on the device."""
+    if not config.parallel.offload:
+        return None
+    directory = config.parallel.offload_directory
+    return HostMemory(device, None if directory is None else Path(directory))
 
 
 class OffloadedOptimizer(FlatOptimizer):

@@ -55,6 +55,32 @@ def shard_name(pp_rank: int, tp_rank: int) -> str:
     return f"pp{pp_rank}-tp{tp_rank}"
 
 
+def full_tensor(bucket: ShardedParameters, shard: Tensor) -> Tensor:
+    """All-gather a full flat tensor (numel,) from shards (numel/n,). Collective over the shard group; blocks.
+
+    Every dp rank must call it. Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
+    """
+    if not bucket.is_sharded:
+        return shard
+    shard = shard.to(bucket.device).contiguous()
+    flat = torch.empty(bucket.numel, dtype=shard.dtype, device=bucket.device)
+    bucket.sharding.shard.all_gather(flat, shard).wait()
+    return flat
+
+
+def full_weights(bucket: ShardedParameters) -> Tensor:
+    """Return the full flat weights (numel,) in the training dtype. Every dp rank must call it: ZeRO-3 gathers."""
+    return full_tensor(bucket, bucket.master).to(bucket.dtype) if bucket.flat is None else bucket.flat
+
+
+def load_weights(bucket: ShardedParameters, weights: Tensor, master: Tensor | None) -> None:
+    """Copy this rank's part from full flat tensors (numel,). Master None: masters start from the weights."""
+    start, stop = bucket.shard_range
+    if bucket.flat is not None:
+        bucket.flat.copy_(weights)
+    bucket.master.copy_((weights if master is None else master)[start:stop])
+
+
 def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> Iterator[TensorPiece]:
     """Yield the pieces of a flat tensor by parameter, without padding."""
     for slot in bucket.slots:
@@ -88,12 +114,12 @@ def pieces(
             shards = {TensorKind(name): state for name, state in states.items()}
             if bucket.is_mixed_precision:
                 shards[TensorKind.MASTER] = bucket.master
-            weights = bucket.full_weights()
+            weights = full_weights(bucket)
             if mesh.at.dp_rank == 0:
                 yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights)
             del weights
             for kind, shard in shards.items():
-                flat = bucket.full_tensor(shard)
+                flat = full_tensor(bucket, shard)
                 if mesh.at.dp_rank == 0:
                     yield from flat_pieces(kind, bucket, flat)
 
@@ -127,7 +153,7 @@ def restore(
             with torch.no_grad():
                 has_master = bucket.is_mixed_precision and not is_fresh
                 master = _read_bucket(checkpoint, TensorKind.MASTER, bucket) if has_master else None
-                bucket.load(_read_bucket(checkpoint, TensorKind.WEIGHTS, bucket), master)
+                load_weights(bucket, _read_bucket(checkpoint, TensorKind.WEIGHTS, bucket), master)
             if optimizer_steps:
                 states = {
                     name: _read_bucket(checkpoint, TensorKind(name), bucket)[start:stop].clone()

@@ -5,13 +5,12 @@
     1RECV_F0 1F0 1B0 {1SEND_B0+1RECV_F1} 1F1 ...       the one after it the micro-batch; braces: posted together
 
 An action has no time, buffer or rank. The simulator or a measurement adds time (:class:`Span`), buffers belong to the
-stage, and the rank is the index of the row. :mod:`load` parses the text form.
+stage, and the rank is the index of the row. :mod:`text` reads and writes the text form.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -58,9 +57,6 @@ _PARTNERS = {
 }
 _RECEIVED_FOR = {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)}
 _SENT_AFTER = {Kind.F: (Kind.SEND_F, 1), Kind.B: (Kind.SEND_B, -1), Kind.I: (Kind.SEND_B, -1)}
-
-_Messages: TypeAlias = dict[tuple[Kind, int | None], Kind]
-"""(kind, stage) of a computation -> kind of its message."""
 
 
 class Action(NamedTuple):
@@ -174,46 +170,24 @@ class Schedule:
 
     def receive_for(self, action: Action) -> Action | None:
         """Return the receive that a computation needs; None where its input comes from this rank."""
-        kind = self._messages[0].get(action[:2])
-        return None if kind is None else Action(kind, action.stage, action.microbatch)
+        return self._message(action, _RECEIVED_FOR)
 
     def send_after(self, action: Action) -> Action | None:
         """Return the send that follows a computation; None where no other rank needs its output."""
-        kind = self._messages[1].get(action[:2])
-        return None if kind is None else Action(kind, action.stage, action.microbatch)
+        return self._message(action, _SENT_AFTER)
 
-    @cached_property
-    def _messages(self) -> tuple[_Messages, _Messages]:
-        """Receives before, and sends after, each computation whose neighbour is on another rank."""
-        received: _Messages = {}
-        sent: _Messages = {}
-        for found, table in ((received, _RECEIVED_FOR), (sent, _SENT_AFTER)):
-            for kind, (message, offset) in table.items():
-                for stage in range(max(0, -offset), min(self.num_stages, self.num_stages - offset)):
-                    if self.rank_of(stage + offset) != self.rank_of(stage):
-                        found[kind, stage] = message
-        return received, sent
+    def _message(self, action: Action, table: Mapping[Kind, tuple[Kind, int]]) -> Action | None:
+        """Return the message of ``table`` to or from the neighbouring stage, if that is on another rank."""
+        stage = action.stage
+        kind, offset = table.get(action.kind, (None, 0))
+        if kind is None or stage is None or not 0 <= stage + offset < self.num_stages:
+            return None
+        if self._ranks[stage + offset] == self.rank_of(stage):
+            return None
+        return Action(kind, stage, action.microbatch)
 
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
         """Return the B or W of each stage of the rank after which its weight gradient is complete: the reduction may
         begin."""
         last = {action.stage: action for _, action in self.actions(pp_rank) if action.kind in LAST_HALVES}
         return frozenset(last.values())
-
-    def digest(self) -> str:
-        """Return the sha256 of the text form, which must be equal on all ranks."""
-        return hashlib.sha256(format_schedule(self).encode()).hexdigest()
-
-
-def format_item(item: Item) -> str:
-    """Format an item: ``2F0``, or ``{0SEND_F1+0RECV_B0}`` for communications posted together."""
-    return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"
-
-
-def format_schedule(schedule: Schedule) -> str:
-    """Format a schedule: a header and a row per pipeline rank. Inverse of ``load.parse_schedule``."""
-    header = (
-        f"# {schedule.name} pp={schedule.pp} num_stages={schedule.num_stages} chunks={schedule.chunks}"
-        f" placement={schedule.placement}"
-    )
-    return "\n".join([header, *(" ".join(format_item(item) for item in row) for row in schedule.rows), ""])

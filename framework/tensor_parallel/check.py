@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from meshwright.config import Parallel
 from meshwright.errors import ModelError
 
 
@@ -277,3 +278,13 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
     """Return the hint for the message "names no module": the name most like the pattern."""
     close = difflib.get_close_matches(pattern.replace("*", "0"), list(names), 1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; its modules are {', '.join(list(names)[:8])}, ..."
+
+
+def check_supported(parallel: Parallel, impossible: Mapping[str, str], builder: str) -> None:
+    """Raise :class:`ModelError` for tp or sequence parallelism that the model of ``builder`` declares impossible."""
+    for key, wanted, instead in (
+        ("tp", parallel.tp > 1, f"parallel.tp = {parallel.tp}: use parallel.tp = 1"),
+        ("sequence", parallel.sequence, "parallel.sequence = true: set it to false"),
+    ):
+        if wanted and key in impossible:
+            raise ModelError("MW-RUN-004", f"{builder}: {impossible[key]}; this rules out {instead}")

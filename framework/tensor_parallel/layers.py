@@ -4,9 +4,8 @@
     row      weight (O, I/tp)   y = sum(x W^T) + b   input split along the features, output whole; b once, after the sum
     vocab    weight (V/tp, D)   an embedding looks up the rows it holds and sums; a head is a column, its logits stay
                                 split
-    column   weight (N, F/tp)   of an embedding: a slice of each row, output split along the features
-    column_whole, row_whole     a column that all-gathers its output, a row that takes its slice of a whole input. They
-                                enclose a computation that is not split (a norm over all heads) and runs on every rank
+
+:mod:`whole_layers` has those of models that compute on whole features between a column and a row.
 
 Under sequence parallelism "whole" is (B, S/tp, D): a column gathers its input along the sequence, a row and an
 embedding reduce-scatter their output. A vocabulary that tp does not divide gets ceil(V/tp) rows per rank, the last of
@@ -28,10 +27,8 @@ from meshwright.parameters import ParameterInfo, Slice
 from meshwright.tensor_parallel.regather import gathered_linear
 from meshwright.tensor_parallel.regions import (
     copy_in,
-    gather_features,
     reduce_out,
     reduce_scatter_sequence,
-    split_features,
 )
 
 
@@ -49,7 +46,7 @@ def vocab_slice(vocab_size: int, rank: int, tp: int) -> Slice:
     return Slice(0, start, min(start + padded, vocab_size), padded)
 
 
-def _local(whole: Tensor, part: Slice | None) -> nn.Parameter:
+def local_parameter(whole: Tensor, part: Slice | None) -> nn.Parameter:
     """Return a new parameter that holds a slice of a whole one (meta or real)."""
     return nn.Parameter(ParameterInfo("", tuple(whole.shape), part).take(whole.detach()), whole.requires_grad)
 
@@ -71,8 +68,8 @@ class ColumnLinear(nn.Module):
         self.slices: dict[str, Slice | None] = dict.fromkeys(
             ["weight"] if plain.bias is None else ["weight", "bias"], self.slice_of(plain, group)
         )
-        self.weight = _local(plain.weight, self.slices["weight"])
-        self.bias = None if plain.bias is None else _local(plain.bias, self.slices["bias"])
+        self.weight = local_parameter(plain.weight, self.slices["weight"])
+        self.bias = None if plain.bias is None else local_parameter(plain.bias, self.slices["bias"])
         self.out_features, self.in_features = self.weight.shape
 
     @staticmethod
@@ -100,13 +97,6 @@ class VocabHead(ColumnLinear):
         return vocab_slice(plain.out_features, group.rank, group.size)
 
 
-class WholeColumnLinear(ColumnLinear):
-    """Column linear that all-gathers its output over tp in forward as well: (B, S, I) -> (B, S, O) on every rank."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return gather_features(super().forward(x), self.group)
-
-
 class RowLinear(nn.Module):
     """nn.Linear with this rank's contiguous block of input columns.
 
@@ -120,7 +110,7 @@ class RowLinear(nn.Module):
         self.group = group
         self.sequence = sequence
         self.slices: dict[str, Slice | None] = {"weight": even_slice(1, plain.in_features, group.rank, group.size)}
-        self.weight = _local(plain.weight, self.slices["weight"])
+        self.weight = local_parameter(plain.weight, self.slices["weight"])
         self.bias = None
         if plain.bias is not None:
             self.slices["bias"] = None
@@ -139,37 +129,6 @@ class RowLinear(nn.Module):
         return f"{self.in_features} -> {self.out_features} here, {self.slices['weight']}, sequence={self.sequence}"
 
 
-class WholeRowLinear(RowLinear):
-    """Row linear of a whole input, the same on every rank: (B, S, I) -> (B, S, O).
-
-    Backward all-gathers the input's gradient over tp as well.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(split_features(x, self.group))
-
-
-class ColumnEmbedding(nn.Module):
-    """nn.Embedding with this rank's contiguous block of features, such as one number per head.
-
-    ids int64 of any shape, the same on all ranks, also under sequence parallelism -> (..., F/tp). No communication. The
-    gradient of the slice is complete. ``embedding_dim`` is that of the local weight.
-    """
-
-    def __init__(self, plain: nn.Embedding, group: Group) -> None:
-        super().__init__()
-        self.slices: dict[str, Slice | None] = {"weight": even_slice(1, plain.embedding_dim, group.rank, group.size)}
-        self.weight = _local(plain.weight, self.slices["weight"])
-        self.num_embeddings, self.embedding_dim = self.weight.shape
-        self.padding_idx = plain.padding_idx
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight, self.padding_idx)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings} x {self.embedding_dim} here, {self.slices['weight']}"
-
-
 class VocabEmbedding(nn.Module):
     """nn.Embedding with this rank's contiguous block of rows.
 
@@ -184,7 +143,7 @@ class VocabEmbedding(nn.Module):
         self.sequence = sequence
         self.rows = vocab_slice(plain.num_embeddings, group.rank, group.size)
         self.slices: dict[str, Slice | None] = {"weight": self.rows}
-        self.weight = _local(plain.weight, self.rows)
+        self.weight = local_parameter(plain.weight, self.rows)
         self.num_embeddings, self.embedding_dim = self.weight.shape
         self.padding_idx = None
         if plain.padding_idx is not None and self.rows.start <= plain.padding_idx < self.rows.stop:

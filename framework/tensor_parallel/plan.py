@@ -34,16 +34,9 @@ from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.seeding import SeededDropout
 from meshwright.tensor_parallel.check import SPLITTING, PlannedModule, ShardingKind, check_plan
-from meshwright.tensor_parallel.layers import (
-    ColumnEmbedding,
-    ColumnLinear,
-    RowLinear,
-    VocabEmbedding,
-    VocabHead,
-    WholeColumnLinear,
-    WholeRowLinear,
-)
+from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
+from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
 
 POSITION_DIM = -2
 """Sequence dim of the output of a module of kind ``sequence``: (S, D) or (B, S, D)."""

@@ -8,8 +8,6 @@
     reduce_out                all-reduce        -                -
     gather_sequence           all-gather        sum and cut      reduce-scatter
     reduce_scatter_sequence   reduce-scatter    concatenate      all-gather
-    gather_features           all-gather        take own slice   -
-    split_features            -                 concatenate      all-gather
 
 All ranks of the tp group must call them in the same order. They block (on CUDA: the stream). Each counts its collective
 in the group, in forward and in backward. With one rank, and on meta tensors (shape inference), nothing is sent.
@@ -23,14 +21,14 @@ Shapes: B micro-batch, S sequence, D and F features; dim 1 is the sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel import fake_regions, megatron
+from meshwright.tensor_parallel.backward_traffic import count_backward
 
 SEQUENCE_DIM = 1
 
@@ -55,8 +53,8 @@ def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     """
     if group.size == 1:
         return x
-    y = _mappings(x, group).copy_to(x, group=group.process_group)
-    return _watch_gradient(y, group, "all_reduce", 1, own=not fresh)
+    y = mappings_of(x, group).copy_to(x, group=group.process_group)
+    return count_backward(y, group, "all_reduce", 1, own=not fresh)
 
 
 @outside_graphs
@@ -71,7 +69,7 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
         return x
     x = x if fresh and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
     group.begin_collective("all_reduce", x)
-    y = _mappings(x, group).reduce_from(x, group=group.process_group)
+    y = mappings_of(x, group).reduce_from(x, group=group.process_group)
     group.end_collective()
     return y
 
@@ -86,9 +84,9 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
         return x
     x_first = x.transpose(0, 1).contiguous()
     group.begin_collective("all_gather", x, group.size)
-    y_first = _mappings(x, group).gather_sequence(x_first, group=group.process_group)
+    y_first = mappings_of(x, group).gather_sequence(x_first, group=group.process_group)
     group.end_collective()
-    return _watch_gradient(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
+    return count_backward(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
 
 
 @outside_graphs
@@ -101,35 +99,9 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
         return x
     x_first = x.transpose(0, 1).contiguous()
     group.begin_collective("reduce_scatter", x)
-    y_first = _mappings(x, group).reduce_scatter_sequence(x_first, group=group.process_group)
+    y_first = mappings_of(x, group).reduce_scatter_sequence(x_first, group=group.process_group)
     group.end_collective()
-    return _watch_gradient(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
-
-
-@outside_graphs
-def gather_features(x: Tensor, group: Group) -> Tensor:
-    """All-gather the features over tp: (..., F/tp) -> (..., F), for a computation that all ranks do alike. Blocks.
-
-    Backward takes this rank's slice of the gradient, which is the same on all ranks. It needs no communication.
-    """
-    if group.size == 1:
-        return x
-    group.begin_collective("all_gather", x, group.size)
-    y = _mappings(x, group).gather_features(x, group=group.process_group)
-    group.end_collective()
-    return y
-
-
-@outside_graphs
-def split_features(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's slice of the features: (..., F), the same on all ranks -> (..., F/tp). No communication.
-
-    Backward all-gathers the gradient over tp and blocks, so that all ranks have the full gradient again.
-    """
-    if group.size == 1:
-        return x
-    y = _mappings(x, group).scatter_features(x, group=group.process_group)
-    return _watch_gradient(y, group, "all_gather", group.size)
+    return count_backward(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
 
 
 def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -142,40 +114,6 @@ def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
     return x.narrow(dim, group.rank * (length // group.size), length // group.size)
 
 
-def _mappings(x: Tensor, group: Group) -> megatron.Mappings:
-    return fake_regions.mappings(group.size) if x.is_meta else megatron.load_mappings(x.device)
-
-
-class _WatchGradient(torch.autograd.Function):
-    """Identity; its backward counts the collective that follows, and makes the gradient contiguous.
-
-    It runs just before the backward of a mapping. megatron-core sums ``gradient.contiguous()`` and returns
-    ``gradient``, so a non-contiguous gradient comes back unsummed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, operation: str, parts: int, own: bool) -> Tensor:
-        ctx.group, ctx.operation, ctx.parts, ctx.own = group, operation, parts, own
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        ctx.group.begin_collective(ctx.operation, gradient, ctx.parts)
-        if ctx.own or not gradient.is_contiguous():
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-        return gradient, None, None, None, None
-
-
-def _watch_gradient(y: Tensor, group: Group, operation: str, parts: int, *, own: bool = False) -> Tensor:
-    """Attach the count of a backward collective to ``y``, the output of a mapping; return it.
-
-    Args:
-        parts: ratio of the collective's message to the bytes of ``y``.
-        own: pass a copy of the gradient on, which may be overwritten.
-    """
-    if not y.requires_grad:
-        return y
-    assert y.grad_fn is not None
-    y.grad_fn.register_hook(lambda *_: group.end_collective())
-    return _WatchGradient.apply(y, group, operation, parts, own)  # type: ignore[no-any-return, no-untyped-call]
+def mappings_of(x: Tensor, group: Group) -> megatron.Mappings:
+    """Return the regions for tensors on the device of ``x``: megatron-core's, or ours for meta tensors."""
+    return fake_regions.mappings(group.size) if x.is_meta else megatron.loadmappings_of(x.device)

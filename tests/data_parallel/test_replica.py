@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.data_parallel.replica import StageReplica, members_of
+from meshwright.data_parallel.members import members_of
+from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group

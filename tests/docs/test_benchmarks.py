@@ -27,7 +27,7 @@ def test_all_that_it_imports_is_still_there(script: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "command",
     [
-        "side_by_side.py --only a --repeats 1 --steps 1",
+        "side_by_side.py --only a --only c --repeats 1 --steps 1",
         "executor_overhead.py --only zb_v --repeats 1 --steps 1",
         "bubble_measured.py --pp 2 --chunks 2 --steps 1 --ms 1",
         "guards.py --repeats 1 --steps 1 --saves 1",

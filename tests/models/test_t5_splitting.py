@@ -16,8 +16,9 @@ from meshwright.models import t5
 from meshwright.seeding import SeededDropout, seed_dropouts
 from meshwright.tensor_parallel.check import check_plan
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from meshwright.tensor_parallel.layers import ColumnEmbedding, ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.plan import apply
+from meshwright.tensor_parallel.whole_layers import ColumnEmbedding
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 
 B, SE, SD, V = 2, 12, 8, 31

@@ -16,9 +16,10 @@ from meshwright.model.running_buffers import cast_running, couples_samples, runn
 from meshwright.pipeline.plan import check_running
 from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.schedule.action import Schedule
-from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
-from meshwright.schedule.load import parse_schedule
+from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.degrees import INTERLEAVES
 from meshwright.schedule.lower import lower
+from meshwright.schedule.text import parse_schedule
 
 INPUTS = torch.empty((4, 6), device="meta")
 

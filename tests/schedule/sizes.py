@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from meshwright.schedule.action import Schedule
-from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.degrees import INTERLEAVES
 
 
 def interleaves(name: str) -> list[int]:

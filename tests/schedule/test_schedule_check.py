@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import RECEIVES, SENDS, Action, Item, Kind, Schedule, actions_of, format_schedule
+from meshwright.schedule.action import RECEIVES, SENDS, Action, Item, Kind, Schedule, actions_of
 from meshwright.schedule.analysis import Costs, check, report
 from meshwright.schedule.analysis.faults import Fault, Problem
 from meshwright.schedule.analysis.simulator import Channel, play
 from meshwright.schedule.build import build
-from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
+from meshwright.schedule.text import format_schedule, parse_schedule
 from tests.schedule.sizes import built
 
 SOUND = lower(build("1f1b", 3, 4))

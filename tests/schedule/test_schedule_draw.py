@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.schedule.analysis import Costs, simulate, text, timeline_of
 from meshwright.schedule.build import build
-from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
+from meshwright.schedule.text import parse_schedule
 
 
 def test_a_lowered_schedule_is_drawn_like_the_built_one() -> None:

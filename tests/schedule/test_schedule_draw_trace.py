@@ -10,7 +10,8 @@ import pytest
 
 from meshwright.schedule.action import COMPUTE, SENDS, Kind
 from meshwright.schedule.analysis import Costs, Reading, timeline_of
-from meshwright.schedule.build import BUILDERS, INTERLEAVES, build
+from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.degrees import INTERLEAVES
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.perfetto import chrome_trace
 from tests.tools.picture.test_figure import INTERLEAVED

@@ -16,8 +16,9 @@ from meshwright.parameters import ParameterInfo, Slice
 from meshwright.seeding import SeededDropout, seed_dropouts
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from meshwright.tensor_parallel.layers import ColumnEmbedding, RowLinear, VocabEmbedding, VocabHead
+from meshwright.tensor_parallel.layers import RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.plan import apply
+from meshwright.tensor_parallel.whole_layers import ColumnEmbedding
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 from tests.tensor_parallel.tiny_transformer import DIM, DIVISIBLE, LENGTH, PLAN, TIED, VOCAB, build
 

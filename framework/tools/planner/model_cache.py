@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from meshwright.blueprint import DTYPES, batch_numbers, cast_parameters
+from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.config import RunConfig
 from meshwright.data.sources import example
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, build_model
 from meshwright.model.meter import reference
+from meshwright.model.running_buffers import cast_parameters
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names

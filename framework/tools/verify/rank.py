@@ -19,6 +19,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
+from meshwright.run.tensors import full_tensor, full_weights
 from meshwright.step import take_step, total_loss
 from meshwright.tools.verify.reference import RunNumbers, checksum, validated_after, widened
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
@@ -125,7 +126,7 @@ def _weights(parts: Parts) -> list[Part]:
     for replica in parts.replicas.values():
         replica.wait_for_weights()
         for bucket in replica.buckets:
-            weights = bucket.full_weights()
+            weights = full_weights(bucket)
             if _stands_for(parts, bucket):
                 found += _parts_of(bucket, weights)
         for member in replica.frozen:
@@ -142,7 +143,7 @@ def _full_tensors(parts: Parts, shard_of: Callable[[ShardedParameters], Tensor],
     found: list[Part] = []
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            flat = bucket.full_tensor(shard_of(bucket)) * factor
+            flat = full_tensor(bucket, shard_of(bucket)) * factor
             if _stands_for(parts, bucket):
                 found += _parts_of(bucket, flat)
     return found

@@ -1,0 +1,43 @@
+"""Degrees that a schedule can have: stages per rank, and forwards per step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from meshwright.errors import ScheduleError
+
+MAX_FORWARDS = 2**18
+"""Most forwards of a step: pp x chunks x interleave. Each is an action that is written out for every rank."""
+
+INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), **dict.fromkeys(["zb_v", "v_half", "v_min"], range(2, 3))}
+"""Possible numbers of stages per rank of each schedule; only 1 for schedules not listed."""
+
+
+def check_degrees(name: str, names: Sequence[str], pp: int, chunks: int, interleave: int) -> None:
+    """Check that the schedule ``name``, one of ``names``, exists for these degrees; raise :class:`ScheduleError`."""
+    if name not in names:
+        raise ScheduleError(
+            "MW-SCHEDULE-009", f"pipeline.schedule={name!r} is not known: choose one of {', '.join(names)}"
+        )
+    if pp < 1 or chunks < 1 or interleave < 1:
+        raise ScheduleError(
+            "MW-SCHEDULE-010",
+            f"pp={pp}, chunks={chunks}, interleave={interleave}: a step needs at least one pipeline rank, one "
+            f"micro-batch and one stage per rank",
+        )
+    if pp * chunks * interleave > MAX_FORWARDS:
+        raise ScheduleError(
+            "MW-SCHEDULE-011",
+            f"pp={pp} x chunks={chunks} x interleave={interleave} = {pp * chunks * interleave:,} forwards in a step, "
+            f"and at most {MAX_FORWARDS:,} are scheduled: lower batch.chunks, parallel.pp or pipeline.interleave",
+        )
+    possible = {each: INTERLEAVES.get(each, range(1, 2)) for each in names}
+    if interleave not in possible[name]:
+        first, has_one = possible[name][0], len(possible[name]) == 1
+        raise ScheduleError(
+            "MW-SCHEDULE-012",
+            f"pipeline.interleave={interleave}: {name} has {first}{'' if has_one else ' or more'} stages on each rank: "
+            f"set pipeline.interleave={first}, or choose a schedule that can have {interleave}: "
+            f"{', '.join(each for each in names if interleave in possible[each])}",
+        )
