@@ -39,8 +39,7 @@ from meshwright.pipeline.plan import (
 )
 from meshwright.pipeline.values import MetaMicrobatch, ValueSpec, cross_entropy
 from meshwright.schedule.action import Schedule
-from meshwright.schedule.load import draw_schedule
-from meshwright.schedule.text import schedule_digest
+from meshwright.schedule.load import draw_schedule, schedule_digest
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.check import check_sequence_lengths, check_supported
 from meshwright.tensor_parallel.cross_entropy import check_output_shape
@@ -141,7 +140,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
             shapes.inputs, parallel.tp, config.data.sequence_length if config.data.builder is None else None
         )
     model = build_model(config.model.builder, config.model.options, config.run.seed)
-    check_supported(parallel, model.impossible, config.model.builder)
+    check_supported(config.model.builder, model.impossible, tp=parallel.tp, sequence=parallel.sequence)
     whole = describe_model(config, model, shapes)
     check_recompute(config.pipeline, model, config.model.builder)
     recomputed = recomputed_names(config.pipeline, model)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from meshwright.data_parallel.sharding import (
-    BucketKind,
     BucketSlot,
     ShardedParameters,
     Sharding,
@@ -35,28 +34,6 @@ ALIGNED_ELEMENTS = 8
 Eight elements are 16 bytes of bfloat16: the alignment for tensor cores, NCCL, the optimizer's vector loads and compiled
 kernels. Matrices with 8-bit optimizer state are aligned to its blocks as well.
 """
-
-
-def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[list[StageParameter]]:
-    """Group members into buckets of one kind and about ``bucket_bytes`` of gradient, last layer first as in backward.
-
-    A tied weight has a bucket of its own, because the stages that share it must reduce the very same elements. Buckets
-    are ordered by when backward completes them. A bucket with the norms of all layers therefore comes last.
-    """
-    buckets: list[list[StageParameter]] = []
-    open_buckets: dict[BucketKind, list[StageParameter]] = {}
-    filled: dict[BucketKind, int] = {}
-    completed_at: dict[int, int] = {}
-    for position, member in enumerate(reversed(members)):
-        kind = member.kind
-        size = member.parameter.numel() * accumulation_dtype(member.parameter.dtype).itemsize
-        if kind.tied is not None or kind not in open_buckets or filled[kind] + size > bucket_bytes:
-            open_buckets[kind], filled[kind] = [], 0
-            buckets.append(open_buckets[kind])
-        open_buckets[kind].append(member)
-        filled[kind] += size
-        completed_at[id(open_buckets[kind])] = position
-    return sorted(buckets, key=lambda bucket: completed_at[id(bucket)])
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -1,13 +1,14 @@
-"""Distinct parameters of a stage, and the gradient sum of weights that several stages share (tied weights)."""
+"""Parameters of a stage as a whole: which share a bucket, full tensors from shards, gradient sums of tied weights."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from meshwright.data_parallel.sharding import ShardedParameters
+from meshwright.data_parallel.sharding import BucketKind, ShardedParameters, StageParameter, accumulation_dtype
 
 
 def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
@@ -20,6 +21,46 @@ def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
                 seen.add(id(parameter))
                 found.append((f"{layer_name}.{name}", parameter, layer_name))
     return found
+
+
+def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[list[StageParameter]]:
+    """Group members into buckets of one kind and about ``bucket_bytes`` of gradient, last layer first as in backward.
+
+    A tied weight has a bucket of its own, because the stages that share it must reduce the very same elements. Buckets
+    are ordered by when backward completes them. A bucket with the norms of all layers therefore comes last.
+    """
+    buckets: list[list[StageParameter]] = []
+    open_buckets: dict[BucketKind, list[StageParameter]] = {}
+    filled: dict[BucketKind, int] = {}
+    completed_at: dict[int, int] = {}
+    for position, member in enumerate(reversed(members)):
+        kind = member.kind
+        size = member.parameter.numel() * accumulation_dtype(member.parameter.dtype).itemsize
+        if kind.tied is not None or kind not in open_buckets or filled[kind] + size > bucket_bytes:
+            open_buckets[kind], filled[kind] = [], 0
+            buckets.append(open_buckets[kind])
+        open_buckets[kind].append(member)
+        filled[kind] += size
+        completed_at[id(open_buckets[kind])] = position
+    return sorted(buckets, key=lambda bucket: completed_at[id(bucket)])
+
+
+def full_tensor(bucket: ShardedParameters, shard: Tensor) -> Tensor:
+    """All-gather a full flat tensor (numel,) from shards (numel/n,). Collective over the shard group; blocks.
+
+    Every dp rank must call it. Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
+    """
+    if not bucket.is_sharded:
+        return shard
+    shard = shard.to(bucket.device).contiguous()
+    flat = torch.empty(bucket.numel, dtype=shard.dtype, device=bucket.device)
+    bucket.sharding.shard.all_gather(flat, shard).wait()
+    return flat
+
+
+def full_weights(bucket: ShardedParameters) -> Tensor:
+    """Return the full flat weights (numel,) in the training dtype. Every dp rank must call it: ZeRO-3 gathers."""
+    return full_tensor(bucket, bucket.master).to(bucket.dtype) if bucket.flat is None else bucket.flat
 
 
 def sum_ties(buckets: Iterable[ShardedParameters]) -> None:

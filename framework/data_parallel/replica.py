@@ -18,8 +18,9 @@ from functools import partial
 
 from torch import Tensor
 
-from meshwright.data_parallel.buckets import Bucket, plan_buckets
+from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
+from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.offload import OffloadedBucket
 from meshwright.data_parallel.sharding import Sharding, StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group

@@ -11,6 +11,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind, TensorPiece
 from meshwright.checkpoint.preflight import SavedTensor
 from meshwright.config import RunConfig
+from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters, StageParameter
 from meshwright.errors import CheckpointError
@@ -53,24 +54,6 @@ def checkpoint_metadata(
 def shard_name(pp_rank: int, tp_rank: int) -> str:
     """Return the name of the shard that the ranks of one pp and tp rank write."""
     return f"pp{pp_rank}-tp{tp_rank}"
-
-
-def full_tensor(bucket: ShardedParameters, shard: Tensor) -> Tensor:
-    """All-gather a full flat tensor (numel,) from shards (numel/n,). Collective over the shard group; blocks.
-
-    Every dp rank must call it. Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
-    """
-    if not bucket.is_sharded:
-        return shard
-    shard = shard.to(bucket.device).contiguous()
-    flat = torch.empty(bucket.numel, dtype=shard.dtype, device=bucket.device)
-    bucket.sharding.shard.all_gather(flat, shard).wait()
-    return flat
-
-
-def full_weights(bucket: ShardedParameters) -> Tensor:
-    """Return the full flat weights (numel,) in the training dtype. Every dp rank must call it: ZeRO-3 gathers."""
-    return full_tensor(bucket, bucket.master).to(bucket.dtype) if bucket.flat is None else bucket.flat
 
 
 def load_weights(bucket: ShardedParameters, weights: Tensor, master: Tensor | None) -> None:

@@ -5,7 +5,7 @@
     1RECV_F0 1F0 1B0 {1SEND_B0+1RECV_F1} 1F1 ...       the one after it the micro-batch; braces: posted together
 
 An action has no time, buffer or rank. The simulator or a measurement adds time (:class:`Span`), buffers belong to the
-stage, and the rank is the index of the row. :mod:`text` reads and writes the text form.
+stage, and the rank is the index of the row. :mod:`load` has the text form.
 """
 
 from __future__ import annotations
@@ -191,3 +191,8 @@ class Schedule:
         begin."""
         last = {action.stage: action for _, action in self.actions(pp_rank) if action.kind in LAST_HALVES}
         return frozenset(last.values())
+
+
+def format_item(item: Item) -> str:
+    """Format an item: ``2F0``, or ``{0SEND_F1+0RECV_B0}`` for communications posted together."""
+    return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from meshwright.config import Parallel
 from meshwright.errors import ModelError
 
 
@@ -280,11 +279,11 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; its modules are {', '.join(list(names)[:8])}, ..."
 
 
-def check_supported(parallel: Parallel, impossible: Mapping[str, str], builder: str) -> None:
+def check_supported(builder: str, impossible: Mapping[str, str], *, tp: int, sequence: bool) -> None:
     """Raise :class:`ModelError` for tp or sequence parallelism that the model of ``builder`` declares impossible."""
     for key, wanted, instead in (
-        ("tp", parallel.tp > 1, f"parallel.tp = {parallel.tp}: use parallel.tp = 1"),
-        ("sequence", parallel.sequence, "parallel.sequence = true: set it to false"),
+        ("tp", tp > 1, f"parallel.tp = {tp}: use parallel.tp = 1"),
+        ("sequence", sequence, "parallel.sequence = true: set it to false"),
     ):
         if wanted and key in impossible:
             raise ModelError("MW-RUN-004", f"{builder}: {impossible[key]}; this rules out {instead}")

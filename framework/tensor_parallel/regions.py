@@ -116,4 +116,4 @@ def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
 
 def mappings_of(x: Tensor, group: Group) -> megatron.Mappings:
     """Return the regions for tensors on the device of ``x``: megatron-core's, or ours for meta tensors."""
-    return fake_regions.mappings(group.size) if x.is_meta else megatron.loadmappings_of(x.device)
+    return fake_regions.mappings(group.size) if x.is_meta else megatron.load_mappings(x.device)

@@ -46,7 +46,7 @@ from meshwright.config import (
     write_snapshot,
 )
 from meshwright.config.keys import KEYS
-from meshwright.data_parallel.buckets import plan_buckets
+from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group

@@ -12,8 +12,8 @@ from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
 from meshwright.config import Optimizer, RunConfig, reduces_each_microbatch, shard_factor
 from meshwright.optimizer.flat import states_of
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
-from meshwright.schedule.analysis import text as schedule_text
 from meshwright.terminal.format import format_size, format_table
+from meshwright.tools.picture.text import text as schedule_text
 
 WIDTH = 100
 

@@ -21,7 +21,7 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Observer, Parts, StepEvent, StragglerShare
 from meshwright.pipeline.executor import Feed
 from meshwright.schedule.action import Action, Kind, Span
-from meshwright.schedule.text import format_schedule
+from meshwright.schedule.load import format_schedule
 from meshwright.terminal.output import tell
 from meshwright.watch.drift import check_drift
 from meshwright.watch.nonfinite.search import find_cause

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 from meshwright.errors import DataError, ScheduleError
 from meshwright.schedule.action import Action, Schedule, Span
 from meshwright.schedule.analysis import Reading, Timeline, name_of
-from meshwright.schedule.text import parse_schedule
+from meshwright.schedule.load import parse_schedule
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.data_parallel.buckets import Bucket, plan_buckets
+from meshwright.data_parallel.buckets import Bucket
+from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie, accumulation_dtype
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice

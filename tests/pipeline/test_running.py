@@ -18,8 +18,8 @@ from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.degrees import INTERLEAVES
+from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import parse_schedule
 
 INPUTS = torch.empty((4, 6), device="meta")
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import Action, Kind, Placement, Schedule, actions_of
+from meshwright.schedule.action import Action, Kind, Placement, Schedule, actions_of, format_item
 from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.load import format_schedule, parse_schedule, read_schedule, schedule_digest
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import format_item, format_schedule, parse_schedule, read_schedule, schedule_digest
 from tests.schedule.sizes import built
 
 HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
@@ -25,8 +25,9 @@ WITHOUT_TORCH = """
 import sys
 sys.modules.update(dict.fromkeys(["torch", "numpy"]))  # whoever imports them fails
 from meshwright.schedule import build, degrees, load, lower
-from meshwright.schedule.analysis import Costs, check, simulate, text
-from meshwright.schedule.text import format_schedule, parse_schedule
+from meshwright.schedule.analysis import Costs, check, simulate
+from meshwright.tools.picture.text import text
+from meshwright.schedule.load import format_schedule, parse_schedule
 for name in build.BUILDERS:
     built = build.build(name, 2, 3, degrees.INTERLEAVES.get(name, [1])[0])
     lowered = lower.lower(parse_schedule(format_schedule(built)))

@@ -14,8 +14,8 @@ from meshwright.schedule.analysis import Costs, Timeline, bubble_share, check, p
 from meshwright.schedule.analysis.faults import Fault
 from meshwright.schedule.analysis.simulator import Channel, play
 from meshwright.schedule.build import BUILDERS, build
+from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import parse_schedule
 from tests.schedule.sizes import built, smallest
 from tests.support.bubbles import own_bubble_share
 

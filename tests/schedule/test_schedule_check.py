@@ -16,8 +16,8 @@ from meshwright.schedule.analysis import Costs, check, report
 from meshwright.schedule.analysis.faults import Fault, Problem
 from meshwright.schedule.analysis.simulator import Channel, play
 from meshwright.schedule.build import build
+from meshwright.schedule.load import format_schedule, parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import format_schedule, parse_schedule
 from tests.schedule.sizes import built
 
 SOUND = lower(build("1f1b", 3, 4))

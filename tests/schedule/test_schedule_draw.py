@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.analysis import Costs, simulate, text, timeline_of
+from meshwright.schedule.analysis import Costs, simulate, timeline_of
 from meshwright.schedule.build import build
+from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import parse_schedule
+from meshwright.tools.picture.text import text
 
 
 def test_a_lowered_schedule_is_drawn_like_the_built_one() -> None:

@@ -10,9 +10,8 @@ import pytest
 from meshwright.config import Pipeline, RunConfig
 from meshwright.errors import UserError
 from meshwright.schedule.build import BUILDERS, build
-from meshwright.schedule.load import draw_schedule
+from meshwright.schedule.load import draw_schedule, format_schedule
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import format_schedule
 from meshwright.tools.verify.layouts import SCHEDULES
 
 

@@ -15,8 +15,8 @@ from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.schedule.analysis import Costs, check, report
 from meshwright.schedule.analysis.faults import Fault
 from meshwright.schedule.analysis.simulator import Channel, play
+from meshwright.schedule.load import read_schedule
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import read_schedule
 from tests.schedule.sizes import built
 
 COMPUTED = """\

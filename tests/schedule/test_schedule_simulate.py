@@ -17,8 +17,8 @@ from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action,
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
 from meshwright.schedule.analysis.simulator import Channel
 from meshwright.schedule.build import build
+from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import parse_schedule
 from tests.schedule.sizes import built
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bubbles.py"

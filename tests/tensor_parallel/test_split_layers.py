@@ -16,17 +16,9 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.parameters import Slice
 from meshwright.tensor_parallel import regather
-from meshwright.tensor_parallel.layers import (
-    ColumnEmbedding,
-    ColumnLinear,
-    RowLinear,
-    VocabEmbedding,
-    VocabHead,
-    WholeColumnLinear,
-    WholeRowLinear,
-    vocab_slice,
-)
+from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead, vocab_slice
 from meshwright.tensor_parallel.regions import gather_sequence
+from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, held, lonely_group, padding, part, summed, tp_group
 
 B, S, I, O = 2, 8, 12, 16  # noqa: E741

@@ -12,8 +12,8 @@ import pytest
 from meshwright.errors import DataError
 from meshwright.schedule.analysis import Costs, Reading, simulate
 from meshwright.schedule.build import build
+from meshwright.schedule.load import format_schedule
 from meshwright.schedule.lower import lower
-from meshwright.schedule.text import format_schedule
 from meshwright.watch.trace import RankSpans, Trace, clock_offsets, newest, read, traced_step, write
 
 SCHEDULE = lower(build("1f1b", 2, 2))

@@ -1,15 +1,15 @@
-"""Analyses of a schedule: checked for faults, simulated, compared with measured steps, drawn as text.
+"""Analyses of a schedule: checked for faults, simulated, compared with measured steps.
 
 check, report           faults of a lowered schedule: missing, repeated or misplaced actions, deadlocks
 simulate, pace          Schedule and Costs -> Timeline
 Timeline, Reading       one step in time, simulated or measured
 bubble_share, bubbles, on_their_way, peak_activations     measures of a timeline
-text, timeline_of, caption, name_of, typical_shortest     pictures for a terminal, and what other pictures share
+timeline_of, caption, name_of, elide, typical_shortest    names and scale of pictures
 """
 
 from meshwright.schedule.analysis.draw import caption as caption
+from meshwright.schedule.analysis.draw import elide as elide
 from meshwright.schedule.analysis.draw import name_of as name_of
-from meshwright.schedule.analysis.draw import text as text
 from meshwright.schedule.analysis.draw import timeline_of as timeline_of
 from meshwright.schedule.analysis.draw import typical_shortest as typical_shortest
 from meshwright.schedule.analysis.fault_report import report as report

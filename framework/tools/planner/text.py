@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from meshwright.config import RunConfig
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.schedule.analysis import text as schedule_text
 from meshwright.terminal.format import format_size, format_table
+from meshwright.tools.picture.text import text as schedule_text
 from meshwright.tools.planner.explanation import sanity, strategy, why
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes

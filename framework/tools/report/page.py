@@ -13,7 +13,7 @@ from markupsafe import Markup
 from meshwright.config import RunConfig, default_world_size, resolve, to_toml
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Axis, Grid
-from meshwright.schedule.analysis import Costs, bubble_share, simulate, text, timeline_of
+from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
 from meshwright.schedule.load import draw_schedule
 from meshwright.terminal.format import format_duration, format_gib
 from meshwright.tools.interop.configs.readers import flat
@@ -22,6 +22,7 @@ from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel, Unit
+from meshwright.tools.picture.text import text
 from meshwright.tools.report.account import Account, account, measured_costs, without_early_steps
 from meshwright.tools.report.checkpoints import CheckpointInfo
 from meshwright.tools.report.curves import FINAL_NAMES, comparison_charts, final, layout_of, of_run
@@ -30,7 +31,6 @@ from meshwright.tools.report.run import Attempt, RunContents, clock
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 MOST_DRAWN = 2000
 """Most actions in a picture. With more, the page is large and the boxes hair-thin, so the schedule becomes text."""
-TEXT_WIDTH = 100
 MOST_STRAGGLERS = 8
 MOST_ROWS = 60
 """Most rows of the tables of attempts and checkpoints; rows in the middle are left out."""
@@ -198,7 +198,7 @@ def drawn(title: str, panels: Sequence[Panel], said: str, unit: Unit = Unit.SECO
             return SchedulePicture(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", said)
         except UserError as error:
             said = f"{said} {error.message}."
-    return SchedulePicture(title, Markup(""), "\n\n".join(text(panel.timeline, TEXT_WIDTH) for panel in panels), said)
+    return SchedulePicture(title, Markup(""), "\n\n".join(text(panel.timeline) for panel in panels), said)
 
 
 def time_rows(run: RunContents) -> list[TimeRow]:

@@ -7,7 +7,7 @@ from typing import NamedTuple, get_args
 
 from meshwright.config import Pipeline, RunConfig
 from meshwright.errors import ConfigError
-from meshwright.schedule.text import read_schedule
+from meshwright.schedule.load import read_schedule
 from meshwright.tools.verify.traits import Traits
 
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)

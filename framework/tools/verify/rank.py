@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_map
 from meshwright.build import build
 from meshwright.config import RunConfig, parse
 from meshwright.data.sources import Source, example, open_sources
+from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
-from meshwright.run.tensors import full_tensor, full_weights
 from meshwright.step import take_step, total_loss
 from meshwright.tools.verify.reference import RunNumbers, checksum, validated_after, widened
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample

@@ -14,7 +14,7 @@ from meshwright.schedule.action import COMPUTE, Kind
 from meshwright.schedule.analysis import Costs, Reading, Timeline, timeline_of
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.degrees import INTERLEAVES
-from meshwright.schedule.text import parse_schedule
+from meshwright.schedule.load import parse_schedule
 from meshwright.tools.picture.axis import time_axis, unit_of_seconds
 from meshwright.tools.picture.figure import PNG_DPI, figure, save
 from meshwright.tools.picture.legend import entries_of

@@ -14,8 +14,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.starts import note_start
 from meshwright.schedule.analysis import Costs, simulate
-from meshwright.schedule.load import draw_schedule
-from meshwright.schedule.text import format_schedule
+from meshwright.schedule.load import draw_schedule, format_schedule
 from meshwright.tracking.record import StepRecord, to_json
 from meshwright.watch.trace import Trace
 from meshwright.watch.trace import write as write_trace

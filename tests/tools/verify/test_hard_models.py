@@ -11,7 +11,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, ModelError, ScheduleError
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.schedule.build import build
-from meshwright.schedule.text import format_schedule
+from meshwright.schedule.load import format_schedule
 from meshwright.tools.verify import layout_config, parse_layout
 from meshwright.tools.verify.rank import run_layout
 from tests.tools.verify.cases import References, config_of, prove
