@@ -41,7 +41,7 @@ class Split(_Part):
     """Number of tokens that count as labels; None: all do."""
 
 
-class PreparationRequest(_Part):
+class SourceSummary(_Part):
     """Source text and options of a corpus: equal ones give equal files, whatever the description."""
 
     description: str
@@ -122,7 +122,7 @@ class Fingerprint(_Part):
     splits: dict[str, Split]
     vocab_size: int
     end_of_document_id: int
-    source: PreparationRequest
+    source: SourceSummary
     prepared: Preparation | None = None
     """Set for corpora that were written by `meshwright data prepare`."""
 

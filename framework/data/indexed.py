@@ -199,14 +199,14 @@ def _check_present(prefix: Path) -> None:
         )
     folder = prefix.parent
     if not folder.is_dir():
-        there = f"the directory {folder} does not exist"
+        contents = f"the directory {folder} does not exist"
     else:
-        found = sorted(path.stem for path in folder.glob("*.idx"))
-        there = f"{folder} holds {', '.join(found)}" if found else f"{folder} holds no .idx file"
+        names = sorted(path.stem for path in folder.glob("*.idx"))
+        contents = f"{folder} holds {', '.join(names)}" if names else f"{folder} holds no .idx file"
     raise DataError(
         "MW-DATA-035",
-        f"there is no corpus at {prefix} (neither {prefix.name}.bin nor {prefix.name}.idx; {there}). Prepare one, or "
-        f"point the config at the path of a .bin/.idx pair without its suffix",
+        f"there is no corpus at {prefix} (neither {prefix.name}.bin nor {prefix.name}.idx; {contents}). Prepare one, "
+        f"or point the config at the path of a .bin/.idx pair without its suffix",
     )
 
 

@@ -121,21 +121,21 @@ def check_drift(parts: Parts) -> None:
         DriftError: on every rank, when some copies differ.
     """
     mesh = parts.mesh
-    mine: list[ReplicatedTensor] = []
+    tensors: list[ReplicatedTensor] = []
     hashes = torch.zeros(0, dtype=torch.int64, device=mesh.device)
     for each in replicated_tensors(parts):  # 8-bit states are dequantised one at a time, and freed after hashing
         hashes = torch.cat([hashes, bits(each.tensor).view(1).to(mesh.device)])
-        mine.append(each._replace(tensor=hashes, pieces=()))
+        tensors.append(each._replace(tensor=hashes, pieces=()))
     over_dp: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    groups = {each.over_dp.ranks: each.over_dp for each in mine if each.over_dp is not None}
-    for index, each in enumerate(mine):
+    groups = {each.over_dp.ranks: each.over_dp for each in tensors if each.over_dp is not None}
+    for index, each in enumerate(tensors):
         if each.over_dp is not None:
             over_dp[each.over_dp.ranks].append(index)
-    over_tp = [index for index, each in enumerate(mine) if each.over_tp]
+    over_tp = [index for index, each in enumerate(tensors) if each.over_tp]
     differs = _differs(mesh.tp, hashes, over_tp)
     for ranks, indices in over_dp.items():
         differs |= _differs(groups[ranks], hashes, indices)
-    for group, copies in _ties(mine):
+    for group, copies in _ties(tensors):
         differs |= _differs(group, hashes, [first for first, *_ in copies])
         for first, *others in copies:
             for other in others:  # copies in two stages of this rank
@@ -162,14 +162,14 @@ def _differs(group: Group, hashes: Tensor, indices: Sequence[int]) -> Tensor:
     return differs
 
 
-def _ties(mine: Sequence[ReplicatedTensor]) -> list[tuple[Group, list[list[int]]]]:
+def _ties(tensors: Sequence[ReplicatedTensor]) -> list[tuple[Group, list[list[int]]]]:
     """Return the groups that hold tied weights, each with the indices of this rank's copies, tie by tie.
 
     The order is the same on all ranks.
     """
     groups: dict[tuple[int, ...], Group] = {}
     copies: dict[tuple[int, ...], dict[tuple[str, str], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for index, each in enumerate(mine):
+    for index, each in enumerate(tensors):
         if each.tied is not None:
             ranks = each.tied.ranks.ranks
             groups[ranks] = each.tied.ranks

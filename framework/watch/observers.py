@@ -61,7 +61,7 @@ class Timing(Observer):
         if self._stragglers.is_due(parts.state.step):
             straggler = self._stragglers.search(spans)
             if straggler is not None:
-                event.straggler = StragglerShare(straggler.who, straggler.rank, straggler.share)
+                event.straggler = StragglerShare(straggler.name, straggler.rank, straggler.share)
                 if self._stragglers.should_report(straggler):
                     self._say(str(straggler))
 
@@ -100,30 +100,30 @@ def gather_spans(parts: Parts, ticks: tuple[float, ...]) -> list[RankSpans]:
     mesh, result = parts.mesh, parts.last
     assert result is not None, "no step was taken"
     times = result.times
-    mine = RankSpans(mesh.nodes[mesh.rank], ticks, times.start_s, times.spans, times.data)
-    everyone: list[RankSpans] = mesh.pp.gather_objects(mine, RankSpans, Span, Action, Kind)
-    return everyone
+    own = RankSpans(mesh.nodes[mesh.rank], ticks, times.start_s, times.spans, times.data)
+    pipeline: list[RankSpans] = mesh.pp.gather_objects(own, RankSpans, Span, Action, Kind)
+    return pipeline
 
 
-def write_trace(everyone: Sequence[RankSpans], parts: Parts, directory: Path) -> None:
+def write_trace(pipeline: Sequence[RankSpans], parts: Parts, directory: Path) -> None:
     """Write the trace of the last step, on rank 0. A trace that cannot be written does not stop the run."""
     if parts.mesh.rank != 0:
         return
     try:
-        write(build_trace(everyone, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
+        write(build_trace(pipeline, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
     except Exception as error:
         tell(f"watch: the trace of step {parts.state.step} is not written, the run continues: {error}")
 
 
-def build_trace(everyone: Sequence[RankSpans], parts: Parts) -> Trace:
-    """Build a trace with the spans of all pipeline ranks on one clock. ``everyone``: by pp rank."""
-    spans, readings, error_s = on_one_clock(everyone)
+def build_trace(pipeline: Sequence[RankSpans], parts: Parts) -> Trace:
+    """Build a trace with the spans of all pipeline ranks on one clock. ``pipeline``: by pp rank."""
+    spans, readings, error_s = on_one_clock(pipeline)
     return Trace(
         run=parts.config.run.name,
         step=parts.state.step,
         torch=torch.__version__,
         device=parts.mesh.device.type,
-        hosts=tuple(seen.host for seen in everyone),
+        hosts=tuple(each.host for each in pipeline),
         clock_error_s=error_s,
         schedule=format_schedule(parts.blueprint.schedule),
         spans=tuple((span.rank, str(span.action), span.start, span.end) for span in spans),

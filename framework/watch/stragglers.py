@@ -35,7 +35,7 @@ WARM_UP = 1
 class Straggler(NamedTuple):
     """The rank, link or gradient sum that delays the other ranks most."""
 
-    who: str
+    name: str
     """``rank 5 on h2``, ``the link between h1 and h2``, ``the sum of gradients over ranks 0, 2 on h1, h2``; empty if
     no delay is long enough."""
     rank: int
@@ -51,7 +51,7 @@ class Straggler(NamedTuple):
         return self.delay_s / self.step_s
 
     def __str__(self) -> str:
-        return f"{self.who} makes the others wait, {self.delay_s:.3g} s of a step of {self.step_s:.3g} s: {self.why}"
+        return f"{self.name} makes the others wait, {self.delay_s:.3g} s of a step of {self.step_s:.3g} s: {self.why}"
 
 
 NO_STRAGGLER = Straggler("", 0, 0.0, 1.0, "")
@@ -94,11 +94,11 @@ class Stragglers:
 
     def should_report(self, straggler: Straggler) -> bool:
         """Check whether to report a straggler: the last search found the same one, and it is not yet reported."""
-        is_repeated, self._last = straggler.who == self._last, straggler.who
-        if not is_repeated or straggler.who == self._reported:
+        is_repeated, self._last = straggler.name == self._last, straggler.name
+        if not is_repeated or straggler.name == self._reported:
             return False
-        self._reported = straggler.who
-        return bool(straggler.who)
+        self._reported = straggler.name
+        return bool(straggler.name)
 
     def search(self, pipeline: Sequence[RankSpans]) -> Straggler | None:
         """Gather all measurements and judge them on rank 0. Collective over all ranks; blocks.
@@ -115,12 +115,12 @@ class Stragglers:
         self._times.clear()
         mesh, step_s = self._mesh, mean(steps)
         messages_s = _messages(mesh, pipeline, step_s / steps[-1]) if mesh.pp.rank == 0 else {}
-        mine = StragglerReport(mean(busy), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
-        everyone: list[StragglerReport] = mesh.world.gather_objects(mine, StragglerReport)
+        own_report = StragglerReport(mean(busy), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
+        reports: list[StragglerReport] = mesh.world.gather_objects(own_report, StragglerReport)
         if mesh.rank != 0:
             return None
         try:
-            return judge(everyone, mesh.nodes, step_s, alike=mesh.grid.tp if mesh.device.type == "cuda" else 1)
+            return judge(reports, mesh.nodes, step_s, tp=mesh.grid.tp if mesh.device.type == "cuda" else 1)
         except Exception as error:
             tell(f"watch: the search for stragglers failed, the run continues: {error!r}")
             return None
@@ -142,60 +142,60 @@ def _messages(mesh: Mesh, pipeline: Sequence[RankSpans], scale: float) -> dict[t
     return {(ranks[sender], ranks[receiver]): scale * seconds for (sender, receiver), seconds in waits_s.items()}
 
 
-def judge(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, *, alike: int = 1) -> Straggler:
+def judge(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, *, tp: int = 1) -> Straggler:
     """Return the greatest delay, or ``NO_STRAGGLER`` if it is shorter than ``SHARE`` of the step. Pure.
 
     Args:
-        everyone: measurements of all ranks, by global rank.
+        reports: measurements of all ranks, by global rank.
         nodes: node name of each rank.
         step_s: seconds of a mean step.
-        alike: neighbouring ranks that cannot be distinguished, since their times contain the waits for each other.
+        tp: number of neighbouring ranks whose times contain the waits for each other, and cannot be distinguished.
     """
-    candidates = [_rank(everyone, nodes, step_s, alike), _link(everyone, nodes, step_s), _sums(everyone, nodes, step_s)]
+    candidates = [_rank(reports, nodes, step_s, tp), _link(reports, nodes, step_s), _sums(reports, nodes, step_s)]
     worst = max(filter(None, candidates), key=lambda each: each.delay_s, default=NO_STRAGGLER)
     return worst if worst.share >= SHARE else NO_STRAGGLER
 
 
-def _rank(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, alike: int) -> Straggler | None:
+def _rank(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, tp: int) -> Straggler | None:
     """Return the slowest rank, or its node if the whole node is slow; the delay is relative to the next slowest."""
-    slowest = max(range(len(everyone)), key=lambda rank: everyone[rank].busy_s)
-    first = slowest - slowest % alike
-    others_s = [report.busy_s for rank, report in enumerate(everyone) if not first <= rank < first + alike]
-    elsewhere_s = [report.busy_s for report, node in zip(everyone, nodes, strict=False) if node != nodes[slowest]]
+    slowest = max(range(len(reports)), key=lambda rank: reports[rank].busy_s)
+    first = slowest - slowest % tp
+    others_s = [report.busy_s for rank, report in enumerate(reports) if not first <= rank < first + tp]
+    elsewhere_s = [report.busy_s for report, node in zip(reports, nodes, strict=False) if node != nodes[slowest]]
     if not others_s:
         return None
-    busy_s, next_s = everyone[slowest].busy_s, max(others_s)
-    who = f"rank {slowest} on {nodes[slowest]}"
-    if alike > 1:
-        who = f"one of the tensor-parallel ranks {first}..{first + alike - 1} on {nodes[slowest]}"
+    busy_s, next_s = reports[slowest].busy_s, max(others_s)
+    name = f"rank {slowest} on {nodes[slowest]}"
+    if tp > 1:
+        name = f"one of the tensor-parallel ranks {first}..{first + tp - 1} on {nodes[slowest]}"
     if elsewhere_s and busy_s - next_s < (busy_s - max(elsewhere_s)) / 2:
-        who, next_s = f"the node {nodes[slowest]}", max(elsewhere_s)
+        name, next_s = f"the node {nodes[slowest]}", max(elsewhere_s)
     why = f"it is busy for {busy_s:.3g} s, the next slowest for {next_s:.3g} s"
-    same_stages = [report.busy_s for report in everyone if report.pp_rank == everyone[slowest].pp_rank]
-    if len({report.pp_rank for report in everyone}) > 1 and min(same_stages) > next_s:
+    same_stages = [report.busy_s for report in reports if report.pp_rank == reports[slowest].pp_rank]
+    if len({report.pp_rank for report in reports}) > 1 and min(same_stages) > next_s:
         why += "; all ranks with its stages are slow: look at it, or at the cut into stages (`meshwright stages`)"
-    return Straggler(who, slowest, busy_s - next_s, step_s, why)
+    return Straggler(name, slowest, busy_s - next_s, step_s, why)
 
 
-def _link(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
-    waits_s = {ranks: seconds for report in everyone for ranks, seconds in report.on_their_way_s.items()}
+def _link(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
+    waits_s = {ranks: seconds for report in reports for ranks, seconds in report.on_their_way_s.items()}
     if not waits_s:
         return None
     sender, receiver = max(waits_s, key=waits_s.__getitem__)
     delay_s = waits_s[sender, receiver]
     if nodes[sender] == nodes[receiver]:
-        who = f"the way from rank {sender} to rank {receiver} on {nodes[sender]}"
+        name = f"the link from rank {sender} to rank {receiver} on {nodes[sender]}"
     else:
         pairs = _by_pair(waits_s, nodes)
         slow = [pair for pair, seconds in pairs if seconds >= delay_s / 2]
         common = set.intersection(*slow)
-        who = f"the link between {' and '.join(sorted({nodes[sender], nodes[receiver]}))}"
+        name = f"the link between {' and '.join(sorted({nodes[sender], nodes[receiver]}))}"
         if len(slow) > 1 and len(slow) == len(pairs):  # one of them, or all: the measurements cannot distinguish
-            who = "the network between the nodes"
+            name = "the network between the nodes"
         elif len(slow) > 1 and len(common) == 1:
-            who = f"the link of {common.pop()}"
+            name = f"the link of {common.pop()}"
     why = f"messages from rank {sender} to rank {receiver} had been sent, and were on their way"
-    return Straggler(who, sender, delay_s, step_s, why)
+    return Straggler(name, sender, delay_s, step_s, why)
 
 
 def _by_pair(waits_s: dict[tuple[int, int], float], nodes: Sequence[str]) -> list[tuple[set[str], float]]:
@@ -208,13 +208,13 @@ def _by_pair(waits_s: dict[tuple[int, int], float], nodes: Sequence[str]) -> lis
     return [(set(pair), seconds) for pair, seconds in longest_s.items()]
 
 
-def _sums(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
+def _sums(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
     """Return the slowest gradient sum.
 
     In each step the last rank to enter a sum waits for no other rank, so its wait is the duration of the sum.
     """
     groups: dict[tuple[int, ...], list[tuple[float, ...]]] = defaultdict(list)
-    for report in everyone:
+    for report in reports:
         if len(report.replicas) > 1:
             groups[report.replicas].append(report.reducing_s)
     shortest = {ranks: mean(map(min, zip(*waits, strict=True))) for ranks, waits in groups.items()}
@@ -222,5 +222,5 @@ def _sums(everyone: Sequence[StragglerReport], nodes: Sequence[str], step_s: flo
         return None
     ranks = max(shortest, key=shortest.__getitem__)
     hosts = abridge(list(dict.fromkeys(nodes[rank] for rank in ranks)))
-    who = f"the sum of gradients over ranks {abridge(ranks)} on {hosts}"
-    return Straggler(who, ranks[0], shortest[ranks], step_s, "even the last rank to enter it waits that long")
+    name = f"the sum of gradients over ranks {abridge(ranks)} on {hosts}"
+    return Straggler(name, ranks[0], shortest[ranks], step_s, "even the last rank to enter it waits that long")

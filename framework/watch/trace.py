@@ -82,36 +82,36 @@ def traced_step(trace_step: int, steps_taken: int, steps: int) -> int | None:
     return min(steps_taken + trace_step, steps) if trace_step > 0 else None
 
 
-def on_one_clock(everyone: Sequence[RankSpans]) -> tuple[tuple[Span, ...], tuple[Reading, ...], float]:
+def on_one_clock(pipeline: Sequence[RankSpans]) -> tuple[tuple[Span, ...], tuple[Reading, ...], float]:
     """Return (spans, data reads, clock error), in seconds since the first rank began its row.
 
-    ``everyone``: by pp rank. The clock error bounds the difference between the clocks of two hosts.
+    ``pipeline``: by pp rank. The clock error bounds the difference between the clocks of two hosts.
     """
-    offsets, error_s = clock_offsets(everyone)
-    begin = min(rank_spans.start_s - offset for rank_spans, offset in zip(everyone, offsets, strict=True))
+    offsets, error_s = clock_offsets(pipeline)
+    begin = min(rank_spans.start_s - offset for rank_spans, offset in zip(pipeline, offsets, strict=True))
     spans: list[Span] = []
     readings: list[Reading] = []
-    for rank, (rank_spans, offset) in enumerate(zip(everyone, offsets, strict=True)):
+    for rank, (rank_spans, offset) in enumerate(zip(pipeline, offsets, strict=True)):
         start = rank_spans.start_s - offset - begin
         spans += [Span(rank, span.action, start + span.start, start + span.end) for span in rank_spans.spans]
         readings += [Reading(rank, start + first, start + last) for first, last in rank_spans.data]
     return tuple(spans), tuple(readings), error_s
 
 
-def clock_offsets(everyone: Sequence[RankSpans]) -> tuple[list[float], float]:
+def clock_offsets(pipeline: Sequence[RankSpans]) -> tuple[list[float], float]:
     """Return (seconds by which each rank's clock is ahead of the first rank's, largest deviation of one barrier).
 
     Ranks of one host share a clock. All ranks leave a barrier at about the same time. Without a cluster-wide clock
     nothing more exact is available.
     """
-    first = everyone[0]
+    first = pipeline[0]
     differences: dict[str, list[float]] = defaultdict(list)
-    for each in everyone:
+    for each in pipeline:
         if each.host != first.host:
             differences[each.host] += [tick - base for tick, base in zip(each.ticks, first.ticks, strict=True)]
     offsets = {host: median(values) for host, values in differences.items()}
     errors = (abs(value - offsets[host]) for host, values in differences.items() for value in values)
-    return [offsets.get(each.host, 0.0) for each in everyone], max(errors, default=0.0)
+    return [offsets.get(each.host, 0.0) for each in pipeline], max(errors, default=0.0)
 
 
 def write(trace: Trace, path: Path) -> None:

@@ -16,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import IGNORE, Corpus, DocumentRules
-from meshwright.data.fingerprint import Fingerprint, PreparationRequest, Split
+from meshwright.data.fingerprint import Fingerprint, SourceSummary, Split
 from meshwright.data.order import OnceInOrder, SampleOrder
 from meshwright.data.sources import unigram_nats, validation_steps
 from meshwright.errors import DataError
@@ -56,9 +56,7 @@ STREAM = [token for document in DOCUMENTS for token in document]
 
 def leave_fingerprint(folder: Path, name: str, tokens: int, max_token_id: int, nats: float = 1.0) -> None:
     """A fingerprint as a preparation leaves it, without the hashes (they are not read when training)."""
-    source = PreparationRequest(
-        description="", documents=1, text_bytes=1, sha256="", vocab_size=9, validation_share=0.0
-    )
+    source = SourceSummary(description="", documents=1, text_bytes=1, sha256="", vocab_size=9, validation_share=0.0)
     split = Split(
         documents=1,
         tokens=tokens,

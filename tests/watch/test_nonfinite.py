@@ -61,9 +61,9 @@ def test_what_is_broken() -> None:
     assert broken(large) is None and "whose square" in str(broken(large, is_gradient=True))
 
 
-def seen(of: EvidenceKind, rank: int, stage: int, position: int, microbatch: int | None = 0, **more: Any) -> Evidence:
-    given = {"ranks": (rank,), "name": "it", "found": "1 of 2 NaN", "dp_rank": 0, "samples": (3,)} | more
-    return Evidence(of=of, stage=stage, position=position, microbatch=microbatch, **given)
+def seen(kind: EvidenceKind, rank: int, stage: int, position: int, microbatch: int | None = 0, **more: Any) -> Evidence:
+    given = {"ranks": (rank,), "name": "it", "description": "1 of 2 NaN", "dp_rank": 0, "samples": (3,)} | more
+    return Evidence(kind=kind, stage=stage, position=position, microbatch=microbatch, **given)
 
 
 @pytest.mark.parametrize(

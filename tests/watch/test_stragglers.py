@@ -46,7 +46,7 @@ def test_a_rank_that_takes_longer_for_itself() -> None:
 
 def test_a_node_whose_ranks_are_all_late_is_named_whole() -> None:
     found = judge([told(0.2), told(0.21), told(0.6), told(0.59), told(0.25), told(0.2)], HOSTS, 1.0)
-    assert (found.who, found.delay_s) == ("the node h2", 0.6 - 0.25)
+    assert (found.name, found.delay_s) == ("the node h2", 0.6 - 0.25)
     assert found.why == "it is busy for 0.6 s, the next slowest for 0.25 s"
 
 
@@ -57,32 +57,32 @@ def test_two_that_are_as_slow_as_each_other_are_no_stragglers() -> None:
 
 def test_ranks_whose_kernels_wait_for_each_other_are_named_together() -> None:
     late = [told(0.2), told(0.2), told(0.59), told(0.6)]
-    found = judge(late, ["h1"] * 4, 0.8, alike=2)
-    assert found.who == "one of the tensor-parallel ranks 2..3 on h1"
-    found = judge(late, HOSTS, 0.8, alike=2)
+    found = judge(late, ["h1"] * 4, 0.8, tp=2)
+    assert found.name == "one of the tensor-parallel ranks 2..3 on h1"
+    found = judge(late, HOSTS, 0.8, tp=2)
     assert found.delay_s == pytest.approx(0.4)
-    assert judge([told(0.2), told(0.9)], HOSTS, 1.0, alike=2) is NO_STRAGGLER, "nobody to compare them with"
+    assert judge([told(0.2), told(0.9)], HOSTS, 1.0, tp=2) is NO_STRAGGLER, "nobody to compare them with"
 
 
 def test_a_link() -> None:
     found = judge([told(0.2, _0_2=0.01, _2_4=0.5, _4_2=0.1), *[told(0.2)] * 5], HOSTS, 1.0)
-    assert found.who == "the link between h2 and h3" and (found.rank, found.delay_s) == (2, 0.5)
+    assert found.name == "the link between h2 and h3" and (found.rank, found.delay_s) == (2, 0.5)
 
 
 def test_two_slow_links_of_one_node_are_its_own() -> None:
     found = judge([told(0.2, _0_2=0.3, _2_0=0.2, _2_4=0.5, _4_2=0.1, _4_0=0.02), *[told(0.2)] * 5], HOSTS, 1.0)
-    assert found.who == "the link of h2"
+    assert found.name == "the link of h2"
 
 
 def test_where_all_links_are_alike_none_of_them_is_blamed() -> None:
     """A pipeline over three nodes: the one in the middle has a part in both of its links."""
     found = judge([told(0.2, _0_2=0.4, _2_4=0.5), *[told(0.2)] * 5], HOSTS, 1.0)
-    assert found.who == "the network between the nodes"
+    assert found.name == "the network between the nodes"
 
 
 def test_the_way_inside_a_node() -> None:
     found = judge([told(0.2, _0_1=0.3), told(0.2)], HOSTS, 1.0)
-    assert found.who == "the way from rank 0 to rank 1 on h1"
+    assert found.name == "the link from rank 0 to rank 1 on h1"
 
 
 def test_a_sum_that_even_the_last_to_come_waits_in() -> None:
@@ -90,7 +90,7 @@ def test_a_sum_that_even_the_last_to_come_waits_in() -> None:
     late = [told(0.2, 0.5, **one), told(0.2, 0.1, **other), told(0.2, 0.4, **one), told(0.3, 0.0, **other)]  # type: ignore[arg-type]
     found = judge(late, HOSTS, 1.0)
     assert (found.delay_s, found.rank) == (0.4, 0)
-    assert found.who == "the sum of gradients over ranks 0, 2 on h1, h2"
+    assert found.name == "the sum of gradients over ranks 0, 2 on h1, h2"
 
 
 def test_two_that_are_late_in_turns_are_no_slow_sum() -> None:
@@ -102,9 +102,9 @@ def test_two_that_are_late_in_turns_are_no_slow_sum() -> None:
 def test_a_stage_with_more_to_do_may_be_the_cut() -> None:
     two_stages = [told(0.2, pp_rank=0), told(0.2, pp_rank=0), told(0.5, pp_rank=1), told(0.49, pp_rank=1)]
     found = judge(two_stages, HOSTS, 1.0)
-    assert found.who == "the node h2" and found.why.endswith("the cut into stages (`meshwright stages`)")
+    assert found.name == "the node h2" and found.why.endswith("the cut into stages (`meshwright stages`)")
     found = judge([*two_stages[:3], told(0.21, pp_rank=1)], HOSTS, 1.0)
-    assert found.who == "rank 2 on h2" and "cut" not in found.why
+    assert found.name == "rank 2 on h2" and "cut" not in found.why
 
 
 def test_what_was_on_its_way() -> None:

@@ -90,7 +90,7 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
         splits=splits,
         vocab_size=known.vocab_size,
         end_of_document_id=known.end,
-        source=fingerprints.PreparationRequest(
+        source=fingerprints.SourceSummary(
             description=_describe_files(files),
             documents=sum(split.documents for split in splits.values()),
             text_bytes=state.text_bytes,

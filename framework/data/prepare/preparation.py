@@ -219,9 +219,9 @@ def _append(block: RecordBlock, result: Encoded, problems: list[str], work: Work
         chosen = splits == number
         if not chosen.any():
             continue
-        mine = slice(None) if chosen.all() else of_token == number
-        mask = None if result.counts is None else result.counts[mine]
-        work.append(name, result.tokens[mine], lengths[chosen], mask)
+        selected = slice(None) if chosen.all() else of_token == number
+        mask = None if result.counts is None else result.counts[selected]
+        work.append(name, result.tokens[selected], lengths[chosen], mask)
     state.records += len(result.lengths)
     state.empty += int((~is_document).sum()) - len(result.broken)
     state.line = (state.line if block.first.position else 0) + result.num_lines

@@ -71,8 +71,8 @@ def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
         raise Broken(f"is a JSON {_kind_of(record)}, not an object with the key {columns[0]!r}")
     for name in columns:
         if name not in record:
-            there = ", ".join(map(repr, list(record)[:6])) or "none"
-            raise Broken(f"has no key {name!r} (its keys: {there})")
+            keys = ", ".join(map(repr, list(record)[:6])) or "none"
+            raise Broken(f"has no key {name!r} (its keys: {keys})")
     return tuple(record[name] for name in columns)
 
 

@@ -78,7 +78,7 @@ def _prepare(
     """
     out = Path(out).absolute()
     splits = sources.split(source, validation_share)
-    request = fingerprints.PreparationRequest(
+    request = fingerprints.SourceSummary(
         description=source.description,
         documents=len(source.documents),
         text_bytes=sum(document.num_bytes for document in source.documents),
@@ -105,7 +105,7 @@ def _prepare(
 
 
 def _build(
-    aside: Path, splits: sources.Splits, request: fingerprints.PreparationRequest, say: Callable[[str], None]
+    aside: Path, splits: sources.Splits, request: fingerprints.SourceSummary, say: Callable[[str], None]
 ) -> Fingerprint:
     say(f"training a tokenizer of {request.vocab_size:,} tokens on {len(splits.train):,} documents")
     bpe = tokenizer.train((document.text() for document in splits.train), request.vocab_size)
@@ -126,7 +126,7 @@ def _build(
     return write_fingerprint(aside, draft)
 
 
-def _matching(out: Path, request: fingerprints.PreparationRequest, *, replace: bool) -> Fingerprint | None:
+def _matching(out: Path, request: fingerprints.SourceSummary, *, replace: bool) -> Fingerprint | None:
     """Return the fingerprint of a corpus that is intact and as requested; None if ``out`` may be written."""
     names = list_own_files(out, _FILES)
     if not names:
@@ -158,7 +158,7 @@ def _matching(out: Path, request: fingerprints.PreparationRequest, *, replace: b
     )
 
 
-def _deciding_fields(source: fingerprints.PreparationRequest) -> dict[str, Any]:
+def _deciding_fields(source: fingerprints.SourceSummary) -> dict[str, Any]:
     """Return the fields that decide the bytes of a corpus: all but the description."""
     return source.model_dump(exclude={"description"})
 

@@ -52,7 +52,7 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
         silent_s: a rank whose heartbeat is older is silent.
         long_s: a rank that is in one activity for at least this long, and waits for no other rank, is stuck.
     """
-    silent = {rank for rank, seen in table.items() if seen.beat is None or seen.silent_s > silent_s}
+    silent = {rank for rank, (beat, quiet_s) in table.items() if beat is None or quiet_s > silent_s}
     edges = {rank: set() if rank in silent else _waited_for(rank, table) for rank in sorted(table)}
     ends = [rank for rank in edges if not edges[rank]]
     weight = Counter(reached for rank in edges for reached in _reached(rank, edges) if not edges[reached])
@@ -65,7 +65,7 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
     different = _different(table)
     if different:
         return formatter.different(*different)
-    stuck = [rank for rank in ends if _for_s(table[rank]) >= long_s]
+    stuck = [rank for rank in ends if (beat := table[rank].beat) is not None and beat.for_s >= long_s]
     if stuck:
         return formatter.ends(stuck, silent)
     cycle = _cycle(edges)
@@ -111,10 +111,6 @@ def seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
-def _for_s(seen: ReceivedHeartbeat) -> float:
-    return 0.0 if seen.beat is None else seen.beat.for_s
-
-
 def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
     """Return the ranks that a rank waits for directly."""
     beat = table[rank].beat
@@ -134,14 +130,14 @@ def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
 
 def _reached(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
     """Return all ranks that a rank waits for, directly or through others; itself only if it is in a cycle."""
-    found: set[int] = set()
-    todo = list(edges[rank])
-    while todo:
-        other = todo.pop()
-        if other not in found:
-            found.add(other)
-            todo += edges[other]
-    return found
+    reached: set[int] = set()
+    stack = list(edges[rank])
+    while stack:
+        other = stack.pop()
+        if other not in reached:
+            reached.add(other)
+            stack += edges[other]
+    return reached
 
 
 def _different(table: Mapping[int, ReceivedHeartbeat]) -> tuple[int, int] | None:
@@ -161,18 +157,18 @@ def _different(table: Mapping[int, ReceivedHeartbeat]) -> tuple[int, int] | None
 def _cycle(edges: Mapping[int, set[int]]) -> list[int]:
     """Find one cycle of ranks, each waiting for the next; empty if there is none."""
     for start in edges:
-        came_from: dict[int, int] = {}
-        todo = deque([start])
-        while todo:
-            rank = todo.popleft()
+        previous: dict[int, int] = {}
+        queue = deque([start])
+        while queue:
+            rank = queue.popleft()
             for other in sorted(edges[rank]):
-                if other not in came_from:
-                    came_from[other] = rank
-                    todo.append(other)
-        if start in came_from:
-            path = [came_from[start]]
+                if other not in previous:
+                    previous[other] = rank
+                    queue.append(other)
+        if start in previous:
+            path = [previous[start]]
             while path[-1] != start:
-                path.append(came_from[path[-1]])
+                path.append(previous[path[-1]])
             return path[::-1]
     return []
 

@@ -80,10 +80,10 @@ def in_words(what: str) -> str:
 
     Actions posted together become ``posting ...``. Other text is returned unchanged.
     """
-    found = _ACTION.fullmatch(what)
-    if found is None:
+    match = _ACTION.fullmatch(what)
+    if match is None:
         return f"posting {what}" if all(_ACTION.fullmatch(word) for word in what.split("+")) else what
-    stage, kind, microbatch = found.groups()
+    stage, kind, microbatch = match.groups()
     if kind == "STEP":
         return "taking the optimizer's step"
     if kind == "REDUCE":

@@ -34,14 +34,14 @@ class EvidenceKind(StrEnum):
 class Evidence(NamedTuple):
     """One tensor or loss that is not finite, and its place in the step."""
 
-    of: EvidenceKind
+    kind: EvidenceKind
     ranks: tuple[int, ...]
     """Candidate origins: the rank that found it, or all ranks that contributed to a sum."""
     stage: int
     position: int
     """Position in the stage: of the module call within one forward, or of the parameter."""
     name: str
-    found: str
+    description: str
     """``3 of 64 numbers are NaN``."""
     dp_rank: int
     microbatch: int | None = None
@@ -87,20 +87,20 @@ def backward_order(evidence: Evidence) -> tuple[int, ...]:
     return -evidence.stage, -evidence.position, evidence.dp_rank, microbatch
 
 
-def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
+def cause(evidence: Sequence[Evidence], grid: Grid) -> Cause | None:
     """Return the first of all findings of all ranks; None if there are none. Pure: all ranks get the same result.
 
     If several ranks found the same value at the same point, all of them are named, since the origin is unknown.
     """
-    weights = [each for each in found if each.of is EvidenceKind.WEIGHT]
-    forward = [each for each in found if each.of in (EvidenceKind.INPUT, EvidenceKind.OUTPUT)]
-    losses = [each for each in found if each.of is EvidenceKind.LOSS]
-    own = [each for each in found if each.of is EvidenceKind.GRADIENT]
+    weights = [each for each in evidence if each.kind is EvidenceKind.WEIGHT]
+    forward = [each for each in evidence if each.kind in (EvidenceKind.INPUT, EvidenceKind.OUTPUT)]
+    forward = forward or [each for each in evidence if each.kind is EvidenceKind.LOSS]
+    own = [each for each in evidence if each.kind is EvidenceKind.GRADIENT]
     explained = {(each.stage, each.position, each.piece) for each in own}
     sums = [
         each
-        for each in found
-        if each.of is EvidenceKind.SUM and (each.stage, each.position, each.piece) not in explained
+        for each in evidence
+        if each.kind is EvidenceKind.SUM and (each.stage, each.position, each.piece) not in explained
     ]
     if weights:
         first = min(weights, key=lambda each: (each.stage, each.position))
@@ -108,21 +108,18 @@ def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
     elif forward:
         first = min(forward, key=forward_order)
         same = [each for each in forward if forward_order(each) == forward_order(first)]
-    elif losses:
-        first = min(losses, key=forward_order)
-        same = [each for each in losses if forward_order(each) == forward_order(first)]
     elif own or sums:
         first = min([*own, *sums], key=lambda each: (-each.stage, -each.position, len(each.ranks), each.dp_rank))
         same = [
             each
-            for each in (own if first.of is EvidenceKind.GRADIENT else sums)
+            for each in (own if first.kind is EvidenceKind.GRADIENT else sums)
             if (each.stage, each.position, each.dp_rank) == (first.stage, first.position, first.dp_rank)
         ]
     else:
         return None
     ranks = tuple(sorted({rank for each in same for rank in each.ranks}))
     where = ranks_at(grid, ranks)
-    if len(ranks) > 1 and first.of is not EvidenceKind.WEIGHT:
+    if len(ranks) > 1 and first.kind is not EvidenceKind.WEIGHT:
         where += ", one of which is the origin"
     at = ""
     if first.microbatch is not None:
@@ -130,16 +127,15 @@ def cause(found: Sequence[Evidence], grid: Grid) -> Cause | None:
         at = f" in micro-batch {first.microbatch}{replica}, {samples_named(first.samples)}"
     elif first.samples:
         at = f" in one of its micro-batches, {samples_named(first.samples)}"
-    return Cause(ranks, f"{where}: {_what(first)}{at}")
+    return Cause(ranks, f"{where}: {_describe(first)}{at}")
 
 
-def _what(first: Evidence) -> str:
-    if first.of is EvidenceKind.WEIGHT:
-        return f"the weight {first.name} is not finite ({first.found})"
-    if first.of is EvidenceKind.INPUT:
-        return f"the samples are not finite ({first.found}) as they are read from the data"
-    if first.of is EvidenceKind.OUTPUT:
-        return f"the output of {first.name} is the first that is not finite ({first.found})"
-    if first.of is EvidenceKind.LOSS:
-        return f"the loss is {first.found}"
-    return f"the gradient of {first.name} is not finite ({first.found})"
+def _describe(first: Evidence) -> str:
+    gradient = f"the gradient of {first.name} is not finite ({first.description})"
+    texts = {
+        EvidenceKind.WEIGHT: f"the weight {first.name} is not finite ({first.description})",
+        EvidenceKind.INPUT: f"the samples are not finite ({first.description}) as they are read from the data",
+        EvidenceKind.OUTPUT: f"the output of {first.name} is the first that is not finite ({first.description})",
+        EvidenceKind.LOSS: f"the loss is {first.description}",
+    }
+    return texts.get(first.kind, gradient)

@@ -32,16 +32,16 @@ def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) 
     """Return the micro-batch losses of the last stage that are not finite; empty on ranks without that stage."""
     last = len(parts.blueprint.stages) - 1
     forwards = [span.action for span in result.times.spans if span.action.kind is Kind.F and span.action.stage == last]
-    found = []
+    evidence = []
     for action, part in zip(forwards, result.loss_parts, strict=True):
-        wrong = broken(part.loss_sum)
-        if wrong is not None:
+        problem = broken(part.loss_sum)
+        if problem is not None:
             assert action.microbatch is not None
             samples = tuple(feed.sample_indices(action.microbatch).tolist())
             loss = str(part.loss_sum.item())
             at = parts.mesh.at.dp_rank
-            found.append(Evidence(EvidenceKind.LOSS, ranks, last, 0, "", loss, at, action.microbatch, samples))
-    return found
+            evidence.append(Evidence(EvidenceKind.LOSS, ranks, last, 0, "", loss, at, action.microbatch, samples))
+    return evidence
 
 
 def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
@@ -152,7 +152,7 @@ class _StageChecks:
 
         return hook
 
-    def _note(self, of: EvidenceKind, position: int, name: str, value: Any) -> None:
+    def _note(self, kind: EvidenceKind, position: int, name: str, value: Any) -> None:
         """Record a micro-batch's first value that is not finite, with the samples whose rows are affected.
 
         ``value``: tensors (B, ...), this rank's shard; rows are matched to samples if dim 0 has their number.
@@ -171,7 +171,7 @@ class _StageChecks:
             if leaf.dim() > 0 and leaf.shape[0] == len(samples):
                 rows = bad.flatten(1).any(1).tolist() if leaf.dim() > 1 else bad.tolist()
                 samples = [sample for sample, row in zip(samples, rows, strict=True) if row]
-            self.outputs[microbatch] = self._evidence(of, position, name, str(broken(leaf)), microbatch, samples)
+            self.outputs[microbatch] = self._evidence(kind, position, name, str(broken(leaf)), microbatch, samples)
             return
 
     def _gradient_hook(self, bucket: ShardedParameters, slot: BucketSlot) -> Any:
@@ -181,20 +181,20 @@ class _StageChecks:
             microbatch = self._microbatch
             if microbatch is None or position in self.gradients:
                 return
-            wrong = broken(bucket.gradient_of(slot), is_gradient=True)
-            if wrong is not None:
+            problem = broken(bucket.gradient_of(slot), is_gradient=True)
+            if problem is not None:
                 samples = self.feed.sample_indices(microbatch).tolist()
                 name = slot.member.info.name
                 self.gradients[position] = self._evidence(
-                    EvidenceKind.GRADIENT, position, name, wrong, microbatch, samples
+                    EvidenceKind.GRADIENT, position, name, problem, microbatch, samples
                 )
 
         return hook
 
     def _evidence(
-        self, of: EvidenceKind, position: int, name: str, wrong: str, microbatch: int, samples: Sequence[int]
+        self, kind: EvidenceKind, position: int, name: str, problem: str, microbatch: int, samples: Sequence[int]
     ) -> Evidence:
         mesh = self.parts.mesh
         return Evidence(
-            of, (mesh.rank,), self.stage.index, position, name, wrong, mesh.at.dp_rank, microbatch, tuple(samples)
+            kind, (mesh.rank,), self.stage.index, position, name, problem, mesh.at.dp_rank, microbatch, tuple(samples)
         )

@@ -51,16 +51,16 @@ def _replica_ranks(parts: Parts) -> tuple[int, ...]:
 
 def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, int]) -> list[Evidence]:
     trained = [(slot.member, _local_weights(bucket, slot)) for bucket in replica.buckets for slot in bucket.slots]
-    found = []
+    evidence = []
     for member, weights in trained + [(member, member.parameter.detach()) for member in replica.frozen]:
-        wrong = broken(weights)
-        if wrong is not None:
+        problem = broken(weights)
+        if problem is not None:
             position = positions[id(member.parameter)]
             at = parts.mesh.at.dp_rank
-            found.append(
-                Evidence(EvidenceKind.WEIGHT, (parts.mesh.rank,), index, position, member.info.name, wrong, at)
+            evidence.append(
+                Evidence(EvidenceKind.WEIGHT, (parts.mesh.rank,), index, position, member.info.name, problem, at)
             )
-    return sorted(found, key=lambda each: each.position)
+    return sorted(evidence, key=lambda each: each.position)
 
 
 def _local_weights(bucket: ShardedParameters, slot: BucketSlot) -> Tensor:
@@ -90,7 +90,7 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
 
     A piece is either this rank's own gradient of the whole step, or a sum over several ranks.
     """
-    mesh, found = parts.mesh, []
+    mesh, evidence = parts.mesh, []
     samples = tuple(
         sample for m in range(parts.blueprint.schedule.chunks) for sample in feed.sample_indices(m).tolist()
     )
@@ -98,8 +98,8 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
         summed_over_dp = bucket.sharding.num_replicas > 1
         own_shard = bucket.sharding.shard.rank
         for slot, shard, gradient in _pieces(bucket):
-            wrong = broken(gradient, is_gradient=True)
-            if wrong is None:
+            problem = broken(gradient, is_gradient=True)
+            if problem is None:
                 continue
             axes = []
             if shard == own_shard:
@@ -108,26 +108,26 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
                 # replicas that keep their contributions to this shard check those: then only this rank is a candidate
                 is_kept = bucket.keeps_gradient and bucket.sharding.copies.size == 1 and not axes
                 axes += [Axis.DP] * (summed_over_dp and not is_kept)
-            of = EvidenceKind.SUM if axes or (shard == own_shard and summed_over_dp) else EvidenceKind.GRADIENT
+            kind = EvidenceKind.SUM if axes or (shard == own_shard and summed_over_dp) else EvidenceKind.GRADIENT
             ranks = _ranks_along(mesh.grid, mesh.rank, axes)
             if bucket.kind.tied is not None:
                 holders = {mesh.grid.coordinates(rank).pp_rank for rank in bucket.kind.tied.ranks.ranks}
                 ranks = tuple(rank for rank in ranks if mesh.grid.coordinates(rank).pp_rank in holders)
-            found.append(
+            evidence.append(
                 Evidence(
-                    of,
+                    kind,
                     ranks,
                     index,
                     positions[id(slot.member.parameter)],
                     slot.member.info.name,
-                    wrong,
+                    problem,
                     mesh.at.dp_rank,
                     None,
                     () if Axis.DP in axes else samples,
                     (mesh.at.tp_rank, shard),
                 )
             )
-    return found
+    return evidence
 
 
 def _ranks_along(grid: Grid, rank: int, axes: Sequence[Axis]) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ def find_cause(parts: Parts, feed: Feed, *, replay: bool) -> str:
     grid = parts.mesh.grid
     evidence = _gather(parts, collect_evidence(parts, feed, parts.last))
     first = cause(evidence, grid)
-    if not replay or any(each.of is EvidenceKind.WEIGHT for each in evidence):
+    if not replay or any(each.kind is EvidenceKind.WEIGHT for each in evidence):
         return first.text if first is not None else "the origin is unknown: no rank holds the value any more"
     replayed = cause(_gather(parts, replay_step(parts, feed)), grid)
     if replayed is not None:
@@ -165,4 +165,4 @@ def find_cause(parts: Parts, feed: Feed, *, replay: bool) -> str:
 
 def _gather(parts: Parts, own: list[Evidence]) -> list[Evidence]:
     """Gather the evidence of all ranks. Collective over all ranks; blocks."""
-    return [each for found in parts.mesh.world.gather_objects(own, Evidence, EvidenceKind) for each in found]
+    return [each for of_rank in parts.mesh.world.gather_objects(own, Evidence, EvidenceKind) for each in of_rank]
