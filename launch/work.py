@@ -31,7 +31,7 @@ from meshwright.tools.summary import WIDTH, summarise
 from meshwright.tracking.observer import Records, open_tracker
 from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
-from meshwright.watch.hang.watchdog import LATER_S, Watchdog
+from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
 from meshwright.watch.observers import DriftCheck, Timing
 
 
@@ -60,7 +60,7 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     mesh = open_mesh(
         Grid(parallel.pp, parallel.dp, parallel.tp),
         config.train.device,
-        timeout_s=config.launch.timeout_s + LATER_S,
+        timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
         tp_across_nodes=parallel.tp_across_nodes,
     )
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)

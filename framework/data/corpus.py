@@ -39,7 +39,7 @@ from meshwright.errors import DataError
 IGNORE = -100
 """Ignored label: it counts neither in the loss nor in the number of labels that divides it."""
 Packing = Literal["stream", "documents"]
-_TOKENS_AT_ONCE = 1 << 22
+_TOKENS_PER_READ = 1 << 22
 _SCAN_TOKENS = 1 << 26
 """Size up to which a corpus without a fingerprint is scanned for its largest id when it is opened (0.1 s)."""
 
@@ -210,8 +210,8 @@ class Corpus:
                 self._raise_outside(self.known.split.max_token_id, f"according to its {fingerprints.FILE_NAME}")
             return
         if len(self.stream) <= _SCAN_TOKENS:
-            for start in range(0, len(self.stream), _TOKENS_AT_ONCE):
-                block = self.stream.read(start, min(_TOKENS_AT_ONCE, len(self.stream) - start))
+            for start in range(0, len(self.stream), _TOKENS_PER_READ):
+                block = self.stream.read(start, min(_TOKENS_PER_READ, len(self.stream) - start))
                 outside = np.flatnonzero((block < 0) | (block >= self.text_ids))
                 if outside.size:
                     at = start + int(outside[0])

@@ -35,7 +35,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     7: np.dtype(np.float32),
     8: np.dtype(np.uint16),
 }
-_SEQUENCES_AT_ONCE = 1 << 20
+_SEQUENCES_PER_READ = 1 << 20
 RESTORE = "prepare the corpus again, or restore both files from an intact copy"
 
 
@@ -156,19 +156,19 @@ def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
     """
     num_documents = lengths_file.stat().st_size // 4
     code = next(code for code, known in _DTYPES.items() if known == dtype)
-    starts = range(0, num_documents, _SEQUENCES_AT_ONCE)
+    starts = range(0, num_documents, _SEQUENCES_PER_READ)
     with idx_path(prefix).open("wb") as stream:
         stream.write(HEADER.pack(_MAGIC, 1, code, num_documents, num_documents + 1))
         for start in starts:
-            stream.write(np.fromfile(lengths_file, np.int32, _SEQUENCES_AT_ONCE, offset=4 * start).tobytes())
+            stream.write(np.fromfile(lengths_file, np.int32, _SEQUENCES_PER_READ, offset=4 * start).tobytes())
         next_byte = 0
         for start in starts:
-            lengths = np.fromfile(lengths_file, np.int32, _SEQUENCES_AT_ONCE, offset=4 * start).astype(np.int64)
+            lengths = np.fromfile(lengths_file, np.int32, _SEQUENCES_PER_READ, offset=4 * start).astype(np.int64)
             ends = next_byte + np.cumsum(lengths) * dtype.itemsize
             stream.write((ends - lengths * dtype.itemsize).tobytes())
             next_byte = int(ends[-1])
         for start in (*starts, num_documents):
-            stop = min(start + _SEQUENCES_AT_ONCE, num_documents) if start < num_documents else num_documents + 1
+            stop = min(start + _SEQUENCES_PER_READ, num_documents) if start < num_documents else num_documents + 1
             stream.write(np.arange(start, stop, dtype=np.int64).tobytes())
 
 
@@ -213,8 +213,8 @@ def _check_present(prefix: Path) -> None:
 def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any]) -> int:
     """Check that the sequences are contiguous; return the number of tokens."""
     next_byte = 0
-    for first in range(0, num_sequences, _SEQUENCES_AT_ONCE):
-        count = min(_SEQUENCES_AT_ONCE, num_sequences - first)
+    for first in range(0, num_sequences, _SEQUENCES_PER_READ):
+        count = min(_SEQUENCES_PER_READ, num_sequences - first)
         lengths = np.fromfile(index_file, np.int32, count, offset=HEADER.size + 4 * first).astype(np.int64)
         offsets = np.fromfile(index_file, np.int64, count, offset=HEADER.size + 4 * num_sequences + 8 * first)
         ends = next_byte + np.cumsum(lengths) * dtype.itemsize

@@ -23,18 +23,18 @@ TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Usual names of the end-of-document token in families of tokenizers."""
-SMALLEST_VOCAB = 257
+MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-document token."""
-_TEXTS_AT_ONCE = 64
+_TEXTS_PER_BATCH = 64
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a tokenizer. A small corpus may yield fewer tokens than ``vocab_size``: check ``get_vocab_size()``."""
-    if vocab_size < SMALLEST_VOCAB:
+    if vocab_size < MIN_VOCAB_SIZE:
         raise DataError(
             "MW-DATA-094",
             f"a vocabulary of {vocab_size} is too small for byte-level BPE: 256 bytes and {END_OF_DOCUMENT} need "
-            f"{SMALLEST_VOCAB}; 4096 is a good size for a few megabytes of text",
+            f"{MIN_VOCAB_SIZE}; 4096 is a good size for a few megabytes of text",
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -112,6 +112,6 @@ def encode(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[NDArray[np.in
     assert end is not None
     tokenizer.encode_special_tokens = True
     remaining = iter(texts)
-    while batch := list(islice(remaining, _TEXTS_AT_ONCE)):
+    while batch := list(islice(remaining, _TEXTS_PER_BATCH)):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             yield np.array([*encoding.ids, end], dtype=np.int64)

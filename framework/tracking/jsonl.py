@@ -24,7 +24,7 @@ from meshwright.system.atomic import sync
 from meshwright.system.bounded import MIB, lines, open_regular, parse_json
 from meshwright.tracking.record import StepRecord, from_json, to_json
 
-MOST_PENDING = 10_000
+MAX_PENDING = 10_000
 """Maximal number of lines kept in memory (about 5 MB) while the file cannot be written; the oldest are dropped."""
 CLOSE_PAUSES_S = 0.2, 1.0, 3.0
 """Seconds between the attempts to write pending lines at the end of a run."""
@@ -123,7 +123,7 @@ class JsonlSink:
         self._descriptor = -1
         self._pending: deque[bytes] = deque()
         self.dropped = 0
-        """Number of pending lines dropped because there were more than MOST_PENDING."""
+        """Number of pending lines dropped because there were more than MAX_PENDING."""
 
     @property
     def waiting(self) -> int:
@@ -137,7 +137,7 @@ class JsonlSink:
 
     def write(self, record: StepRecord) -> None:
         self._pending.append(to_json(record).encode() + b"\n")
-        while len(self._pending) > MOST_PENDING:
+        while len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.dropped += 1
         if self._descriptor < 0:

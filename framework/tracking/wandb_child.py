@@ -29,12 +29,12 @@ def main() -> None:
     """Start wandb, send "ready", and log until the finish message."""
     parent = os.getppid()
     commands, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb", buffering=0)
-    _close_to_others()
+    _redirect_standard_streams()
     lines = read_lines(commands, parent)
     hello = next(lines, None)
     if hello is None:
         return
-    threading.Thread(target=_leave_with, args=(parent, hello["finish_limit_s"]), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent, hello["finish_limit_s"]), daemon=True).start()
     try:
         run = start(hello)
     except BaseException as error:
@@ -47,7 +47,7 @@ def main() -> None:
             finish = message["finish"]
             break
         run.log(message["metrics"], step=message["step"])
-    _leave_after(hello["finish_limit_s"])
+    _exit_within(hello["finish_limit_s"])
     run.finish(exit_code=int(finish["failed"]))
 
 
@@ -87,7 +87,7 @@ def read_lines(commands: BinaryIO, parent: int) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _close_to_others() -> None:
+def _redirect_standard_streams() -> None:
     """Redirect stdin and stdout to /dev/null for wandb and its service; the pipes are used by this module alone."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)
@@ -95,14 +95,14 @@ def _close_to_others() -> None:
     os.close(nowhere)
 
 
-def _leave_with(parent: int, limit_s: float) -> None:
+def _exit_with_parent(parent: int, limit_s: float) -> None:
     """Exit when the parent is gone, even if wandb blocks the main thread. Runs on a thread."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
-    _leave_after(limit_s)
+    _exit_within(limit_s)
 
 
-def _leave_after(limit_s: float) -> None:
+def _exit_within(limit_s: float) -> None:
     """Exit within ``limit_s``, exit hooks included. The log on disk is complete without them."""
     timer = threading.Timer(limit_s, os._exit, args=(1,))
     timer.daemon = True

@@ -30,7 +30,7 @@ from meshwright.parts import Parts
 from meshwright.watch.ranks import numbers, ranks_at
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-MOST_NAMED = 4
+MAX_NAMED = 4
 """Limit of further tensors that the message names."""
 
 
@@ -202,15 +202,15 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
     step = parts.state.step
     different = [(piece, list(ranks.values())) for piece, ranks in copies.items() if len(ranks) > 1]
     if not different:
-        names = ", ".join(sorted(name for _, name in suspects)[:MOST_NAMED])
+        names = ", ".join(sorted(name for _, name in suspects)[:MAX_NAMED])
         text = f"replicas differ after step {step} in the padding between the parameters of a bucket ({names})"
     else:
         piece, ranks = different[0]
         text = f"replicas of {piece.what}{piece.name} differ after step {step}: {differing_pieces(mesh.grid, ranks)}"
         others = list(dict.fromkeys(f"{each.what}{each.name}" for each, _ in different[1:]))
         if others:
-            more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
-            text += f". So do those of {', '.join(others[:MOST_NAMED])}{more}"
+            more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+            text += f". So do those of {', '.join(others[:MAX_NAMED])}{more}"
     return (
         f"{text}. This step is not saved: the same command resumes from the last checkpoint. Copies drift apart by "
         f"faults of memory, device or network: if it recurs, exclude the machines of these ranks"

@@ -6,20 +6,20 @@ from collections.abc import Iterable
 
 from meshwright.mesh.grid import Axis, Grid
 
-MOST_RUNS = 8
+MAX_RUNS = 8
 """Limit of number ranges that are written out."""
 
 
 def numbers(values: Iterable[int]) -> str:
-    """Format numbers as ``0-3, 6, 8-9``; only the first ``MOST_RUNS`` ranges are written out."""
+    """Format numbers as ``0-3, 6, 8-9``; only the first ``MAX_RUNS`` ranges are written out."""
     runs: list[list[int]] = []
     for number in sorted(set(values)):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
-    ranges = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MOST_RUNS]]
-    return ", ".join(ranges) + (" ..." if len(runs) > MOST_RUNS else "")
+    ranges = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs[:MAX_RUNS]]
+    return ", ".join(ranges) + (" ..." if len(runs) > MAX_RUNS else "")
 
 
 def ranks_at(grid: Grid, ranks: Iterable[int]) -> str:

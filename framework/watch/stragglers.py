@@ -66,7 +66,7 @@ class StragglerReport(NamedTuple):
     replicas: tuple[int, ...]
     """Global ranks that this rank's gradients are summed over."""
     pp_rank: int
-    on_their_way_s: dict[tuple[int, int], float]
+    in_flight_s: dict[tuple[int, int], float]
     """Waits for sent messages by global (sender, receiver); filled on the first rank of each pipeline alone."""
 
 
@@ -178,7 +178,7 @@ def _rank(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: floa
 
 
 def _link(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float) -> Straggler | None:
-    waits_s = {ranks: seconds for report in reports for ranks, seconds in report.on_their_way_s.items()}
+    waits_s = {ranks: seconds for report in reports for ranks, seconds in report.in_flight_s.items()}
     if not waits_s:
         return None
     sender, receiver = max(waits_s, key=waits_s.__getitem__)

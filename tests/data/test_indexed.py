@@ -62,7 +62,7 @@ def test_documents_of_several_sequences_open(tmp_path: Path) -> None:
 
 
 def test_a_large_index_is_checked_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexed, "_SEQUENCES_AT_ONCE", 7)
+    monkeypatch.setattr(indexed, "_SEQUENCES_PER_READ", 7)
     rng = np.random.default_rng(0)
     documents = [np.arange(n) for n in rng.integers(1, 30, 50)]
     prefix = build(tmp_path / "c", documents=documents)

@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
 from meshwright.run.directory import STATUS
-from meshwright.watch.hang.diagnosis import MOST_LINES, judge, lines
+from meshwright.watch.hang.diagnosis import MAX_LINES, judge, lines
 from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited, describe_activity, in_words
 from meshwright.watch.hang.status import read_status
 
@@ -173,8 +173,8 @@ def test_many_ranks_are_not_all_named() -> None:
     reason, ranks = verdict(*beats, grid=grid)
     assert ranks == (0, 1, 2) and reason.endswith("; and 61 more ranks like these")
     table = {each.rank: ReceivedHeartbeat(each, 0.1) for each in beats}
-    short = lines(table, grid, SILENT_S, (40,), MOST_LINES)
-    assert len(short) == 1 + MOST_LINES and any(line.split()[0] == "40" for line in short[1:])
+    short = lines(table, grid, SILENT_S, (40,), MAX_LINES)
+    assert len(short) == 1 + MAX_LINES and any(line.split()[0] == "40" for line in short[1:])
     assert short[-1] == "... and 49 more ranks"
     assert len(lines(table, grid, SILENT_S)) == 65
 

@@ -17,7 +17,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import HangError
 from meshwright.run.directory import STATUS, run_directory
 from meshwright.watch.hang.status import Status, read_status
-from meshwright.watch.hang.watchdog import LATER_S
+from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 from tests.end_to_end.driving import GPT2, layout, lines, run_config
 from tests.end_to_end.shell import LIMIT_S, Shell, written
 from tests.watch.hanging import ALONE, BEGAN
@@ -66,7 +66,9 @@ def ended(shell: Shell, config: RunConfig, *words: str) -> str:
     assert "Traceback" not in done.stderr or words
     assert done.stderr.count("the run hangs: nothing has moved on rank") == 1, done.stderr
     passed_s = reported_after_s(shell, config)
-    assert LIMIT <= passed_s < LATER_S / 2, "the watchdog and not the process groups' limit, also on a busy machine"
+    assert LIMIT <= passed_s < GROUP_TIMEOUT_MARGIN_S / 2, (
+        "the watchdog and not the process groups' limit, also on a busy machine"
+    )
     return done.stderr
 
 

@@ -19,8 +19,8 @@ from meshwright.data.prepare.records import Broken, DocumentPiece, Form, columns
 from meshwright.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
-_TEXTS_AT_ONCE = 64
-_MOST_TOKENS = 2**31 - 1
+_TEXTS_PER_BATCH = 64
+_MAX_TOKENS = 2**31 - 1
 """Maximal number of tokens of a document: the index counts them in 32 bits."""
 
 
@@ -81,11 +81,11 @@ class Encoder:
                 continue
             text_bytes += sum(len(piece.text.encode()) for piece in record.pieces)
             tokens, mask = self._document(record.pieces, ids)
-            if len(tokens) > _MOST_TOKENS:
+            if len(tokens) > _MAX_TOKENS:
                 raise DataError(
                     "MW-DATA-038",
                     f"{self.files[block.first.file].path}: a document of {len(tokens):,} tokens is more than the index "
-                    f"of a corpus can count ({_MOST_TOKENS:,}): cut it",
+                    f"of a corpus can count ({_MAX_TOKENS:,}): cut it",
                 )
             lengths[number] = len(tokens)
             arrays.append(tokens)
@@ -122,8 +122,8 @@ class Encoder:
 
     def _encode(self, documents: list[list[DocumentPiece]]) -> Iterator[list[list[int]]]:
         """Yield the ids of each piece of each document; texts are encoded in batches."""
-        for start in range(0, len(documents), _TEXTS_AT_ONCE):
-            batch = documents[start : start + _TEXTS_AT_ONCE]
+        for start in range(0, len(documents), _TEXTS_PER_BATCH):
+            batch = documents[start : start + _TEXTS_PER_BATCH]
             texts = [piece.text for pieces in batch for piece in pieces]
             encodings = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
             for pieces in batch:

@@ -22,9 +22,9 @@ from meshwright.errors import DataError
 from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes
 
 BLOCK_BYTES = 1 << 20
-MOST_FILES = 256
+MAX_FILES = 256
 """Maximal number of text files in one block."""
-_ROWS_AT_ONCE = 64
+_ROWS_PER_BATCH = 64
 
 
 class ReadPosition(NamedTuple):
@@ -80,7 +80,7 @@ def blocks(
 def _end_of_text_block(files: Sequence[InputFile], first: int, block_bytes: int) -> int:
     """Return the index after the last of the text files that form one block; the block has at least one."""
     size, after = files[first].num_bytes, first + 1
-    while after < len(files) and files[after].kind is FileForm.TEXT and after - first < MOST_FILES:
+    while after < len(files) and files[after].kind is FileForm.TEXT and after - first < MAX_FILES:
         size += files[after].num_bytes
         if size > block_bytes:
             break
@@ -140,7 +140,7 @@ def _row_blocks(
             if row + in_group <= position:
                 row += in_group
                 continue
-            for batch in table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=list(columns)):
+            for batch in table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=list(columns)):
                 rows = list(zip(*(batch.column(name).to_pylist() for name in columns), strict=True))
                 num_skipped = min(max(position - row, 0), len(rows))
                 row += num_skipped

@@ -37,7 +37,7 @@ from meshwright.system.process import FileLock
 SKIPPED_FILE = "skipped.txt"
 
 
-_MOST_CHANGES = 10
+_MAX_CHANGES = 10
 """Changes of a request that a message lists."""
 
 
@@ -221,8 +221,8 @@ def requested_files(files: Sequence[InputFile]) -> list[File]:
 
 def describe_changes(changes: Sequence[str]) -> str:
     """Format the changes of a request for a message, a line each."""
-    lines = [f"  {change}" for change in changes[:_MOST_CHANGES]]
-    return "\n".join([*lines, *(["  ..."] if len(changes) > _MOST_CHANGES else [])])
+    lines = [f"  {change}" for change in changes[:_MAX_CHANGES]]
+    return "\n".join([*lines, *(["  ..."] if len(changes) > _MAX_CHANGES else [])])
 
 
 def remove_leftovers(out: Path) -> None:

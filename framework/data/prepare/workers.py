@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from meshwright.errors import DataError, UserError
 
-AHEAD = 4
+ITEMS_IN_FLIGHT = 4
 """Items in flight, for each worker."""
 
 Item = TypeVar("Item")
@@ -44,7 +44,7 @@ def ordered_map(
         done: dict[int, Result | BaseException] = {}
         num_yielded = 0
         while True:
-            while workers.idle and len(in_flight) < AHEAD * num_workers and (entry := next(remaining, None)):
+            while workers.idle and len(in_flight) < ITEMS_IN_FLIGHT * num_workers and (entry := next(remaining, None)):
                 number, item = entry
                 in_flight[number] = item
                 workers.send(number, item)

@@ -34,7 +34,7 @@ from meshwright.tools.inference.corpora import check_tokenizer, count_text
 from meshwright.tools.inference.load import ModelLocation, open_trained
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import perplexity
-from meshwright.watch.hang.watchdog import LATER_S
+from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 
 PROGRESS_EVERY_S = 10.0
 """Seconds between two progress messages."""
@@ -121,7 +121,7 @@ class EvaluationJob:
         mesh = open_mesh(
             Grid(parallel.pp, parallel.dp, parallel.tp),
             config.train.device,
-            timeout_s=config.launch.timeout_s + LATER_S,
+            timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
             tp_across_nodes=parallel.tp_across_nodes,
         )
         forward, checkpoint = open_trained(config, mesh, self.place)

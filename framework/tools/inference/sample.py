@@ -39,7 +39,7 @@ from meshwright.tensor_parallel.cross_entropy import split_vocab_size
 from meshwright.terminal.output import say
 from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_trained
 from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, with_starts
-from meshwright.watch.hang.watchdog import LATER_S
+from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
@@ -130,7 +130,7 @@ class Sampling:
         mesh = open_mesh(
             Grid(parallel.pp, 1, parallel.tp),
             config.train.device,
-            timeout_s=config.launch.timeout_s + LATER_S,
+            timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
             tp_across_nodes=parallel.tp_across_nodes,
         )
         found = generate(config, mesh, self.place, self.ask)

@@ -30,8 +30,8 @@ from meshwright.watch.hang.heartbeat import (
     place,
 )
 
-MOST_NAMED = 3
-MOST_LINES = 16
+MAX_NAMED = 3
+MAX_LINES = 16
 
 
 class Verdict(NamedTuple):
@@ -185,7 +185,7 @@ class _VerdictFormatter(NamedTuple):
 
     def ends(self, ranks: list[int], silent: set[int]) -> Verdict:
         """Describe the ranks at the ends of the wait-for graph."""
-        parts, named = [], tuple(ranks[:MOST_NAMED])
+        parts, named = [], tuple(ranks[:MAX_NAMED])
         for rank in named:
             what = self._silent(rank) if rank in silent else self._busy(rank)
             waiting = [other for other in self.edges if rank in self.edges[other]]

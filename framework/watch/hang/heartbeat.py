@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Po
 
 from meshwright.mesh.grid import Grid
 
-MISSED = 3
+MISSED_TICKS = 3
 """Ticks without a new heartbeat after which a rank counts as silent."""
 
 _ACTION = re.compile(r"(\d+)?(F|B|I|W|SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|STEP)(\d+)?")

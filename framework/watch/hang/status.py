@@ -15,10 +15,10 @@ from meshwright.mesh.grid import Grid
 from meshwright.system.bounded import read_bytes
 from meshwright.system.process import is_alive
 from meshwright.watch.hang.diagnosis import lines, seconds
-from meshwright.watch.hang.heartbeat import MISSED, Heartbeat, ReceivedHeartbeat, StatusModel, in_words
+from meshwright.watch.hang.heartbeat import MISSED_TICKS, Heartbeat, ReceivedHeartbeat, StatusModel, in_words
 from meshwright.watch.ranks import numbers
 
-MOST_RANKS = 16
+MAX_RANKS = 16
 """Ranks up to which each has its own line; more are grouped by activity."""
 
 
@@ -59,7 +59,7 @@ class CurrentState(NamedTuple):
     """State of a run at one moment."""
 
     is_live: bool
-    """True while the run trains: its status file is not older than ``MISSED`` ticks."""
+    """True while the run trains: its status file is not older than ``MISSED_TICKS`` ticks."""
     silent_s: float
     """Seconds since the last update of the status file."""
     text: str
@@ -93,7 +93,7 @@ def read_status(path: Path) -> Status:
 def run_state(status: Status) -> CurrentState:
     """Return the state of a run now."""
     silent_s = max(0.0, time.time() - status.at_s)
-    is_live = status.ended is None and silent_s <= MISSED * status.tick_s
+    is_live = status.ended is None and silent_s <= MISSED_TICKS * status.tick_s
     return CurrentState(is_live, silent_s, _describe(status, silent_s, is_live))
 
 
@@ -115,8 +115,8 @@ def describe_ranks(status: Status, silent_s: float) -> list[str]:
 
     ``silent_s``: seconds since the last update of the file, for ranks without an entry.
     """
-    grid, missed_s = Grid(*status.grid), MISSED * status.tick_s
-    if grid.size <= MOST_RANKS:
+    grid, missed_s = Grid(*status.grid), MISSED_TICKS * status.tick_s
+    if grid.size <= MAX_RANKS:
         table = {rank: ReceivedHeartbeat(None, silent_s) for rank in range(grid.size)}
         table |= {each.beat.rank: ReceivedHeartbeat(each.beat, each.silent_s) for each in status.ranks}
         return lines(table, grid, missed_s)

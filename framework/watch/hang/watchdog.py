@@ -9,9 +9,9 @@
                                gone), prints the cause, writes hang/report.txt, and ends its process
     the other ranks            read the cause from the store and end their processes
 
-The limit is ``launch.timeout_s``. Process groups wait LATER_S longer before they fail by themselves. A tick is a tenth
-of the limit, from 0.5 to 5 s. Each rank has two daemon threads. One uses the store, which may stop responding. The
-other checks the first, and reports for this rank alone if it is blocked.
+The limit is ``launch.timeout_s``. Process groups time out GROUP_TIMEOUT_MARGIN_S later. A tick is a tenth of the limit,
+from 0.5 to 5 s. Each rank has two daemon threads. One uses the store, which may stop responding. The other checks the
+first, and reports for this rank alone if it is blocked.
 
 A process that was stopped as a whole and continues is not hanging: time in which the second thread did not run does not
 count. Code that holds Python's GIL for good (an endless loop in C) cannot be watched from within. The other ranks then
@@ -35,24 +35,24 @@ from meshwright.errors import HangEcho, HangError, Preempted, RunFilesError, Use
 from meshwright.mesh.mesh import Mesh
 from meshwright.system.process import GiveUp
 from meshwright.terminal.output import tell
-from meshwright.watch.hang.diagnosis import MOST_LINES, Verdict, judge, lines, seconds
+from meshwright.watch.hang.diagnosis import MAX_LINES, Verdict, judge, lines, seconds
 from meshwright.watch.hang.disk_writer import DiskWriter
 from meshwright.watch.hang.exchange import HeartbeatExchange
-from meshwright.watch.hang.heartbeat import MISSED, ReceivedHeartbeat, describe_activity, place
+from meshwright.watch.hang.heartbeat import MISSED_TICKS, ReceivedHeartbeat, describe_activity, place
 from meshwright.watch.hang.status import Ended, Status
 
-LATER_S = 60.0
+GROUP_TIMEOUT_MARGIN_S = 60.0
 """Seconds by which the timeout of process groups exceeds the limit, so that the watchdog reports first."""
-SHORTEST_TICK_S, LONGEST_TICK_S = 0.5, 5.0
-LEAST_WATCHED_S = 3.0
+MIN_TICK_S, MAX_TICK_S = 0.5, 5.0
+MIN_WATCH_S = 3.0
 """Minimum time to watch heartbeats before a report, however short a tick is: a busy machine may skip one."""
-LAST_WORDS_S = 30.0
+EXIT_LIMIT_S = 30.0
 """Seconds after which a reporting process exits in any case: the reader of its output, or the disk, may hang too."""
 
 
 def tick_of(limit_s: float) -> float:
     """Return the seconds between two heartbeats."""
-    return min(max(limit_s / 10, SHORTEST_TICK_S), LONGEST_TICK_S)
+    return min(max(limit_s / 10, MIN_TICK_S), MAX_TICK_S)
 
 
 class Watchdog:
@@ -78,8 +78,8 @@ class Watchdog:
         self._give_up = give_up
         self._run = status_file.parent.name
         self._tick_s = tick_of(limit_s)
-        self._watched_s = max(MISSED * self._tick_s, LEAST_WATCHED_S)
-        self._gap_s = max(MISSED * self._tick_s, LONGEST_TICK_S)
+        self._watched_s = max(MISSED_TICKS * self._tick_s, MIN_WATCH_S)
+        self._gap_s = max(MISSED_TICKS * self._tick_s, MAX_TICK_S)
         """Pause of the second thread after which the whole process is taken to have been stopped."""
         self._exchange = HeartbeatExchange(mesh, step)
         self._disk = DiskWriter(status_file, mesh.rank, self._exchange.host, self._warn)
@@ -187,7 +187,7 @@ class Watchdog:
         """
         if self._ended.is_set():
             return
-        last = threading.Timer(LAST_WORDS_S, os._exit, (HangError.exit_code,))
+        last = threading.Timer(EXIT_LIMIT_S, os._exit, (HangError.exit_code,))
         last.daemon = True
         last.start()
         grid, rank, silent_s = self._mesh.grid, self._mesh.rank, self._watched_s - self._tick_s
@@ -207,7 +207,7 @@ class Watchdog:
         self._disk.write_report([head, "", *lines(table, grid, silent_s)])
         message = [
             head,
-            *lines(table, grid, silent_s, verdict.ranks, MOST_LINES),
+            *lines(table, grid, silent_s, verdict.ranks, MAX_LINES),
             f"the stacks of all ranks that could write them are in {self._disk.report_path.parent}. An operation that "
             f"is long but alive, such as a save or a first step that compiles, needs a launch.timeout_s above "
             f"{self._limit_s:g}",

@@ -12,10 +12,10 @@ from torch import Tensor
 from meshwright.mesh.grid import Grid
 from meshwright.watch.ranks import ranks_at, samples_named
 
-MOST = 16
+MAX_FINDINGS = 16
 """Maximal number of findings of one kind that a rank sends to the others: the first ones."""
 
-LARGEST_NORM = 1e18
+MAX_NORM = 1e18
 """Largest gradient norm in float32: the square of a larger one overflows."""
 
 
@@ -65,7 +65,7 @@ def broken(tensor: Tensor, *, is_gradient: bool = False) -> str | None:
         return " and ".join(counts)
     if is_gradient and tensor.dtype != torch.float64:
         norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-        if norm > LARGEST_NORM:
+        if norm > MAX_NORM:
             return f"norm {norm:.1e}, whose square overflows in float32"
     return None
 

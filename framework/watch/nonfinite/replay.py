@@ -20,7 +20,7 @@ from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, RowResult
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.schedule.action import Kind
-from meshwright.watch.nonfinite.evidence import MOST, Evidence, EvidenceKind, backward_order, broken
+from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, EvidenceKind, backward_order, broken
 
 
 def positions_of(stage: Stage) -> dict[int, int]:
@@ -59,7 +59,7 @@ def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
             within.enter_context(checks.installed())
         result = executor.run(feed)
     evidence = [each for checks in stages for each in checks.findings()]
-    return evidence + losses(parts, feed, result, (parts.mesh.rank,))[:MOST]
+    return evidence + losses(parts, feed, result, (parts.mesh.rank,))[:MAX_FINDINGS]
 
 
 @contextlib.contextmanager
@@ -118,9 +118,9 @@ class _StageChecks:
                     handle.remove()
 
     def findings(self) -> list[Evidence]:
-        """Return the first findings: at most ``MOST`` outputs and ``MOST`` gradients."""
-        first = [self.outputs[microbatch] for microbatch in sorted(self.outputs)][:MOST]
-        return first + sorted(self.gradients.values(), key=backward_order)[:MOST]
+        """Return the first findings: at most ``MAX_FINDINGS`` outputs and ``MAX_FINDINGS`` gradients."""
+        first = [self.outputs[microbatch] for microbatch in sorted(self.outputs)][:MAX_FINDINGS]
+        return first + sorted(self.gradients.values(), key=backward_order)[:MAX_FINDINGS]
 
     def _during(self, backward: Any) -> Any:
         def run(microbatch: int, *arguments: Any) -> Any:

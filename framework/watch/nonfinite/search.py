@@ -28,7 +28,7 @@ from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, RowResult
-from meshwright.watch.nonfinite.evidence import MOST, Evidence, EvidenceKind, backward_order, broken, cause
+from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, EvidenceKind, backward_order, broken, cause
 from meshwright.watch.nonfinite.replay import losses, positions_of, replay_step
 from meshwright.watch.ranks import ranks_at
 
@@ -38,10 +38,10 @@ def collect_evidence(parts: Parts, feed: Feed, result: RowResult) -> list[Eviden
     evidence = []
     for index, replica in parts.replicas.items():
         positions = positions_of(parts.executor.stages[index])
-        evidence += _weights(parts, index, replica, positions)[:MOST]
+        evidence += _weights(parts, index, replica, positions)[:MAX_FINDINGS]
         gradients = _gradients(parts, index, replica, positions, feed)
-        evidence += sorted(gradients, key=backward_order)[:MOST]
-    return evidence + losses(parts, feed, result, _replica_ranks(parts))[:MOST]
+        evidence += sorted(gradients, key=backward_order)[:MAX_FINDINGS]
+    return evidence + losses(parts, feed, result, _replica_ranks(parts))[:MAX_FINDINGS]
 
 
 def _replica_ranks(parts: Parts) -> tuple[int, ...]:
