@@ -7,7 +7,7 @@ its training data exactly. A corpus without one (Megatron's own) can be trained 
 from __future__ import annotations
 
 import os
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,6 @@ from meshwright.errors import DataError
 from meshwright.system.bounded import MAX_FILE_BYTES, read_bytes
 
 FILE_NAME = "fingerprint.json"
-_READ_BYTES = 1 << 20
 SAMPLED_BLOCKS, SAMPLED_BYTES = 256, 4096
 """Number and size of the blocks that are hashed of a file that is not read in full."""
 
@@ -152,11 +151,8 @@ def entropy(counts: NDArray[np.int64]) -> Entropy:
 
 def file_sha256(path: Path) -> str:
     """Return the hex digest of a file's bytes."""
-    digest = sha256()
     with path.open("rb") as stream:
-        while block := stream.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return file_digest(stream, "sha256").hexdigest()
 
 
 def tokenizer_sha256(path: Path) -> str:
@@ -179,12 +175,12 @@ def sampled_sha256(path: Path) -> str:
     with path.open("rb", buffering=0) as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = sha256(f"{size}\n".encode())
-        for start in sampled_places(size):
+        for start in sampled_offsets(size):
             digest.update(os.pread(stream.fileno(), SAMPLED_BYTES, start))
     return digest.hexdigest()
 
 
-def sampled_places(size: int) -> list[int]:
+def sampled_offsets(size: int) -> list[int]:
     """Return the offsets of the sampled blocks in a file of ``size`` bytes."""
     if size <= SAMPLED_BLOCKS * SAMPLED_BYTES:
         return list(range(0, size, SAMPLED_BYTES))

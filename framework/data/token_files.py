@@ -101,13 +101,13 @@ class FileReader:
             raise DataError(
                 "MW-DATA-030",
                 f"{self.path} cannot be read any more: {error.strerror} (errno {error.errno}). Check its file system; "
-                f"the same command goes on from the last checkpoint",
+                f"the same command resumes from the last checkpoint",
             ) from error
         if num_read < len(buffer):
             raise DataError(
                 "MW-DATA-031",
                 f"{self.path} has {now:,} bytes, and had {self._size:,} when it was opened: it was cut short "
-                f"while it was in use. Restore it from an intact copy; the same command goes on from the last "
+                f"while it was in use. Restore it from an intact copy; the same command resumes from the last "
                 f"checkpoint",
             )
         return values

@@ -15,7 +15,7 @@ from meshwright.checkpoint import find
 from meshwright.config import RunConfig
 from meshwright.data import fingerprint
 from meshwright.data.corpus import Corpus, DocumentRules
-from meshwright.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES, sampled_places, sampled_sha256
+from meshwright.data.fingerprint import FILE_NAME, SAMPLED_BLOCKS, SAMPLED_BYTES, sampled_offsets, sampled_sha256
 from meshwright.errors import DataError, UserError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
@@ -100,7 +100,7 @@ def test_validation_mask_and_tokenizer_are_looked_at_too(copied: Path, tmp_path:
 
 def test_a_large_file_is_sampled_and_what_lies_between_is_for_data_verify(tmp_path: Path) -> None:
     size = 5 * SAMPLED_BLOCKS * SAMPLED_BYTES + 77
-    places = sampled_places(size)
+    places = sampled_offsets(size)
     assert len(set(places)) == SAMPLED_BLOCKS and places == sorted(places) and places[-1] + SAMPLED_BYTES == size
     gaps = [b - a - SAMPLED_BYTES for a, b in itertools.pairwise(places)]
     assert max(gaps) <= 2 * size / SAMPLED_BLOCKS

@@ -1,5 +1,4 @@
-"""Preparation of text of any size as a Megatron corpus, with an existing tokenizer: parallel, resumable, bounded
-memory.
+"""Preparation of a Megatron corpus with an existing tokenizer: parallel, resumable, in bounded memory.
 
     files --blocks--> workers: read, parse, encode --in order--> by the split of each document --> train.bin/.mask ...
                                                                                                    train.idx at the end
@@ -70,7 +69,7 @@ class Progress(NamedTuple):
     documents: int
     tokens: int
     resumed: bool
-    """An earlier call did a part of the work."""
+    """True if an earlier call did a part of the work."""
 
 
 def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
@@ -122,7 +121,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
             work.close()
     except OSError as error:
         raise DataError(
-            "MW-DATA-047", f"cannot write the corpus {out}: {error}. What is done is kept: the same command goes on"
+            "MW-DATA-047", f"cannot write the corpus {out}: {error}. Finished work is kept: the same command resumes"
         ) from error
     return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made))
 
@@ -173,7 +172,7 @@ def _read_all(
             if problems and not options.skip_broken:
                 raise DataError(
                     "MW-DATA-050",
-                    f"{problems[0]}. Mend it, or leave such records out with --skip-broken, which lists them"
+                    f"{problems[0]}. Correct it, or leave such records out with --skip-broken, which lists them"
                     + (f" ({len(problems)} in this block)" if len(problems) > 1 else ""),
                 )
             is_whole = False
@@ -243,8 +242,8 @@ def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, l
 def _notes(options: Options, made: Fingerprint) -> list[str]:
     shares = {"validation": options.validation_share, "test": options.test_share}
     return [
-        f"no document fell into {name}, which was to be {share:g} of {made.source.documents:,}: choose a larger share, "
-        f"or another --seed"
+        f"{name} got no document, with a share of {share:g} of {made.source.documents:,}: choose a larger share, or "
+        f"another --seed"
         for name, share in shares.items()
         if share > 0 and name not in made.splits
     ]

@@ -32,7 +32,7 @@ class Document(NamedTuple):
         if sha256(raw).hexdigest() != self.sha256:
             raise DataError(
                 "MW-DATA-069",
-                f"{self.path} changed while the corpus was being prepared: run it again when nobody writes there",
+                f"{self.path} changed while the corpus was being prepared: run it again when no process writes to it",
             )
         return raw.decode("utf-8")
 

@@ -35,8 +35,6 @@ from meshwright.system.bounded import read_bytes
 from meshwright.system.process import FileLock
 
 SKIPPED_FILE = "skipped.txt"
-
-
 _MAX_CHANGES = 10
 """Changes of a request that a message lists."""
 
@@ -141,7 +139,7 @@ class WorkFolder:
         if changes:
             return (
                 f"{out} is half prepared from something else:\n{describe_changes(changes)}\n"
-                f"set it back to go on, name another folder, or begin anew with --replace"
+                f"restore it to continue, name another folder, or begin anew with --replace"
             )
         for path, size in self._sizes(state).items():
             actual = path.stat().st_size if path.exists() else 0
@@ -152,8 +150,8 @@ class WorkFolder:
                 )
         if state.skipped and not may_skip:
             return (
-                f"{state.skipped:,} broken records were left out so far: give --skip-broken again to go on, or begin "
-                f"anew with --replace"
+                f"{state.skipped:,} broken records were left out so far: give --skip-broken again to continue, or "
+                f"begin anew with --replace"
             )
         return ""
 

@@ -108,8 +108,8 @@ class _Workers:
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"gone (exit code {code})"
         return DataError(
             "MW-DATA-086",
-            f"a worker was {how}: was there memory for {len(self.processes)} of them? The same command goes on where "
-            f"it was, also with fewer --workers",
+            f"a worker was {how}: was there memory for {len(self.processes)} of them? The same command resumes, "
+            f"also with fewer --workers",
         )
 
     def terminate(self) -> None:
