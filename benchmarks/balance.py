@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import default_world_size, load, resolve
+from meshwright.config import load, resolve
 from meshwright.model.build import build_model
 from meshwright.model.meter import reference
 from meshwright.pipeline.plan import LayerCost, count_layers, layer_weights, partition
@@ -125,7 +125,7 @@ def main() -> None:
     words = sys.argv[1:]
     path = words.pop(0) if words and not words[0].startswith("--") else "configs/demo.toml"
     config = load(path, words)
-    config = resolve(config, default_world_size(config, 0))
+    config = resolve(config)
     batch, length = config.batch.micro_batch_size, config.data.sequence_length
     assert batch is not None
     torch.set_num_threads(1)

@@ -18,6 +18,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import math
 import shlex
 import statistics
 import sys
@@ -87,9 +88,7 @@ def config_of(layout: dict[str, Any]) -> RunConfig:
 
 def measure(rank: int, world_size: int, config: RunConfig, steps: int) -> list[float]:
     """Return the seconds of each step after one that warms up."""
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    mesh = open_mesh(Grid(*config.parallel.degrees), "cpu")
     parts = build(config, mesh, (Samples(), None))
     found = []
     for _ in range(steps + 1):
@@ -138,9 +137,7 @@ def main() -> int:
         hardware = calibrated(pool)
         for _ in range(arguments.repeats):
             for name, config in configs.items():
-                parallel = config.parallel
-                assert isinstance(parallel.dp, int)
-                size = parallel.dp * parallel.pp * parallel.tp
+                size = math.prod(config.parallel.degrees)
                 seconds = pool.run(measure, size, config, arguments.steps, timeout_s=TIMEOUT_S)
                 measured[name] += [max(each) for each in zip(*seconds, strict=True)]
     table = Table("layout", "predicted s", "measured s", "predicted / measured")

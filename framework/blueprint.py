@@ -132,8 +132,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         UserError: whatever cannot work, before any process group exists.
     """
     parallel, batch, dtype = config.parallel, batch_numbers(config), DTYPES[config.train.dtype]
-    assert isinstance(parallel.dp, int)
-    grid = Grid(parallel.pp, parallel.dp, parallel.tp)
+    grid = Grid(*parallel.degrees)
     shapes = MetaMicrobatch(*example(config, batch.micro_batch_size))
     if parallel.sequence:
         check_sequence_lengths(

@@ -6,6 +6,7 @@ from meshwright.config.derived import default_world_size as default_world_size
 from meshwright.config.derived import reduces_each_microbatch as reduces_each_microbatch
 from meshwright.config.derived import resolve as resolve
 from meshwright.config.derived import shard_factor as shard_factor
+from meshwright.config.layout_rules import MAX_FORWARDS as MAX_FORWARDS
 from meshwright.config.loading import load as load
 from meshwright.config.loading import load_saved as load_saved
 from meshwright.config.loading import load_with_origins as load_with_origins

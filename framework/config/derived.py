@@ -7,10 +7,6 @@ from meshwright.config.schema import RunConfig
 from meshwright.errors import ConfigError
 
 
-def _counts(numbers: list[int]) -> str:
-    return " or ".join(str(number) for number in numbers if number)
-
-
 def _wrong_product(dp: int, pp: int, tp: int, world_size: int) -> str:
     size = dp * pp * tp
     moves = [f"start {size} (launch.processes = {size}, or that many ranks of torchrun or srun)"]
@@ -24,26 +20,28 @@ def _wrong_product(dp: int, pp: int, tp: int, world_size: int) -> str:
 
 def _no_whole_replicas(pp: int, tp: int, world_size: int) -> str:
     one = pp * tp
-    near = [one * (world_size // one), one * (world_size // one + 1)]
+    near = [one * replicas for replicas in (world_size // one, world_size // one + 1) if replicas]
     return (
         f'parallel.dp = "auto": pp {pp} x tp {tp} = {one} ranks for one replica, but {world_size} were started, '
-        f"{world_size / one:.3g} replicas: start {_counts(near)}, or change parallel.pp or parallel.tp"
+        f"{world_size / one:.3g} replicas: start {' or '.join(map(str, near))}, or change parallel.pp or parallel.tp"
     )
 
 
-def resolve(config: RunConfig, world_size: int) -> RunConfig:
+def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
     """Return the configuration with dp, the three batch numbers and ``launch.processes`` as whole numbers.
 
     Resolving a second time changes nothing.
 
     Args:
         config: The configuration as loaded.
-        world_size: Number of ranks that were started, by any launcher.
+        world_size: Number of ranks that were started, by any launcher. Default: :func:`default_world_size` on CPU.
 
     Raises:
         ConfigError: The product of the degrees is not ``world_size``, or the batch numbers do not fit this dp. The text
             contains the arithmetic.
     """
+    if world_size is None:
+        world_size = default_world_size(config, 0)
     assert world_size >= 1, world_size
     pp, tp, dp = config.parallel.pp, config.parallel.tp, config.parallel.known_dp
     problems: list[ConfigError] = []
@@ -65,31 +63,23 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
         )
     numbers = config.batch
     try:
-        numbers = batch.derive(numbers, dp)
+        numbers = batch.derive(config.batch, dp)
     except ConfigError as error:
         problems.append(error)
     if problems:
         raise ConfigError.join(problems)
-    return config.model_copy(
-        update={
-            "batch": numbers,
-            "parallel": config.parallel.model_copy(update={"dp": dp}),
-            "launch": config.launch.model_copy(update={"processes": world_size}),
-        }
-    )
+    return config.replace(batch=numbers.model_dump(), parallel={"dp": dp}, launch={"processes": world_size})
 
 
 def shard_factor(config: RunConfig) -> int:
     """Return the number of shards of the optimizer state; 1: each replica has all of it. ``config``: resolved."""
-    dp = config.parallel.known_dp
-    assert dp is not None
+    _, dp, _ = config.parallel.degrees
     return (config.parallel.shard_factor or dp) if config.parallel.zero else 1
 
 
 def bucket_bytes(config: RunConfig) -> int:
     """Return the size of a gradient bucket, the bytes reduced in one message. ``config``: resolved."""
-    dp = config.parallel.known_dp
-    assert dp is not None
+    _, dp, _ = config.parallel.degrees
     return config.parallel.bucket_bytes or max(25 * 2**20, 4 * 2**20 * dp)
 
 

@@ -9,7 +9,7 @@ from meshwright.config.schema import RunConfig
 
 MAX_RANKS = 2**20
 MAX_FORWARDS = 2**18
-"""Bound on pp x chunks x stages per rank: a schedule lists every forward."""
+"""Maximal number of forwards in a step, pp x chunks x stages per rank: a schedule lists each of them."""
 
 
 def _ranks(config: RunConfig) -> str | None:
@@ -20,7 +20,7 @@ def _ranks(config: RunConfig) -> str | None:
 
 
 def _forwards(config: RunConfig) -> str | None:
-    """Check the bound of meshwright.schedule.build before anything is built."""
+    """Check the bound before a schedule is built; ``schedule.build`` checks it again for derived chunks."""
     pp, chunks, interleave = config.parallel.pp, config.batch.chunks or 1, config.pipeline.stages_per_rank
     if pp * chunks * interleave <= MAX_FORWARDS:
         return None

@@ -8,6 +8,7 @@ is for facts that those do not express.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
@@ -148,6 +149,12 @@ class Parallel(Section):
     def known_dp(self) -> int | None:
         """dp, or None while it depends on the number of ranks."""
         return None if self.dp == "auto" or self.dp == -1 else self.dp
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Degrees (pp, dp, tp) of a resolved configuration, as :class:`~meshwright.mesh.grid.Grid` takes them."""
+        assert self.known_dp is not None, "resolve the configuration first"
+        return self.pp, self.known_dp, self.tp
 
 
 class Pipeline(Section):
@@ -298,3 +305,8 @@ class RunConfig(Section):
     watch: Watch = Watch()
     tracking: Tracking = Tracking()
     launch: Launch = Launch()
+
+    def replace(self, **sections: Mapping[str, Any]) -> RunConfig:
+        """Return a copy with other values, which are not validated: ``replace(train={"device": "cpu"})``."""
+        changed = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=changed)

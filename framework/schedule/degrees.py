@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from meshwright.config import MAX_FORWARDS
 from meshwright.errors import ScheduleError
-
-MAX_FORWARDS = 2**18
-"""Most forwards of a step: pp x chunks x interleave. Each is an action that is written out for every rank."""
 
 INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), **dict.fromkeys(["zb_v", "v_half", "v_min"], range(2, 3))}
 """Possible numbers of stages per rank of each schedule; only 1 for schedules not listed."""

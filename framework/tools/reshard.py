@@ -37,7 +37,6 @@ from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
 from meshwright.config import (
     RunConfig,
     bucket_bytes,
-    default_world_size,
     given_keys,
     load_saved,
     parse,
@@ -237,7 +236,7 @@ def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place:
     tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
     tree["launch"]["processes"] = "auto"
     config = load_saved(tree, [f"--run.name={out.name}", f"--run.directory={out.parent}", *overrides], place)
-    return resolve(config, default_world_size(config, 0))
+    return resolve(config)
 
 
 def _check_free(out: Path, step: int, config: RunConfig) -> None:

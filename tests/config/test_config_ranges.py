@@ -9,12 +9,11 @@ import pytest
 
 from meshwright.checkpoint.check import coverage
 from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry
-from meshwright.config import layout_rules, load
+from meshwright.config import load
 from meshwright.errors import ConfigError, ModelError, ScheduleError
 from meshwright.launch.cli import main
 from meshwright.launch.local import launch
 from meshwright.model.build import build_model
-from meshwright.schedule import degrees
 from meshwright.schedule.build import build
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
@@ -47,7 +46,6 @@ def test_absurd_numbers(
 
 def test_derived_micro_batches_are_bounded_too() -> None:
     """chunks that follow from global_batch meet the bound where the schedule is built."""
-    assert layout_rules.MAX_FORWARDS == degrees.MAX_FORWARDS
     with pytest.raises(ScheduleError, match="forwards in a step"):
         build("1f1b", 16, 10**9)
     with pytest.raises(ScheduleError, match=r"pp=64 x chunks=64 x interleave=65 = 266,240 forwards"):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config import default_world_size, load, resolve
+from meshwright.config import load, resolve
 from meshwright.launch.arguments import build_parser
 from meshwright.launch.cli import main, split_overrides
 from meshwright.mesh.grid import Grid, nodes_of
@@ -90,7 +90,7 @@ def test_each_is_one_that_there_is(where: str, command: str, monkeypatch: pytest
     elif options.command == "mesh":
         assert main(shlex.split(command)[1:]) == 0, f"{where}: {command}"
     elif options.command != "plan":
-        resolve(config, default_world_size(config, 0))
+        resolve(config)
 
 
 def test_what_is_refused_is_still_printed() -> None:

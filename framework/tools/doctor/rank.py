@@ -11,6 +11,7 @@ from meshwright.config import RunConfig, bucket_bytes, resolve
 from meshwright.errors import CommunicationError, ConfigError, MissingRanksError, UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, environment_rank, open_mesh, open_store
+from meshwright.run.directory import run_directory
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from meshwright.system.process import SIGNALS, GiveUp, end_process
 from meshwright.terminal.output import put
@@ -56,10 +57,8 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     """
     _, world_size, _ = environment_rank()
     config = resolve(config, world_size)
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int)
-    grid = Grid(parallel.pp, parallel.dp, parallel.tp)
-    directory = Path(config.run.directory) / config.run.name
+    grid = Grid(*config.parallel.degrees)
+    directory = run_directory(config)
     store, goes_on = _meet(grid, directory)
     if not goes_on:
         return

@@ -219,9 +219,7 @@ def _on_fake_tensors(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> 
 
 def grid_of(config: RunConfig) -> Grid:
     """Return the grid of a resolved configuration."""
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int)
-    return Grid(parallel.pp, parallel.dp, parallel.tp)
+    return Grid(*config.parallel.degrees)
 
 
 def _make_states(parts: Parts) -> None:

@@ -117,9 +117,8 @@ class EvaluationJob:
             UserError: a fault of the checkpoint or the data; on every rank.
         """
         parallel = config.parallel
-        assert isinstance(parallel.dp, int)
         mesh = open_mesh(
-            Grid(parallel.pp, parallel.dp, parallel.tp),
+            Grid(*parallel.degrees),
             config.train.device,
             timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
             tp_across_nodes=parallel.tp_across_nodes,

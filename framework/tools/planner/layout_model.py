@@ -30,9 +30,7 @@ class LayoutModel:
     @property
     def grid(self) -> Grid:
         """Degrees of the layout."""
-        parallel = self.config.parallel
-        assert isinstance(parallel.dp, int)
-        return Grid(parallel.pp, parallel.dp, parallel.tp)
+        return Grid(*self.config.parallel.degrees)
 
     def stage(self, index: int) -> tuple[LayerProfile, ...]:
         """Return the profiles of a stage's layers."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from meshwright.config import RunConfig, default_world_size, resolve, to_toml
+from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
@@ -182,7 +182,7 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
     if run.resolved is None:
         return None
     try:
-        schedule = draw_schedule(resolve(run.resolved, default_world_size(run.resolved, 0)))
+        schedule = draw_schedule(resolve(run.resolved))
     except UserError:
         return None
     if schedule.pp == 1:

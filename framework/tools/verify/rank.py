@@ -81,9 +81,7 @@ class RecordingSource:
 def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
     """Train one rank of one layout through the same parts and steps as a training run, and return its findings."""
     config = parse(config_json)
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
+    mesh = open_mesh(Grid(*config.parallel.degrees), config.train.device)
     recorder = RecordingSource(open_verify_source(config, random_tokens))
     parts = build(config, mesh, (recorder, None))
     findings = RankFindings([], [], [], [], [], [], [], [])

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
 from meshwright.checkpoint.files import final_directory
-from meshwright.config import RunConfig, default_world_size, resolve, write_snapshot
+from meshwright.config import RunConfig, resolve, write_snapshot
 from meshwright.parameters import ParameterInfo
 
 CANARY = "canary"
@@ -28,7 +28,7 @@ def planted(run: Path, **sections: dict[str, Any]) -> Path:
     for section, keys in sections.items():
         tree.setdefault(section, {}).update(keys)
     config = RunConfig.model_validate(tree)
-    config = resolve(config, default_world_size(config, 0))
+    config = resolve(config)
     temporary = begin(run, 2, "a1")
     info = ParameterInfo("0.weight", (2, 2))
     write_shard(temporary, "pp0-tp0", [TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(2, 2))])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.config import RunConfig, default_world_size, given_keys, load_saved, resolve
+from meshwright.config import RunConfig, given_keys, load_saved, resolve
 from meshwright.config.keys import SECTIONS, split
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs import megatron, nanotron, torchtitan
@@ -108,7 +108,7 @@ def _check(config: RunConfig, place: str) -> None:
         ConfigError: it does not; overriding a key can help.
     """
     try:
-        resolve(config, default_world_size(config, 0))
+        resolve(config)
     except ConfigError as error:
         raise ConfigError.join(
             [ConfigError(each.code, f"{place}: {each.message}") for each in error.problems]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.config import default_world_size, load, resolve
+from meshwright.config import load, resolve
 from meshwright.errors import ConfigError
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file, file_text, format_report
@@ -236,7 +236,7 @@ def test_the_written_file_can_be_laid_out(adopted: Callable[..., ImportedConfig]
     path.write_text(file_text(found, name))
     config = load(path)
     assert config == found.config
-    blueprint = draw_blueprint(resolve(config, default_world_size(config, 0)))
+    blueprint = draw_blueprint(resolve(config))
     assert len(blueprint.stages) == config.parallel.pp * config.pipeline.stages_per_rank
 
 

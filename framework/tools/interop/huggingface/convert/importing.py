@@ -20,7 +20,7 @@ import torch
 
 from meshwright.checkpoint import CheckpointMetadata, Manifest, TensorKind, TensorPiece, begin, publish, write_shard
 from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
-from meshwright.config import RunConfig, default_world_size, given_keys, load_saved, resolve, to_toml, write_snapshot
+from meshwright.config import RunConfig, given_keys, load_saved, resolve, to_toml, write_snapshot
 from meshwright.errors import ConfigError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
@@ -109,7 +109,7 @@ def import_model(
     source = under_first_names(source, rules)
     check_tensors(source, family, rules, shapes)
     notes += dtype_notes(source, rules, config)
-    resolved = resolve(config, default_world_size(config, 0))
+    resolved = resolve(config)
     num_bytes = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
     with published_directory(out, num_bytes) as temporary:
         copied = copy_companions(source_path, temporary / side_files.DIRECTORY)
