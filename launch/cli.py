@@ -1,4 +1,4 @@
-"""Main function of the command line: a user's error prints one message on stderr and exits with 2, Ctrl-C with 130."""
+"""Entry point of the command line. A user's error prints one message on stderr and exits with 2, Ctrl-C with 130."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 
 from meshwright.errors import UserError
 from meshwright.launch.arguments import build_parser
-from meshwright.launch.arguments.common import Command, text
+from meshwright.launch.arguments.common import load_command, text
 from meshwright.launch.jobs import print_error
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; never raise for an error that the user can cause."""
+    """Run one command and return its exit code; errors that the user can cause are printed, not raised."""
     _open_standard_streams()
     words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     try:
         options, unknown = parser.parse_known_args(words)
         if unknown and options.takes_overrides and unknown[0].startswith("--"):
-            overrides += unknown  # without a section, or another framework's name: the error of config has a hint
+            overrides += unknown  # no section, or another framework's name: the configuration's error has a hint
         elif unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         for word in overrides:
@@ -34,15 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{options.command} takes no configuration keys: {' '.join(overrides)}")
     except argparse.ArgumentTypeError as error:
         return print_error(UserError("MW-LAUNCH-055", str(error)), UserError.exit_code)
-    except SystemExit as leaving:  # argparse has printed its message
-        return int(leaving.code or 0)
-    run: Command = options.run
+    except SystemExit as exit_:  # argparse has printed its message
+        return int(exit_.code or 0)
     try:
         if "config" in options and "trust_code" in options:
             from meshwright.tools.trust import check_file
 
             check_file(options.config, overrides, trust_code=options.trust_code)
-        return run(options, overrides)
+        return load_command(options.run)(options, overrides)
     except UserError as error:
         return print_error(error, error.exit_code)
     except KeyboardInterrupt:
@@ -55,20 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _open_standard_streams() -> None:
     """Open /dev/null for each closed standard stream (`>&-`), and let stdout print any file name.
 
-    Otherwise the next pipe to be opened gets the free number, and receives what ranks and their libraries print.
+    Otherwise the next pipe to be opened gets the free descriptor, and receives the output of ranks and libraries.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is this one
             os.set_inheritable(opened, True)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name may not be UTF-8
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words for argparse, and ``--section.key=value`` and ``--section.key value`` as words in order."""
+    """Split a command line into words for argparse and overrides: ``--section.key=value``, ``--section.key value``."""
     words: list[str] = []
     overrides: list[str] = []
     rest = list(argv)
@@ -83,7 +82,3 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if "=" not in word and rest and not rest[0].startswith("--") and not rest[0].endswith(".toml"):
             overrides.append(rest.pop(0))
     return words, overrides
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Functions of the commands. Heavy imports happen inside each function: ``mesh`` never loads torch."""
+"""Small commands: mesh, stages, plot, report. Heavy imports happen inside a function: ``mesh`` never loads torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError, MeshError
 from meshwright.system.bounded import real_path
-from meshwright.terminal.output import put, tell
+from meshwright.terminal.output import put
 
 
 def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the placement of ranks on nodes.
+
+    Raises:
+        MeshError: the nodes hold no whole number of replicas, or a tensor-parallel group would straddle nodes.
+    """
     from meshwright.config import default_world_size, load
     from meshwright.mesh.grid import Grid, nodes_of
 
@@ -33,27 +38,20 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
         num_replicas = num_ranks // (parallel.pp * parallel.tp)
     grid = Grid(parallel.pp, num_replicas, parallel.tp)
     grid.check_placement(nodes, tp_across_nodes=parallel.tp_across_nodes)
-    if isinstance(parallel.dp, int) and parallel.dp > 0 and parallel.dp != grid.dp:
+    if parallel.known_dp not in (None, grid.dp):
         put(
-            f"{options.config} says dp = {parallel.dp}, which is {num_ranks} ranks; these {len(nodes)} hold dp = "
-            f"{grid.dp}, drawn here (to train so: --parallel.dp={grid.dp})\n"
+            f"{options.config} has parallel.dp = {parallel.dp}, which is {num_ranks} ranks; these {len(nodes)} hold "
+            f"dp = {grid.dp}, drawn here (to train so: --parallel.dp={grid.dp})\n"
         )
     put(grid.draw(nodes))
     return 0
 
 
-def draw(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.drawing import draw
-
-    draw(options.drawn, overrides, options.out, options.format, options.costs)
-    return 0
-
-
 def stages(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.config import default_world_size, load, resolve
+    """Print the cost of each layer and the balance of the stages."""
+    from meshwright.config import load, resolve
 
-    config = load(options.config, overrides)
-    config = resolve(config, default_world_size(config, 0))
+    config = resolve(load(options.config, overrides))  # refused before seconds of imports
     from meshwright.blueprint import draw_blueprint
     from meshwright.tools.planner.balance import describe
 
@@ -61,124 +59,8 @@ def stages(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def plan(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.plans import PlanOptions
-    from meshwright.launch.plans import plan as search
-
-    search(options.config, overrides, PlanOptions(*(getattr(options, name) for name in PlanOptions._fields)))
-    return 0
-
-
-def calibrate(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.plans import calibrate as measure
-
-    measure(options.out, options.ranks)
-    return 0
-
-
-def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.dryrun import dryrun
-
-    return dryrun(
-        options.config,
-        overrides,
-        options.nodes,
-        options.devices_per_node,
-        options.seed_fault or [],
-        options.out,
-        options.cluster,
-    )
-
-
-def verify(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.verification import verify as proved
-
-    return proved(options.config, overrides, options.layouts or [], options.steps, options.dtype, whole=options.whole)
-
-
-def data_stdlib(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.data.prepare import prepare_stdlib
-
-    return _prepared(
-        prepare_stdlib(options.out, options.vocab_size, options.validation_share, replace=options.replace, say=tell)
-    )
-
-
-def data_files(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.data.prepare import prepare_files
-
-    return _prepared(
-        prepare_files(
-            options.paths,
-            options.out,
-            options.vocab_size,
-            options.validation_share,
-            replace=options.replace,
-            say=tell,
-        )
-    )
-
-
-def _prepared(summary: object) -> int:
-    put(summary)
-    return 0
-
-
-def checkpoint_list(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.launch import checkpoints
-
-    put(checkpoints.table(options.place))
-    return 0
-
-
-def checkpoint_verify(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.launch import checkpoints
-
-    damaged = False
-    for path, problem in checkpoints.verify_checkpoints(options.place, options.step):
-        damaged = damaged or bool(problem)
-        lines = [f"  {line}" for line in problem.splitlines()]
-        put("\n".join([f"{path}: {'DAMAGED' if problem else 'sound'}", *lines]), flush=True)
-    return 1 if damaged else 0
-
-
-def checkpoint_show(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.checkpoint import open_checkpoint
-    from meshwright.launch import checkpoints
-
-    put(
-        checkpoints.describe_checkpoint(
-            open_checkpoint(checkpoints.find_checkpoint(options.place, options.step).path), options.tensor
-        )
-    )
-    return 0
-
-
-def checkpoint_reshard(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch import checkpoints
-    from meshwright.tools.reshard import reshard
-
-    source = checkpoints.find_checkpoint(options.place, options.step).path
-    put(
-        checkpoints.resharded(
-            source, reshard(source, options.out, overrides, trust_code=options.trust_code), options.out
-        )
-    )
-    return 0
-
-
-def convert(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch import conversion
-
-    put(
-        conversion.convert(
-            options.place, options.source, options.target, overrides, options.step, options.dtype, options.shard_size
-        )
-    )
-    return 0
-
-
 def plot(options: argparse.Namespace, _: list[str]) -> int:
+    """Draw the loss curve of a run, with the unigram entropy of its validation corpus."""
     from meshwright.config import read_resolved
     from meshwright.data.fingerprint import read
     from meshwright.run.directory import METRICS, RESOLVED
@@ -198,14 +80,12 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def status(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.launch.status import describe
-
-    put(describe(options.directory))
-    return 0
-
-
 def report(options: argparse.Namespace, _: list[str]) -> int:
+    """Write the HTML page of one run, or of several side by side.
+
+    Raises:
+        UserError: a run is named twice or cannot be read, or the page cannot be written.
+    """
     from meshwright.system.atomic import check_place, write_out
     from meshwright.tools.report.page import page
     from meshwright.tools.report.run import read_run
@@ -217,27 +97,4 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
     check_place(out, folder=False, example="report.html")
     write_out(out, page(runs))
     put(out)
-    return 0
-
-
-def config_import(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.configs import import_config
-
-    source = getattr(options, "from")
-    import_config(options.file, source, overrides, options.ranks, options.out, replace=options.replace)
-    return 0
-
-
-def config_show(options: argparse.Namespace, overrides: list[str]) -> int:
-    from meshwright.launch.configs import show
-
-    put(show(options.config, overrides, options.ranks, everything=options.all))
-    return 0
-
-
-def completion(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.launch.arguments import build_parser
-    from meshwright.launch.completion import script
-
-    put(script(build_parser(), options.shell), end="")
     return 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import argparse
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, default_world_size, load_with_origins, resolve
+from meshwright.config import RunConfig, load_with_origins, resolve
 from meshwright.config.keys import toml_value
 from meshwright.config.sources import toml_lines
 from meshwright.errors import ConfigError, UserError
@@ -16,50 +17,51 @@ from meshwright.system.bounded import MAX_TOML_BYTES, read_text
 from meshwright.terminal.output import put, tell
 from meshwright.tools.interop.configs import convert_file, file_text, format_report
 
-MOST_ACTIONS = 4096
+MAX_ACTIONS = 4096
 """Micro-batches x pipeline ranks up to which an import also builds the schedule (one second)."""
 
 
-def import_config(
-    path: Path, framework: str | None, overrides: Sequence[str], ranks: int | None, out: Path | None, *, replace: bool
-) -> None:
-    """Convert a configuration of another framework, with an account of every key.
+def import_config(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Convert a configuration of another framework, with a report on every key.
 
-    The file goes to ``out`` and the account to stdout. Without ``out`` the file goes to stdout, the account to stderr.
+    The file goes to ``--out`` and the report to stdout. Without it the file goes to stdout, the report to stderr.
 
     Raises:
         UserError: the file cannot be read, or its values do not fit together here.
     """
-    if out is not None and out.exists() and not replace:
-        raise ConfigError("MW-LAUNCH-007", f"--out {out} is there already: name another file, or add --replace")
-    adopted = convert_file(path, framework, overrides, ranks)
-    _check_schedule(adopted.config, path)
-    text = file_text(adopted, path.name)
+    path, out = options.file, options.out
+    if out is not None and out.exists() and not options.replace:
+        raise ConfigError("MW-LAUNCH-007", f"--out {out} exists: name another file, or add --replace")
+    converted = convert_file(path, getattr(options, "from"), overrides, options.ranks)
+    _check_schedule(converted.config, path)
+    text, report = file_text(converted, path.name), format_report(converted)
     if out is None:
         put(text, end="")
-        tell(format_report(adopted))
-        return
-    write_out(out, text)
-    put(f"{format_report(adopted)}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
+        tell(report)
+    else:
+        write_out(out, text)
+        put(f"{report}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
+    return 0
 
 
 def _check_schedule(config: RunConfig, path: Path) -> None:
-    resolved = resolve(config, default_world_size(config, 0))
+    resolved = resolve(config)
     assert resolved.batch.chunks is not None
-    if resolved.batch.chunks * resolved.parallel.pp > MOST_ACTIONS:
+    if resolved.batch.chunks * resolved.parallel.pp > MAX_ACTIONS:
         return
     try:
         draw_schedule(resolved)
     except UserError as error:
-        raise ConfigError("MW-LAUNCH-008", f"{path}: what it says cannot be run here: {error.message}") from None
+        raise ConfigError("MW-LAUNCH-008", f"{path}: this configuration cannot be run here: {error.message}") from None
 
 
-def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: bool) -> str:
-    """Return the configuration as TOML, resolved for ``ranks`` ranks, with the origin of each value.
+def show(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print the configuration as TOML, resolved for ``--ranks`` ranks, with the origin of each value.
 
     Raises:
         ConfigError: the values do not fit together.
     """
+    path = options.config
     config, places = load_with_origins(path, overrides)
     lines_of = toml_lines(read_text(path, MAX_TOML_BYTES))
 
@@ -69,30 +71,31 @@ def show(path: str, overrides: Sequence[str], ranks: int | None, *, everything: 
         line = lines_of.get(".".join(key)) or lines_of.get(".".join(key[:2]))
         return f"{path}:{line}" if place == path and line else place
 
-    resolved = resolve(config, ranks or default_world_size(config, 0))
-    as_given = config.model_dump()
+    loaded = config.model_dump()
     lines: list[str] = []
-    for section, table in resolved.model_dump().items():
-        before = as_given[section]
+    for section, table in resolve(config, options.ranks).model_dump().items():
         rows = [
-            (f"{name} = {toml_value(value)}", said)
-            for name, value, said in _rows(section, table, before, origin)
-            if everything or said != "default"
+            (f"{name} = {toml_value(value)}", source)
+            for name, value, source in _rows(section, table, loaded[section], origin)
+            if options.all or source != "default"
         ]
-        width = max((len(text) for text, _ in rows), default=0)
-        lines += (
-            [f"[{section}]", *(f"{text:<{min(width, 60)}}  # {origin}" for text, origin in rows), ""] if rows else []
-        )
-    return "\n".join(lines).rstrip()
+        if rows:
+            width = min(max(len(text) for text, _ in rows), 60)
+            lines += [f"[{section}]", *(f"{text:<{width}}  # {source}" for text, source in rows), ""]
+    put("\n".join(lines).rstrip())
+    return 0
 
 
 def _rows(
-    section: str, table: dict[str, Any], before: dict[str, Any], origin: Callable[..., str]
+    section: str, table: dict[str, Any], loaded: dict[str, Any], origin: Callable[..., str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (key below the section, value, origin) of every value that is set; tables are split into their keys."""
+    """Yield (key below the section, value, origin) of every value that is set; tables are split into their keys.
+
+    ``table``, ``loaded``: the section after and before the configuration was resolved.
+    """
     for name, value in table.items():
         if isinstance(value, dict) and value:
             yield from ((f"{name}.{key}", inner, origin(section, name, key)) for key, inner in value.items())
         elif value is not None:
-            derived = value != before[name]
+            derived = value != loaded[name]
             yield name, value, "follows from the others" if derived else origin(section, name)

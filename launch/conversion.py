@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,25 +10,32 @@ from pathlib import Path
 
 from meshwright.checkpoint import Candidate, open_checkpoint
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.launch.checkpoints import find_checkpoint, size_of
+from meshwright.launch.checkpoints import find_checkpoint, size_of, table_of_files
 from meshwright.terminal.format import format_duration, format_size, format_table
-from meshwright.terminal.output import tell
+from meshwright.terminal.output import put, tell
 from meshwright.tools.interop.huggingface.convert.exporting import ExportResult, export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import CORPUS, ImportResult, import_model
 from meshwright.tools.interop.huggingface.restructure.export import SCHEME, RestructuredExportResult, export
 from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
 
 
+def run_conversion(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Import or export a model, and print a summary with the next commands."""
+    run, step, dtype, shard_bytes = options.place, options.step, options.dtype, options.shard_size
+    put(convert(run, options.source, options.target, overrides, step, dtype, shard_bytes))
+    return 0
+
+
 @contextmanager
-def _looked_into() -> Iterator[None]:
-    """Turn an unreadable path into one error message; failed writes already have messages of their own."""
+def _unreadable_paths_as_errors() -> Iterator[None]:
+    """Convert an OSError into a CheckpointError; failed writes already have messages of their own."""
     try:
         yield
     except OSError as error:
         raise CheckpointError("MW-LAUNCH-009", f"{error.filename}: {error.strerror} (errno {error.errno})") from error
 
 
-@_looked_into()
+@_unreadable_paths_as_errors()
 def convert(
     run: Path,
     source: Sequence[str] | None,
@@ -37,21 +45,21 @@ def convert(
     dtype: str | None,
     shard_bytes: int | None,
 ) -> str:
-    """Import a model into ``run``, or export one from it. ``source``, ``target``: (format, path), one of them None.
+    """Import a model into ``run``, or export one from it, and return a summary.
+
+    ``source``, ``target``: (format, path), one of them None.
 
     Raises:
         UserError: the conversion is impossible; nothing is written then.
     """
     form, path = source or target or ("", "")
     if form != "hf":
-        raise ConfigError(
-            "MW-LAUNCH-010", f"{form!r} is no form of a model that is known here: it is hf, for Hugging Face's"
-        )
+        raise ConfigError("MW-LAUNCH-010", f"{form!r} is not a known format of models: give hf, for Hugging Face")
     if source is not None:
-        given = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
-        useless = [name for name, value in given.items() if value is not None]
-        if useless:
-            raise ConfigError("MW-LAUNCH-011", f"{' and '.join(useless)} without effect with --from: they are for --to")
+        only_export = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
+        unused = [name for name, value in only_export.items() if value is not None]
+        if unused:
+            raise ConfigError("MW-LAUNCH-011", f"{' and '.join(unused)} without effect with --from: they are for --to")
         return summarise_import(
             Path(path), run, import_model(Path(path), run, overrides, on_bytes=ConversionProgress())
         )
@@ -60,12 +68,12 @@ def convert(
     chosen = find_checkpoint(run, step)
     with open_checkpoint(chosen.path) as checkpoint:
         builder = str(checkpoint.manifest.config.get("model", {}).get("builder", ""))
-    out, most = Path(path), shard_bytes or SHARD_BYTES
+    out, max_bytes, progress = Path(path), shard_bytes or SHARD_BYTES, ConversionProgress()
     if builder.startswith(SCHEME):
-        exported = export(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=ConversionProgress())
+        exported = export(chosen.path, out, dtype=dtype, shard_bytes=max_bytes, on_bytes=progress)
         return summarise_native_export(chosen, builder, exported)
     return summarise_export(
-        chosen, export_checkpoint(chosen.path, out, dtype=dtype, shard_bytes=most, on_bytes=ConversionProgress())
+        chosen, export_checkpoint(chosen.path, out, dtype=dtype, shard_bytes=max_bytes, on_bytes=progress)
     )
 
 
@@ -74,13 +82,13 @@ class ConversionProgress:
 
     def __init__(self, every_s: float = 5.0) -> None:
         self.every_s = every_s
-        self.start_s = self.told_s = time.monotonic()
+        self.start_s = self.printed_s = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         now_s = time.monotonic()
-        if now_s - self.told_s < self.every_s:
+        if now_s - self.printed_s < self.every_s:
             return
-        self.told_s = now_s
+        self.printed_s = now_s
         per_s = done / (now_s - self.start_s)
         left_s = (total - done) / per_s
         tell(
@@ -107,7 +115,7 @@ def summarise_import(source: Path, run: Path, done: ImportResult) -> str:
             lines.append(f"prepare it with: meshwright data prepare TEXT --tokenizer {tokenizer} --out {corpus.parent}")
     lines.append(f"fine-tune with:  meshwright train {run / 'config.toml'}")
     if done.config.data.tokenizer and done.family.task == "causal":
-        lines.append(f"let it write:    meshwright sample {run} --prompt TEXT")
+        lines.append(f"generate with:   meshwright sample {run} --prompt TEXT")
     return "\n".join(lines)
 
 
@@ -126,16 +134,13 @@ def summarise_native_export(source: Candidate, builder: str, done: RestructuredE
 
 def summarise_export(source: Candidate, done: ExportResult) -> str:
     """Return the summary of an exported model of this project, with the code to load it."""
-    opened = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
-    files = [(f"  {name}", format_size(size)) for name, size in done.files.items()]
-    shown = files if len(files) <= 8 else [*files[:4], (f"  ... {len(files) - 6:,} more", ""), *files[-2:]]
+    auto_class = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
     return "\n".join(
         [
             f"{source.path}: step {source.step}",
             f"{done.path}: {done.family.architecture}, {done.num_tensors:,} tensors, {', '.join(done.dtypes)}",
-            *format_table(shown, "<>"),
-            f"{len(files):,} file{'s' * (len(files) != 1)}, {format_size(sum(done.files.values()))}",
+            *table_of_files(done.files, most=8),
             *(f"note: {note}" for note in done.notes),
-            f"open it with: transformers.{opened}.from_pretrained({str(done.path)!r})",
+            f"open it with: transformers.{auto_class}.from_pretrained({str(done.path)!r})",
         ]
     )

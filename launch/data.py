@@ -1,4 +1,4 @@
-"""Commands `meshwright data prepare`, `show` and `verify`, and the progress bar of a preparation."""
+"""Commands ``meshwright data ...``, and the progress bar of a preparation."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.errors import DataError
+from meshwright.terminal.format import format_count, format_duration
 from meshwright.terminal.output import put, tell
 
 if TYPE_CHECKING:
     from meshwright.data.prepare import Progress
 
 LINE_EVERY_S = 10.0
-"""Time between progress lines if the output is no terminal."""
+"""Time between progress lines if stderr is no terminal."""
 
 
 def prepare(options: argparse.Namespace, _: list[str]) -> int:
+    """Tokenize text, JSONL and parquet files with an existing tokenizer."""
     from meshwright.data import prepare as data
 
     display = PreparationProgress()
@@ -46,15 +49,33 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def show(options: argparse.Namespace, _: list[str]) -> int:
-    from meshwright.data.prepare import show as show_samples
-    from meshwright.data.prepare import splits_of
+def prepare_stdlib(options: argparse.Namespace, _: list[str]) -> int:
+    """Prepare the source text of Python's standard library, with a tokenizer trained on it."""
+    from meshwright.data import prepare as data
 
-    for number, prefix in enumerate(splits_of(options.place)):
+    share = options.validation_share
+    put(data.prepare_stdlib(options.out, options.vocab_size, share, replace=options.replace, say=tell))
+    return 0
+
+
+def prepare_files(options: argparse.Namespace, _: list[str]) -> int:
+    """Prepare text files and folders of them, with a tokenizer trained on them."""
+    from meshwright.data import prepare as data
+
+    share = options.validation_share
+    put(data.prepare_files(options.paths, options.out, options.vocab_size, share, replace=options.replace, say=tell))
+    return 0
+
+
+def show(options: argparse.Namespace, _: list[str]) -> int:
+    """Print samples of each split of a corpus as text."""
+    from meshwright.data import prepare as data
+
+    for number, prefix in enumerate(data.splits_of(options.place)):
         if number:
             put()
         tokenizer = options.tokenizer or prefix.with_name("tokenizer.json")
-        show_samples(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
+        data.show(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
     return 0
 
 
@@ -63,17 +84,15 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
     from meshwright.data import fingerprint
 
     folder: Path = options.place
-    known = fingerprint.read(folder)
-    if known is None:
-        from meshwright.errors import DataError
-
+    expected = fingerprint.read(folder)
+    if expected is None:
         raise DataError(
             "MW-LAUNCH-013",
-            f"{folder} has no {fingerprint.FILE_NAME}, so nothing is known that its bytes could be held against: name "
-            f"a folder that `meshwright data prepare` has written",
+            f"{folder} has no {fingerprint.FILE_NAME}, which holds the hashes of its files: name a folder that "
+            f"`meshwright data prepare` has written",
         )
-    damaged = fingerprint.damaged_files(folder, known)
-    for name in known.files:
+    damaged = fingerprint.damaged_files(folder, expected)
+    for name in expected.files:
         put(f"{folder / name}: {'differs, or is missing' if name in damaged else 'whole'}")
     return 1 if damaged else 0
 
@@ -87,7 +106,7 @@ class PreparationProgress:
 
         self.console = Console(stderr=True)
         self.started_s = time.monotonic()
-        self.said_s = self.started_s
+        self.printed_s = self.started_s
         self.first: Progress | None = None
         """First progress seen; rates count only what this process has added to it."""
         self.bar: Bar | None = None
@@ -98,13 +117,13 @@ class PreparationProgress:
             self.first = now
             self.started_s = time.monotonic()
             if now.resumed:
-                tell(f"going on: {now.documents:,} documents and {now.tokens:,} tokens are done")
+                tell(f"resuming: {now.documents:,} documents and {now.tokens:,} tokens are done")
             return  # the bar has a thread, and workers are about to be forked
         at_s = time.monotonic()
         if self.console.is_terminal:
             self._draw(now, at_s)
-        elif at_s - self.said_s >= LINE_EVERY_S:
-            self.said_s = at_s
+        elif at_s - self.printed_s >= LINE_EVERY_S:
+            self.printed_s = at_s
             tell(" | ".join([f"{self._share(now):.0%}", *self._numbers(now, at_s)]))
 
     def close(self) -> None:
@@ -121,16 +140,14 @@ class PreparationProgress:
             columns = (
                 BarColumn(bar_width=None),
                 TextColumn("{task.percentage:.0f} %"),
-                TextColumn("{task.fields[said]}"),
+                TextColumn("{task.fields[numbers]}"),
             )
             self.bar = Bar(*columns, console=self.console, expand=True, refresh_per_second=4)
-            self.bar.add_task("", total=max(now.total_bytes, 1), said="")
+            self.bar.add_task("", total=max(now.total_bytes, 1), numbers="")
             self.bar.start()
-        self.bar.update(self.bar.task_ids[0], completed=now.source_bytes, said="  ".join(self._numbers(now, at_s)))
+        self.bar.update(self.bar.task_ids[0], completed=now.source_bytes, numbers="  ".join(self._numbers(now, at_s)))
 
     def _numbers(self, now: Progress, at_s: float) -> list[str]:
-        from meshwright.terminal.format import format_count, format_duration
-
         assert self.first is not None
         passed_s = max(at_s - self.started_s, 1e-9)
         bytes_per_s = (now.source_bytes - self.first.source_bytes) / passed_s

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from meshwright.config import RunConfig, default_world_size, load, resolve
+from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
 from meshwright.schedule.load import draw_schedule
@@ -33,31 +34,33 @@ class Format(StrEnum):
 
 
 SUFFIXES = {Format.TEXT: ".txt", Format.SVG: ".svg", Format.PNG: ".png", Format.TRACE: ".trace.json"}
-MUST_LAST = ("f", "b", "i", "w")
+NONZERO_COSTS = ("f", "b", "i", "w")
+"""Costs of computations, which must be above 0."""
 
 
-def draw(drawn: str, overrides: Sequence[str], out: Path | None, formats: str | None, costs: str | None) -> None:
-    """Draw a configuration or a run. The arguments are the words of the command line.
+def draw(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Draw the schedule of a configuration, or the traced step of a run.
 
     Raises:
-        UserError: an argument is invalid or has no effect here, or the configuration or trace is invalid.
+        UserError: an option is invalid or has no effect here, or the configuration or trace is invalid.
     """
-    wanted = parse_formats(formats) if formats is not None else list(Format)
-    path = Path(drawn)
+    formats = parse_formats(options.format) if options.format is not None else list(Format)
+    path, costs = Path(options.drawn), options.costs
     if path.is_dir() or path.suffix == ".json":
-        useless = [*overrides, *([f"--costs {costs}"] if costs is not None else [])]
-        if useless:
+        unused = [*overrides, *([f"--costs {costs}"] if costs is not None else [])]
+        if unused:
             raise ConfigError(
-                "MW-LAUNCH-016", f"{drawn} is a run, whose times are measured: {' '.join(useless)} has no effect"
+                "MW-LAUNCH-016", f"{path} is a run, whose times are measured: {' '.join(unused)} has no effect"
             )
-        draw_trace(newest(path) if path.is_dir() else path, out, wanted)
-        return
-    here = Path() if formats is not None else None
-    draw_config(load(drawn, overrides), parse_costs(costs or ""), out or here, wanted)
+        draw_trace(newest(path) if path.is_dir() else path, options.out, formats)
+        return 0
+    default_out = Path() if options.format is not None else None
+    draw_config(load(options.drawn, overrides), parse_costs(costs or ""), options.out or default_out, formats)
+    return 0
 
 
 def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
-    """Print a measured step, its simulation and its time per rank; write both timelines as one picture."""
+    """Print a measured step, its simulation and the time of each rank; write both timelines as one picture."""
     trace, schedule, timeline, readings = read(path)
     accounts = account(timeline, readings)
     costs = measured_costs(schedule, timeline)
@@ -66,7 +69,7 @@ def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
     width = shutil.get_terminal_size((WIDTH, 0)).columns
     shares = [100 * bubble_share(each) for each in (measured, simulated)]
     size, unit = unit_of_seconds(accounts[0].total)
-    said = [
+    sections = [
         text(measured, width),
         text(simulated, width),
         table(accounts, size, unit),
@@ -74,8 +77,8 @@ def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
         f"{shares[0] - shares[1]:+.1f} points",
     ]
     if trace.clock_error_s:
-        said.append(f"times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms")
-    drawn = "\n\n".join(said)
+        sections.append(f"times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms")
+    drawn = "\n\n".join(sections)
     put(f"{drawn}\n")
     panels = [Panel(measured, readings=readings), Panel(simulated)]
     write(out or path.parent, path.stem, formats, drawn, panels, Unit.SECONDS)
@@ -83,7 +86,7 @@ def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
 
 def draw_config(config: RunConfig, costs: Costs, out: Path | None, formats: Sequence[Format]) -> None:
     """Print the schedule of a configuration, its bubble and its activations; write the requested files."""
-    schedule = draw_schedule(resolve(config, default_world_size(config, 0)))
+    schedule = draw_schedule(resolve(config))
     timeline = timeline_of(schedule, costs)
     grid = text(timeline, shutil.get_terminal_size((WIDTH, 0)).columns)
     kinds = {str(action.kind).lower() for rank in range(schedule.pp) for _, action in schedule.actions(rank)}
@@ -131,11 +134,11 @@ def parse_costs(words: str) -> Costs:
             cost = float(value)
         except ValueError:
             cost = -1.0
-        least = "above 0" if name in MUST_LAST else "from 0 up"
-        if name not in known or not 0 <= cost < float("inf") or (name in MUST_LAST and cost == 0):
-            said = f"{name} needs a number {least}" if name in known else f"choose of {', '.join(known)}"
+        least = "above 0" if name in NONZERO_COSTS else "from 0 up"
+        if name not in known or not 0 <= cost < float("inf") or (name in NONZERO_COSTS and cost == 0):
+            advice = f"{name} needs a number {least}" if name in known else f"choose from {', '.join(known)}"
             raise ConfigError(
-                "MW-LAUNCH-017", f"--costs {words}: {word.strip()!r} is not understood: {said}, as in f=1,b=2,comm=0.1"
+                "MW-LAUNCH-017", f"--costs {words}: {word.strip()!r} is not a cost: {advice}, as in f=1,b=2,comm=0.1"
             )
         found[name] = cost
     return Costs(**found)
@@ -151,6 +154,6 @@ def parse_formats(words: str) -> list[Format]:
     unknown = [word for word in wanted if word not in list(Format)]
     if unknown:
         raise ConfigError(
-            "MW-LAUNCH-018", f"--format {words}: {unknown[0]!r} is not known: choose of {', '.join(Format)}"
+            "MW-LAUNCH-018", f"--format {words}: {unknown[0]!r} is not a format: choose from {', '.join(Format)}"
         )
     return list(dict.fromkeys(Format(word) for word in wanted))

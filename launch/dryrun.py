@@ -1,18 +1,18 @@
-"""Command ``meshwright dryrun``: a job of any size run without devices or numbers, with all its ranks compared."""
+"""Command ``meshwright dryrun``: a job of any size run on fake tensors, with the collectives of all ranks compared."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.config import Pipeline, RunConfig, default_world_size, load, resolve
+from meshwright.config import Pipeline, RunConfig, load, resolve
 from meshwright.errors import ConfigError, UserError
-from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.grid import Axis, Grid, nodes_of
+from meshwright.schedule.build import BUILDERS
 from meshwright.system.atomic import check_place, writing
-from meshwright.terminal.output import put
+from meshwright.terminal.output import put, tell
 from meshwright.tools.picture.library import require_matplotlib
 
 if TYPE_CHECKING:
@@ -23,22 +23,13 @@ FAULTS = "schedule:RANK=NAME or missing:AXIS:RANK"
 SUFFIXES = (".svg", ".png", ".pdf")
 
 
-def dryrun(
-    path: str,
-    overrides: Sequence[str],
-    num_nodes: int | None,
-    per_node: int,
-    faults: Sequence[str],
-    out: Path | None,
-    cluster: str | None = None,
-) -> int:
-    """Dry-run a job; return 1 if its ranks disagree, else 0. The arguments are the words of the command line.
-
-    ``cluster``: hardware for predicted seconds and MFU. Default: an H100 if the run is for a GPU, else no prediction.
+def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Dry-run a job; return 1 if its ranks disagree, else 0.
 
     Raises:
         UserError: an impossible configuration, an invalid fault, or a picture that cannot be written.
     """
+    out, num_nodes, per_node = options.out, options.nodes, options.devices_per_node
     check_place(out, folder=False, example="job.svg")
     if out is not None and out.suffix not in SUFFIXES:
         raise ConfigError(
@@ -46,36 +37,40 @@ def dryrun(
         )
     if out is not None:
         require_matplotlib()
-    config = load(path, overrides)
+    config = load(options.config, overrides)
     if num_nodes:
         _check_size(config, num_nodes, per_node)
-    config = resolve(config, num_nodes * per_node if num_nodes else default_world_size(config, 0))
-    grid, nodes = _placed(config, per_node)
+    config = resolve(config, num_nodes * per_node if num_nodes else None)
+    grid = Grid(*config.parallel.degrees)
+    nodes = nodes_of(-(-grid.size // per_node), per_node)[: grid.size]
     grid.check_placement(nodes, tp_across_nodes=config.parallel.tp_across_nodes)
-    time_model = _time_model(config, cluster, per_node)
-    seeds = [parse_fault(fault, grid, config.pipeline) for fault in faults]
-    from meshwright.terminal.output import tell
+    time_model = _time_model(config, options.cluster, per_node)
+    faults = options.seed_fault or []
+    parsed = [parse_fault(fault, grid, config.pipeline) for fault in faults]
     from meshwright.tools.dryrun.agreement import disagreements
     from meshwright.tools.dryrun.job import dry_run_job
     from meshwright.tools.dryrun.report import describe, figure
 
     gc.freeze()  # exempts existing objects, so that collections stay fast
     job = dry_run_job(config, tell)
-    for words, seed in zip(faults, seeds, strict=True):
-        _seed(job, words, *seed)
-    found = disagreements(job)
-    put(describe(job, nodes, found, time_model))
+    for words, fault in zip(faults, parsed, strict=True):
+        _seed_fault(job, words, *fault)
+    problems = disagreements(job)
+    put(describe(job, nodes, problems, time_model))
     if out is not None:
-        drawn = figure(job, time_model)
+        picture = figure(job, time_model)
         with writing(out) as file:
-            drawn.savefig(file, dpi=130)
+            picture.savefig(file, dpi=130)
         put(out)
     sys.stdout.flush()
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
 def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeModel | None:
-    """Return the time model, if any; read the hardware now, so that a wrong name is refused before long work."""
+    """Return the model of predicted seconds and MFU, or None for a run on CPU without ``cluster``.
+
+    The hardware is read now, so that a wrong name is refused before long work. Default: an H100 for a run on GPUs.
+    """
     from meshwright.model.meter import reference
     from meshwright.tools.planner.hardware import read_hardware
 
@@ -98,46 +93,35 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeMo
     return time_model
 
 
-def _placed(config: RunConfig, per_node: int) -> tuple[Grid, list[str]]:
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int)
-    grid = Grid(parallel.pp, parallel.dp, parallel.tp)
-    return grid, nodes_of(-(-grid.size // per_node), per_node)[: grid.size]
-
-
 def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
     """Refuse degrees that do not fill the nodes, in terms of this command's options.
 
     Raises:
         ConfigError: has numbers that would fit.
     """
-    parallel, size = config.parallel, num_nodes * per_node
+    parallel, size, dp = config.parallel, num_nodes * per_node, config.parallel.known_dp
     replica = parallel.pp * parallel.tp
-    dp = parallel.dp if isinstance(parallel.dp, int) and parallel.dp > 0 else None
     ranks = replica * (dp or max(1, size // replica))
     if ranks == size:
         return
-    said = f"{num_nodes:,} node{'s' * (num_nodes > 1)} x {per_node} device{'s' * (per_node > 1)} = {size:,}"
-    said += f" rank{'s' * (size > 1)}"
-    asked = f"pp {parallel.pp} x tp {parallel.tp}" + (f" x dp {dp} = {ranks:,}" if dp else f" = {replica:,} a replica")
+    available = f"{num_nodes:,} node{'s' * (num_nodes > 1)} x {per_node} device{'s' * (per_node > 1)} = {size:,}"
+    available += f" rank{'s' * (size > 1)}"
+    needed = f"pp {parallel.pp} x tp {parallel.tp}" + (f" x dp {dp} = {ranks:,}" if dp else f" = {replica:,} a replica")
     works = [f"--parallel.dp={size // replica}"] if size % replica == 0 and dp else []
     if ranks % per_node == 0:
         works.append(f"--nodes {ranks // per_node}")
     elif ranks % num_nodes == 0:
         works.append(f"--devices-per-node {ranks // num_nodes}")
     works += [] if works else ["leave --nodes out"]
-    raise ConfigError("MW-LAUNCH-020", f"{said}, and the degrees make {asked}: take {', or '.join(works)}")
+    raise ConfigError("MW-LAUNCH-020", f"{available}, and the degrees make {needed}: take {', or '.join(works)}")
 
 
 def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, str]:
     """Parse ``schedule:5=gpipe`` into ("schedule", 5, "gpipe"), and ``missing:dp:5`` into ("missing", 5, "dp").
 
     Raises:
-        ConfigError: another form, an unknown rank, axis or schedule, or a value that would be no fault.
+        ConfigError: another form, an unknown rank, axis or schedule, or a value that is not a fault.
     """
-    from meshwright.mesh.grid import Axis
-    from meshwright.schedule.build import BUILDERS
-
     kind, _, rest = words.partition(":")
     rank, _, what = rest.partition("=") if kind == "schedule" else reversed(rest.partition(":"))
     own = None if pipeline.schedule_file else pipeline.schedule
@@ -148,22 +132,19 @@ def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, s
     if kind not in known or not rank.isdecimal() or not what:
         raise ConfigError("MW-LAUNCH-021", f"--seed-fault {words}: write {FAULTS}")
     if int(rank) >= grid.size:
-        ranks = "there is rank 0 alone" if grid.size == 1 else f"the ranks are 0 to {grid.size - 1}"
+        ranks = "the only rank is 0" if grid.size == 1 else f"the ranks are 0 to {grid.size - 1}"
         raise ConfigError("MW-LAUNCH-022", f"--seed-fault {words}: {ranks}")
     if what in known[kind]:
         return kind, int(rank), what
-    choose = f"choose of {', '.join(known[kind])}"
+    choose = f"choose from {', '.join(known[kind])}"
     if kind == "missing" and not known[kind]:
         choose = f"all degrees are 1: seed another schedule, as in schedule:{rank}={known['schedule'][0]}"
-    why = (
-        "is what all ranks run"
-        if what == own
-        else f"is not {'a schedule' if kind == 'schedule' else 'an axis with groups'}"
-    )
-    raise ConfigError("MW-LAUNCH-023", f"--seed-fault {words}: {what!r} {why}: {choose}")
+    wanted = "not a schedule" if kind == "schedule" else "not an axis with groups"
+    why = "what all ranks run" if what == own else wanted
+    raise ConfigError("MW-LAUNCH-023", f"--seed-fault {words}: {what!r} is {why}: {choose}")
 
 
-def _seed(job: Job, words: str, kind: str, rank: int, what: str) -> None:
+def _seed_fault(job: Job, words: str, kind: str, rank: int, what: str) -> None:
     from meshwright.tools.dryrun.job import set_rank_schedule
 
     if kind == "missing":

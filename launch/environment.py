@@ -20,7 +20,7 @@ from meshwright.errors import MeshError
 from meshwright.system.host import NODES, interface_towards
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Ports for the rendezvous of Slurm jobs, below those that Linux assigns by itself (32768 and up)."""
+"""Ports for the rendezvous of Slurm jobs, below the ephemeral ports of Linux (32768 and up)."""
 STEPS_PER_JOB = 16
 
 
@@ -33,7 +33,7 @@ class Launcher(StrEnum):
 
 
 class RankPlace(NamedTuple):
-    """Rank in the world, and on its node."""
+    """Rank in the world and on its node, with both sizes."""
 
     rank: int
     world_size: int
@@ -51,14 +51,14 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
     Raises:
         MeshError: only one of RANK and WORLD_SIZE is set.
     """
-    found = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
-    if len(found) == 2:
+    present = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
+    if len(present) == 2:
         return Launcher.TORCHRUN
-    if found:
+    if present:
         raise MeshError(
             "MW-LAUNCH-025",
-            f"the environment has {found[0]} = {env[found[0]]!r} alone: torchrun sets RANK and WORLD_SIZE together. "
-            f"Unset it to start the ranks of this machine, or start with torchrun or srun",
+            f"the environment has {present[0]} = {env[present[0]]!r} alone: torchrun sets RANK and WORLD_SIZE "
+            f"together. Unset it to start the ranks of this machine, or start with torchrun or srun",
         )
     if env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID") and _slurm_tasks(env) > 1:
         return Launcher.SLURM
@@ -74,19 +74,19 @@ def read_place(env: Mapping[str, str] = os.environ) -> RankPlace:
                 "MW-LAUNCH-026",
                 f"the environment has {name} = {text!r}, which is not a number: start with torchrun or srun",
             )
-    at = RankPlace(*map(int, numbers.values()))
-    if at.rank >= at.world_size:
+    place = RankPlace(*map(int, numbers.values()))
+    if place.rank >= place.world_size:
         raise MeshError(
             "MW-LAUNCH-027",
-            f"the environment has RANK = {at.rank} and WORLD_SIZE = {at.world_size}: ranks count from 0",
+            f"the environment has RANK = {place.rank} and WORLD_SIZE = {place.world_size}: ranks count from 0",
         )
-    return at
+    return place
 
 
 def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that torch, NCCL and gloo need in a rank under srun: rendezvous, and network interface.
 
-    Values that the user has set stay: MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
+    Values set by the user are kept: MASTER_ADDR, MASTER_PORT, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
     """
     variables = {
         "RANK": env["SLURM_PROCID"],
@@ -105,7 +105,7 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def port_of_job(job: str, step: str) -> int:
-    """Compute a job step's rendezvous port, the same on all its ranks without a message. It repeats every 750 jobs."""
+    """Return a job step's rendezvous port: equal on all its ranks without a message, repeated every 750 jobs."""
     number = int(job) * STEPS_PER_JOB + (int(step) % STEPS_PER_JOB if step.isdecimal() else 0)
     return FIRST_PORT + number % NUM_PORTS
 
@@ -124,10 +124,10 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def check_port(text: str) -> int:
-    """Return the port in MASTER_PORT if this process can listen there; otherwise torch would wait for minutes.
+    """Return the port in MASTER_PORT if this process can listen there; otherwise torch would block for minutes.
 
     Raises:
-        MeshError: not a port, or another process holds it.
+        MeshError: not a port, or another process uses it.
     """
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise MeshError(
@@ -140,14 +140,14 @@ def check_port(text: str) -> int:
         except OSError as error:
             raise MeshError(
                 "MW-LAUNCH-029",
-                f"the ranks cannot meet at port {text} (MASTER_PORT): {error.strerror}. Set MASTER_PORT to a free "
-                f"port, or end the process that holds it (`ss -ltnp` names it)",
+                f"the ranks cannot rendezvous at port {text} (MASTER_PORT): {error.strerror}. Set MASTER_PORT to a "
+                f"free port, or end the process that uses it (`ss -ltnp` names it)",
             ) from None
     return int(text)
 
 
-def check_meeting_place(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse port 0, which torchrun passes on to the ranks: they would wait for each other at no port at all.
+def check_rendezvous_port(env: Mapping[str, str] = os.environ) -> None:
+    """Refuse port 0, which torchrun passes on to the ranks: their rendezvous would never complete.
 
     Raises:
         MeshError: MASTER_PORT is 0.
@@ -155,8 +155,8 @@ def check_meeting_place(env: Mapping[str, str] = os.environ) -> None:
     if env.get("MASTER_PORT") == "0":
         raise MeshError(
             "MW-LAUNCH-030",
-            "MASTER_PORT = 0: the ranks cannot meet there. For any free port on one machine give torchrun --standalone "
-            "instead of --master-port=0, or else a port (1024 to 65535)",
+            "MASTER_PORT = 0: the ranks cannot rendezvous there. For any free port on one machine give torchrun "
+            "--standalone instead of --master-port=0, or else a port (1024 to 65535)",
         )
 
 

@@ -24,8 +24,8 @@ class RankFailed(Exception):
     def __init__(self, message: str, rank: int, exit_code: int = 1) -> None:
         self.rank = rank
         self.exit_code = exit_code
-        self.asked = False
-        """Flag: a signal had asked the run to end before the failure."""
+        self.is_requested = False
+        """Flag: a signal had already requested the end of the run."""
         super().__init__(message)
 
 
@@ -51,9 +51,8 @@ def describe(error: BaseException, rank: int) -> FailureRecord:
         return FailureRecord(rank, time.monotonic(), str(error), "", error.exit_code, lost_peer)
     message = "".join(traceback.format_exception_only(error)).strip()
     trace = "".join(traceback.format_exception(error)).rstrip()
-    return FailureRecord(
-        rank, time.monotonic(), message, trace, 130 if isinstance(error, KeyboardInterrupt) else 1, lost_peer
-    )
+    exit_code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    return FailureRecord(rank, time.monotonic(), message, trace, exit_code, lost_peer)
 
 
 def _lost_peer(error: BaseException | None) -> bool:
@@ -67,30 +66,35 @@ def _lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def write_failure(failure: FailureRecord, notes: Path) -> None:
+def write_failure(failure: FailureRecord, records: Path) -> None:
     """Write a failure record for the launcher, atomically."""
-    write_atomic(notes / f"{failure.rank}.json", json.dumps(asdict(failure)), is_durable=False)
+    write_atomic(records / f"{failure.rank}.json", json.dumps(asdict(failure)), is_durable=False)
 
 
-def read_failures(notes: Path) -> list[FailureRecord]:
+def read_failures(records: Path) -> list[FailureRecord]:
     """Return the written failure records: causes before echoes, then the earliest first."""
-    failures = [FailureRecord(**json.loads(note.read_text())) for note in notes.glob("[0-9]*.json")]
+    failures = [FailureRecord(**json.loads(file.read_text())) for file in records.glob("[0-9]*.json")]
     return sorted(failures, key=lambda failure: (failure.lost_peer, failure.at_s))
 
 
 def build_error(noticed: int, exit_code: int, failures: Sequence[FailureRecord], logs: Path) -> RankFailed:
-    """Return the error to show. ``noticed``: rank whose end was seen first; ``failures``: of :func:`read_failures`."""
+    """Return the error to show.
+
+    Args:
+        noticed: Rank whose process was found to have ended first, with ``exit_code``.
+        failures: Records as :func:`read_failures` returns them.
+        logs: Directory of the ranks' logs.
+    """
     if all(failure.rank != noticed for failure in failures):  # it wrote no record: killed, or crashed in C++
-        return RankFailed("\n".join([_unwritten(noticed, exit_code, logs), *_then(failures)]), noticed)
+        return RankFailed("\n".join([_describe_exit(noticed, exit_code, logs), *_later_failures(failures)]), noticed)
     first, rest = failures[0], [failure for failure in failures[1:] if failure.message != failures[0].message]
     if not first.trace:  # usually every rank has the same error, and some were ended before they could report it
         return RankFailed(first.message, first.rank, first.exit_code)
-    return RankFailed(
-        "\n".join([f"rank {first.rank}: {first.message}", first.trace, *_then(rest)]), first.rank, first.exit_code
-    )
+    lines = [f"rank {first.rank}: {first.message}", first.trace, *_later_failures(rest)]
+    return RankFailed("\n".join(lines), first.rank, first.exit_code)
 
 
-def _then(failures: Sequence[FailureRecord]) -> list[str]:
+def _later_failures(failures: Sequence[FailureRecord]) -> list[str]:
     """Return lines for the failures after the first; all echoes share one line."""
     lines = [f"then rank {each.rank}: {each.message.splitlines()[0]}" for each in failures if not each.lost_peer]
     echoes = sorted(each.rank for each in failures if each.lost_peer)
@@ -99,9 +103,10 @@ def _then(failures: Sequence[FailureRecord]) -> list[str]:
     return lines
 
 
-def _unwritten(rank: int, exit_code: int, logs: Path) -> str:
+def _describe_exit(rank: int, exit_code: int, logs: Path) -> str:
+    """Return the exit of a rank without a failure record, and the end of its log."""
     how = f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"left with exit code {exit_code}"
-    hint = ": if nobody sent it, the kernel was out of memory (`dmesg` tells)" if exit_code == -signal.SIGKILL else ""
+    hint = ": if nobody sent it, the kernel was out of memory (see `dmesg`)" if exit_code == -signal.SIGKILL else ""
     lines = [f"rank {rank} {how}{hint}"]
     log = logs / f"rank-{rank}.log"
     if rank != 0 and log.exists():

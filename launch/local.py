@@ -1,4 +1,4 @@
-"""Ranks of one machine, started, watched and ended by the launcher's own process.
+"""Launcher of the ranks of one machine: starts them, watches them and ends them.
 
     meshwright train ---- store at 127.0.0.1      process group rendezvous; nothing in it is unpickled
           |   | sentinels
@@ -10,8 +10,8 @@
 Every socket of a local run listens on the loopback interface (docs/security.md). torch's elastic agent is not used: its
 store listens on all interfaces, and the agent unpickles what any client writes there.
 
-No rank outlives the launcher: each watches a pipe that the launcher holds, and dies with the fork server. The rank's
-side, its work and its end, is in rank.py.
+No rank outlives the launcher: each watches a pipe of the launcher, and dies with the fork server. rank.py is the side
+of the rank.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from meshwright.launch.failure import RankFailed, build_error, describe, read_fa
 from meshwright.launch.forking import warm_up
 from meshwright.launch.leftovers import own_directory
 from meshwright.launch.rank import LocalRank, Work, run_rank, set_threads
+from meshwright.run.directory import run_directory
 from meshwright.system.process import SIGNALS, end_process, ignored_signals
 
 LOOPBACK = "127.0.0.1"
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 UNKNOWN_EXIT = 255
 """Exit code that multiprocessing reports for a child whose fork server is gone: the true one is lost."""
 SHUTDOWN_S = 3
@@ -46,7 +47,7 @@ SHUTDOWN_S = 3
 
 
 class Interrupted(BaseException):
-    """Exit by a signal that arrived before the ranks could save anything; the launcher has ended them."""
+    """Exit by a signal that arrived before the ranks could save; the launcher has killed them."""
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum
@@ -54,7 +55,7 @@ class Interrupted(BaseException):
 
 
 def has_children(config: RunConfig) -> bool:
-    """Return True if ranks are processes of their own; a single rank is one only if it may have to be restarted."""
+    """Return True if ranks run in child processes; a single rank does only if it may have to be restarted."""
     return config.launch.processes != 1 or config.launch.max_restarts > 0
 
 
@@ -67,16 +68,16 @@ def launch(work: Work, config: RunConfig) -> None:
     Raises:
         MeshError: the port in MASTER_PORT is taken, the launcher cannot listen on loopback, or the fork server ended.
         ConfigError: too many ranks, or the log directory cannot be written.
-        RankFailed: a rank raised or died; has its message and those of the ranks after it. With exit code 85: a signal
-            asked the run to end, and all ranks have saved and left.
+        RankFailed: a rank raised or died; has its message and those of the ranks after it. With exit code 85: all ranks
+            have saved and exited after a signal.
         Interrupted: a signal arrived before all ranks could save.
     """
     num_ranks = config.launch.processes
     assert isinstance(num_ranks, int), "resolve the configuration first"
-    if num_ranks > MOST_RANKS:
+    if num_ranks > MAX_RANKS:
         raise ConfigError(
             "MW-LAUNCH-033",
-            f"{num_ranks:,} ranks on this machine: at most {MOST_RANKS:,} are started here. Lower a degree, or use "
+            f"{num_ranks:,} ranks on this machine: at most {MAX_RANKS:,} are started here. Lower a degree, or use "
             f"several nodes (`meshwright slurm`)",
         )
     if not has_children(config):
@@ -87,7 +88,7 @@ def launch(work: Work, config: RunConfig) -> None:
             failure = describe(error, 0)
             raise RankFailed(f"rank 0: {failure.message}\n{failure.trace}", 0) from None
         return
-    logs = Path(config.run.directory) / config.run.name / "logs"
+    logs = run_directory(config) / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,23 +97,23 @@ def launch(work: Work, config: RunConfig) -> None:
             f"the logs of this run cannot be written to {logs}: {error.strerror}; choose another run.directory or "
             f"run.name",
         ) from None
-    port = _meeting_port()
+    port = _rendezvous_port()
     with contextlib.ExitStack() as stack:
-        notes = own_directory() / f"notes-{time.monotonic_ns()}"
-        (notes / "listening").mkdir(parents=True)
-        stack.callback(shutil.rmtree, notes, ignore_errors=True)
+        records = own_directory() / f"records-{time.monotonic_ns()}"
+        (records / "listening").mkdir(parents=True)
+        stack.callback(shutil.rmtree, records, ignore_errors=True)
         others = multiprocessing.active_children()
         stack.callback(_kill_children, but=others)
-        end = _SignalForwarder(notes / "listening", num_ranks, others)
-        unwanted = ignored_signals()
-        stack.enter_context(end.listening({*SIGNALS, signal.SIGQUIT}.difference(unwanted)))
+        forwarder = _SignalForwarder(records / "listening", num_ranks, others)
+        ignored = ignored_signals()
+        stack.enter_context(forwarder.installed({*SIGNALS, signal.SIGQUIT}.difference(ignored)))
         warm_up(config, work.__module__)
         _, bound = stack.enter_context(_open_store(port, num_ranks))
         try:
-            ranks = _start(work, config, bound, logs, notes, unwanted)
-            _watch(ranks, notes, logs)
+            ranks = _start(work, config, bound, logs, records, ignored)
+            _watch(ranks, records, logs)
         except RankFailed as failed:
-            failed.asked = end.told
+            failed.is_requested = forwarder.has_forwarded
             raise
 
 
@@ -140,12 +141,12 @@ def _open_store(port: int, num_ranks: int) -> Iterator[tuple[Any, int]]:
 
 
 def _start(
-    work: Work, config: RunConfig, port: int, logs: Path, notes: Path, unwanted: list[signal.Signals]
+    work: Work, config: RunConfig, port: int, logs: Path, records: Path, ignored: list[signal.Signals]
 ) -> list[Any]:
     """Fork all ranks; return their processes by rank.
 
     Raises:
-        MeshError: the fork server has ended meanwhile.
+        MeshError: the fork server has died meanwhile.
     """
     context = multiprocessing.get_context("forkserver")
     num_ranks = config.launch.processes
@@ -154,7 +155,7 @@ def _start(
     for rank in range(num_ranks):
         place = LocalRank(rank, num_ranks, LOOPBACK, port)
         process = context.Process(
-            target=run_rank, args=(work, config, str(logs), str(notes), unwanted, place), name=f"rank-{rank}"
+            target=run_rank, args=(work, config, str(logs), str(records), ignored, place), name=f"rank-{rank}"
         )
         try:
             process.start()
@@ -164,11 +165,11 @@ def _start(
     return ranks
 
 
-def _watch(ranks: Sequence[Any], notes: Path, logs: Path) -> None:
-    """Block until all ranks have ended, or until one has failed and the others were ended after it.
+def _watch(ranks: Sequence[Any], records: Path, logs: Path) -> None:
+    """Block until all ranks have exited, or until one has failed and the others were ended after it.
 
     Raises:
-        RankFailed: a rank failed, or all have saved and left on request.
+        RankFailed: a rank failed, or all have saved and exited on request.
         MeshError: the fork server was killed, and the ranks with it.
     """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
@@ -178,12 +179,12 @@ def _watch(ranks: Sequence[Any], notes: Path, logs: Path) -> None:
         if failed:
             codes = {rank: ranks[rank].exitcode for rank in failed}
             _end_all(ranks)
-            failures = read_failures(notes)
+            failures = read_failures(records)
             if not failures and codes[failed[0]] == UNKNOWN_EXIT:
                 raise _server_gone("and all ranks with it")
             raise build_error(failed[0], codes[failed[0]], failures, logs)
-    for left in read_failures(notes):  # no rank failed: all have saved and left on request
-        raise RankFailed(left.message, left.rank, left.exit_code)
+    for record in read_failures(records):  # no rank failed: all have saved and exited on request
+        raise RankFailed(record.message, record.rank, record.exit_code)
 
 
 def _end_all(ranks: Sequence[Any]) -> None:
@@ -204,59 +205,60 @@ def _server_gone(when: str) -> MeshError:
     return MeshError(
         "MW-LAUNCH-036",
         f"the process that forks the ranks has ended {when}: if nobody killed it, the kernel was out of memory "
-        f"(`dmesg` tells). Start again, with fewer ranks or a smaller model if memory is short",
+        f"(see `dmesg`). Start again, with fewer ranks or a smaller model if memory is short",
     )
 
 
 class _SignalForwarder:
-    """Signal handler of the launcher: forwards the first signal to the ranks, which then save and leave.
+    """Signal handler of the launcher: forwards the first signal to the ranks, which then save and exit.
 
-    While some rank has no handler yet, there is nothing to save: all are killed.
+    While some rank has no handler yet, there is nothing to save, and all are killed. ``listening``: directory with a
+    file for each rank that has a handler.
     """
 
     def __init__(self, listening: Path, num_ranks: int, others: list[multiprocessing.process.BaseProcess]) -> None:
         self._listening = listening
         self._num_ranks = num_ranks
         self._others = others
-        self.told = False
+        self.has_forwarded = False
 
     @contextlib.contextmanager
-    def listening(self, signals: set[signal.Signals]) -> Iterator[None]:
+    def installed(self, signals: set[signal.Signals]) -> Iterator[None]:
         """Handle ``signals`` inside the block; restore the previous handlers after it.
 
-        Once the ranks have been signalled, further signals are ignored instead, because this process is leaving too.
+        Once the ranks have been signalled, further signals are ignored instead, because this process is exiting too.
         """
-        before = {each: signal.signal(each, self.asked) for each in signals}
+        before = {each: signal.signal(each, self._handle) for each in signals}
         try:
             yield
         finally:
             for each, handler in before.items():
-                signal.signal(each, signal.SIG_IGN if self.told else handler)
+                signal.signal(each, signal.SIG_IGN if self.has_forwarded else handler)
 
-    def asked(self, signum: int, frame: object) -> None:
+    def _handle(self, signum: int, frame: object) -> None:
         """Forward the first signal to all ranks; raise Interrupted on SIGQUIT, or if some rank has no handler yet."""
         if signum == signal.SIGQUIT:
             raise Interrupted(signum)
-        if self.told:
+        if self.has_forwarded:
             return
         ranks = [int(place.name) for place in self._listening.iterdir()]
         if len(ranks) < self._num_ranks:
             _kill_children(self._others)
             raise Interrupted(signum)
-        self.told = True
+        self.has_forwarded = True
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):  # the rank has finished its last step and left
+            with contextlib.suppress(ProcessLookupError):  # the rank has finished its last step and exited
                 os.kill(rank, signum)
 
 
-def _meeting_port() -> int:
+def _rendezvous_port() -> int:
     """Return the port in MASTER_PORT if the user has set one, else 0 for any free port."""
     text = os.environ.get("MASTER_PORT", "")
     return check_port(text) if text else 0
 
 
 def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
-    """Kill the ranks that a signal or an error has left; otherwise the interpreter waits for them at exit."""
+    """Kill the ranks that survive a signal or an error; otherwise the interpreter waits for them at exit."""
     for child in multiprocessing.active_children():
         if child not in but:
             child.kill()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from meshwright.tools.planner.plan import Plan, usable_bytes
 from meshwright.tools.planner.search import BEST
 from meshwright.tools.planner.text import chosen_config, describe
 
-MOST_DEVICES = 2**20
+MAX_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
 """Overrides that clear a configuration's own batch, so that it cannot contradict another number of samples."""
 SEARCHED = {
@@ -40,27 +41,13 @@ SEARCHED = {
 """Keys that a search sets for each layout."""
 
 
-class PlanOptions(NamedTuple):
-    """Options of the command; None leaves one to the hardware's file or the configuration."""
-
-    cluster: str
-    """Name of a hardware file of meshwright, or the path of one."""
-    nodes: int
-    devices_per_node: int | None
-    global_batch: int | None
-    out: Path | None
-    """Directory for plan.toml and plan.html."""
-    best: int | None
-    """Number of layouts to list."""
-
-
-def plan(path: str, overrides: Sequence[str], options: PlanOptions) -> None:
+def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     """Search for the best layouts of a configuration on a cluster, print them, and write the plan.
 
     Raises:
-        UserError: an invalid configuration or hardware, or nothing fits; then with the nearest that would work.
+        UserError: an invalid configuration or hardware, or no layout fits; names the nearest that would.
     """
-    nodes, global_batch, out = options.nodes, options.global_batch, options.out
+    nodes, out = options.nodes, options.out
     gc.disable()  # a search creates millions of small tuples, without cycles
     check_place(out, folder=True, example="plan")
     if out is not None:
@@ -68,73 +55,77 @@ def plan(path: str, overrides: Sequence[str], options: PlanOptions) -> None:
     hardware = read_hardware(options.cluster)
     if options.devices_per_node is not None:
         hardware = hardware.model_copy(update={"devices_per_node": options.devices_per_node})
-    if nodes * hardware.devices_per_node > MOST_DEVICES:
-        most = max(1, MOST_DEVICES // hardware.devices_per_node)
+    if nodes * hardware.devices_per_node > MAX_DEVICES:
+        most = max(1, MAX_DEVICES // hardware.devices_per_node)
         raise ConfigError(
             "MW-LAUNCH-037",
-            f"--nodes {nodes} of {hardware.devices_per_node:,} devices each: a plan is for {MOST_DEVICES:,} devices at "
+            f"--nodes {nodes} of {hardware.devices_per_node:,} devices each: a plan is for {MAX_DEVICES:,} devices at "
             f"most, such as --nodes {most}",
         )
-    _only_what_has_effect(overrides, hardware, global_batch)
-    config = _on_device_of(hardware, _loaded(path, overrides, global_batch))
-    config = remove_layout(config, nodes * hardware.devices_per_node, global_batch)
+    given = {".".join(key): value for key, value in given_keys(overrides).items()}
+    _check_overrides(given, hardware, options.global_batch)
+    config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
+    config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
     cache = ModelCache(config, execution_options(config, hardware))
     found = search_with_offload(cache, hardware, nodes, options.best or BEST)
     if not found.best:
         raise ConfigError("MW-LAUNCH-038", _nothing_fits(cache, hardware, nodes, found))
     put(describe(cache, found))
-    if out is None:
-        return
-    chosen = chosen_config(found, config.run.name)
-    first = f"# The first of {found.num_fitting:,} layouts of {path} on {nodes} x {hardware.devices_per_node} x "
-    first += f"{hardware.name}: {found.best[0].choice}.\n# Predicted: {found.best[0].time.total:.4g} s a step, "
-    first += f"{format_size(found.best[0].peak_bytes)} on the fullest rank.\n\n"
-    written = {"plan.toml": first + to_toml(chosen), "plan.html": page(cache, found)}
-    for name, text in written.items():
-        write_out(out / name, text)
-    put(f"\nwritten: {out / 'plan.toml'} (for `meshwright train`), {out / 'plan.html'}")
+    if out is not None:
+        best = found.best[0]
+        header = (
+            f"# The first of {found.num_fitting:,} layouts of {options.config} on {nodes} x "
+            f"{hardware.devices_per_node} x {hardware.name}: {best.choice}.\n# Predicted: {best.time.total:.4g} s a "
+            f"step, {format_size(best.peak_bytes)} on the fullest rank.\n\n"
+        )
+        html = page(cache, found)
+        write_out(out / "plan.toml", header + to_toml(chosen_config(found, config.run.name)))
+        write_out(out / "plan.html", html)
+        put(f"\nwritten: {out / 'plan.toml'} (for `meshwright train`), {out / 'plan.html'}")
+    return 0
 
 
-def _only_what_has_effect(overrides: Sequence[str], hardware: Hardware, global_batch: int | None) -> None:
-    """Refuse arguments without effect: keys that a search sets, a device that the cluster lacks, a batch given twice.
+def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: int | None) -> None:
+    """Refuse overrides without effect: keys that a search sets, a device that the cluster lacks, a batch given twice.
 
     Raises:
         ConfigError: lists all of them.
     """
-    values = {".".join(key): value for key, value in given_keys(overrides).items()}
     problems = []
-    if taken := sorted(values.keys() & SEARCHED):
+    if searched := sorted(given.keys() & SEARCHED):
         problems.append(
             ConfigError(
                 "MW-LAUNCH-039",
-                f"command line: {', '.join(taken)}: a plan gives each layout its own, and what is said here would be "
-                f"without effect: leave {'it' if len(taken) == 1 else 'them'} out (--global-batch says how many "
-                f"samples a step has; `meshwright dryrun` looks at one layout)",
+                f"command line: {', '.join(searched)}: a plan gives each layout its own value, so this has no effect: "
+                f"leave {'it' if len(searched) == 1 else 'them'} out (--global-batch sets the samples of a step; "
+                f"`meshwright dryrun` examines one layout)",
             )
         )
-    if values.get("train.device", "auto") not in ("auto", hardware.kind):
+    if given.get("train.device", "auto") not in ("auto", hardware.kind):
         problems.append(
             ConfigError(
                 "MW-LAUNCH-040",
-                f'command line: train.device = "{values["train.device"]}", and the devices of {hardware.name} are '
+                f'command line: train.device = "{given["train.device"]}", and the devices of {hardware.name} are '
                 f"{hardware.kind}: leave it out, or take another --cluster",
             )
         )
-    if global_batch is not None and "batch.global_batch" in values:
+    if global_batch is not None and "batch.global_batch" in given:
         problems.append(
             ConfigError(
                 "MW-LAUNCH-041",
-                f"command line: batch.global_batch = {values['batch.global_batch']} and --global-batch {global_batch} "
-                f"say the same: leave one out",
+                f"command line: batch.global_batch = {given['batch.global_batch']} and --global-batch {global_batch} "
+                f"set the same number: leave one out",
             )
         )
     if problems:
         raise ConfigError.join(problems)
 
 
-def _loaded(path: str, overrides: Sequence[str], global_batch: int | None) -> RunConfig:
-    """Load the configuration; keep only the samples per step of its batch, or none if it does not give them."""
-    given = {".".join(key): value for key, value in given_keys(overrides).items()}
+def _load_config(path: str, overrides: Sequence[str], given: dict[str, Any], global_batch: int | None) -> RunConfig:
+    """Load the configuration; keep only the samples per step of its batch, or none if it does not set them.
+
+    ``given``: the keys of ``overrides``.
+    """
     given = {each.key: each.value for each in read_file(Path(path)).given} | given
     if global_batch is not None:
         return load(path, [*overrides, *FREE_BATCH, f"--batch.global_batch={global_batch}"])
@@ -142,15 +133,14 @@ def _loaded(path: str, overrides: Sequence[str], global_batch: int | None) -> Ru
         return load(path, [*overrides, *FREE_BATCH])
     if {"batch.micro_batch_size", "batch.chunks"} <= given.keys():
         return load(path, overrides)
-    config = load(path, [*overrides, *FREE_BATCH, "--batch.global_batch=1"])
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_batch": None})})
+    return load(path, [*overrides, *FREE_BATCH, "--batch.global_batch=1"]).replace(batch={"global_batch": None})
 
 
 def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
     """Return the configuration on the cluster's device: it decides how stages are cut and where ``train`` will run."""
     if config.train.device == hardware.kind or (hardware.kind == "cuda" and config.train.device == "auto"):
         return config
-    return config.model_copy(update={"train": config.train.model_copy(update={"device": hardware.kind})})
+    return config.replace(train={"device": hardware.kind})
 
 
 def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions:
@@ -165,25 +155,21 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     Raises:
         ConfigError: the number of samples per step is not given.
     """
-    batch, dp = config.batch, config.parallel.dp
+    batch, dp = config.batch, config.parallel.known_dp
     samples = global_batch or batch.global_batch
-    if samples is None and batch.micro_batch_size and batch.chunks and isinstance(dp, int) and dp > 0:
+    if samples is None and batch.micro_batch_size and batch.chunks and dp is not None:
         samples = batch.micro_batch_size * batch.chunks * dp
     if samples is None:
         raise ConfigError(
             "MW-LAUNCH-042",
-            "batch.global_batch is not given: a layout is looked for that takes the same samples in each step; "
-            f"say how many with --global-batch, {16 * size} for one",
+            "batch.global_batch is not set, and all layouts must take the same number of samples per step: set it with "
+            f"--global-batch, such as {16 * size}",
         )
-    parallel = {"pp": 1, "tp": 1, "dp": 1, "sequence": False, "zero": 1, "shard_factor": None, "reduce": None}
     pipeline: dict[str, object] = {"schedule": "1f1b", "interleave": None, "schedule_file": None}
-    pipeline |= {"recompute": "none", "recompute_layers": ["*"]}
-    return config.model_copy(
-        update={
-            "batch": batch.model_copy(update={"micro_batch_size": 1, "chunks": samples, "global_batch": samples}),
-            "parallel": config.parallel.model_copy(update=parallel),
-            "pipeline": config.pipeline.model_copy(update=pipeline),
-        }
+    return config.replace(
+        batch={"micro_batch_size": 1, "chunks": samples, "global_batch": samples},
+        parallel={"pp": 1, "tp": 1, "dp": 1, "sequence": False, "zero": 1, "shard_factor": None, "reduce": None},
+        pipeline=pipeline | {"recompute": "none", "recompute_layers": ["*"]},
     )
 
 
@@ -192,23 +178,24 @@ def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
     if found.closest is None:
         broken = found.rejected[0].rule if found.rejected else "no degrees divide the devices"
-        said = f"no layout of {cache.config.batch.global_batch:,} samples a step keeps the rules on {where}: {broken}"
+        samples = f"{cache.config.batch.global_batch:,} samples a step"
+        problem = f"no layout of {samples} keeps the rules on {where}: {broken}"
     else:
         needed, choice = found.closest
-        said = (
-            f"no layout fits {where}, not with recomputation and the optimizer on the host either: the closest, "
-            f"{choice}, needs {format_size(needed)} of a device or more, and "
-            f"{format_size(usable_bytes(hardware))} may be used"
+        problem = (
+            f"no layout fits {where}, even with recompute and the optimizer on the host: the closest, {choice}, needs "
+            f"at least {format_size(needed)} of a device, and {format_size(usable_bytes(hardware))} may be used"
         )
     works = nearest(cache, hardware, nodes, found)
-    return f"{said}\n" + (f"what works: {', or '.join(works)}" if works else "take a smaller model")
+    return f"{problem}\n" + (f"what works: {', or '.join(works)}" if works else "take a smaller model")
 
 
-def calibrate(out: Path, ranks: int) -> None:
+def calibrate(options: argparse.Namespace, _: list[str]) -> int:
     """Measure this machine and write it as a hardware file for ``--cluster``."""
     from meshwright.launch.pool import RankPool
     from meshwright.tools.planner.calibrate import build_hardware, cores, to_toml
 
+    out, ranks = options.out, options.ranks
     check_place(out, folder=False, example="this-machine.toml")
     with RankPool(max(2, ranks)) as pool:
         measured = pool.run(measure_core, min(cores(), ranks), timeout_s=600)
@@ -224,6 +211,7 @@ def calibrate(out: Path, ranks: int) -> None:
         f"{found.memory_bytes_per_s / 1e9:,.1f} GB/s; an operation takes {found.operation_s * 1e6:.1f} us besides; "
         f"links {link.bytes_per_s / 1e9:,.2f} GB/s, {link.latency_s * 1e6:.0f} us\nwritten: {out}"
     )
+    return 0
 
 
 def measure_core(rank: int, world_size: int) -> dict[str, DeviceRates]:

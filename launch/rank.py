@@ -1,4 +1,4 @@
-"""Life and end of a rank: a process that the launcher has forked.
+"""Process of one local rank, forked for the launcher: setup, work and end.
 
 A failing rank writes a record with the time and the reason. A rank that fails because it lost a peer lingers, so that
 the launcher notices the peer first and shows the cause instead of its echo. Every rank dies with its launcher.
@@ -29,9 +29,9 @@ from meshwright.terminal.output import tell
 Work = Callable[[RunConfig, GiveUp], None]
 """Function that a rank runs, given its configuration and a function that ends the process if the main thread hangs."""
 
-HOLD_S = 3.0
+LINGER_S = 3.0
 """Time that a rank lingers after it lost a peer, so that the launcher notices the lost peer first."""
-SILENT_S = 30.0
+DUPLICATE_ERROR_DELAY_S = 30.0
 """Time until a rank prints an error that another rank of its node prints at once; usually it is ended before."""
 
 
@@ -64,14 +64,20 @@ class LocalRank(NamedTuple):
 
 
 def run_rank(
-    work: Work, config: RunConfig, logs: str, notes: str, unwanted: list[signal.Signals], place: LocalRank
+    work: Work, config: RunConfig, logs: str, records: str, ignored: list[signal.Signals], place: LocalRank
 ) -> None:
-    """Run one rank in its own process. ``unwanted``: the signals that the launcher was started to ignore."""
+    """Run one rank in its own process.
+
+    Args:
+        logs: Directory of the ranks' logs.
+        records: Directory of failure records and of the marks of installed signal handlers.
+        ignored: Signals that the launcher was started to ignore.
+    """
     _die_with_launcher()
     for each in SIGNALS:  # default action until the rank installs its handlers (meshwright.system.process)
-        signal.signal(each, signal.SIG_IGN if each in unwanted else signal.SIG_DFL)
+        signal.signal(each, signal.SIG_IGN if each in ignored else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the fork server blocks all, and this process inherits that
-    os.environ[LISTENING] = str(Path(notes) / "listening")
+    os.environ[LISTENING] = str(Path(records) / "listening")
     rank = place.rank
     os.environ.update(place.variables())
     if rank != 0:
@@ -79,29 +85,29 @@ def run_rank(
     faulthandler.enable()
     try:
         set_threads(config.launch.threads)
-        work(config, partial(_end_rank, rank, Path(notes)))
+        work(config, partial(_end_rank, rank, Path(records)))
+    except Preempted as error:  # exit code 0: after a failure the launcher would end the other ranks at once
+        _report(error, rank, Path(records))
     except BaseException as error:
-        if isinstance(error, Preempted):  # exit code 0: at a failure the launcher would end the others, not wait
-            _tell(error, rank, Path(notes))
-            return
-        _end_rank(rank, Path(notes), error)
+        _end_rank(rank, Path(records), error)
     finally:
-        for each in SIGNALS:  # the rank is leaving and has reported everything
+        for each in SIGNALS:  # the rank is exiting and has reported everything
             signal.signal(each, signal.SIG_IGN)
 
 
-def _tell(error: BaseException, rank: int, notes: Path) -> FailureRecord:
+def _report(error: BaseException, rank: int, records: Path) -> FailureRecord:
+    """Write the failure record for the launcher, and on ranks other than 0 the error to the log; return the record."""
     failure = describe(error, rank)
-    write_failure(failure, notes)
+    write_failure(failure, records)
     if rank != 0:
         tell(failure.trace or failure.message)
     return failure
 
 
-def _end_rank(rank: int, notes: Path, error: BaseException) -> None:
-    """Write the failure record for the launcher, and end this process."""
-    failure = _tell(error, rank, notes)
-    leave(failure.exit_code, HOLD_S if failure.lost_peer else 0.0)
+def _end_rank(rank: int, records: Path, error: BaseException) -> None:
+    """Report the error and end this process."""
+    failure = _report(error, rank, records)
+    leave(failure.exit_code, LINGER_S if failure.lost_peer else 0.0)
 
 
 def set_threads(num_threads: int) -> None:
@@ -113,7 +119,8 @@ def set_threads(num_threads: int) -> None:
 
 
 def _die_with_launcher() -> None:
-    _let_go_of_server()
+    """Kill this process when the fork server or the launcher dies."""
+    _close_server_pipe()
     die_with_parent(os.getppid())  # the fork server
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -125,22 +132,22 @@ def _die_with_launcher() -> None:
     threading.Thread(target=watch, name="watch-launcher", daemon=True).start()
 
 
-def _let_go_of_server() -> None:
+def _close_server_pipe() -> None:
     """Close this rank's copy of the pipe that keeps the fork server alive.
 
-    The server lives as long as any process holds an end of that pipe, and Python passes it to each child. A stopped
+    The server lives as long as any process has an end of that pipe open, and Python passes it to each child. A stopped
     rank would keep the server alive, and with it itself, after the launcher is gone. A rank that starts processes
     through a fork server gets a server of its own.
     """
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-    held = getattr(server, "_forkserver_alive_fd", None)
-    if held is not None:
-        os.close(held)
+    alive_fd = getattr(server, "_forkserver_alive_fd", None)
+    if alive_fd is not None:
+        os.close(alive_fd)
         server._forkserver_alive_fd = server._forkserver_address = server._forkserver_pid = None
 
 
 def _redirect(log: Path) -> None:
-    """Append everything that this process prints, also from C++, to a file."""
+    """Append the output of this process, also from C++, to a file."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

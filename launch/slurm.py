@@ -1,4 +1,4 @@
-"""Job script for Slurm, rendered from one template that users may copy and edit, and its submission.
+"""Command ``meshwright slurm``: a job script, rendered from one template that users may copy and edit, and submitted.
 
     CONFIG, nodes, devices per node, options for sbatch
       -> refused here: degrees that do not fill the nodes, a tensor-parallel group that straddles two
@@ -6,12 +6,13 @@
       -> with --submit: sbatch
 
 The last lines of the script decide what follows the end of the ranks. A run that saved on request (exit code 85) and a
-failure that may pass are requeued. A failure that would recur is not, nor a run after
-``meshwright.launch.restarts.IN_VAIN`` restarts in a row without a newer checkpoint.
+transient failure are requeued. A failure that would recur is not, nor a run after
+``meshwright.launch.restarts.MAX_FUTILE_RESTARTS`` restarts in a row without a newer checkpoint.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import shlex
@@ -20,24 +21,23 @@ import statistics
 import subprocess
 import sys
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
-
-from meshwright.config import RunConfig, resolve
+from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError, UserError
-from meshwright.launch.restarts import GIVEN_UP, IN_VAIN
+from meshwright.launch.rendering import render_template
+from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE, MAX_FUTILE_RESTARTS
 from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.run.directory import METRICS
+from meshwright.run.directory import METRICS, run_directory
+from meshwright.terminal.output import put, tell
 from meshwright.tracking.jsonl import read_records
 
-TEMPLATES = Path(__file__).with_name("templates")
 SIGNAL = "USR2"
-"""Signal that asks a job to save; neither NCCL nor Slurm uses it for itself."""
+"""Signal that makes the ranks of a job save; neither NCCL nor Slurm uses it for itself."""
 SLURM_EARLY_S = 60
 """Time by which Slurm may send a signal too early; it never sends one too late."""
 UNKNOWN_LEAD_S = 300
+"""Lead of a run without measurements."""
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*"
 WORDS = {
     "time": (r"[0-9A-Za-z:-]+", "minutes, h:mm:ss or days-hours"),
@@ -52,48 +52,40 @@ LAST = 50
 """Number of latest steps and saves from which the lead is measured."""
 
 
-@dataclass(frozen=True)
-class JobOptions:
-    """Options of a job, under Slurm's names; None leaves an option to the cluster's default."""
+def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Write the job script of a run, and print it or submit it.
 
-    nodes: int
-    devices_per_node: int
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    cpus_per_task: int | None = None
-    container: str | None = None
-    """Container image; needs Slurm with pyxis."""
-    mounts: str | None = None
-    torchrun: bool = False
-    """One torchrun on each node instead of one task for each rank."""
-    doctor: bool = False
-    """Check of nodes and links before each start."""
-    requeue: bool = True
-    chain: int = 1
-    """Jobs of one name to submit, running one at a time: for clusters where users may not requeue."""
+    Raises:
+        UserError: the degrees do not fill the nodes, an option cannot stand in a script, or sbatch refuses it.
+    """
+    config, picture = resolve_for_nodes(load(options.config, overrides), options.nodes, options.devices_per_node)
+    script = render(config, overrides, options)
+    place = write(script, config)
+    if not options.submit:
+        print(script, end="")
+        tell(f"written to {place}; `sbatch {place}` submits it, or --submit")
+        return 0
+    put(picture)
+    numbers = submit(place, options.chain)
+    put(f"submitted {place}: job{'s' * (len(numbers) > 1)} {', '.join(numbers)}; logs in {place.parent}")
+    return 0
 
 
-def resolve_for_nodes(config: RunConfig, ask: JobOptions) -> tuple[RunConfig, str]:
+def resolve_for_nodes(config: RunConfig, num_nodes: int, per_node: int) -> tuple[RunConfig, str]:
     """Resolve the configuration for these nodes; return it and a picture of the ranks on the nodes.
 
     Raises:
         UserError: the degrees do not fill the nodes' devices, or a tensor-parallel group would straddle nodes.
     """
-    num_ranks = ask.nodes * ask.devices_per_node
+    num_ranks = num_nodes * per_node
     try:
         resolved = resolve(config, num_ranks)
     except ConfigError as error:
         raise ConfigError(
-            "MW-LAUNCH-043", f"{ask.nodes} nodes x {ask.devices_per_node} devices = {num_ranks} ranks: {error.message}"
+            "MW-LAUNCH-043", f"{num_nodes} nodes x {per_node} devices = {num_ranks} ranks: {error.message}"
         ) from None
-    parallel = resolved.parallel
-    assert isinstance(parallel.dp, int)
-    grid, nodes = Grid(parallel.pp, parallel.dp, parallel.tp), nodes_of(ask.nodes, ask.devices_per_node)
-    grid.check_placement(nodes, tp_across_nodes=parallel.tp_across_nodes)
+    grid, nodes = Grid(*resolved.parallel.degrees), nodes_of(num_nodes, per_node)
+    grid.check_placement(nodes, tp_across_nodes=resolved.parallel.tp_across_nodes)
     return resolved, grid.draw(nodes)
 
 
@@ -108,45 +100,42 @@ def measure_lead(run: Path) -> tuple[int, str]:
             if record.save_s is not None:
                 saves.append(record.save_s)
     if not steps or not saves:
-        return UNKNOWN_LEAD_S, "nothing of this run is measured yet, submit again when it has saved twice"
+        return UNKNOWN_LEAD_S, "this run has no measurements yet, submit again when it has saved twice"
     step_s, save_s = max(steps), max(saves)
     needed_s = math.ceil(1.5 * (step_s + save_s)) + SLURM_EARLY_S
     median_s = statistics.median(steps)
     return needed_s, f"of late a step took up to {step_s:.3g} s (median {median_s:.3g}) and a save {save_s:.3g} s"
 
 
-def render(
-    config: RunConfig, config_file: str, overrides: list[str], ask: JobOptions, *, trust_code: bool = False
-) -> str:
-    """Render the script. ``config``: resolved; ``config_file`` and ``overrides``: the arguments for `train`."""
-    run = (Path(config.run.directory) / config.run.name).absolute()
+def render(config: RunConfig, overrides: list[str], options: argparse.Namespace) -> str:
+    """Render the script. ``config``: resolved; ``overrides``: configuration keys that `train` gets too.
+
+    Raises:
+        UserError: a value cannot stand in a script, or the time limit is too short to save before it.
+    """
+    run = run_directory(config).absolute()
     cwd = Path.cwd()
-    check_lines(config_file, *overrides, str(run), ask.container or "", ask.mounts or "")
+    container = options.container
+    check_lines(options.config, *overrides, str(run), container or "", options.mounts or "")
     lead_s, why = measure_lead(run)
-    if ask.time is not None and (limit_s := seconds_of(ask.time)) is not None and lead_s >= limit_s:
+    if options.time is not None and (limit_s := seconds_of(options.time)) is not None and lead_s >= limit_s:
         raise UserError(
             "MW-LAUNCH-044",
-            f"--time {ask.time} is {limit_s} s, and the ranks are to be told {lead_s} s before it ends ({why}): "
-            f"nothing would be trained. Ask for more time",
+            f"--time {options.time} is {limit_s} s, and the ranks must be signalled {lead_s} s before it ends ({why}): "
+            f"nothing would be trained. Request more time",
         )
-    parallel = config.parallel
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    mounts = ask.mounts or ",".join(dict.fromkeys(f"{place}:{place}" for place in (cwd, run.parent)))
-    return environment.get_template("job.sbatch.j2").render(
-        vars(ask)
-        | check_options(ask)
+    check_options(options)
+    mounts = options.mounts or ",".join(dict.fromkeys(f"{place}:{place}" for place in (cwd, run.parent)))
+    pp, dp, tp = config.parallel.degrees
+    return render_template(
+        "job.sbatch.j2",
+        vars(options)
         | {
             "run_name": config.run.name,
             "job_name": re.sub(r"[^\w.-]", "-", config.run.name),
-            "pp": parallel.pp,
-            "dp": parallel.dp,
-            "tp": parallel.tp,
+            "pp": pp,
+            "dp": dp,
+            "tp": tp,
             "num_ranks": config.launch.processes,
             "gpus": config.train.device == "cuda" or (config.train.device == "auto" and may_have_gpus()),
             "chdir": _word(cwd),
@@ -155,14 +144,14 @@ def render(
             "lead_s": lead_s,
             "lead_why": why,
             "signal": SIGNAL,
-            "container": ask.container and shlex.quote(ask.container),
+            "container": container and shlex.quote(container),
             "mounts": shlex.quote(mounts),
             "workdir": shlex.quote(str(cwd)),
-            "python": "python3" if ask.container else shlex.quote(sys.executable),
-            "arguments": shlex.join([config_file, *overrides, *(["--trust-code"] if trust_code else [])]),
-            "in_vain": IN_VAIN,
-            "given_up": GIVEN_UP,
-        }
+            "python": "python3" if container else shlex.quote(sys.executable),
+            "arguments": shlex.join([options.config, *overrides, *["--trust-code"] * options.trust_code]),
+            "in_vain": MAX_FUTILE_RESTARTS,
+            "given_up": GIVEN_UP_EXIT_CODE,
+        },
     )
 
 
@@ -171,13 +160,13 @@ def may_have_gpus() -> bool:
     sinfo = shutil.which("sinfo")
     if sinfo is None:
         return True
-    told = subprocess.run([sinfo, "--noheader", "--format=%G"], capture_output=True, text=True, check=False)
-    return told.returncode != 0 or "gpu" in told.stdout
+    done = subprocess.run([sinfo, "--noheader", "--format=%G"], capture_output=True, text=True, check=False)
+    return done.returncode != 0 or "gpu" in done.stdout
 
 
 def write(script: str, config: RunConfig) -> Path:
     """Write the script into the run's directory, next to the job's logs: Slurm creates no directory for them."""
-    place = Path(config.run.directory) / config.run.name / "slurm" / "job.sbatch"
+    place = run_directory(config) / "slurm" / "job.sbatch"
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(script)
@@ -194,18 +183,18 @@ def submit(place: Path, times: int) -> list[str]:
     """Submit the script ``times`` times and return the job numbers.
 
     Raises:
-        UserError: there is no sbatch here, or it refuses; quotes its message.
+        UserError: there is no sbatch here, or it refuses the script; quotes its message.
     """
     sbatch = shutil.which("sbatch")
     if sbatch is None:
-        raise UserError("MW-LAUNCH-046", f"there is no sbatch on this machine: submit {place} where there is one")
+        raise UserError("MW-LAUNCH-046", f"sbatch is not installed on this machine: submit {place} where it is")
     jobs = []
     for _ in range(times):
         done = subprocess.run([sbatch, "--parsable", str(place)], capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            told = f"; submitted before: {', '.join(jobs)}" if jobs else ""
+            earlier = f"; submitted before: {', '.join(jobs)}" if jobs else ""
             raise UserError(
-                "MW-LAUNCH-047", f"sbatch refuses {place}: {done.stderr.strip() or done.stdout.strip()}{told}"
+                "MW-LAUNCH-047", f"sbatch refuses {place}: {done.stderr.strip() or done.stdout.strip()}{earlier}"
             )
         jobs.append(done.stdout.strip().partition(";")[0])
     return jobs
@@ -225,7 +214,7 @@ def seconds_of(time: str) -> int | None:
     if not found:
         raise UserError(
             "MW-LAUNCH-048",
-            f"--time {time!r} is no limit that Slurm reads: give minutes, h:mm:ss or days-hours (90, 4:00:00, 2-12)",
+            f"--time {time!r} is not a time limit of Slurm: give minutes, h:mm:ss or days-hours (90, 4:00:00, 2-12)",
         )
     days, first, second, third = (int(part) if part else None for part in found.groups())
     assert first is not None
@@ -242,25 +231,22 @@ def _word(path: Path) -> str:
     if not re.fullmatch(r"/[\w./+,:=@~-]*", text):
         raise ConfigError(
             "MW-LAUNCH-049",
-            f"an #SBATCH line takes a path of letters, digits and ./_-+,:=@~ only, and not {text!r}: choose another "
+            f"an #SBATCH line takes only paths of letters, digits and ./_-+,:=@~, and not {text!r}: choose another "
             f"place",
         )
     return text
 
 
-def check_options(ask: JobOptions) -> dict[str, str | None]:
-    """Return the values for #SBATCH lines, which the shell does not unquote; each matches its pattern.
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse values for #SBATCH lines that do not match their pattern: the shell does not unquote these lines.
 
     Raises:
         UserError: a value does not match; has the allowed form.
     """
-    found: dict[str, str | None] = {}
     for name, (pattern, allowed) in WORDS.items():
-        value = getattr(ask, name)
+        value = getattr(options, name)
         if value is not None and not re.fullmatch(pattern, value):
             raise UserError("MW-LAUNCH-050", f"--{name} {value!r} cannot stand in a job script: give {allowed}")
-        found[name] = value
-    return found
 
 
 def check_lines(*values: str) -> None:
@@ -272,5 +258,5 @@ def check_lines(*values: str) -> None:
     for value in values:
         if not value.isprintable():
             raise UserError(
-                "MW-LAUNCH-051", f"{value!r} cannot stand in a job script: it holds a line break or a control character"
+                "MW-LAUNCH-051", f"{value!r} cannot stand in a job script: it has a line break or a control character"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import deque
 from pathlib import Path
@@ -10,12 +11,19 @@ from statistics import median
 from meshwright.errors import DataError
 from meshwright.run.directory import METRICS, STATUS
 from meshwright.terminal.format import format_duration
+from meshwright.terminal.output import put
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import StepRecord
 from meshwright.watch.hang.status import Status, describe_ranks, read_status, run_state
 
 LAST_STEPS = 20
 """Number of latest steps whose median is the time per step."""
+
+
+def status(options: argparse.Namespace, _: list[str]) -> int:
+    """Print the status of a run."""
+    put(describe(options.directory))
+    return 0
 
 
 def describe(run: Path) -> str:
@@ -26,20 +34,20 @@ def describe(run: Path) -> str:
     """
     status = read_status(run / STATUS)
     is_live, silent_s, state = run_state(status)
-    pace, straggler = _measured(run, status, is_live)
-    said = [
+    step_time, straggler = _measure(run, status, is_live)
+    lines = [
         f"run    {run}",
         f"state  {state}",
-        f"step   {status.step} of {status.steps}{pace}",
+        f"step   {status.step} of {status.steps}{step_time}",
         *([f"waits  {straggler}"] if straggler else []),
     ]
     if status.ended is not None:
-        return "\n".join(said)
-    return "\n".join([*said, "", *describe_ranks(status, silent_s)])
+        return "\n".join(lines)
+    return "\n".join([*lines, "", *describe_ranks(status, silent_s)])
 
 
-def _measured(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
-    """Return the time per step (plus the time left of a live run), and the straggler in the latest record of one."""
+def _measure(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
+    """Return the time per step, with the time left of a live run, and the straggler of the latest record."""
     last: deque[StepRecord] = deque(maxlen=LAST_STEPS)
     straggler = ""
     try:
@@ -53,9 +61,9 @@ def _measured(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
     if not last:
         return "", ""
     step_s = median(record.step_s for record in last)
-    said = f", {step_s:.3g} s each (median of the last {len(last)})"
+    step_time = f", {step_s:.3g} s each (median of the last {len(last)})"
     left_s = (status.steps - status.step) * step_s
     if is_live and left_s > 0:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left_s))
-        said += f", {format_duration(left_s)} left, until about {until}"
-    return said, straggler
+        step_time += f", {format_duration(left_s)} left, until about {until}"
+    return step_time, straggler

@@ -1,7 +1,8 @@
-"""Command ``meshwright verify``: choice of the model, samples and layouts to prove on ranks of this machine."""
+"""Command ``meshwright verify``: the model, the samples and the layouts to prove on ranks of this machine."""
 
 from __future__ import annotations
 
+import argparse
 from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError
@@ -9,9 +10,9 @@ from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
     from meshwright.config import RunConfig
-    from meshwright.tools.verify import Layout, Traits, VerdictRow
+    from meshwright.tools.verify import Layout, Traits
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Ranks that verify can run on this machine."""
 SAMPLES_PER_SIZE = 8
 """Samples per step / micro-batch size, for a model that depends on that size: two replicas of four micro-batches."""
@@ -19,19 +20,20 @@ SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 """Samples per step and tokens per sample of a shrunk model."""
 
 
-def verify(config_path: str, overrides: list[str], words: list[str], steps: int, dtype: str, *, whole: bool) -> int:
-    """Prove layouts; print a line for each layout and the table. Return the exit code.
+def verify(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Prove layouts; print a line for each layout and the table. Return 1 if one is not proved, else 0.
 
-    ``words``: the layouts; if empty, a selection that covers the pair table.
+    Default: a selection of layouts that covers the pair table.
     """
     from meshwright.config import load
     from meshwright.launch.pool import RankPool
 
-    config = load(config_path, overrides)
-    with RankPool(MOST_RANKS) as pool:
+    words, dtype, whole = options.layouts or [], options.dtype, options.whole
+    config = load(options.config, overrides)
+    with RankPool(MAX_RANKS) as pool:
         from meshwright.tools.verify import Verification, parse_layout
 
-        layouts, twice = [parse_layout(text) for text in words], None
+        layouts, repeated = [parse_layout(text) for text in words], None
         global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
         config = prepare(config, whole=whole)
         traits = probe_traits(config, global_batch, dtype, random_tokens=not whole)
@@ -45,42 +47,43 @@ def verify(config_path: str, overrides: list[str], words: list[str], steps: int,
                 for text, layout in zip(words, layouts, strict=True)
             ]
         if not layouts:
-            layouts, twice = choose_layouts(config, global_batch, traits)
+            layouts, repeated = choose_layouts(config, global_batch, traits)
         largest = max(layout.size for layout in layouts)
-        if largest > MOST_RANKS:
+        if largest > MAX_RANKS:
             raise ConfigError(
                 "MW-LAUNCH-052",
-                f"--layouts asks for {largest} ranks: verify runs all of them on this machine and has {MOST_RANKS}",
+                f"--layouts needs {largest} ranks: verify runs all of them on this machine, at most {MAX_RANKS}",
             )
         verification = Verification(
-            config, global_batch=global_batch, steps=steps, dtype=dtype, random_tokens=not whole
+            config, global_batch=global_batch, steps=options.steps, dtype=dtype, random_tokens=not whole
         )
         rows = []
         for layout in layouts:
-            rows.append(verification.compare_layout(layout, pool, is_repeated=twice is None or layout in twice))
-            print_row(rows[-1])
+            row = verification.compare_layout(layout, pool, is_repeated=repeated is None or layout in repeated)
+            put(f"  {row.layout}: {row.verdict}", flush=True)
+            rows.append(row)
     report = verification.report(rows)
     put(report.table())
     return 0 if report.passed else 1
 
 
 def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
-    """Return the configuration to prove, and print how it differs from the one that is trained."""
+    """Return the configuration to prove, and print its differences from the one that is trained."""
     from meshwright.optimizer.eight_bit import SMALLEST
     from meshwright.tools.verify import make_small, turn_dropout_on
 
     if config.data.builder is not None:
         put("the model whole, on its own samples")
     elif not whole:
-        config, said = make_small(config, SMALL_SEQUENCE_LENGTH)
-        put("\n".join(said))
+        config, notes = make_small(config, SMALL_SEQUENCE_LENGTH)
+        put("\n".join(notes))
     if not whole:
-        config, said = turn_dropout_on(config)
-        for line in said:
+        config, notes = turn_dropout_on(config)
+        for line in notes:
             put(line, flush=True)
     if config.optimizer.name == "adamw8bit":
         put(f"optimizer.block_size = {SMALLEST}, which divides the rows of small matrices in most layouts")
-        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"block_size": SMALLEST})})
+        config = config.replace(optimizer={"block_size": SMALLEST})
     return config
 
 
@@ -95,17 +98,12 @@ def probe_traits(config: RunConfig, global_batch: int, dtype: str, *, random_tok
 
 
 def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tuple[list[Layout], list[Layout]]:
-    """Return the default layouts and those of them to run twice; print what the defaults leave out."""
+    """Return the default layouts and those of them to run twice; print the layouts that are left out, with reasons."""
     from meshwright.tools.verify import default_layouts, run_twice
 
-    layouts, missing = default_layouts(config, traits, global_batch, MOST_RANKS)
+    layouts, missing = default_layouts(config, traits, global_batch, MAX_RANKS)
     for reason in traits.left_out():
         put(f"left out: {reason}", flush=True)
     for sentence in missing:
         put(sentence, flush=True)
     return layouts, run_twice(layouts)
-
-
-def print_row(row: VerdictRow) -> None:
-    """Print the verdict of a layout as soon as it is done."""
-    put(f"  {row.layout}: {row.verdict}", flush=True)

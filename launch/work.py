@@ -55,13 +55,11 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
     """
     _, world_size, _ = environment_rank()
     config = resolve(config, world_size)
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int)
     mesh = open_mesh(
-        Grid(parallel.pp, parallel.dp, parallel.tp),
+        Grid(*config.parallel.degrees),
         config.train.device,
         timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
-        tp_across_nodes=parallel.tp_across_nodes,
+        tp_across_nodes=config.parallel.tp_across_nodes,
     )
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
     check_nodes(mesh, directory)

@@ -78,7 +78,7 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
     if manifest.step == 0:
         say(f"starting from the weights of {path}")
     else:
-        say(f"going on from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
+        say(f"resuming from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
     for change in changes:
         say(f"  changed: {change}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import textwrap
@@ -15,6 +16,7 @@ WIDTH = 100
 Number = TypeVar("Number", int, float)
 
 Command = Callable[[argparse.Namespace, list[str]], int]
+"""Function of a command: (options, configuration overrides) -> exit code."""
 Added: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Group of subparsers to which a command is added."""
 
@@ -30,14 +32,20 @@ class CommandParser(argparse.ArgumentParser):
 def command(
     added: Added,
     name: str,
-    run: Command | None,
+    run: str | None,
     summary: str,
     description: str,
     example: str,
     *,
     takes_overrides: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command. ``run``: None for one with subcommands; ``summary``: its line in the list of commands."""
+    """Add a command and return its parser.
+
+    Args:
+        run: Function of the command, as for :func:`load_command`; None for one with subcommands.
+        summary: Line of the command in the list of commands.
+        takes_overrides: Accept configuration keys, ``--section.key=value``.
+    """
     parser = added.add_parser(
         name,
         help=summary,
@@ -50,14 +58,22 @@ def command(
     return parser
 
 
+def load_command(run: str) -> Command:
+    """Import the function ``module:function`` of this package, so that a command loads only the modules it needs."""
+    module, _, function = run.partition(":")
+    loaded: Command = getattr(importlib.import_module(f"meshwright.launch.{module}"), function)
+    return loaded
+
+
 def config_file(parser: argparse.ArgumentParser) -> None:
-    """Add the argument for the configuration file."""
+    """Add the argument for the configuration file, and accept overrides of its keys."""
+    parser.set_defaults(takes_overrides=True)
     parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as configs/demo.toml")
     parser.usage = f"{parser.prog} CONFIG [options] [--section.key=value ...]"
 
 
 def trust_code(parser: argparse.ArgumentParser) -> None:
-    """Add ``--trust-code``: a run, its checkpoints or its configuration may name code that is not meshwright's."""
+    """Add ``--trust-code``, for commands that import the builders named by a run, a checkpoint or a configuration."""
     parser.add_argument(
         "--trust-code",
         action="store_true",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.launch import commands
-from meshwright.launch import data as corpora
 from meshwright.launch.arguments.common import (
     Added,
     command,
@@ -35,7 +33,7 @@ def data(added: Added) -> None:
     verified = command(
         sources,
         "verify",
-        corpora.verify,
+        "data:verify",
         "check every byte of a prepared corpus against its hashes",
         "Reads every file of a folder that `data prepare`, `stdlib` or `files` has written and compares its sha256 "
         "with fingerprint.json; exit code 1 when one differs. A run itself looks at sizes and a sample of each file.",
@@ -45,7 +43,7 @@ def data(added: Added) -> None:
     stdlib = command(
         sources,
         "stdlib",
-        commands.data_stdlib,
+        "data:prepare_stdlib",
         "prepare the source text of Python's standard library: no download",
         "Prepares the .py files of the running Python's standard library.",
         "meshwright data stdlib --out runs/data/stdlib --vocab-size 4096",
@@ -53,7 +51,7 @@ def data(added: Added) -> None:
     files = command(
         sources,
         "files",
-        commands.data_files,
+        "data:prepare_files",
         "prepare text files, and folders of them",
         "Each file is a document; a folder stands for all files below it.",
         "meshwright data files notes/ book.txt --out runs/data/notes --vocab-size 8192",
@@ -74,7 +72,7 @@ def _data_prepare(sources: Added) -> None:
     prepared = command(
         sources,
         "prepare",
-        corpora.prepare,
+        "data:prepare",
         "tokenize text, JSONL and parquet of any size with any tokenizer.json",
         "Reads files in their order (folders: all files below, sorted), encodes in parallel and writes "
         "train, validation and test as Megatron .bin/.idx pairs, each document in one of them. After a kill the same "
@@ -135,7 +133,7 @@ def _data_show(sources: Added) -> None:
     shown = command(
         sources,
         "show",
-        corpora.show,
+        "data:show",
         "print samples of a corpus as text, with counts",
         "Prints training samples, with the start of each document; tokens without a label are dimmed (in a file: in "
         "braces). Names damaged files. Reads only a few tokens of a corpus of any size.",
@@ -164,7 +162,7 @@ def config(added: Added) -> None:
     imported = command(
         commands_of,
         "import",
-        commands.config_import,
+        "configs:import_config",
         "convert a configuration of torchtitan, nanotron or Megatron-LM",
         "Reads torchtitan's TOML (job_config), nanotron's YAML, and Megatron-LM's flags, plain or in a shell script "
         "(which is not run). Prints all decisions, and each key that was not carried over, with the reason. "
@@ -184,11 +182,10 @@ def config(added: Added) -> None:
     shown = command(
         commands_of,
         "show",
-        commands.config_show,
+        "configs:show",
         "print a resolved configuration, with the origin of each value",
         "Origins: the file, the command line, a default, or the other values and the number of ranks.",
         "meshwright config show configs/demo.toml --parallel.tp=4 --parallel.pp=1",
-        takes_overrides=True,
     )
     config_file(shown)
     shown.add_argument("--ranks", type=count, metavar="N", help="that would run it (default: what the degrees say)")
@@ -208,7 +205,7 @@ def checkpoint(added: Added) -> None:
     listed = command(
         commands_of,
         "list",
-        commands.checkpoint_list,
+        "checkpoints:list_checkpoints",
         "list the checkpoints of a run",
         "Prints step, samples seen, layout, tensors, files and bytes of each. Names missing and truncated files; "
         "`verify` reads every byte.",
@@ -217,7 +214,7 @@ def checkpoint(added: Added) -> None:
     verified = command(
         commands_of,
         "verify",
-        commands.checkpoint_verify,
+        "checkpoints:verify",
         "check every byte against its hash",
         "Checks all checkpoints of a run, or one. Exit code 1 when a file differs.",
         "meshwright checkpoint verify runs/demo --step 120",
@@ -225,7 +222,7 @@ def checkpoint(added: Added) -> None:
     shown = command(
         commands_of,
         "show",
-        commands.checkpoint_show,
+        "checkpoints:show",
         "print the contents of a checkpoint",
         "Prints the metadata and the tensors of the newest checkpoint of a run, or of that of --step.",
         "meshwright checkpoint show runs/demo --tensor embedding.tokens.weight",
@@ -234,7 +231,7 @@ def checkpoint(added: Added) -> None:
     resharded = command(
         commands_of,
         "reshard",
-        commands.checkpoint_reshard,
+        "checkpoints:reshard",
         "rewrite a checkpoint for another layout",
         "Reads the newest checkpoint of a run, or that of --step, and writes a run directory that `meshwright train` "
         "resumes, with the files that the new layout would have saved. Resuming on another layout does not need it. "
@@ -254,7 +251,7 @@ def convert(added: Added) -> None:
     parser = command(
         added,
         "convert",
-        commands.convert,
+        "conversion:run_conversion",
         "import or export a model in the format of Hugging Face",
         "GPT-2, Llama (2, 3, 3.1), Mistral, Qwen2, Qwen3 and T5. --from writes a new run directory for `meshwright "
         "train`, on any layout, and `meshwright sample`; configuration keys may follow. --to exports the newest "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.launch import commands
 from meshwright.launch.arguments.common import Added, command
 
 
@@ -12,7 +11,7 @@ def status(added: Added) -> None:
     parser = command(
         added,
         "status",
-        commands.status,
+        "status:status",
         "print the state of a run: step, time left, activity of each rank",
         "Reads the status file that rank 0 updates every few seconds, on any machine that sees the run's directory. "
         "Needs no torch, and does not contact the run.",
@@ -25,7 +24,7 @@ def report(added: Added) -> None:
     parser = command(
         added,
         "report",
-        commands.report,
+        "commands:report",
         "write an HTML page for a run, or for several side by side",
         "Writes one HTML file that needs no network: curves, time by activity, the schedule simulated and measured, "
         "placement of ranks, starts, checkpoints and the configuration. For several runs: their curves in one chart, "
@@ -45,7 +44,7 @@ def plot(added: Added) -> None:
     parser = command(
         added,
         "plot",
-        commands.plot,
+        "commands:plot",
         "draw the loss curve of a run",
         "Reads metrics.jsonl and writes a PNG beside it.",
         "meshwright plot runs/demo",
@@ -58,7 +57,7 @@ def completion(added: Added) -> None:
     parser = command(
         added,
         "completion",
-        commands.completion,
+        "completion:completion",
         "print a shell script that completes commands, options and keys",
         "For bash, zsh or fish: commands, options, files, and configuration keys with their allowed words. "
         "Evaluate it when the shell starts, as in the example (fish: meshwright completion fish | source).",

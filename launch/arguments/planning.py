@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.launch import commands
 from meshwright.launch.arguments.common import Added, command, config_file, count, trust_code
 
 
@@ -12,11 +11,10 @@ def mesh(added: Added) -> None:
     parser = command(
         added,
         "mesh",
-        commands.mesh,
+        "commands:mesh",
         "draw the placement of ranks on nodes",
         "Needs no GPU, no torch and no cluster. Refuses a tensor-parallel group that straddles nodes.",
         "meshwright mesh configs/llama3-70b.toml --nodes 4 --devices-per-node 8",
-        takes_overrides=True,
     )
     config_file(parser)
     parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: what the degrees need)")
@@ -27,7 +25,7 @@ def draw(added: Added) -> None:
     parser = command(
         added,
         "draw",
-        commands.draw,
+        "drawing:draw",
         "draw a schedule, or the measured step of a run",
         "For a configuration: the schedule in ticks, its bubble and its activations in flight, without torch; with "
         "--out or --format also as SVG, PNG and a trace for ui.perfetto.dev. For a run: the traced step above its "
@@ -60,12 +58,11 @@ def stages(added: Added) -> None:
     parser = command(
         added,
         "stages",
-        commands.stages,
+        "commands:stages",
         "print the cost of each layer and the balance of the stages",
         "Counts FLOPs and bytes of every layer on the meta device, in seconds for a model of any size, without GPU or "
         "data. Prints the stages, and the imbalance with each value of pipeline.balance.",
         "meshwright stages configs/llama3-405b.toml --parallel.pp=8",
-        takes_overrides=True,
     )
     config_file(parser)
     trust_code(parser)
@@ -75,13 +72,12 @@ def plan(added: Added) -> None:
     parser = command(
         added,
         "plan",
-        commands.plan,
+        "plans:plan",
         "search for the fastest layout of a model on a cluster",
         "Searches all valid layouts (degrees, schedule, micro-batch, ZeRO stage, recompute), rejects those that break "
         "a rule or exceed the memory, ranks the others by predicted step time and explains the first. Needs no GPU. "
         "--out adds plan.toml, for `meshwright train`, and plan.html, a page with pictures.",
         "meshwright plan configs/llama3-70b.toml --cluster h100 --nodes 64 --out runs/plan",
-        takes_overrides=True,
     )
     config_file(parser)
     parser.add_argument(
@@ -99,7 +95,7 @@ def calibrate(added: Added) -> None:
     parser = command(
         added,
         "calibrate",
-        commands.calibrate,
+        "plans:calibrate",
         "measure this machine, for plan --cluster",
         "Measures matrix products, copies, the overhead of an operation and the links between processes, with all "
         "cores busy, and writes a hardware file.",
@@ -115,14 +111,13 @@ def dryrun(added: Added) -> None:
     parser = command(
         added,
         "dryrun",
-        commands.dryrun,
+        "dryrun:dryrun",
         "run every rank of a job on fake tensors: memory, messages, deadlocks",
         "Runs the code of each kind of rank on fake tensors, for a job of any size, in one process and without a "
         "device. Prints peak memory, FLOPs and bytes on the wire of each pipeline rank, and compares the collectives "
         "and messages of all ranks: exit code 1 when they do not agree. --seed-fault shows that this check can fail.",
         "meshwright dryrun configs/llama3-405b.toml --nodes 2048 --devices-per-node 8 --out 405b.svg\n"
         "  meshwright dryrun configs/demo.toml --seed-fault schedule:4=gpipe",
-        takes_overrides=True,
     )
     config_file(parser)
     parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: what the degrees need)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshwright.launch import commands, jobs
 from meshwright.launch.arguments.common import (
     Added,
     command,
@@ -23,14 +22,13 @@ def train(added: Added) -> None:
     parser = command(
         added,
         "train",
-        jobs.train,
+        "jobs:train",
         "train, or resume the run of the same command",
         "Starts the ranks of this machine itself; under torchrun or srun it is one of their ranks. Any configuration "
         "key can follow the file. The same command again resumes.",
         "meshwright train configs/demo.toml --parallel.tp=4 --parallel.pp=1\n"
         "  torchrun --nproc-per-node=8 -m meshwright.launch train configs/demo.toml\n"
         "  srun --ntasks-per-node=8 meshwright train configs/demo.toml",
-        takes_overrides=True,
     )
     config_file(parser)
     trust_code(parser)
@@ -40,13 +38,12 @@ def doctor(added: Added) -> None:
     parser = command(
         added,
         "doctor",
-        jobs.doctor,
+        "jobs:doctor",
         "find a bad node or link before a run",
         "Measures on the ranks of the run: versions, memory, clocks, the run's disk, the links within and between "
         "nodes, an all-reduce of each axis. Names each fault (exit code 3) and writes the figures to the run's "
         "links.toml. Start it in the same way as `train`.",
         "srun --ntasks-per-node=8 meshwright doctor configs/llama3-8b.toml",
-        takes_overrides=True,
     )
     config_file(parser)
     trust_code(parser)
@@ -56,13 +53,12 @@ def slurm(added: Added) -> None:
     parser = command(
         added,
         "slurm",
-        jobs.slurm,
+        "slurm:slurm",
         "write a job script for Slurm, and submit it",
         "Writes the script to the run's directory, for srun with one task per rank, and prints it or submits it "
         "(--submit). The job saves before its time limit, requeues itself, and stops when it makes no progress. "
         "Degrees that do not fill the nodes are refused now, not after hours in the queue.",
         "meshwright slurm configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --time 4:00:00 --submit",
-        takes_overrides=True,
     )
     config_file(parser)
     parser.add_argument("--nodes", type=count, required=True, metavar="N")
@@ -89,12 +85,11 @@ def verify(added: Added) -> None:
     parser = command(
         added,
         "verify",
-        commands.verify,
+        "verification:verify",
         "prove that layouts give the numbers of one process",
         "Trains the model in one plain process and in each layout, in float64, and compares initial values, losses, "
         "gradients, weights and validation. Exit code 1 when a tolerance is exceeded or a layout cannot run.",
         "meshwright verify configs/demo.toml --layouts dp2,pp2,tp2 pp4,gpipe tp2,sequence",
-        takes_overrides=True,
     )
     config_file(parser)
     parser.add_argument(
@@ -115,7 +110,7 @@ def evaluate(added: Added) -> None:
     parser = command(
         added,
         "eval",
-        jobs.evaluate,
+        "jobs:evaluate",
         "measure a trained model: loss, perplexity, bits per byte",
         "Evaluates on the whole validation set of the run, or on another corpus, in order. parallel.* keys choose "
         "another layout, which gives the same numbers. Ranks start as for `train`. The run may be live: the newest "
@@ -135,7 +130,7 @@ def sample(added: Added) -> None:
     parser = command(
         added,
         "sample",
-        jobs.sample,
+        "jobs:sample",
         "generate text with a trained model",
         "Continues one or several prompts until the model ends the document or after --tokens tokens, in one process "
         "or, with parallel.* keys, on the ranks of any layout. With temperature 0 all layouts give the same text. "

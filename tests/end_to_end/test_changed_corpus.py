@@ -65,7 +65,7 @@ def test_flipped_token_ids_are_noticed_at_the_next_start(
     (said,) = pool.run(refused, 1, further)
     assert ("train.bin was changed after" if origin == "ours" else "data fingerprint 'sampled bytes' was") in said
     flip_all(copied / "train.bin")
-    assert "going on from" in train(pool, further)
+    assert "resuming from" in train(pool, further)
 
 
 def test_the_same_bytes_elsewhere_and_later_are_accepted(copied: Path, tmp_path: Path, pool: RankPool) -> None:
@@ -75,7 +75,7 @@ def test_the_same_bytes_elsewhere_and_later_are_accepted(copied: Path, tmp_path:
     for path in moved.iterdir():
         os.utime(path)
     data = {"train": str(moved / "train"), "validation": None, "tokenizer": str(moved / "tokenizer.json")}
-    assert "going on from" in train(pool, changed(config, train={"steps": 4}, data=data))
+    assert "resuming from" in train(pool, changed(config, train={"steps": 4}, data=data))
 
 
 def test_a_checkpoint_without_a_sampled_hash_goes_on_with_a_note(copied: Path, tmp_path: Path, pool: RankPool) -> None:

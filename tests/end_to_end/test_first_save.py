@@ -31,7 +31,7 @@ def test_every_seed_that_is_allowed_can_be_saved(seed: int, corpus: Path, tmp_pa
     train(pool, config)
     (found,) = find(run_directory(config))
     assert open_checkpoint(found.path).manifest.seed == seed
-    assert "going on from" in train(pool, changed(config, train={"steps": 3}))
+    assert "resuming from" in train(pool, changed(config, train={"steps": 3}))
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

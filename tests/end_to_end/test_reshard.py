@@ -110,7 +110,7 @@ def test_one_file_and_training_goes_on(corpus: Path, tmp_path: Path, pool: RankP
     kept = load(out / "config.toml")
     assert (kept.parallel.dp, kept.batch.global_batch, kept.launch.processes) == (2, 8, 2)
     said = train(pool, changed(kept, train={"steps": 6}))
-    assert f"going on from {path}: step 4, 32 samples seen" in said and "changed: parallel" not in said
+    assert f"resuming from {path}: step 4, 32 samples seen" in said and "changed: parallel" not in said
     straight = changed(config, train={"steps": 6})
     train(pool, straight)
     found = tensors(out)

@@ -43,7 +43,7 @@ def test_it_goes_on_by_itself_to_the_same_numbers(corpus: Path, tmp_path: Path, 
     assert done.returncode == 0, done.stderr
     (said,) = done.stderr.splitlines()
     assert said.startswith("meshwright: rank 1 was ended by SIGKILL")
-    assert said.endswith("; going on from step 2, restart 1 of 1")
+    assert said.endswith("; resuming from step 2, restart 1 of 1")
     same = trapped(corpus, tmp_path / "same", "dp2", 0, **trap)  # the trap has fired
     train(pool, same)
     assert len(lines(config)) == 5 and exact_losses(config) == exact_losses(same)
@@ -58,7 +58,7 @@ def test_what_always_fails_is_given_up(corpus: Path, tmp_path: Path, shell: Shel
     assert done.returncode == 93, done.stderr
     cause = "rank 0: ArithmeticError: the layer of a user has failed"
     *restarts, given_up, last = done.stderr.split("\nTraceback")[0].splitlines()
-    assert restarts == [f"meshwright: {cause}; going on from step 0, restart {n} of 9" for n in (1, 2, 3)]
+    assert restarts == [f"meshwright: {cause}; resuming from step 0, restart {n} of 9" for n in (1, 2, 3)]
     assert given_up.startswith(
         "meshwright: error: given up after 4 failures: 3 restarts in a row never got past step 0"
     )

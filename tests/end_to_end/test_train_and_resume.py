@@ -66,13 +66,13 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(
     uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **common)
     stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **common)
 
-    assert "going on" not in train(pool, uninterrupted)
+    assert "resuming" not in train(pool, uninterrupted)
     train(pool, stopped)
     assert exact_losses(stopped) == exact_losses(uninterrupted)  # the same run twice; saving half-way changes nothing
     stop_half_way(stopped)
     said = train(pool, stopped)
 
-    assert f"going on from {run_directory(stopped)}/checkpoints/step-0000000{HALF}: step {HALF}, 24 samples" in said
+    assert f"resuming from {run_directory(stopped)}/checkpoints/step-0000000{HALF}: step {HALF}, 24 samples" in said
     assert "changed:" not in said
     assert list(exact_losses(stopped)) == list(range(1, STEPS + 1))
     for name in ("train/loss_hex", "train/grad_norm", "train/lr", "train/tokens", "validation/loss"):

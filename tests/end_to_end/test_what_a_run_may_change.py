@@ -82,7 +82,7 @@ def test_another_corpus_is_refused_and_another_place_is_not(
 
     shutil.copytree(corpus, tmp_path / "moved")
     said = train(pool, changed(begun, data={"train": str(tmp_path / "moved/train")}))
-    assert "going on" in said and "changed: data.train" in said
+    assert "resuming" in said and "changed: data.train" in said
     assert list(exact_losses(begun)) == [1, 2, 3, 4]
 
 

@@ -49,7 +49,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints" / ".tmp-step-00000300-a1").mkdir()
     code, out, _ = said(capsys, "list", run)
     assert code == 0 and "DAMAGED" in out.splitlines()[2] and shard.name in out.splitlines()[2]
-    assert out.splitlines()[3].endswith(".tmp-step-00000300-a1: a save under way, or one that died")
+    assert out.splitlines()[3].endswith(".tmp-step-00000300-a1: a save in progress, or one that died")
 
 
 def test_verify_reads_every_byte(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,8 @@ def test_stages_of_a_model_that_no_laptop_holds(capsys: pytest.CaptureFixture[st
 def test_a_larger_cluster_holds_more_replicas_and_says_so(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mesh", small, "--nodes", "3", "--devices-per-node", "4"]) == 0
     shown = capsys.readouterr().out
-    assert "says dp = 2, which is 8 ranks; these 12 hold dp = 3" in shown and "pp 2 x dp 3 x tp 2 = 12 ranks" in shown
+    assert "has parallel.dp = 2, which is 8 ranks; these 12 hold dp = 3" in shown
+    assert "pp 2 x dp 3 x tp 2 = 12 ranks" in shown
 
 
 def test_a_mesh_of_its_own_size_without_numbers(small: str, capsys: pytest.CaptureFixture[str]) -> None:

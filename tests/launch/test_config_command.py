@@ -51,7 +51,7 @@ def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytes
     ("words", "said"),
     [
         (["nowhere.toml"], "nowhere.toml: no such file"),
-        (["{theirs}", "--out", "{theirs}"], "is there already: name another file, or add --replace"),
+        (["{theirs}", "--out", "{theirs}"], "exists: name another file, or add --replace"),
         (["{theirs}", "--from", "torchtitan"], "theirs.yaml: not valid TOML"),
         (["{theirs}", "--parallel.tpp=2"], "did you mean parallel.tp"),
         (["{theirs}", "--ranks", "7"], "--ranks 7, but the file's dp x pp x tp is 8"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.arguments import build_parser
+from meshwright.launch.arguments.common import load_command
 from meshwright.launch.cli import main, split_overrides
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,7 @@ def test_each_has_an_example_that_parses(parser: argparse.ArgumentParser) -> Non
         except SystemExit:
             pytest.fail(f"{parser.prog} --help shows {line}, which does not parse")
         assert not unknown, f"{parser.prog} --help shows {line}, and {unknown} are no options"
-        assert options.run is not None and (not overrides or options.takes_overrides), line
+        assert callable(load_command(options.run)) and (not overrides or options.takes_overrides), line
         named = [word for word in words if word.startswith("configs/") and "--out" not in line]
         assert all((ROOT / word).is_file() for word in named), f"{line}: there is no such file"
 

@@ -179,7 +179,7 @@ IMPOSSIBLE = {
     "a file for a folder": ("--out {0}/small.toml", "there is a file of that name", ["--out {0}/small-plan"]),
     "below a file": ("--out {0}/small.toml/x", "small.toml is a file, and nothing can lie below it", []),
     "a key that is searched": ("--parallel.pp=2 --batch.chunks=1", "batch.chunks, parallel.pp: a plan gives each", []),
-    "samples twice": ("--batch.global_batch=2 --global-batch 8", "say the same: leave one out", []),
+    "samples twice": ("--batch.global_batch=2 --global-batch 8", "set the same number: leave one out", []),
     "another device": ("--train.device=cuda", "are cpu: leave it out", []),
     "no such key": ("--model.option.num_layers=1", "here this is model.options", []),
     "cut hardware": ("--cluster {0}/cut.toml", "cut.toml: not TOML: Expected", []),

@@ -9,7 +9,13 @@ import pytest
 from meshwright.errors import CommunicationError, DataError, NonFiniteError, Preempted
 from meshwright.launch.failure import RankFailed, build_error, describe, write_failure
 from meshwright.launch.failure import read_failures as notes
-from meshwright.launch.restarts import GIVEN_UP, LastCheckpoint, find_stop_reason, is_transient, run_with_restarts
+from meshwright.launch.restarts import (
+    GIVEN_UP_EXIT_CODE,
+    LastCheckpoint,
+    find_stop_reason,
+    is_transient,
+    run_with_restarts,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +35,7 @@ def test_what_may_pass(error: BaseException, again: bool, tmp_path: Path) -> Non
     write_failure(describe(error, 1), tmp_path)
     failure = build_error(1, 1, notes(tmp_path), tmp_path)
     assert is_transient(failure) == again
-    failure.asked = True
+    failure.is_requested = True
     assert not is_transient(failure)
 
 
@@ -81,7 +87,7 @@ def test_it_goes_on_until_it_is_done(tmp_path: Path) -> None:
     run_with_restarts(start, 9, tmp_path, said.append)
     assert start.count == 4
     assert said == [
-        f"rank 1 was ended by SIGKILL; going on from step {step}, restart {number} of 9"
+        f"rank 1 was ended by SIGKILL; resuming from step {step}, restart {number} of 9"
         for number, step in [(1, 5), (2, 5), (3, 8)]
     ]
     assert "in start 2\n" in (tmp_path / "logs/failures.log").read_text()
@@ -92,7 +98,7 @@ def test_it_is_given_up(most: int, starts: int, why: str, tmp_path: Path) -> Non
     start, said = Starts(tmp_path, *[5, 6, *[6] * 9]), list[str]()
     with pytest.raises(RankFailed) as caught:
         run_with_restarts(start, most, tmp_path, said.append)
-    assert (caught.value.exit_code, start.count, len(said)) == (GIVEN_UP, starts, starts - 1)
+    assert (caught.value.exit_code, start.count, len(said)) == (GIVEN_UP_EXIT_CODE, starts, starts - 1)
     message = str(caught.value)
     assert message.startswith(f"given up after {starts} failures: ") and why in message and "step 6" in message
     assert message.endswith(f"rank 1 was ended by SIGKILL\nin start {starts}")

@@ -86,9 +86,9 @@ def test_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nodes", "1"], "1 nodes x 4 devices = 4 ranks: dp 2 x pp 2 x tp 2 = 8 ranks, but 4 were started"),
         (["--devices-per-node", "3"], "2 nodes x 3 devices = 6 ranks"),
         (["--nodes", "8", "--devices-per-node", "1"], "the tensor-parallel group of ranks 0..1 straddles the nodes"),
-        (["--time", "soon"], "--time 'soon' is no limit that Slurm reads"),
-        (["--time", "5"], "--time 5 is 300 s, and the ranks are to be told 300 s before it ends"),
-        (["--submit"], "there is no sbatch on this machine: submit runs/demo/slurm/job.sbatch where there is one"),
+        (["--time", "soon"], "--time 'soon' is not a time limit of Slurm"),
+        (["--time", "5"], "--time 5 is 300 s, and the ranks must be signalled 300 s before it ends"),
+        (["--submit"], "sbatch is not installed on this machine: submit runs/demo/slurm/job.sbatch where it is"),
     ],
 )
 def test_what_cannot_work_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_every_damaged_file_is_named(
     for damage in DAMAGE.values():  # and through the door that users take
         damage(draw.choice(sorted(newest.path.glob("*.safetensors"))), draw)
         said = train(pool, config)
-        assert f"going on from {older.path}" in said
+        assert f"resuming from {older.path}" in said
         assert exact_losses(config) == expected
         shutil.rmtree(run_directory(config))
         shutil.copytree(sound, run_directory(config))
