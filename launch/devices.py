@@ -24,15 +24,15 @@ def choose_devices(config: RunConfig) -> None:
         return
     wanted = [int(number) for number in config.launch.devices.split(",")]
     if VISIBLE in os.environ:
-        left = [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]
-        beyond = [number for number in wanted if number >= len(left)]
+        visible = [name.strip() for name in os.environ[VISIBLE].split(",") if name.strip()]
+        beyond = [number for number in wanted if number >= len(visible)]
         if beyond:
             raise ConfigError(
                 "MW-LAUNCH-014",
                 f"launch.devices = {config.launch.devices!r} names device {beyond[0]}, and {VISIBLE}="
-                f"{os.environ[VISIBLE]} leaves {len(left)} (numbered from 0, in its order): name those, or unset it",
+                f"{os.environ[VISIBLE]} has {len(visible)} (numbered from 0, in its order): name those, or unset it",
             )
-        os.environ[VISIBLE] = ",".join(left[number] for number in wanted)
+        os.environ[VISIBLE] = ",".join(visible[number] for number in wanted)
     else:
         os.environ[VISIBLE] = ",".join(map(str, wanted))
 
@@ -66,9 +66,9 @@ def check_devices(config: RunConfig, num_visible: int) -> None:
     wanted = config.launch.devices.split(",") if config.launch.devices else []
     if len(wanted) <= num_visible:
         return
-    seen = f"the first {num_visible} of them" if num_visible else "no GPU"
+    visible = f"the first {num_visible} of them" if num_visible else "no GPU"
     raise ConfigError(
         "MW-LAUNCH-015",
         f"launch.devices = {config.launch.devices!r} names {len(wanted)} GPU{'s' * (len(wanted) > 1)}, and torch sees "
-        f"{seen}: `nvidia-smi -L` lists what is there; on CPU leave launch.devices out",
+        f"{visible}: `nvidia-smi -L` lists the GPUs; on CPU leave launch.devices out",
     )

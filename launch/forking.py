@@ -1,7 +1,7 @@
-"""Ranks forked from a process that has already imported torch: a fork takes milliseconds, an import seconds.
+"""Processes forked from one that has already imported torch: a fork takes milliseconds, an import seconds.
 
-The parent must keep to one torch thread and create no CUDA context, so that its children can compute. A child of a
-parent that ever ran an operation with two threads hangs in its first parallel operation.
+The parent must use one torch thread and create no CUDA context, so that its children can compute. A child of a parent
+that ever ran an operation with two threads hangs in its first parallel operation.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PRELOADED = ("torch.distributed.device_mesh", "torch._dynamo", "torch.optim")
 def preload() -> None:
     """Prepare this process to be forked into CPU ranks: set one thread and do the slow imports.
 
-    They include megatron-core, which takes a second of every rank's first step with tp > 1. With a GPU it is left out,
-    because megatron-core must then be set up for the rank's device.
+    These include megatron-core, which takes a second of every rank's first step with tp > 1. With a GPU it is left out,
+    because it must be set up for the rank's device.
     """
     import torch
 
@@ -60,9 +60,9 @@ def warm_up(config: RunConfig, module: str) -> None:
         uses_megatron = config.parallel.tp > 1 or config.data.builder is None  # for its regions, or its datasets
         modules = [*(["meshwright.launch.preload"] if uses_megatron else PRELOADED), module]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
-    # The server searches modules where this process does, and not in a folder `models` of the current directory. A
-    # signal to all processes (Ctrl-C, scancel) is for this process and the ranks to handle: the server and Python's
-    # resource tracker start with signals blocked. One that arrives meanwhile stays pending here and is not lost.
+    # The server has the import path of this process, without the current directory, which may have a folder `models`.
+    # A signal to all processes (Ctrl-C, scancel) is handled by this process and the ranks alone: the server and
+    # Python's resource tracker start with signals blocked. One that arrives meanwhile stays pending here.
     path = os.pathsep.join(filter(None, sys.path))
     with _variables(PYTHONPATH=path, PYTHONSAFEPATH="1"):
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

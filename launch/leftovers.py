@@ -1,4 +1,4 @@
-"""Temporary files of a launcher, and removal of those that a killed launcher has left.
+"""Temporary directory of a launcher, and removal of those that killed launchers have left behind.
 
 A process killed with -9 removes nothing. Each launcher locks a file in its directory as long as it lives, so that a
 directory with a free lock is abandoned. (A process id proves nothing: two containers may share /tmp.)
@@ -24,8 +24,8 @@ PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
 LOCK = "lock"
 YOUNG_S = 60
 """Age below which a directory without a lock may still be under construction."""
-LONGEST = 60
-"""Characters of a directory that leave room for the name of a Unix socket; the kernel allows 107 in all."""
+MAX_PATH_LENGTH = 60
+"""Bytes of a directory's path that leave room for the name of a Unix socket; the kernel allows 107 in all."""
 
 _own: dict[int, tuple[Path, FileLock]] = {}
 
@@ -37,20 +37,20 @@ def own_directory() -> Path:
     """
     pid = os.getpid()
     if pid not in _own:
-        made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place()))
-        lock = FileLock(made / LOCK, mode=0o600)
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_temporary_directory()))
+        lock = FileLock(path / LOCK, mode=0o600)
         lock.take()
-        _own[pid] = made, lock
-        # where multiprocessing.util.get_temp_dir puts its sockets, instead of a directory of its own
-        multiprocessing.process.current_process()._config.setdefault("tempdir", str(made))  # type: ignore[attr-defined]
+        _own[pid] = path, lock
+        # multiprocessing.util.get_temp_dir puts its sockets there, instead of a directory of its own
+        multiprocessing.process.current_process()._config.setdefault("tempdir", str(path))  # type: ignore[attr-defined]
         atexit.register(_remove_own, pid)
     return _own[pid][0]
 
 
-def _place() -> Path:
-    """Return the user's temporary directory, or /tmp if sockets cannot have so long a name."""
-    wanted = Path(tempfile.gettempdir())
-    return wanted if len(os.fsencode(wanted)) <= LONGEST else Path("/tmp")
+def _temporary_directory() -> Path:
+    """Return the user's temporary directory, or /tmp if its path is too long for sockets."""
+    path = Path(tempfile.gettempdir())
+    return path if len(os.fsencode(path)) <= MAX_PATH_LENGTH else Path("/tmp")
 
 
 def _remove_own(pid: int) -> None:
@@ -60,18 +60,18 @@ def _remove_own(pid: int) -> None:
 
 def remove_leftovers() -> None:
     """Remove this user's launcher directories whose lock is free; never another user's, never through a link."""
-    for entry in _place().glob(f"{PREFIX}*"):
+    for entry in _temporary_directory().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = entry.lstat()
-            mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if mine and PATTERN.fullmatch(entry.name) and _is_abandoned(entry, status.st_mtime):
+            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_own and PATTERN.fullmatch(entry.name) and _is_abandoned(entry, status.st_mtime):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def _is_abandoned(directory: Path, made_s: float) -> bool:
+def _is_abandoned(directory: Path, modified_s: float) -> bool:
     try:
         lock = FileLock(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return time.time() - made_s > YOUNG_S
+        return time.time() - modified_s > YOUNG_S
     with lock:
         return lock.take()

@@ -3,7 +3,7 @@
     run(f, 4) -> [f(0, 4), f(1, 4), f(2, 4), f(3, 4)]        each in a process of its own, joined by gloo
 
     parent     | fork x max_ranks | (f, args) -> 0..3 | <- results | release 0..3 |   (g, args) -> 0..7 | ...
-    worker 2   | ....... waits .. | join f leave      | result ->  | take down    |   join g leave      | ...
+    worker 2   | blocks           | init group, run f | result ->  | destroy group|   init group, run g | ...
 
 The workers are forked from the calling process after torch is imported. A world of 8 ranks therefore starts in 0.2 s
 instead of 15 s. Each world uses a rendezvous file of its own, so that the groups of two worlds never mix. When a rank
@@ -107,7 +107,7 @@ class RankPool:
         workers = self._workers[:world_size]
         try:
             for worker, call in zip(workers, calls, strict=True):
-                with contextlib.suppress(BrokenPipeError):  # a worker that died is found when its result is awaited
+                with contextlib.suppress(BrokenPipeError):  # a dead worker is reported when its result is missing
                     worker.pipe.send_bytes(call)
             results = _gather(workers, timeout_s)
             for worker in workers:
@@ -122,7 +122,7 @@ class RankPool:
         return [worker.pid for worker in self._workers]
 
     def kill(self) -> None:
-        """Kill all workers now; the next call forks new ones."""
+        """Kill all workers; the next call forks new ones."""
         for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, signal.SIGKILL)
@@ -138,7 +138,7 @@ class RankPool:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _fork(self, index: int) -> Worker:
-        mine, theirs = Pipe()
+        parent_end, worker_end = Pipe()
         stack = self._directory / f"stack-{index}"
         parent = os.getpid()
         sys.stdout.flush()
@@ -147,14 +147,14 @@ class RankPool:
         if pid == 0:
             try:
                 die_with_parent(parent)
-                mine.close()
+                parent_end.close()
                 for other in self._workers:  # inherited ends would keep a pipe open after the parent has closed it
                     other.pipe.close()
-                serve(theirs, stack)
+                serve(worker_end, stack)
             finally:
                 os._exit(1)
-        theirs.close()
-        return Worker(pid, mine, stack)
+        worker_end.close()
+        return Worker(pid, parent_end, stack)
 
 
 def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
@@ -174,7 +174,7 @@ def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
                 answer = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 # Peers see a dead rank as a closed connection. It failed before they did, whenever its pipe closes.
-                answer = WorkerFailure(0.0, _how_it_ended(workers[rank].pid), "", None)
+                answer = WorkerFailure(0.0, _describe_exit(workers[rank].pid), "", None)
             if isinstance(answer, WorkerFailure):
                 if not failures:
                     deadline_s = time.monotonic() + GRACE_S
@@ -182,33 +182,26 @@ def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
             else:
                 results[rank] = answer[0]
     if failures:
-        raise _rank_error(failures) from _cause(failures)
+        first = min(failures, key=lambda rank: failures[rank].at_s)
+        error = failures[first].error
+        raise _rank_error(failures, first) from None if error is None else pickle.loads(error)
     if waiting:
         raise _timeout(workers, sorted(waiting.values()), timeout_s)
     return [results[rank] for rank in range(len(workers))]
 
 
-def _how_it_ended(pid: int) -> str:
+def _describe_exit(pid: int) -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return f"died of {signal.Signals(-status).name}" if status < 0 else f"left with exit code {status}"
 
 
-def _first(failures: dict[int, WorkerFailure]) -> int:
-    return min(failures, key=lambda rank: failures[rank].at_s)
-
-
-def _rank_error(failures: dict[int, WorkerFailure]) -> RankError:
-    rank = _first(failures)
+def _rank_error(failures: dict[int, WorkerFailure], rank: int) -> RankError:
+    """Return the error of ``rank``, which failed first, with a line for each later failure."""
     lines = [f"rank {rank}: {failures[rank].summary}"]
     if failures[rank].trace:
         lines.append(failures[rank].trace.rstrip())
     lines += [f"then rank {other}: {failures[other].summary}" for other in sorted(failures) if other != rank]
     return RankError("\n".join(lines), rank)
-
-
-def _cause(failures: dict[int, WorkerFailure]) -> BaseException | None:
-    error = failures[_first(failures)].error
-    return None if error is None else pickle.loads(error)
 
 
 def _timeout(workers: list[Worker], ranks: list[int], timeout_s: float) -> RankTimeout:
@@ -217,7 +210,7 @@ def _timeout(workers: list[Worker], ranks: list[int], timeout_s: float) -> RankT
         with contextlib.suppress(ProcessLookupError):
             os.kill(workers[rank].pid, signal.SIGUSR1)
     time.sleep(GRACE_S)
-    lines = [f"after {timeout_s:g} s no answer from ranks {ranks} of {len(workers)}; they stood at"]
+    lines = [f"after {timeout_s:g} s no result from ranks {ranks} of {len(workers)}; their stacks:"]
     for rank in ranks:
         text = workers[rank].stack.read_text() if workers[rank].stack.exists() else ""
         lines += [f"rank {rank}:", text.rstrip()]

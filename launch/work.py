@@ -1,7 +1,7 @@
-"""Run one rank, from the environment that a launcher has set to the end of training.
+"""Training on one rank, from the environment that a launcher has set to the end of the run.
 
-check(config, world size)   refuses what cannot work before a process exists; the launcher calls it once
-work(config)                one rank: mesh, parts, resume, train, leave
+check(config, world size)   refuse an impossible configuration before any rank exists; called once by the launcher
+work(config)                one rank: mesh, parts, resume, train, close
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from meshwright.watch.observers import DriftCheck, Timing
 
 
 def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
-    """Refuse what cannot work, before any process group exists; return the resolved config and its blueprint.
+    """Check a configuration before any process group exists; return it resolved, with its blueprint.
 
     Raises:
-        UserError: one message with all that was found.
+        UserError: all problems in one message.
     """
     config = resolve(config, world_size)
     blueprint = draw_blueprint(config)
     source, _ = open_sources(config)
-    prepare(blueprint, data_fingerprint(source), print_warning if environment_rank()[0] == 0 else _keep_quiet)
+    prepare(blueprint, data_fingerprint(source), print_warning if environment_rank()[0] == 0 else _print_nothing)
     return config, blueprint
 
 
@@ -68,20 +68,20 @@ def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
 
 
 def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -> None:
-    """Build, resume, train and leave the mesh; ``config`` is resolved."""
+    """Build the parts, resume, train and close the mesh; ``config`` is resolved."""
     directory = files.directory
     parts = build(config, mesh)
-    say = speak if mesh.rank == 0 else _keep_quiet
+    say = speak if mesh.rank == 0 else _print_nothing
     say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
-    if of_data := describe_source(parts.source, config.train.steps * batch_numbers(config).global_batch):
-        say(of_data)
+    if corpus := describe_source(parts.source, config.train.steps * batch_numbers(config).global_batch):
+        say(corpus)
     request = StopRequest()
     resume(parts, directory, say)
     record_start(parts, files, corpus_times(parts.source), say)
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps
     watchdog = Watchdog(mesh, directory / STATUS, config.launch.timeout_s, steps, lambda: parts.state.step, give_up)
-    with request:  # to the end: what comes after the last step, or after the first signal, changes nothing
+    with request:  # to the end: a signal after the last step, or after the first signal, changes nothing
         try:
             with watchdog, mesh.activity.during("training"), tracker:
                 _train(parts, files, tracker, request, say)
@@ -91,51 +91,51 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
         close_mesh(mesh)
     if tracker.lost is not None:
         raise RunFilesError(
-            "MW-LAUNCH-053", f"{tracker.lost}. The run itself is done and saved up to step {parts.state.step}"
+            "MW-LAUNCH-053", f"{tracker.lost}. The run itself is complete and saved up to step {parts.state.step}"
         )
 
 
 def _train(parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]) -> None:
-    """Train, or print how a run that has taken all its steps stands."""
+    """Train, or print the validation loss of a run that has taken all its steps."""
     steps, step = parts.config.train.steps, parts.state.step
     if step < steps:
         train(parts, observe(parts, files, tracker, request, say))
         return
     taken = f"its {steps} steps" if step == steps else f"{step} steps and train.steps = {steps}"
-    if parts.validation is not None:  # on this layout: the same number as on the one that trained
+    if parts.validation is not None:  # the same number as on the layout that trained
         with parts.mesh.activity.during("validating"):
             say(describe_validation(parts, validate(parts)))
-    say(f"the run has taken {taken}: raise train.steps to go on, or choose another run.name to train anew")
+    say(f"the run has taken {taken}: raise train.steps to continue, or choose another run.name to train anew")
 
 
 def observe(
     parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]
 ) -> list[Observer]:
-    """Return the observers of a run; ``request`` raises the step's flag STOP from now on.
+    """Return the observers of a run, and connect ``request`` to the step's flag STOP.
 
     Their order is fixed: most of them communicate, and each may use the results of those before it.
     """
     checkpoints = Checkpoints(parts, files, request, say)
     return [
-        RunFilesCheck(checkpoints.saver),  # the run's directory is still there
+        RunFilesCheck(checkpoints.saver),  # lost files of the run's directory
         Timing(parts, files.directory, say),  # the traced step, stragglers
-        Validation(validate, lambda loss: say(describe_validation(parts, loss))),  # when it is due
+        Validation(validate, lambda loss: say(describe_validation(parts, loss))),
         Records(tracker),  # metrics.jsonl, console, wandb
-        DriftCheck(),  # replicas are equal, before they are saved
+        DriftCheck(),  # equality of replicas, before they are saved
         PeakMemory(files.directory),  # memory.json
-        checkpoints,  # saves, and the end after a signal
+        checkpoints,  # saves, and ends the run after a signal
     ]
 
 
 def describe_validation(parts: Parts, validation_loss: float) -> str:
     """Return the validation loss and, where the corpus has token counts, the unigram baseline beside it."""
     unit = parts.blueprint.example.unit[:-1]
-    lines = f"validation loss  {validation_loss:.4f} nats per {unit}"
+    text = f"validation loss  {validation_loss:.4f} nats per {unit}"
     nats = unigram_nats(parts.validation)
     if nats is not None:
-        lines += f"\nunigram entropy  {nats:.4f}, of the same text: the unigram baseline"
-    return lines
+        text += f"\nunigram entropy  {nats:.4f}, of the same text: the unigram baseline"
+    return text
 
 
-def _keep_quiet(text: str) -> None:
-    """Print nothing: rank 0 prints for all."""
+def _print_nothing(text: str) -> None:
+    """Print nothing; only rank 0 prints."""

@@ -50,19 +50,19 @@ def serve(pipe: Connection, stack: Path) -> None:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         with contextlib.suppress(EOFError):
             while True:
-                answer = _answer(pipe.recv_bytes())
+                result = _run(pipe.recv_bytes())
                 sys.stdout.flush()
                 sys.stderr.flush()
-                pipe.send_bytes(answer)
-                # The parent now releases all ranks together, so that none leaves while a peer communicates with it.
+                pipe.send_bytes(result)
+                # The parent now releases all ranks together, so that none exits while a peer communicates with it.
                 # If a rank failed, the parent kills all instead. Until then the failed rank's connections stay open,
                 # and its peers have no error to report.
                 pipe.recv_bytes()
-                _take_down()
+                _destroy_groups()
     os._exit(0)
 
 
-def _answer(message: bytes) -> bytes:
+def _run(message: bytes) -> bytes:
     """Run one call; return the pickled result in a tuple, or a pickled :class:`WorkerFailure`."""
     try:
         call: WorkerCall = pickle.loads(message)
@@ -70,11 +70,8 @@ def _answer(message: bytes) -> bytes:
             return pickle.dumps((call.function(call.rank, call.world_size, *call.args),))
     except BaseException as error:
         at_s = time.monotonic()
-        return pickle.dumps(
-            WorkerFailure(
-                at_s, "".join(traceback.format_exception_only(error)).strip(), traceback.format_exc(), _dump(error)
-            )
-        )
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        return pickle.dumps(WorkerFailure(at_s, summary, traceback.format_exc(), _dump(error)))
 
 
 def _dump(error: BaseException) -> bytes | None:
@@ -103,7 +100,7 @@ def _world(call: WorkerCall) -> Iterator[None]:
             store=dist.FileStore(call.store, call.world_size),  # type: ignore[attr-defined]
             rank=call.rank,
             world_size=call.world_size,
-            timeout=timedelta(seconds=call.timeout_s + 30),  # after the parent's limit, which finds the hung rank
+            timeout=timedelta(seconds=call.timeout_s + 30),  # later than the parent's, which finds the hung rank
         )
         yield
     finally:
@@ -111,8 +108,8 @@ def _world(call: WorkerCall) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _take_down() -> None:
-    """Destroy the process groups and what still holds them: each keeps three threads, one waking every 10 ms."""
+def _destroy_groups() -> None:
+    """Destroy the process groups and their remaining references: each group has three threads, one waking often."""
     import torch.distributed as dist
 
     if dist.is_initialized():

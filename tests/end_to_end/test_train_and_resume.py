@@ -153,12 +153,12 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(corpus: Path, tmp_pa
     assert "raise train.steps" not in train(pool, config)
     before = exact_losses(config)
     said = train(pool, config)
-    assert "the run has taken its 2 steps: raise train.steps to go on" in said
+    assert "the run has taken its 2 steps: raise train.steps to continue" in said
     assert exact_losses(config) == before and [found.step for found in find(run_directory(config))] == [2]
     said = train(pool, changed(config, train={"steps": 4}))
     assert "raise train.steps" not in said and "changed: train.steps: 2 -> 4" in said
     after = exact_losses(config)
     assert list(after) == [1, 2, 3, 4] and [after[1], after[2]] == [before[1], before[2]]
     said = train(pool, changed(config, train={"steps": 3}))
-    assert "the run has taken 4 steps and train.steps = 3: raise train.steps to go on" in said
+    assert "the run has taken 4 steps and train.steps = 3: raise train.steps to continue" in said
     assert exact_losses(config) == after

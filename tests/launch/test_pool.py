@@ -127,7 +127,7 @@ def test_a_killed_rank_is_named_before_those_who_missed_it(pool: RankPool) -> No
 
 def test_hanging_ranks_are_named_with_their_stacks(pool: RankPool) -> None:
     before = pool.run(os_pid, 3)
-    with pytest.raises(RankTimeout, match=r"no answer from ranks \[1\] of 3[\s\S]*in hang") as caught:
+    with pytest.raises(RankTimeout, match=r"no result from ranks \[1\] of 3[\s\S]*in hang") as caught:
         pool.run(hang, 3, timeout_s=0.5)
     assert caught.value.ranks == [1]
     after = pool.run(os_pid, 3)
