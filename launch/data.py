@@ -19,7 +19,7 @@ LINE_EVERY_S = 10.0
 
 
 def prepare(options: argparse.Namespace, _: list[str]) -> int:
-    """Tokenize text, JSONL and parquet files with an existing tokenizer."""
+    """Prepare text, JSONL and parquet files with an existing tokenizer."""
     from meshwright.data import prepare as data
 
     display = PreparationProgress()

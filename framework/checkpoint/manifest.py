@@ -19,7 +19,7 @@ Count = Annotated[int, Field(ge=0, lt=2**60)]
 """A number of elements or bytes."""
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
 """A whole number; the bound is at least any bound of the configuration, see [bounds of whole numbers] in
-framework/config/schema.py."""
+framework/config/bounds.py."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors$")]
 """A plain file name: no separator and no leading dot, so that no piece lies outside its checkpoint."""

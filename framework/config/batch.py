@@ -5,20 +5,22 @@ Pure functions. They run once when the file is read, where dp may still be open,
 
 from __future__ import annotations
 
+import math
+
+from meshwright.config.bounds import MAX_COUNT, MAX_LENGTH
 from meshwright.config.schema import Batch
 from meshwright.errors import ConfigError
 
 
 def _product(factors: dict[str, int]) -> tuple[str, int]:
     """Return text and value: ``{"micro_batch_size": 4, "dp": 2}`` -> ("micro_batch_size 4 x dp 2 = 8", 8)."""
-    value = 1
-    for factor in factors.values():
-        value *= factor
+    value = math.prod(factors.values())
     text = " x ".join(f"{name} {factor}" for name, factor in factors.items())
     return (text if len(factors) == 1 else f"{text} = {value}"), value
 
 
-def _divisors(value: int) -> list[int]:
+def divisors(value: int) -> list[int]:
+    """Return all divisors of a number, smallest first."""
     small = [d for d in range(1, int(value**0.5) + 1) if value % d == 0]
     return sorted({*small, *(value // d for d in small)})
 
@@ -28,21 +30,22 @@ def _not_a_multiple(batch: Batch, factors: dict[str, int], dp: int | None) -> st
     assert batch.global_batch is not None
     text, unit = _product(factors)
     whole = batch.global_batch // unit
+    problem = f"batch.global_batch = {batch.global_batch} is "
     if dp is not None and batch.global_batch < dp:
-        said = f"batch.global_batch = {batch.global_batch} is smaller than dp {dp}: no sample for some replicas"
+        problem += f"smaller than dp {dp}: no sample for some replicas"
     elif whole == 0:
-        said = f"batch.global_batch = {batch.global_batch} is smaller than {text}"
+        problem += f"smaller than {text}"
     else:
-        said = f"batch.global_batch = {batch.global_batch} is not a multiple of {text}"
+        problem += f"not a multiple of {text}"
     works = [unit * (whole + i) for i in (0, 1) if whole + i]
     moves = [f"batch.global_batch = {' or '.join(map(str, works))}"]
     name, own = next(iter(factors.items()))
     share, rest = divmod(batch.global_batch, unit // own)
     if rest == 0:
-        below = [d for d in _divisors(share) if d < own][-1:]
-        above = [d for d in _divisors(share) if d > own][:1]
+        below = [d for d in divisors(share) if d < own][-1:]
+        above = [d for d in divisors(share) if d > own][:1]
         moves.append(f"batch.{name} = {' or '.join(map(str, below + above))}")
-    return f"{said}; the nearest that work: {', or '.join(moves)}"
+    return f"{problem}; the nearest that work: {', or '.join(moves)}"
 
 
 def find_problem(batch: Batch, dp: int | None) -> str | None:
@@ -52,10 +55,10 @@ def find_problem(batch: Batch, dp: int | None) -> str | None:
     """
     given = {name: value for name, value in batch.model_dump().items() if value is not None}
     if len(given) < 2:
-        found = ", ".join(f"{name} = {value}" for name, value in given.items()) or "none of them"
+        present = ", ".join(f"{name} = {value}" for name, value in given.items()) or "none of them"
         return (
             f"batch: give two of micro_batch_size, chunks and global_batch, the third follows from "
-            f"global_batch = micro_batch_size x chunks x dp; given: {found}"
+            f"global_batch = micro_batch_size x chunks x dp; given: {present}"
         )
     factors = {name: value for name, value in given.items() if name != "global_batch"}
     if dp is not None:
@@ -77,7 +80,8 @@ def derive(batch: Batch, dp: int) -> Batch:
     """Return all three batch numbers for a known dp.
 
     Raises:
-        ConfigError: The numbers contradict each other; the text contains the arithmetic.
+        ConfigError: The numbers contradict each other, or a derived one is above the bound of its key; the text
+            contains the arithmetic.
     """
     wrong = find_problem(batch, dp)
     if wrong is not None:
@@ -91,24 +95,12 @@ def derive(batch: Batch, dp: int) -> Batch:
         micro_batch_size = global_batch // (chunks * dp)
     elif chunks is None:
         chunks = global_batch // (micro_batch_size * dp)
-    _check_bounds(micro_batch_size, chunks, global_batch)
-    return Batch(micro_batch_size=micro_batch_size, chunks=chunks, global_batch=global_batch)
-
-
-def _check_bounds(micro_batch_size: int, chunks: int, global_batch: int) -> None:
-    """Refuse a derived number above the bound of its key.
-
-    Raises:
-        ConfigError: A number is too large.
-    """
-    for name, value, most in (
-        ("micro_batch_size", micro_batch_size, 10**6),
-        ("chunks", chunks, 10**6),
-        ("global_batch", global_batch, 10**9),
-    ):
-        if value > most:
+    derived = {"micro_batch_size": micro_batch_size, "chunks": chunks, "global_batch": global_batch}
+    for name, value in derived.items():
+        if value > (most := MAX_LENGTH if name == "global_batch" else MAX_COUNT):
             raise ConfigError(
                 "MW-CONFIG-002",
                 f"batch.{name} follows from the other two and is {value:,}, at most {most:,} is allowed: lower "
                 f"batch.{'global_batch' if name != 'global_batch' else 'micro_batch_size or batch.chunks'}",
             )
+    return Batch(**derived)

@@ -28,9 +28,7 @@ def _no_whole_replicas(pp: int, tp: int, world_size: int) -> str:
 
 
 def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
-    """Return the configuration with dp, the three batch numbers and ``launch.processes`` as whole numbers.
-
-    Resolving a second time changes nothing.
+    """Return the configuration with dp, the three batch numbers and ``launch.processes`` as whole numbers. Idempotent.
 
     Args:
         config: The configuration as loaded.
@@ -53,12 +51,10 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
         problems.append(ConfigError("MW-CONFIG-004", _wrong_product(dp, pp, tp, world_size)))
     factor = config.parallel.shard_factor
     if factor is not None and dp % factor:
-        divisors = [number for number in range(1, dp + 1) if dp % number == 0]
+        choices = ", ".join(map(str, batch.divisors(dp)))
         problems.append(
             ConfigError(
-                "MW-CONFIG-005",
-                f"parallel.shard_factor = {factor} does not divide dp {dp}: choose one of "
-                f"{', '.join(map(str, divisors))}",
+                "MW-CONFIG-005", f"parallel.shard_factor = {factor} does not divide dp {dp}: choose one of {choices}"
             )
         )
     numbers = config.batch
@@ -72,7 +68,7 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
 
 
 def shard_factor(config: RunConfig) -> int:
-    """Return the number of shards of the optimizer state; 1: each replica has all of it. ``config``: resolved."""
+    """Return the number of shards of the optimizer state; 1: every replica has all of it. ``config``: resolved."""
     _, dp, _ = config.parallel.degrees
     return (config.parallel.shard_factor or dp) if config.parallel.zero else 1
 
@@ -84,7 +80,7 @@ def bucket_bytes(config: RunConfig) -> int:
 
 
 def reduces_each_microbatch(config: RunConfig) -> bool:
-    """Return True when gradients are reduced over the replicas after each micro-batch, not once in a step."""
+    """Return True if gradients are reduced over the replicas after each micro-batch, not once per step."""
     return config.parallel.zero >= 2 and config.parallel.reduce != "step" and shard_factor(config) > 1
 
 
@@ -103,15 +99,15 @@ def default_world_size(config: RunConfig, num_devices: int) -> int:
     """
     pp, tp, dp = config.parallel.pp, config.parallel.tp, config.parallel.known_dp
     if config.launch.processes != "auto":
-        size, said = config.launch.processes, "launch.processes"
+        size, source = config.launch.processes, "launch.processes"
     elif dp is not None:
-        size, said = dp * pp * tp, f"dp {dp} x pp {pp} x tp {tp}"
+        size, source = dp * pp * tp, f"dp {dp} x pp {pp} x tp {tp}"
     else:
-        size, said = max(1, num_devices // (pp * tp)) * pp * tp, f"pp {pp} x tp {tp}"
+        size, source = max(1, num_devices // (pp * tp)) * pp * tp, f"pp {pp} x tp {tp}"
     if 0 < num_devices < size:
         raise ConfigError(
             "MW-CONFIG-007",
-            f"{said} = {size} ranks, but this machine has {num_devices} device{'s' * (num_devices > 1)}: lower a "
+            f"{source} = {size} ranks, but this machine has {num_devices} device{'s' * (num_devices > 1)}: lower a "
             f'degree, start more machines with torchrun or srun, or run on CPU with train.device = "cpu"',
         )
     return size

@@ -44,9 +44,9 @@ def error_place(error: BaseException) -> str:
         return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
     outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
-    watching = str(PACKAGE)  # this package traces the builder: innermost frame where a call fails
-    theirs = [f for f in outside if not f.filename.startswith(watching)] or outside
-    return f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    # this package traces the builder, so its frames may be innermost where a call fails
+    user = [f for f in outside if not f.filename.startswith(str(PACKAGE))] or outside
+    return f" at {user[-1].filename}:{user[-1].lineno}" if user else ""
 
 
 def current_name(path: str) -> str:
@@ -56,8 +56,8 @@ def current_name(path: str) -> str:
     """
     if path not in FORMER_BUILDERS:
         return path
-    theirs, ours = find_source(path), find_source(FORMER_BUILDERS[path])
-    return FORMER_BUILDERS[path] if theirs is None or _same_file(theirs, ours) else path
+    found, own = find_source(path), find_source(FORMER_BUILDERS[path])
+    return FORMER_BUILDERS[path] if found is None or (own and Path(found).resolve() == Path(own).resolve()) else path
 
 
 def is_own_builder(path: str) -> bool:
@@ -86,8 +86,10 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
             _append_working_directory()
         module = importlib.import_module(module_name)
     except ImportError as error:
-        move = _hidden(package) or "Run from the directory that holds it, or install it into this environment"
-        raise error_type("MW-CONFIG-008", f"{key} = {path!r}: cannot import {module_name} ({error}). {move}") from error
+        advice = _hidden(package) or "Run from the directory that holds it, or install it into this environment"
+        raise error_type(
+            "MW-CONFIG-008", f"{key} = {path!r}: cannot import {module_name} ({error}). {advice}"
+        ) from error
     except (Exception, SystemExit) as error:
         raise error_type(
             "MW-CONFIG-009",
@@ -152,10 +154,6 @@ def _find_own(module: str) -> str | None:
     return None if spec is None else spec.origin
 
 
-def _same_file(one: str, other: str | None) -> bool:
-    return other is not None and Path(one).resolve() == Path(other).resolve()
-
-
 def _working_directory() -> list[Path]:
     """Return the working directory in a list; empty when it has been deleted."""
     try:
@@ -172,8 +170,8 @@ def _hidden(package: str) -> str | None:
     """Return advice for a module in the working directory that an installed package hides, or None."""
     source = find_source(f"{package}:")
     for folder in _working_directory():
-        mine = [path for path in (folder / package, folder / f"{package}.py") if path.exists()]
-        if mine and source is not None and not Path(source).is_relative_to(folder):
+        hidden = [path for path in (folder / package, folder / f"{package}.py") if path.exists()]
+        if hidden and source is not None and not Path(source).is_relative_to(folder):
             whose = "meshwright's own" if package == OWN_PACKAGE else "an installed"
-            return f"{package} is {whose} package, {source}, and hides {mine[0]}: rename yours"
+            return f"{package} is {whose} package, {source}, and hides {hidden[0]}: rename yours"
     return None

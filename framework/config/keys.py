@@ -95,8 +95,7 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     if origin is Annotated:
         return _describe(parts[0], parts[1:])
     if origin in (Union, UnionType):
-        told = [_describe(part, ()) for part in parts if part is not NoneType]
-        return "; or ".join(told)
+        return "; or ".join(_describe(part, ()) for part in parts if part is not NoneType)
     if origin is Literal:
         words = [format_value(word) for word in parts]
         return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
@@ -181,7 +180,7 @@ def _similar(one: str, other: str) -> float:
 
 
 def nearest_keys(path: Path) -> list[str]:
-    """Return the dotted keys closest to an unknown one, best first; mostly one or none.
+    """Return the dotted keys closest to an unknown one, best first; usually one or none.
 
     In this order: the same key with other case or dashes; the same last word in another section; a similar word in the
     same section; a similar word anywhere.
@@ -215,7 +214,7 @@ def find_hint(path: Path) -> Hint:
     """Return the help for an unknown key."""
     own_name = own_name_of(path)
     if own_name == NOTHING:
-        return Hint("; there is no such thing here yet", (), own_name)
+        return Hint("; it has no counterpart here yet", (), own_name)
     if own_name is not None:
         return Hint(f"; here this is {own_name}", tuple(key for key in KEYS if ".".join(key) in own_name), own_name)
     near = nearest_keys(path)

@@ -1,4 +1,4 @@
-"""A TOML file and overrides -> RunConfig, or one error that lists everything that is wrong with them.
+"""Loading of a configuration: TOML file and overrides -> RunConfig, or one error that lists all problems.
 
      file ----> sources.py --+
                              +--> arrange ---------> validate --------> rules -----------> RunConfig
@@ -70,13 +70,13 @@ class Arranged:
     """Notes on values accepted under the name of another framework."""
     given: dict[Path, GivenKey] = field(default_factory=dict)
     """Key, or key inside a table -> its last occurrence."""
-    silent: set[Path] = field(default_factory=set)
+    suppressed: set[Path] = field(default_factory=set)
     """Keys excluded from further checks: their value is unusable, or an unknown key probably meant them."""
 
-    def refuse(self, code: str, message: str, *silent: Path) -> None:
-        """Add a problem, and exclude the keys ``silent`` from further checks."""
+    def refuse(self, code: str, message: str, *suppressed: Path) -> None:
+        """Add a problem, and exclude the keys ``suppressed`` from further checks."""
         self.problems.append(ConfigError(code, message))
-        self.silent.update(silent)
+        self.suppressed.update(suppressed)
 
     def take(self, path: Path, given: GivenKey) -> None:
         """Put the value of an existing key into the tree, unless it is unusable."""
@@ -89,7 +89,7 @@ class Arranged:
             return
         if (null := null_problem(path, value, given.place)) is not None:
             self.problems.append(null)
-            self.silent.add(key)
+            self.suppressed.add(key)
             return
         if value is MissingValue.FLAG and accepts_type(key, bool):
             value = True
@@ -107,21 +107,22 @@ class Arranged:
             _put(self.tree, path, value)
 
 
-def _line(given: GivenKey, said: str) -> str:
+def _line(given: GivenKey, text: str) -> str:
+    """Return the message of a problem: place, key and value (left out if it may be a secret), then ``text``."""
     is_hidden = given.value is MissingValue.FLAG or any(map(is_secret_name, given.path))
     value = "" if is_hidden else f" = {format_value(given.value)}"
-    return f"{given.place}: {given.key}{value}{said}"
+    return f"{given.place}: {given.key}{value}{text}"
 
 
-def _unknown(given: GivenKey, path: Path, help_: Hint) -> str:
+def _unknown(given: GivenKey, path: Path, hint: Hint) -> str:
     """Return the problem text for an unknown key, with the existing keys. ``path``: its path, section corrected."""
-    section, sections = path[0], "" if help_.text else f" ({', '.join(SECTIONS)})"
+    section, sections = path[0], "" if hint.text else f" ({', '.join(SECTIONS)})"
     if len(path) == 1:
-        return _line(given, f": there is no such key outside of the sections{sections}{help_.text}")
+        return _line(given, f": there is no such key outside of the sections{sections}{hint.text}")
     if section not in SECTIONS:
-        return _line(given, f": there is no section {format_value(section)}{sections}{help_.text}")
-    names = "" if help_.own_name else f" in [{section}] ({', '.join(key for owner, key in KEYS if owner == section)})"
-    return _line(given, f": there is no such key{names}{help_.text}")
+        return _line(given, f": there is no section {format_value(section)}{sections}{hint.text}")
+    names = "" if hint.own_name else f" in [{section}] ({', '.join(key for owner, key in KEYS if owner == section)})"
+    return _line(given, f": there is no such key{names}{hint.text}")
 
 
 def _unusable(value: Any) -> str | None:
@@ -166,7 +167,7 @@ def _misspelled(given: GivenKey) -> Path | None:
 
 def arrange(all_given: Sequence[GivenKey]) -> Arranged:
     """Sort the given keys into the schema's tree. A later key replaces an earlier one."""
-    to = Arranged()
+    arranged = Arranged()
     reported: set[tuple[str, str]] = set()
     for given in all_given:
         corrected = _misspelled(given)
@@ -174,35 +175,35 @@ def arrange(all_given: Sequence[GivenKey]) -> Arranged:
         key = path[:2]
         if corrected is not None and (given.place, given.path[0]) not in reported:
             reported.add((given.place, given.path[0]))
-            to.refuse(
+            arranged.refuse(
                 "MW-CONFIG-011",
                 f"{given.place}: [{given.path[0]}]: there is no such section; did you mean [{path[0]}]?",
             )
         if len(path) == 1 and path[0] in SECTIONS:
             its_keys = [key for key in KEYS if key[0] == path[0]]
-            to.refuse(
+            arranged.refuse(
                 "MW-CONFIG-012",
                 _line(given, f": this is a section; its keys are set one by one, as in {path[0]}.KEY"),
                 *its_keys,
             )
         elif key not in KEYS:
-            help_ = find_hint(path)
-            to.refuse("MW-CONFIG-013", _unknown(given, path, help_), *help_.suggested_keys)
+            hint = find_hint(path)
+            arranged.refuse("MW-CONFIG-013", _unknown(given, path, hint), *hint.suggested_keys)
         elif len(path) > 2 and not accepts_type(key, dict):
-            to.refuse(
+            arranged.refuse(
                 "MW-CONFIG-014",
                 _line(given, f": {'.'.join(key)} has no keys below it; it is {describe_allowed(key)}"),
                 key,
             )
         else:
-            to.given.pop(path, None)  # keys take effect in the order of this dict
-            to.given[path] = given
-    for path, given in to.given.items():
-        to.take(path, given)
-    zero = to.given.get(("parallel", "zero"))
-    if zero is not None and fold(str(zero.value)) == "hybridshard" and ("parallel", "shard_factor") not in to.given:
-        to.refuse("MW-CONFIG-015", _line(zero, " needs parallel.shard_factor, the number of replicas in a node"))
-    return to
+            arranged.given.pop(path, None)  # keys take effect in the order of this dict
+            arranged.given[path] = given
+    for path, given in arranged.given.items():
+        arranged.take(path, given)
+    zero, factor = arranged.given.get(("parallel", "zero")), arranged.given.get(("parallel", "shard_factor"))
+    if zero is not None and fold(str(zero.value)) == "hybridshard" and factor is None:
+        arranged.refuse("MW-CONFIG-015", _line(zero, " needs parallel.shard_factor, the number of replicas in a node"))
+    return arranged
 
 
 def _not_allowed(given: GivenKey, key: Path) -> str:
@@ -212,7 +213,7 @@ def _not_allowed(given: GivenKey, key: Path) -> str:
 
 
 def validate(arranged: Arranged) -> RunConfig:
-    """Build the typed tree. Adds to the problems and the silent keys; a bad value is replaced by its default."""
+    """Build the typed tree. Adds to the problems and suppressed keys; a bad value is replaced by its default."""
     # JSON, because strict pydantic then accepts a list for a tuple and a whole number for a float, and nothing else.
     try:
         return RunConfig.model_validate_json(json.dumps(arranged.tree))
@@ -224,11 +225,11 @@ def validate(arranged: Arranged) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(arranged.tree))
 
 
-def _contradictions(config: RunConfig, arranged: Arranged, place: str) -> list[ConfigError]:
-    """Return the broken rules between keys, among those whose keys are all valid."""
+def _check_rules(config: RunConfig, arranged: Arranged, place: str) -> list[ConfigError]:
+    """Return the broken rules between keys. A rule with an invalid key is not checked."""
     problems: list[ConfigError] = []
     for rule in (*LAYOUT_RULES, *RULES):
-        message = None if arranged.silent.intersection(rule.keys) else rule.check(config)
+        message = None if arranged.suppressed.intersection(rule.keys) else rule.check(config)
         if message is not None:
             places = dict.fromkeys(arranged.where[key].place for key in rule.keys if key in arranged.where)
             problems.append(ConfigError(rule.code, f"{' and '.join(places) or place}: {message}"))
@@ -246,7 +247,7 @@ def load(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: Every problem, one per line: place, key, value, allowed values, likely intended key.
     """
-    return _put_together(read_file(File(path)), overrides, str(path))[0]
+    return _load(read_file(File(path)), overrides, str(path))[0]
 
 
 def load_with_origins(path: str | PathLike[str], overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[Path, str]]:
@@ -254,7 +255,7 @@ def load_with_origins(path: str | PathLike[str], overrides: Sequence[str] = ()) 
 
     In a table (``model.options``) each key has its own origin, unless the table was given as a whole.
     """
-    config, arranged = _put_together(read_file(File(path)), overrides, str(path))
+    config, arranged = _load(read_file(File(path)), overrides, str(path))
     return config, {key: given.place for key, given in arranged.given.items()}
 
 
@@ -263,15 +264,16 @@ def load_saved(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -
 
     ``place`` names the saved configuration in errors. Raises :class:`ConfigError` as :func:`load` does.
     """
-    return _put_together(KeySource(list(leaves(dict(saved), place)), []), overrides, place)[0]
+    return _load(KeySource(list(leaves(dict(saved), place)), []), overrides, place)[0]
 
 
-def _put_together(file: KeySource, overrides: Sequence[str], place: str) -> tuple[RunConfig, Arranged]:
+def _load(file: KeySource, overrides: Sequence[str], place: str) -> tuple[RunConfig, Arranged]:
+    """Load a configuration from the keys of a file and overrides; return it with the arranged keys."""
     words = read_overrides(overrides)
     arranged = arrange([*file.given, *words.given])
     config = validate(arranged)
-    between = [] if file.problems else _contradictions(config, arranged, place)
-    problems = [*file.problems, *words.problems, *_foreign(file, place), *arranged.problems, *between]
+    broken_rules = [] if file.problems else _check_rules(config, arranged, place)
+    problems = [*file.problems, *words.problems, *_advise_import(file, place), *arranged.problems, *broken_rules]
     if problems:
         raise ConfigError.join(problems)
     for note in arranged.notes:
@@ -279,13 +281,12 @@ def _put_together(file: KeySource, overrides: Sequence[str], place: str) -> tupl
     return config, arranged
 
 
-def _foreign(file: KeySource, place: str) -> list[ConfigError]:
-    """Return the advice to import a file that belongs to another framework."""
+def _advise_import(file: KeySource, place: str) -> list[ConfigError]:
+    """Return the advice to import a file of another framework, as an error."""
     sections = {given.path[0] for given in file.given if len(given.path) > 1}
     command = f"meshwright config import {place}"
     if len(sections & TORCHTITAN) >= 2:
-        said = f"{place}: this is a configuration of torchtitan: `{command}` converts it"
-        return [ConfigError("MW-CONFIG-022", said)]
+        return [ConfigError("MW-CONFIG-022", f"{place}: a configuration of torchtitan: `{command}` converts it")]
     if file.problems and File(place).is_file() and File(place).suffix in (".yaml", ".yml", ".sh"):
         return [ConfigError("MW-CONFIG-023", f"{place}: `{command}` reads nanotron's YAML and scripts of Megatron-LM")]
     return []

@@ -1,9 +1,8 @@
 """Configuration schema: one frozen pydantic model per section, with the defaults.
 
-Each field has a reader: ``tests/config/test_every_key_is_read.py`` walks the tree and fails for an unused key. Units
-are in the names. ``load`` makes a :class:`RunConfig` from a TOML file and overrides. ``resolve`` adds the values that
-depend on the number of ranks. Error messages derive the allowed values from a field's type and bounds; ``description``
-is for facts that those do not express.
+``tests/config/test_every_key_is_read.py`` fails for a field without a reader. Units are in the names. ``load`` makes a
+:class:`RunConfig` from a TOML file and overrides; ``resolve`` adds the values that depend on the number of ranks. Error
+messages derive the allowed values from types and bounds; ``description`` adds facts that those do not express.
 """
 
 from __future__ import annotations
@@ -13,19 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 
+from meshwright.config.bounds import Count, Int64, Length, Share, Steps
 from meshwright.config.functions import current_name
-
-# NOTE [bounds of whole numbers]: the manifest of a checkpoint holds whole numbers below 2**63 (checkpoint/manifest).
-# Every whole number here has an upper bound below that, and so has every product that a checkpoint records:
-# train.steps x batch.global_batch is at most 10**18. A new key of whole numbers takes one of these types.
-Count = Annotated[int, Field(gt=0, le=10**6)]
-"""A number of ranks, micro-batches or samples; bounded, because they are enumerated one by one."""
-Length = Annotated[int, Field(gt=0, le=10**9)]
-Steps = Annotated[int, Field(ge=0, le=10**9)]
-"""A number of steps, 0 allowed."""
-Int64 = Annotated[int, Field(ge=0, lt=2**63)]
-"""A whole number that TOML, a manifest and an int64 tensor can hold."""
-Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):

@@ -87,14 +87,16 @@ def _no_such_file(path: File) -> str:
 
 
 def _syntax(path: File, text: str, error: ValueError) -> str:
-    said = re.sub(r" \(at .*\)$", "", str(error))
-    found = re.search(r"at line (\d+), column (\d+)", str(error))
+    problem = re.sub(r" \(at .*\)$", "", str(error))
+    position = re.search(r"at line (\d+), column (\d+)", str(error))
     lines = text.splitlines()
-    row = int(found[1]) if found else len(lines)
+    row = int(position[1]) if position else len(lines)
     line = shortened(lines[row - 1].strip()) if 0 < row <= len(lines) else ""
     if any(map(is_secret_name, re.findall(r"[\w-]+", line))):
         line = ""  # the line may contain a secret, and this text goes into logs
-    return f"{path}:{row}: not valid TOML, {said[:1].lower()}{said[1:]}" + (f", in the line: {line}" if line else "")
+    return f"{path}:{row}: not valid TOML, {problem[:1].lower()}{problem[1:]}" + (
+        f", in the line: {line}" if line else ""
+    )
 
 
 def read_file(path: File) -> KeySource:
@@ -153,22 +155,22 @@ def read_value(path: Path, text: str) -> Any:
 
 def _overrides(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
     """Parse ``--a.b=v``, ``--a.b v`` and ``--a.b`` as (name, text). A bare str is a word that belongs to no key."""
-    waiting = list(words)
-    while waiting:
-        word = waiting.pop(0)
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
         if not word.startswith("--") or word.startswith("--=") or word == "--":
             yield word
         elif "=" in word:
             name, _, text = word[2:].partition("=")
             yield name, text
-        elif waiting and not waiting[0].startswith("--"):
-            yield word[2:], waiting.pop(0)
+        elif rest and not rest[0].startswith("--"):
+            yield word[2:], rest.pop(0)
         else:
             yield word[2:], None
 
 
 def given_keys(overrides: Sequence[str]) -> dict[Path, Any]:
-    """Return the keys that a command line gives, each with its last value; words that are no keys are left out."""
+    """Return the keys of a command line, each with its last value; words that are not keys are left out."""
     return {given.path: given.value for given in read_overrides(overrides).given}
 
 
@@ -178,10 +180,10 @@ def read_overrides(words: Sequence[str]) -> KeySource:
     for word in _overrides(words):
         if isinstance(word, str):
             like = word.lstrip("-")
-            help_ = f"; did you mean --{like}?" if "=" in like and not like.startswith("=") else ""
+            hint = f"; did you mean --{like}?" if "=" in like and not like.startswith("=") else ""
             source.problems.append(
                 ConfigError(
-                    "MW-CONFIG-033", f"{COMMAND_LINE}: {word} belongs to no key: write --section.key=value{help_}"
+                    "MW-CONFIG-033", f"{COMMAND_LINE}: {word} belongs to no key: write --section.key=value{hint}"
                 )
             )
             continue

@@ -8,6 +8,7 @@ import os
 import re
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn, TypeAlias, TypeVar
 
 from meshwright.errors import UserError
@@ -72,6 +73,17 @@ def config_file(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} CONFIG [options] [--section.key=value ...]"
 
 
+def nodes_of_job(parser: argparse.ArgumentParser) -> None:
+    """Add ``--nodes`` and ``--devices-per-node`` with the defaults of a prediction without a cluster."""
+    parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: as the degrees need)")
+    parser.add_argument("--devices-per-node", type=count, default=8, metavar="M", help="ranks on each (default: 8)")
+
+
+def run_or_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for a run or one of its checkpoints."""
+    parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
+
+
 def trust_code(parser: argparse.ArgumentParser) -> None:
     """Add ``--trust-code``, for commands that import the builders named by a run, a checkpoint or a configuration."""
     parser.add_argument(
@@ -97,7 +109,7 @@ def share(text: str) -> float:
 
 
 def text(word: str) -> str:
-    """Return the word if it can be encoded as UTF-8, for text that is tokenized or written to a file."""
+    """Return the word if it can be encoded as UTF-8. For text that is tokenized or written to a file."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -122,11 +134,11 @@ def _number(kind: Callable[[str], Number], text: str, fits: Callable[[Number], b
 
 def size(text: str) -> int:
     """Parse a number of bytes, such as 500MB, 5GB or 2GiB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     num_bytes = 0
-    if found:
-        base = 1024 if found[3] else 1000
-        num_bytes = int(float(found[1]) * base ** " kmgt".index(found[2] or " "))
+    if match:
+        base = 1024 if match[3] else 1000
+        num_bytes = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
     if num_bytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: as in 500MB, 5GB or 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 500MB, 5GB or 2GiB")
     return num_bytes

@@ -10,6 +10,7 @@ from meshwright.launch.arguments.common import (
     config_file,
     count,
     parse_count_from_0,
+    run_or_checkpoint,
     size,
     text,
     trust_code,
@@ -35,8 +36,8 @@ def data(added: Added) -> None:
         "verify",
         "data:verify",
         "check every byte of a prepared corpus against its hashes",
-        "Reads every file of a folder that `data prepare`, `stdlib` or `files` has written and compares its sha256 "
-        "with fingerprint.json; exit code 1 when one differs. A run itself looks at sizes and a sample of each file.",
+        "Compares the sha256 of every file written by `data prepare`, `stdlib` or `files` with fingerprint.json; exit "
+        "code 1 when one differs. A training run itself checks sizes and a sample of each file.",
         "meshwright data verify data/pages",
     )
     verified.add_argument("place", type=Path, metavar="DIR", help="the folder of the corpus")
@@ -53,7 +54,7 @@ def data(added: Added) -> None:
         "files",
         "data:prepare_files",
         "prepare text files, and folders of them",
-        "Each file is a document; a folder stands for all files below it.",
+        "Each file is a document; of a folder all files below it.",
         "meshwright data files notes/ book.txt --out runs/data/notes --vocab-size 8192",
     )
     files.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, or folders of them")
@@ -87,7 +88,7 @@ def _data_prepare(sources: Added) -> None:
         nargs="+",
         type=Path,
         metavar="SOURCE",
-        help=".jsonl (also .gz): one document per line; .parquet: one per row; other files: one each; or a folder",
+        help=".jsonl (also .gz): one document per line; .parquet: one per row; other files: one per file; or a folder",
     )
     prepared.add_argument("--tokenizer", type=Path, required=True, metavar="T", help="a tokenizer.json, or its folder")
     prepared.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new corpus")
@@ -176,7 +177,7 @@ def config(added: Added) -> None:
         choices=("torchtitan", "nanotron", "megatron"),
         help="source framework (default: by the suffix of FILE)",
     )
-    imported.add_argument("--ranks", type=count, metavar="N", help="ranks of the whole job, if the file leaves dp open")
+    imported.add_argument("--ranks", type=count, metavar="N", help="ranks of the whole job, if the file lacks dp")
     imported.add_argument("--out", type=Path, metavar="FILE", help="TOML file to write (default: stdout)")
     imported.add_argument("--replace", action="store_true", help="overwrite an existing file")
     shown = command(
@@ -188,8 +189,8 @@ def config(added: Added) -> None:
         "meshwright config show configs/demo.toml --parallel.tp=4 --parallel.pp=1",
     )
     config_file(shown)
-    shown.add_argument("--ranks", type=count, metavar="N", help="that would run it (default: what the degrees say)")
-    shown.add_argument("--all", action="store_true", help="also what stands at its default")
+    shown.add_argument("--ranks", type=count, metavar="N", help="number of ranks (default: as the degrees need)")
+    shown.add_argument("--all", action="store_true", help="include keys at their default")
 
 
 def checkpoint(added: Added) -> None:
@@ -224,7 +225,7 @@ def checkpoint(added: Added) -> None:
         "show",
         "checkpoints:show",
         "print the contents of a checkpoint",
-        "Prints the metadata and the tensors of the newest checkpoint of a run, or of that of --step.",
+        "Prints the metadata and the tensors of the newest checkpoint of a run, or of the one of --step.",
         "meshwright checkpoint show runs/demo --tensor embedding.tokens.weight",
     )
     shown.add_argument("--tensor", metavar="NAME", help="only this parameter, with its pieces and their files")
@@ -233,8 +234,8 @@ def checkpoint(added: Added) -> None:
         "reshard",
         "checkpoints:reshard",
         "rewrite a checkpoint for another layout",
-        "Reads the newest checkpoint of a run, or that of --step, and writes a run directory that `meshwright train` "
-        "resumes, with the files that the new layout would have saved. Resuming on another layout does not need it. "
+        "Reads the newest checkpoint of a run, or the one of --step, and writes a run directory with the files that "
+        "the new layout would have saved. `meshwright train` resumes it. Resuming on another layout does not need it. "
         "Only parallel.*, pipeline.*, run.name and run.directory may change.",
         "meshwright checkpoint reshard runs/demo --out runs/one-file --parallel.pp=1 --parallel.tp=1",
         takes_overrides=True,
@@ -242,7 +243,7 @@ def checkpoint(added: Added) -> None:
     resharded.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new run directory")
     trust_code(resharded)
     for parser in (listed, verified, shown, resharded):
-        parser.add_argument("place", type=Path, metavar="RUN", help="a run directory, or one of its checkpoints/step-*")
+        run_or_checkpoint(parser)
         if parser is not listed:
             parser.add_argument("--step", type=parse_count_from_0, metavar="N", help="the checkpoint of this step")
 
@@ -252,10 +253,10 @@ def convert(added: Added) -> None:
         added,
         "convert",
         "conversion:run_conversion",
-        "import or export a model in the format of Hugging Face",
+        "import or export a model in Hugging Face format",
         "GPT-2, Llama (2, 3, 3.1), Mistral, Qwen2, Qwen3 and T5. --from writes a new run directory for `meshwright "
         "train`, on any layout, and `meshwright sample`; configuration keys may follow. --to exports the newest "
-        "checkpoint of a run, or that of --step, for transformers, vLLM and lm-eval. Converts one tensor at a time, "
+        "checkpoint of a run, or the one of --step, for transformers, vLLM and lm-eval. Converts one tensor at a time, "
         "bit for bit in both directions; needs no network, and unpickles nothing.",
         "meshwright convert --from hf models/Llama-3.1-8B runs/llama --data.train=runs/data/mine/train\n"
         "  meshwright train runs/llama/config.toml --parallel.tp=8\n"
@@ -281,6 +282,6 @@ def convert(added: Added) -> None:
         "--shard-size",
         type=size,
         metavar="SIZE",
-        help="with --to: maximal size of a file, as in 500MB or 2GiB (default: 5GB)",
+        help="with --to: maximal size of a file, such as 500MB or 2GiB (default: 5GB)",
     )
     parser.usage = f"{parser.prog} (--from hf PATH RUN | RUN --to hf PATH) [options] [--section.key=value ...]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.launch.arguments.common import Added, command, config_file, count, trust_code
+from meshwright.launch.arguments.common import Added, command, config_file, count, nodes_of_job, trust_code
 
 
 def mesh(added: Added) -> None:
@@ -13,12 +13,11 @@ def mesh(added: Added) -> None:
         "mesh",
         "commands:mesh",
         "draw the placement of ranks on nodes",
-        "Needs no GPU, no torch and no cluster. Refuses a tensor-parallel group that straddles nodes.",
+        "Needs no GPU, no torch and no cluster. A tensor-parallel group that straddles nodes is an error.",
         "meshwright mesh configs/llama3-70b.toml --nodes 4 --devices-per-node 8",
     )
     config_file(parser)
-    parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: what the degrees need)")
-    parser.add_argument("--devices-per-node", type=count, default=8, metavar="M", help="ranks on each (default: 8)")
+    nodes_of_job(parser)
 
 
 def draw(added: Added) -> None:
@@ -29,7 +28,7 @@ def draw(added: Added) -> None:
         "draw a schedule, or the measured step of a run",
         "For a configuration: the schedule in ticks, its bubble and its activations in flight, without torch; with "
         "--out or --format also as SVG, PNG and a trace for ui.perfetto.dev. For a run: the traced step above its "
-        "simulation, and the time that each rank computed, waited and communicated.",
+        "simulation, and the time of each rank in computation, communication and idle.",
         "meshwright draw configs/demo.toml --parallel.pp=4 --costs f=1,b=2,comm=0.1 --out pictures\n"
         "  meshwright draw runs/demo",
         takes_overrides=True,
@@ -60,8 +59,8 @@ def stages(added: Added) -> None:
         "stages",
         "commands:stages",
         "print the cost of each layer and the balance of the stages",
-        "Counts FLOPs and bytes of every layer on the meta device, in seconds for a model of any size, without GPU or "
-        "data. Prints the stages, and the imbalance with each value of pipeline.balance.",
+        "Counts FLOPs and bytes of every layer on the meta device, without GPU or data, in seconds for a model of any "
+        "size. Prints the stages, and the imbalance with each value of pipeline.balance.",
         "meshwright stages configs/llama3-405b.toml --parallel.pp=8",
     )
     config_file(parser)
@@ -74,9 +73,9 @@ def plan(added: Added) -> None:
         "plan",
         "plans:plan",
         "search for the fastest layout of a model on a cluster",
-        "Searches all valid layouts (degrees, schedule, micro-batch, ZeRO stage, recompute), rejects those that break "
-        "a rule or exceed the memory, ranks the others by predicted step time and explains the first. Needs no GPU. "
-        "--out adds plan.toml, for `meshwright train`, and plan.html, a page with pictures.",
+        "Searches all layouts (degrees, schedule, micro-batch size, ZeRO stage, recompute), rejects those that break a "
+        "rule or exceed the memory, ranks the others by predicted step time and explains the first. Needs no GPU. "
+        "--out writes plan.toml, for `meshwright train`, and plan.html, a page with pictures.",
         "meshwright plan configs/llama3-70b.toml --cluster h100 --nodes 64 --out runs/plan",
     )
     config_file(parser)
@@ -115,19 +114,18 @@ def dryrun(added: Added) -> None:
         "run every rank of a job on fake tensors: memory, messages, deadlocks",
         "Runs the code of each kind of rank on fake tensors, for a job of any size, in one process and without a "
         "device. Prints peak memory, FLOPs and bytes on the wire of each pipeline rank, and compares the collectives "
-        "and messages of all ranks: exit code 1 when they do not agree. --seed-fault shows that this check can fail.",
+        "and messages of all ranks: exit code 1 when they disagree. --seed-fault shows that this check can fail.",
         "meshwright dryrun configs/llama3-405b.toml --nodes 2048 --devices-per-node 8 --out 405b.svg\n"
         "  meshwright dryrun configs/demo.toml --seed-fault schedule:4=gpipe",
     )
     config_file(parser)
-    parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: what the degrees need)")
-    parser.add_argument("--devices-per-node", type=count, default=8, metavar="M", help="ranks on each (default: 8)")
+    nodes_of_job(parser)
     parser.add_argument(
         "--seed-fault",
         action="append",
         metavar="FAULT",
-        help="schedule:RANK=NAME: this rank runs another schedule; missing:AXIS:RANK: its group lacks this rank on the "
-        "other ranks. May be repeated",
+        help="schedule:RANK=NAME: this rank runs another schedule; missing:AXIS:RANK: the other ranks of its group "
+        "create the group without it. May be repeated",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="a picture: .svg, .png or .pdf")
     parser.add_argument(

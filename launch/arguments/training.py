@@ -11,6 +11,7 @@ from meshwright.launch.arguments.common import (
     config_file,
     count,
     parse_count_from_0,
+    run_or_checkpoint,
     share,
     temperature,
     text,
@@ -24,8 +25,8 @@ def train(added: Added) -> None:
         "train",
         "jobs:train",
         "train, or resume the run of the same command",
-        "Starts the ranks of this machine itself; under torchrun or srun it is one of their ranks. Any configuration "
-        "key can follow the file. The same command again resumes.",
+        "Starts the ranks on this machine; under torchrun or srun it runs as one of their ranks. Any configuration key "
+        "can follow the file. The same command again resumes the run.",
         "meshwright train configs/demo.toml --parallel.tp=4 --parallel.pp=1\n"
         "  torchrun --nproc-per-node=8 -m meshwright.launch train configs/demo.toml\n"
         "  srun --ntasks-per-node=8 meshwright train configs/demo.toml",
@@ -41,7 +42,7 @@ def doctor(added: Added) -> None:
         "jobs:doctor",
         "find a bad node or link before a run",
         "Measures on the ranks of the run: versions, memory, clocks, the run's disk, the links within and between "
-        "nodes, an all-reduce of each axis. Names each fault (exit code 3) and writes the figures to the run's "
+        "nodes, an all-reduce of each axis. Reports each fault (exit code 3) and writes the figures to the run's "
         "links.toml. Start it in the same way as `train`.",
         "srun --ntasks-per-node=8 meshwright doctor configs/llama3-8b.toml",
     )
@@ -57,13 +58,13 @@ def slurm(added: Added) -> None:
         "write a job script for Slurm, and submit it",
         "Writes the script to the run's directory, for srun with one task per rank, and prints it or submits it "
         "(--submit). The job saves before its time limit, requeues itself, and stops when it makes no progress. "
-        "Degrees that do not fill the nodes are refused now, not after hours in the queue.",
+        "Degrees that do not fill the nodes are an error now, not after hours in the queue.",
         "meshwright slurm configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --time 4:00:00 --submit",
     )
     config_file(parser)
     parser.add_argument("--nodes", type=count, required=True, metavar="N")
     parser.add_argument("--devices-per-node", type=count, required=True, metavar="M", help="ranks on each")
-    parser.add_argument("--time", metavar="T", help="time limit as for sbatch: minutes, h:mm:ss, days-hours")
+    parser.add_argument("--time", metavar="T", help="time limit, as for sbatch: minutes, h:mm:ss, days-hours")
     for name in ("partition", "account", "qos", "constraint", "exclude"):
         parser.add_argument(f"--{name}", metavar="TEXT", help=f"for sbatch's --{name}")
     parser.add_argument("--cpus-per-task", type=count, metavar="N", help="for sbatch's --cpus-per-task")
@@ -100,7 +101,7 @@ def verify(added: Added) -> None:
         "--dtype",
         choices=("float64", "float32", "bfloat16"),
         default="float64",
-        help="precision of both sides, each with its own tolerances (default: float64)",
+        help="precision of both runs; each has its own tolerances (default: float64)",
     )
     parser.add_argument("--whole", action="store_true", help="keep the model at its full size (default: shrunk)")
     trust_code(parser)
@@ -113,8 +114,8 @@ def evaluate(added: Added) -> None:
         "jobs:evaluate",
         "measure a trained model: loss, perplexity, bits per byte",
         "Evaluates on the whole validation set of the run, or on another corpus, in order. parallel.* keys choose "
-        "another layout, which gives the same numbers. Ranks start as for `train`. The run may be live: the newest "
-        "sound checkpoint is read, and none is changed.",
+        "another layout, with the same result. Ranks start as for `train`. The run may be live: the newest sound "
+        "checkpoint is read, and none is changed.",
         "meshwright eval runs/demo --parallel.tp=2 --parallel.pp=1 --parallel.dp=1\n"
         "  meshwright eval runs/demo --step 40 --data runs/data/other --out demo-40.json\n"
         "  torchrun --nproc-per-node=8 -m meshwright.launch eval runs/demo",
@@ -134,7 +135,7 @@ def sample(added: Added) -> None:
         "generate text with a trained model",
         "Continues one or several prompts until the model ends the document or after --tokens tokens, in one process "
         "or, with parallel.* keys, on the ranks of any layout. With temperature 0 all layouts give the same text. "
-        "There is no key-value cache: each token runs the whole window, which suits a look at a model, not serving.",
+        "There is no key-value cache: each token runs the whole window. For a look at a model, not for serving.",
         'meshwright sample runs/demo --prompt "def main" --tokens 60 --temperature 0\n'
         '  meshwright sample runs/demo --prompt "import" --prompt "class" --top-p 0.9 --seed 7 --parallel.tp=2',
         takes_overrides=True,
@@ -180,7 +181,7 @@ def sample(added: Added) -> None:
 
 def _run_to_read(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that choose a trained model: run, step and trust."""
-    parser.add_argument("place", metavar="RUN", type=Path, help="a run directory, or one of its checkpoints/step-*")
+    run_or_checkpoint(parser)
     parser.add_argument(
         "--step", type=parse_count_from_0, metavar="N", help="the checkpoint of this step (default: the newest)"
     )

@@ -84,7 +84,7 @@ def test_a_familiar_name_says_what_it_is_here(tmp_path: Path, name: str, here: s
 
 
 def test_what_there_is_not_here() -> None:
-    assert find_hint(("context_parallel_size",)).text == "; there is no such thing here yet"
+    assert find_hint(("context_parallel_size",)).text == "; it has no counterpart here yet"
 
 
 def test_the_table_points_to_keys_that_there_are() -> None:

@@ -74,7 +74,7 @@ def test_what_goes_wrong_is_one_message(
         (
             "a.toml",
             samples.TORCHTITAN,
-            "a.toml: this is a configuration of torchtitan: `meshwright config import {file}`",
+            "a.toml: a configuration of torchtitan: `meshwright config import {file}`",
         ),
         ("a.yaml", samples.NANOTRON, "a.yaml: `meshwright config import {file}` reads nanotron's YAML"),
     ],

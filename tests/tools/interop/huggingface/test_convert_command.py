@@ -93,7 +93,7 @@ def test_what_it_says_and_what_comes_next(written: Write, tmp_path: Path, capsys
         (["--from", "hf", "PATH", "NEW", "--step", "3"], "--step without effect with --from"),
         (["RUN", "--to", "hf", "NEW", "--train.steps=3"], "--to takes no configuration keys: --train.steps=3"),
         (["RUN", "--to", "gguf", "NEW"], "'gguf' is not a known format of models"),
-        (["RUN", "--to", "hf", "NEW", "--shard-size", "much"], "'much' is no size: as in 500MB, 5GB or 2GiB"),
+        (["RUN", "--to", "hf", "NEW", "--shard-size", "much"], "'much' is not a size, such as 500MB, 5GB or 2GiB"),
         (["RUN", "--to", "hf", "NEW", "--step", "3"], "has no checkpoint of step 3; it has those of steps 0"),
         (["--from", "hf", "PATH", "NEW", "--train.stepz=3"], "did you mean"),
         (["--from", "hf", "PATH", "NEW", "--model.options.dropuot=0.1"], "did you mean dropout?"),
