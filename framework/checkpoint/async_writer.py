@@ -1,12 +1,12 @@
 """Asynchronous writer of one rank's share of a checkpoint, on a thread, while training continues.
 
-    main thread      copy to host | step | step | step | step ...        looks at `failed` in every step
-    behind           .............| write_shard, report |
-    behind, rank 0   .............| write_shard, report | all reports are there | publish | prune
+    main thread      copy to host | step | step | step | step ...        checks `failed` in every step
+    writer           .............| write_shard, report |
+    writer, rank 0   .............| write_shard, report | poll for all reports | publish | prune
 
 The threads of the ranks communicate through the temporary directory. A shard's report appears by one rename when its
-files are on the disk. Rank 0 publishes when all reports are there. No thread runs a collective. A thread that fails
-only records it. The training loop then shares the failure with all ranks, and each calls `abandon`: the attempt is
+files are on the disk. Rank 0 publishes when all reports exist. No thread runs a collective. A thread that fails only
+records the problem. The training loop then shares the failure with all ranks, and each calls `abandon`: the attempt is
 never published.
 """
 
@@ -78,7 +78,7 @@ class AsyncWriter:
         self.problem: str | None = None
         """Reason why this rank's share could not be written, or on the first rank not be published."""
         self._published: SimpleQueue[tuple[Path, float]] = SimpleQueue()
-        self._begun_s = 0.0
+        self._start_s = 0.0
         self.written_bytes = 0
         """Bytes of this rank's share written so far; progress indicator for a slow disk."""
 
@@ -107,7 +107,7 @@ class AsyncWriter:
             event.clear()
         self.problem = None
         self.written_bytes = 0
-        self._begun_s = time.monotonic()
+        self._start_s = time.monotonic()
         self._thread = threading.Thread(
             target=self._work,
             args=(attempt, shard_name, pieces, is_first, before_publishing, after_publishing),
@@ -129,7 +129,7 @@ class AsyncWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def end(self) -> None:
-        """Wait until the thread has ended. On the first rank call `abandon` first if the save has failed."""
+        """Block until the thread has ended. On the first rank call `abandon` first if the save has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -174,11 +174,11 @@ class AsyncWriter:
                 before_publishing()
                 publish(attempt.temporary, attempt.final, attempt.head)
                 done = True
-                self._published.put((attempt.final, time.monotonic() - self._begun_s))
+                self._published.put((attempt.final, time.monotonic() - self._start_s))
         except (CheckpointError, OSError) as error:
-            self._fails(str(error))
+            self._record_problem(str(error))
         except BaseException as error:
-            self._fails(f"{type(error).__name__}: {error}")
+            self._record_problem(f"{type(error).__name__}: {error}")
             raise
         finally:
             self._share_done.set()
@@ -191,12 +191,12 @@ class AsyncWriter:
     def _count(self, num_bytes: int) -> None:
         self.written_bytes += num_bytes
 
-    def _fails(self, problem: str) -> None:
+    def _record_problem(self, problem: str) -> None:
         if not self._abandoned.is_set():  # otherwise a consequence of abandoning
             self.problem = problem
 
     def _all_written(self, attempt: SaveAttempt) -> bool:
-        """Wait for the reports of all shards. Return False if the attempt was abandoned."""
+        """Block until the reports of all shards exist. Return False if the attempt was abandoned."""
         wanted = {f"{name}{REPORT_SUFFIX}" for name in attempt.shard_names}
         pause_s, longest_s = POLL_S
         while not wanted <= {path.name for path in attempt.temporary.glob(f"*{REPORT_SUFFIX}")}:
@@ -212,12 +212,12 @@ def check_finite(pieces: Iterable[TensorPiece]) -> None:
     A step with such values is never taken, but a later memory fault may create them. Such a checkpoint must not be the
     only one to resume from.
     """
-    held = list(pieces)
-    trained = {piece.info.name for piece in held if piece.kind is not TensorKind.WEIGHTS}
-    for piece in held:
+    pieces = list(pieces)
+    trained = {piece.info.name for piece in pieces if piece.kind is not TensorKind.WEIGHTS}
+    for piece in pieces:
         if piece.info.name in trained and not torch.isfinite(piece.tensor).all():
             raise CheckpointError(
-                "MW-CHECKPOINT-001", f"{piece.kind.of(piece.info.name)} holds numbers that are not finite: not saved"
+                "MW-CHECKPOINT-001", f"{piece.kind.of(piece.info.name)} contains NaN or Inf: not saved"
             )
 
 

@@ -101,26 +101,25 @@ def coverage(entry: TensorEntry) -> str | None:
         return f"the shape {list(entry.shape)[:MAX_DIMS]} has more than {MAX_DIMS} dims or 2^60 elements"
     for part in entry.pieces:
         if len(part.offset) != rank or len(part.shape) != rank:
-            return f"offset {part.offset} and shape {part.shape} have not the {rank} dims of {list(entry.shape)}"
+            return f"offset {part.offset} and shape {part.shape} do not have the {rank} dims of {list(entry.shape)}"
         if any(o + n > size for o, n, size in zip(part.offset, part.shape, entry.shape, strict=True)):
-            return f"{_box(part)} reaches beyond the shape {list(entry.shape)}"
+            return f"{_box(part)} exceeds the shape {list(entry.shape)}"
         if 0 in part.shape:
             return f"{_box(part)} is empty"
     if len(_cut_dims(entry)) > MAX_CUT_DIMS:
         return f"its pieces are cut along more than {MAX_CUT_DIMS} dims"
     if _is_exact(entry):
         return None
-    pair = _overlapping(entry.pieces)
+    pair = _find_overlap(entry.pieces)
     if pair is not None:
         return f"{_box(pair[0])} and {_box(pair[1])} overlap: the same elements were written twice"
-    held = sum(math.prod(part.shape) for part in entry.pieces)
-    if held >= math.prod(entry.shape) > 0:
+    covered = sum(math.prod(part.shape) for part in entry.pieces)
+    if covered >= math.prod(entry.shape) > 0:
         return f"some of its {len(entry.pieces)} pieces overlap: the same elements were written twice"
     parts = sorted(entry.pieces, key=lambda part: part.offset)
     listed = ", ".join(map(_box, parts[:MOST_BOXES])) + (", ..." if len(parts) > MOST_BOXES else "")
-    return f"the pieces hold {held} of the {math.prod(entry.shape)} elements of shape {list(entry.shape)}: " + (
-        listed or "no piece at all"
-    )
+    total = math.prod(entry.shape)
+    return f"the pieces hold {covered} of the {total} elements of shape {list(entry.shape)}: {listed or 'no pieces'}"
 
 
 def _is_exact(entry: TensorEntry) -> bool:
@@ -146,7 +145,7 @@ def _cut_dims(entry: TensorEntry) -> list[int]:
     return [dim for dim, size in enumerate(entry.shape) if any(part.shape[dim] != size for part in entry.pieces)]
 
 
-def _overlapping(pieces: Sequence[PieceEntry]) -> tuple[PieceEntry, PieceEntry] | None:
+def _find_overlap(pieces: Sequence[PieceEntry]) -> tuple[PieceEntry, PieceEntry] | None:
     """Find two overlapping pieces for a message; None if MOST_COMPARED comparisons find none."""
     compared = 0
     parts = sorted(pieces, key=lambda part: part.offset)
@@ -182,12 +181,12 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         name = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {name!r} stands there twice")
+        raise ValueError(f"the key {name!r} occurs twice")
     return found
 
 
 def _no_constants(text: str) -> Any:
-    raise ValueError(f"{text} is no number that a checkpoint may hold")
+    raise ValueError(f"{text} is not allowed in a checkpoint")
 
 
 def contradictions(manifest: Manifest) -> list[str]:
@@ -210,17 +209,17 @@ def contradictions(manifest: Manifest) -> list[str]:
     recorded_seed = _value(config, "run", "seed")
     if _is_count(recorded_seed) and seed != recorded_seed:
         problems.append(f"seed = {seed}, and its run.seed = {recorded_seed}")
-    return problems + _of_steps(step, config, state) + _of_tokens(samples_seen, config, state)
+    return problems + _step_contradictions(step, config, state) + _token_contradictions(samples_seen, config, state)
 
 
-def _of_steps(step: int, config: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _step_contradictions(step: int, config: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     problems = []
     taken, in_a_row = state.get("optimizer_steps"), state.get("skipped_in_a_row")
     if taken is not None and taken > step:
         problems.append(f"state.optimizer_steps = {taken}, more than its step {step}")
     elif taken is not None and in_a_row is not None and in_a_row > step - taken:
         problems.append(
-            f"state.skipped_in_a_row = {in_a_row}, and of its {step} steps {taken} were taken: at most {step - taken}"
+            f"state.skipped_in_a_row = {in_a_row}, and {taken} of its {step} steps were taken: at most {step - taken}"
         )
     most = _value(config, "watch", "most_skipped")
     if _value(config, "watch", "on_nonfinite") == "stop":
@@ -230,7 +229,7 @@ def _of_steps(step: int, config: Mapping[str, Any], state: Mapping[str, Any]) ->
     return problems
 
 
-def _of_tokens(samples_seen: int, config: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _token_contradictions(samples_seen: int, config: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     tokens, length = state.get("tokens_seen"), _value(config, "data", "sequence_length")
     is_causal = _value(config, "data", "task") == "causal" and _value(config, "data", "builder") is None
     if tokens is None or not is_causal or not _is_count(length) or tokens <= samples_seen * length:
@@ -239,8 +238,8 @@ def _of_tokens(samples_seen: int, config: Mapping[str, Any], state: Mapping[str,
 
 
 def _value(config: Mapping[str, Any], section: str, key: str) -> Any:
-    found = config.get(section)
-    return found.get(key) if isinstance(found, Mapping) else None
+    table = config.get(section)
+    return table.get(key) if isinstance(table, Mapping) else None
 
 
 def _is_count(value: Any) -> bool:

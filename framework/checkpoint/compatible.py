@@ -8,33 +8,33 @@ from typing import Any
 
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.functions import current_name
-from meshwright.config.keys import KEYS
+from meshwright.config.keys import KEYS, split
 from meshwright.errors import CheckpointError
 
 REFUSED = {
     "model.builder": "it is another model",
     "model.options": "it is another model",
-    "data.sequence_length": "the samples would be cut elsewhere",
-    "data.packing": "the samples would be cut elsewhere",
+    "data.sequence_length": "the same text would become other samples",
+    "data.packing": "the same text would become other samples",
     "data.builder": "the samples seen so far were others",
-    "data.task": "the same text would be other samples",
-    "batch.global_batch": "a step would be another number of samples, as the learning rate's schedule does not expect; "
+    "data.task": "the same text would become other samples",
+    "batch.global_batch": "a step would have another number of samples than the learning-rate schedule expects; "
     "change micro_batch_size or chunks so that it stays, on any number of ranks",
-    "run.seed": "samples and dropout would be drawn anew",
-    "optimizer.name": "the checkpoint has the states of another optimizer",
-    "train.dtype": "the numbers would be rounded otherwise than before",
+    "run.seed": "the order of samples and dropout would change",
+    "optimizer.name": "the checkpoint has the state of another optimizer",
+    "train.dtype": "rounding would differ from before",
 }
 """Configuration fields or sections that must not change in a resumed run -> consequence of a change."""
 
-FRESH = ("model.builder", "model.options")
-"""Only fields refused for a checkpoint of step 0 (an imported model), which contributes nothing but weights."""
-FREE = {"model.options.dropout"}
-"""Exceptions to FRESH: they affect no weight and no logit."""
+REFUSED_AT_STEP_0 = ("model.builder", "model.options")
+"""The only fields refused for a checkpoint of step 0 (an imported model), which contributes nothing but weights."""
+FREE_AT_STEP_0 = {"model.options.dropout"}
+"""Exceptions to REFUSED_AT_STEP_0: they affect no weight and no logit."""
 
 SAMPLED = "sampled bytes"
 """Prefix in the data fingerprint: a hash of a sample of the corpus's bytes. Older checkpoints do not have it."""
 
-ALIKE = {"optimizer.name": {"adamw", "adamw8bit"}}
+INTERCHANGEABLE = {"optimizer.name": {"adamw", "adamw8bit"}}
 """Field -> values that may replace each other, because their checkpoints contain the same tensors."""
 
 
@@ -58,7 +58,7 @@ def check_compatible(
     if isinstance(builder := saved.get("model.builder"), str):
         saved["model.builder"] = current_name(builder)
     is_fresh = manifest.step == 0 and manifest.samples_seen == 0
-    refused = {field: why for field, why in REFUSED.items() if field in FRESH or not is_fresh}
+    refused = {field: why for field, why in REFUSED.items() if field in REFUSED_AT_STEP_0 or not is_fresh}
     problems, differences = [], []
     for path in sorted(saved.keys() | now.keys()):
         before = saved[path] if path in saved else _default(path)
@@ -66,9 +66,9 @@ def check_compatible(
         if before == after:
             continue
         reason = next((why for field, why in refused.items() if path == field or path.startswith(f"{field}.")), None)
-        if is_fresh and path in FREE:
+        if is_fresh and path in FREE_AT_STEP_0:
             reason = None
-        if reason is None or {before, after} <= ALIKE.get(path, set()):
+        if reason is None or {before, after} <= INTERCHANGEABLE.get(path, set()):
             differences.append(f"{path}: {_show(before)} -> {_show(after)}")
         else:
             problems.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")
@@ -76,8 +76,8 @@ def check_compatible(
         before, after = manifest.data_fingerprint.get(name, _ABSENT), data_fingerprint.get(name, _ABSENT)
         if before is _ABSENT and name.startswith(SAMPLED):
             differences.append(
-                f"data fingerprint {name!r}: the checkpoint has none yet; whether the bytes of the corpus are those "
-                f"that it was trained on cannot be seen this time"
+                f"data fingerprint {name!r}: the checkpoint has none; this time the bytes of the corpus cannot be "
+                f"compared with those that it was trained on"
             )
         elif before != after:
             problems.append(
@@ -85,14 +85,14 @@ def check_compatible(
                 f"the samples seen so far were others"
             )
     if problems:
-        move = "set these back to go on, or choose another run.name to start anew"
+        advice = "set these back to resume, or choose another run.name to start a new run"
         if is_fresh:
-            move = "set these back; or convert the model again, with these keys after `meshwright convert --from hf`"
+            advice = "set these back; or convert the model again, with these keys after `meshwright convert --from hf`"
         raise CheckpointError(
             "MW-CHECKPOINT-002",
-            f"{place} (step {manifest.step}) cannot go on as this run:\n"
+            f"{place} (step {manifest.step}) cannot be resumed by this run:\n"
             + "\n".join(f"  {problem}" for problem in problems)
-            + f"\n{move}",
+            + f"\n{advice}",
         )
     return differences
 
@@ -112,13 +112,11 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _default(path: str) -> Any:
-    """Return the default of a key that an older checkpoint's configuration lacks. The saved run behaved like this."""
-    field = KEYS.get((path.split(".")[0], path.split(".")[1])) if path.count(".") == 1 else None
-    return (
-        _ABSENT
-        if field is None or field.is_required()
-        else json.loads(json.dumps(field.get_default(call_default_factory=True)))
-    )
+    """Return the default of a key that an older checkpoint's configuration lacks: the saved run behaved like this."""
+    field = KEYS.get(split(path))
+    if field is None or field.is_required():
+        return _ABSENT
+    return json.loads(json.dumps(field.get_default(call_default_factory=True)))
 
 
 def _show(value: Any) -> str:

@@ -52,8 +52,8 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             "MW-CHECKPOINT-003",
-            f"{error.filename or path}: {error.strerror} (errno {error.errno}): free space or repair the place; "
-            f"checkpoints already published stand as they were",
+            f"{error.filename or path}: {error.strerror} (errno {error.errno}): free space or repair the directory; "
+            f"published checkpoints are unchanged",
         ) from error
 
 
@@ -97,8 +97,8 @@ def retried(read: Callable[[], Found], path: Path) -> Found:
                 raise UnreadableError(
                     "MW-CHECKPOINT-004",
                     f"{error.filename or path}: cannot be read: {error.strerror} (errno {error.errno}), tried "
-                    f"{len(READ_PAUSES_S) + 1} times. Nothing is known to be wrong with its bytes: see to the file "
-                    f"system and give the same command again; or move its directory away to go on from the one before",
+                    f"{len(READ_PAUSES_S) + 1} times. Its bytes may be sound: repair the file system and run the same "
+                    f"command again; or move its directory away to resume from the checkpoint before",
                 ) from error
             time.sleep(pause_s)
     raise AssertionError
@@ -111,16 +111,14 @@ def regular_size(path: Path) -> int | None:
         UnreadableError: The file system cannot be read.
     """
 
-    def look() -> os.stat_result | None:
+    def read() -> int | None:
         try:
-            return path.lstat()
+            status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
-    found = retried(look, path)
-    if found is None:
-        return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return retried(read, path)
 
 
 def delete(path: Path) -> None:

@@ -12,6 +12,7 @@ does not include quotas or later writes of other programs.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -65,7 +66,7 @@ def check_manifest(metadata: CheckpointMetadata, weights: Iterable[SavedTensor])
             dtype = Dtype.of(weight.dtype)
             if dtype is None:
                 raise CheckpointError(
-                    "MW-RUN-026", f"tensor {weight.name!r}: dtype {weight.dtype} has no place in a checkpoint"
+                    "MW-RUN-026", f"tensor {weight.name!r}: a checkpoint cannot hold dtype {weight.dtype}"
                 )
             key, offset = TensorKind.WEIGHTS.of(weight.name), (0,) * len(weight.shape)
             whole = PieceEntry(file=file, key=key, offset=offset, shape=weight.shape)
@@ -76,11 +77,11 @@ def check_manifest(metadata: CheckpointMetadata, weights: Iterable[SavedTensor])
         is_same = parse(render(manifest), MANIFEST) == manifest
     except (CheckpointError, ValueError, RecursionError) as error:  # pydantic's ValidationError is a ValueError
         raise ConfigError(
-            "MW-RUN-027", f"no checkpoint of this run could be written and read again:\n  {error}"
+            "MW-RUN-027", f"a checkpoint of this run could not be written and read back:\n  {error}"
         ) from error
     if not is_same:
         raise ConfigError(
-            "MW-RUN-028", "no checkpoint of this run could be read again: its manifest reads back as something else"
+            "MW-RUN-028", "a checkpoint of this run could not be read back: its manifest would not be the same"
         )
 
 
@@ -112,8 +113,8 @@ def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, wa
     Raises:
         ConfigError: The required bytes, the free bytes and the directory.
     """
-    kept = find(run_directory)[:keep_last]
-    if kept and kept[0].step >= steps:
+    newest = find(run_directory)[:keep_last]
+    if newest and newest[0].step >= steps:
         return
     disk = shutil.disk_usage(run_directory)
     if disk.total == 0:  # the file system reports no size
@@ -127,8 +128,8 @@ def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, wa
             f"{run_directory} has {free:,} bytes free, and one checkpoint of this run takes {one:,}: free "
             f"{one - free:,} bytes there, or choose a run.directory on another disk",
         )
-    there = sum(size_of_directory(candidate.path) for candidate in kept)
-    needed = (keep_last + 1) * one - there
+    present = sum(size_of_directory(candidate.path) for candidate in newest)
+    needed = (keep_last + 1) * one - present
     if free < needed:
         warn(
             f"{run_directory} has {free:,} bytes free, and checkpoint.keep_last = {keep_last} takes {needed:,} more, "
@@ -140,10 +141,7 @@ def check_space(run_directory: Path, one: int, *, keep_last: int, steps: int, wa
 def size_of_directory(path: Path) -> int:
     """Return the total bytes of the files directly in a directory. Counting stops if a file disappears meanwhile."""
     total = 0
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                total += entry.stat(follow_symlinks=False).st_size
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        for entry in entries:
+            total += entry.stat(follow_symlinks=False).st_size
     return total

@@ -16,21 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.check import intersection, parse
-from meshwright.checkpoint.files import (
-    checkpoints_directory,
-    regular_size,
-    retried,
-    sha256_of,
-    step_name,
-)
-from meshwright.checkpoint.manifest import (
-    MANIFEST,
-    SUMS,
-    Manifest,
-    PieceEntry,
-    TensorKind,
-    render_sums,
-)
+from meshwright.checkpoint.files import checkpoints_directory, regular_size, retried, sha256_of, step_name
+from meshwright.checkpoint.manifest import MANIFEST, SUMS, Manifest, PieceEntry, TensorKind, render_sums
 from meshwright.checkpoint.shard import local_box
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
@@ -69,7 +56,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     if path.is_symlink():
         raise CheckpointError(
             "MW-CHECKPOINT-010",
-            f"{path}: is a symbolic link, to {path.readlink()}: give the directory that it leads to",
+            f"{path}: is a symbolic link, to {path.readlink()}: give its target",
         )
     text = _read_small(path / MANIFEST)
     sums = _read_small(path / SUMS)
@@ -81,12 +68,12 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     manifest = parse(text, str(path / MANIFEST))
     if sums != render_sums(digest, manifest.files):
         raise CheckpointError(
-            "MW-CHECKPOINT-012", f"{path / SUMS}: does not hold the hashes that are in the manifest: it is damaged"
+            "MW-CHECKPOINT-012", f"{path / SUMS}: does not have the hashes of the manifest: it is damaged"
         )
     name = re.fullmatch(r"step-(\d+)", path.name, flags=re.ASCII)
     if name and int(name[1]) != manifest.step:
         raise CheckpointError(
-            "MW-CHECKPOINT-013", f"{path}: its manifest is of step {manifest.step}: give the directory back its name"
+            "MW-CHECKPOINT-013", f"{path}: its manifest is of step {manifest.step}: rename the directory back"
         )
     problems = []
     for file, expected in sorted(manifest.files.items()):
@@ -101,7 +88,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 
 
 def newest_valid(run_directory: Path, *, warn: Warn = print_warning) -> CheckpointReader | None:
-    """Return the newest checkpoint that verifies, hashes included. For each one passed over, warn with the bad file.
+    """Return the newest checkpoint that verifies, hashes included. For each skipped one, warn with the bad file.
 
     Returns None if the run has no checkpoint yet. Reads every byte of a checkpoint, so one rank calls it and broadcasts
     the step. The other ranks then use ``open_checkpoint`` and may compare ``digest``.
@@ -110,21 +97,21 @@ def newest_valid(run_directory: Path, *, warn: Warn = print_warning) -> Checkpoi
         CheckpointError: Checkpoints exist, but none verifies. Fresh weights would silently discard the run.
     """
 
-    def look(path: Path) -> CheckpointReader:
+    def read(path: Path) -> CheckpointReader:
         checkpoint = open_checkpoint(path)
         checkpoint.verify()
         return checkpoint
 
-    return first_sound(run_directory, [each.path for each in find(run_directory)], look, warn)
+    return first_sound(run_directory, [each.path for each in find(run_directory)], read, warn)
 
 
 Found = TypeVar("Found")
 
 
-def first_sound(run_directory: Path, paths: Sequence[Path], look: Callable[[Path], Found], warn: Warn) -> Found | None:
-    """Return ``look(path)`` of the first checkpoint without a CheckpointError, or None if there are no checkpoints.
+def first_sound(run_directory: Path, paths: Sequence[Path], read: Callable[[Path], Found], warn: Warn) -> Found | None:
+    """Return ``read(path)`` of the first checkpoint without a CheckpointError, or None if there are no checkpoints.
 
-    ``warn`` is called for each checkpoint passed over.
+    ``warn`` is called for each skipped checkpoint.
 
     Raises:
         UnreadableError: A checkpoint cannot be read, although it may be sound.
@@ -133,12 +120,12 @@ def first_sound(run_directory: Path, paths: Sequence[Path], look: Callable[[Path
     failures = []
     for path in paths:
         try:
-            return look(path)
+            return read(path)
         except UnreadableError:
             raise
         except CheckpointError as error:
             failures.append(error.message)
-            warn(f"checkpoint {path.name} is passed over: {error}")
+            warn(f"checkpoint {path.name} is skipped: {error}")
     if failures:
         raise CheckpointError(
             "MW-CHECKPOINT-015",
@@ -284,6 +271,6 @@ def _read_small(path: Path) -> bytes:
     if size > MAX_MANIFEST_BYTES:
         raise CheckpointError(
             "MW-CHECKPOINT-022",
-            f"{path}: {size} bytes, more than the {MAX_MANIFEST_BYTES} that are read of such a file",
+            f"{path}: {size} bytes, more than the limit of {MAX_MANIFEST_BYTES} for such a file",
         )
     return retried(lambda: read_bytes(path, MAX_MANIFEST_BYTES), path)

@@ -30,7 +30,7 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: War
         try:
             open_checkpoint(candidate.path)
         except CheckpointError as error:
-            warn(f"checkpoint {candidate.path.name} does not count among the {keep_last} to keep: {error}")
+            warn(f"checkpoint {candidate.path.name} is not one of the {keep_last} to keep: {error}")
             continue
         sound.append(candidate)
         if len(sound) == keep_last:
@@ -38,15 +38,15 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: War
     if len(sound) < keep_last:
         return []
     older = [candidate for candidate in candidates if candidate.step < sound[-1].step]
-    doomed = [candidate for candidate in older if not keep_every or candidate.step % keep_every]
-    if not doomed:
+    obsolete = [candidate for candidate in older if not keep_every or candidate.step % keep_every]
+    if not obsolete:
         return []
     try:
         open_checkpoint(sound[0].path).verify()
     except CheckpointError as error:
         warn(f"older checkpoints are kept, as the newest does not verify: {error}")
         return []
-    for candidate in doomed:
+    for candidate in obsolete:
         with as_checkpoint_error(candidate.path):
             remove_directory(candidate.path, candidate.path.with_name(f".tmp-{candidate.path.name}-deleted"))
-    return doomed
+    return obsolete

@@ -2,7 +2,7 @@
 
     rank 0          begin            remove the files of dead attempts, make .tmp-step-...
     each writer     write_shard      its files and its report, synced
-    rank 0          publish          when all reports exist: merge them, check the cover, sync manifest + SHA256SUMS,
+    rank 0          publish          when all reports exist: merge them, check the cover, sync manifest and SHA256SUMS,
                                      one rename
 
 During training `write_shard` and `publish` run on a thread of each rank (`async_writer`).
@@ -52,7 +52,7 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_wa
     """Create the temporary directory of this attempt, and remove those of dead attempts.
 
     One rank calls it before the others write. A published checkpoint of this step is never modified. A damaged one,
-    which a resume has passed over, is renamed to ``broken-*`` so that the run can continue.
+    which a resume has skipped, is renamed to ``broken-*`` so that the run can continue.
 
     Raises:
         CheckpointError: A sound checkpoint of this step exists.
@@ -75,14 +75,14 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_wa
         else:
             raise CheckpointError(
                 "MW-CHECKPOINT-023",
-                f"{final} exists and is sound: a checkpoint is never written into. Resume from it with the same "
+                f"{final} exists and is sound: a checkpoint is never overwritten. Resume from it with the same "
                 f"command, or choose another run.name",
             )
     for leftover in directory.glob(".tmp-*"):
         try:
             delete(leftover)
         except OSError as error:  # no reason not to save: another user's file, or one still open on NFS
-            warn(f"what a dead save left cannot be removed: {error.filename or leftover}: {error.strerror}")
+            warn(f"files of a dead save cannot be removed: {error.filename or leftover}: {error.strerror}")
     with as_checkpoint_error(temporary):
         temporary.mkdir()
     return temporary
@@ -97,20 +97,21 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
         CheckpointError: A tensor is not covered exactly once, a file has the wrong size, or ``final`` exists.
             Nothing is published.
     """
-    manifest = merge(head, read_reports(temporary))
+    reports = sorted(temporary.glob(f"*{REPORT_SUFFIX}"))
+    manifest = merge(head, [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in reports])
     problems = check(manifest)
     for name, file in manifest.files.items():
         size = regular_size(temporary / name)
         if size != file.size:
-            problems.append(f"file {name}: {file.size} bytes were written, {size} are there")
+            problems.append(f"file {name}: {file.size} bytes were written, {size} are on the disk")
     if problems:
         raise CheckpointError(
             "MW-CHECKPOINT-024",
             "\n".join(f"{final.name}: {problem}" for problem in problems[:20])
-            + f"\nnothing is published; what was written stays in {temporary} until the next save",
+            + f"\nnothing is published; the written files stay in {temporary} until the next save",
         )
     text = render(manifest)
-    for report in temporary.glob(f"*{REPORT_SUFFIX}"):
+    for report in reports:
         report.unlink()
     write_synced(temporary / MANIFEST, [text])
     write_synced(temporary / SUMS, [render_sums(hashlib.sha256(text).hexdigest(), manifest.files)])
@@ -123,12 +124,6 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
         temporary.rename(final)
         sync(final.parent)
     return manifest
-
-
-def read_reports(temporary: Path) -> list[ShardReport]:
-    """Read the reports of all shards, sorted by name."""
-    paths = sorted(temporary.glob(f"*{REPORT_SUFFIX}"))
-    return [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in paths]
 
 
 def merge(head: CheckpointMetadata, reports: Sequence[ShardReport]) -> Manifest:
@@ -147,7 +142,7 @@ def merge(head: CheckpointMetadata, reports: Sequence[ShardReport]) -> Manifest:
             if (first.shape, first.dtype) != (entry.shape, entry.dtype):
                 raise CheckpointError(
                     "MW-CHECKPOINT-026",
-                    f"tensor {name!r}: one rank says {first.dtype}{list(first.shape)}, "
+                    f"tensor {name!r}: one rank has {first.dtype}{list(first.shape)}, "
                     f"another {entry.dtype}{list(entry.shape)}: the ranks did not build the same model",
                 )
             pieces.setdefault(name, []).extend(entry.pieces)

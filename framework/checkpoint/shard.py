@@ -81,18 +81,18 @@ def write_shard(
         shard.add(piece, copied)
     shard.flush()
     report = ShardReport(tensors=shard.tensors, files=shard.files)
-    unnamed = temporary / f"{shard_name}.part"
-    write_synced(unnamed, [report.model_dump_json().encode()])
+    partial = temporary / f"{shard_name}.part"
+    write_synced(partial, [report.model_dump_json().encode()])
     with as_checkpoint_error(temporary):
         sync(temporary)
         # A visible report is complete and the last file of its shard: the directory may be renamed right after.
         # The publisher syncs it.
-        unnamed.rename(temporary / f"{shard_name}{REPORT_SUFFIX}")
+        partial.rename(temporary / f"{shard_name}{REPORT_SUFFIX}")
     return report
 
 
 class _ShardFiles:
-    """Files of one shard in progress. Pieces are held in host memory until they fill a file."""
+    """Files of one shard in progress. Pieces are buffered in host memory until they fill a file."""
 
     def __init__(self, temporary: Path, shard_name: str, max_file_bytes: int, on_bytes: Callable[[int], None]) -> None:
         self.tensors: dict[str, TensorEntry] = {}
@@ -103,20 +103,20 @@ class _ShardFiles:
         self._pending_bytes = 0
 
     def add(self, piece: TensorPiece, copied: bool) -> None:
-        """Hold a piece for the next file; write the current file first if the piece does not fit into it."""
+        """Buffer a piece for the next file; write the current file first if the piece does not fit into it."""
         name = piece.kind.of(piece.info.name)
         offset, shape = local_box(piece.info)
         assert tuple(piece.tensor.shape) == shape, (name, tuple(piece.tensor.shape), shape)
         if name in self.tensors:
             raise CheckpointError(
                 "MW-CHECKPOINT-027",
-                f"{self._temporary}: shard {self._shard_name} was given the tensor {name!r} twice: tied weights are "
+                f"{self._temporary}: shard {self._shard_name} got the tensor {name!r} twice: tied weights are "
                 f"saved once, under the first name of their tie",
             )
         dtype = Dtype.of(piece.tensor.dtype)
         if dtype is None:
             raise CheckpointError(
-                "MW-CHECKPOINT-028", f"tensor {name!r}: dtype {piece.tensor.dtype} has no place in a checkpoint"
+                "MW-CHECKPOINT-028", f"tensor {name!r}: a checkpoint cannot hold dtype {piece.tensor.dtype}"
             )
         num_bytes = piece.tensor.numel() * piece.tensor.element_size()
         if self._pending_bytes + num_bytes > self._max_file_bytes:
@@ -124,8 +124,8 @@ class _ShardFiles:
         parts: tuple[PieceEntry, ...] = ()
         if num_bytes:
             parts = (PieceEntry(file=self._file_name(), key=name, offset=offset, shape=shape),)
-            found = piece.tensor.detach()
-            self._pending[name] = found if copied else torch.empty(shape, dtype=found.dtype).copy_(found)
+            tensor = piece.tensor.detach()
+            self._pending[name] = tensor if copied else torch.empty(shape, dtype=tensor.dtype).copy_(tensor)
             self._pending_bytes += num_bytes
         self.tensors[name] = TensorEntry(shape=piece.info.global_shape, dtype=dtype, pieces=parts)
 

@@ -1,8 +1,7 @@
-"""Directories of runs: their files, and how the command line names them. No torch."""
+"""Directories of runs: names of their files, and the search for the run that a command line names. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, DataError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, read_text, real_path
+from meshwright.terminal.output import abridge
 
 RESOLVED = "resolved.json"
 """File that marks a run directory; written at the first start."""
@@ -26,7 +26,6 @@ MANIFEST = "manifest.json"
 """File that marks a checkpoint."""
 RUNS = Path("runs")
 """Default parent directory of runs."""
-MOST_NAMED = 8
 
 
 def run_directory(config: RunConfig) -> Path:
@@ -68,8 +67,8 @@ def read_peaks(run: Path) -> Peaks | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
-        raise DataError("MW-RUN-015", f"{place} is damaged ({said}): the next checkpoint writes it anew") from None
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
+        raise DataError("MW-RUN-015", f"{place} is damaged ({problem}): the next checkpoint rewrites it") from None
 
 
 def is_run(place: Path) -> bool:
@@ -95,7 +94,7 @@ def find_run(place: Path) -> Path:
     """Find the directory of a run: ``place`` itself, or the run whose checkpoint it is.
 
     Raises:
-        ConfigError: it is none; names the runs that are near.
+        ConfigError: there is no such run; names the runs nearby.
     """
     if is_run(place):
         return place
@@ -103,45 +102,41 @@ def find_run(place: Path) -> Path:
     for above in (around, around.parent):  # RUN/checkpoints, RUN/checkpoints/step-00000100
         if (place.name == "checkpoints" or is_checkpoint(place)) and is_run(above):
             return above
-    raise ConfigError("MW-RUN-008", _none(place))
+    raise ConfigError("MW-RUN-008", _not_a_run(place))
 
 
-def _none(place: Path) -> str:
+def _not_a_run(place: Path) -> str:
+    """Return the error message for a path that is not a run, with the next move."""
     if place.suffix == ".toml" and place.is_file():
-        return f"{place} is a configuration, and a run is wanted: {_run_of(place)}"
+        return f"{place} is a configuration, not a run: {_run_of(place)}"
     if not place.exists():
-        return f"there is no {place}: {_near(place)}"
+        return f"{place} does not exist: {_runs_near(place)}"
     if not place.is_dir():
-        return f"{place} is a file, and a run directory is wanted: {_near(place)}"
+        return f"{place} is a file, not a run directory: {_runs_near(place)}"
     inside = runs_in(place)
     if inside:
-        return f"{place} is no run, but holds {_named(inside)}: name one of them"
+        return f"{place} is not a run, but contains {abridge(inside)}: name one of them"
     if is_checkpoint(place):
-        return f"{place} is a checkpoint that lies in no run: name the directory of a run"
-    return f"{place} is no run directory, or of a run that was never started: {RESOLVED} is missing; {_near(place)}"
+        return f"{place} is a checkpoint outside of a run: name the directory of a run"
+    return f"{place} is not a run directory, or its run was never started: {RESOLVED} is missing; {_runs_near(place)}"
 
 
 def _run_of(config: Path) -> str:
-    """Describe where the run of a configuration is, or how to start it."""
+    """Return the run of a configuration, or the command that starts it."""
     try:
         section = parse_toml(read_text(config, MAX_TOML_BYTES)).get("run", {})
         directory = Path(section.get("directory", RUNS)) / section.get("name", "run")
     except (OSError, ValueError, AttributeError, TypeError):
-        return _near(config)
+        return _runs_near(config)
     if is_run(directory):
         return f"{directory} is its run"
-    return f"its run is {directory}, which is not there yet: `meshwright train {config}` first"
+    return f"its run is {directory}, which does not exist yet: `meshwright train {config}` first"
 
 
-def _near(place: Path) -> str:
-    """Return the runs beside a place, or in the default directory."""
+def _runs_near(place: Path) -> str:
+    """Return the runs beside a path, or in the default directory."""
     for directory in (place.parent, RUNS, Path()):
         found = [run for run in runs_in(directory) if run != place]
         if found:
-            return f"there {'are' if found[1:] else 'is'} {_named(found)}"
-    return f"name a run directory, such as {RUNS / 'demo'}; `meshwright train CONFIG` makes one"
-
-
-def _named(runs: Sequence[Path]) -> str:
-    names = ", ".join(map(str, runs[:MOST_NAMED]))
-    return names + (f" and {len(runs) - MOST_NAMED} more" if runs[MOST_NAMED:] else "")
+            return f"there {'are' if found[1:] else 'is'} {abridge(found)}"
+    return f"name a run directory, such as {RUNS / 'demo'}; `meshwright train CONFIG` creates one"

@@ -1,8 +1,8 @@
 """Files of a live run: one stat of the lock per step detects lost or replaced files, and they are restored.
 
-    found                                                action of the run
-    the lock alone is gone                               takes it again; stops if another job has it
-    the directory is gone: deleted, or moved away        makes it again from memory, saves at once, continues
+    loss                                                 action of the run
+    the lock alone is gone                               locks again; stops if another job has the lock
+    the directory is gone: deleted, or moved away        recreates it from memory, saves at once, continues
     another, empty directory in its place                the same
     another run's directory in its place                 stops, and never writes there; moved: saves at the new path
     another file system in its place (unmounted)         stops
@@ -36,20 +36,20 @@ DELETED = " (deleted)"
 
 
 def check_run_files(directory: Path) -> None:
-    """Refuse a run directory in which a run's file name is taken by something unusable: opening a FIFO would block.
+    """Refuse a run directory in which something unusable has the name of a run's file: opening a FIFO would block.
 
     Raises:
         ConfigError: names each such path and the reason.
     """
-    found = []
+    problems = []
     for name in (*REQUIRED_FILES, FILE, STATUS):
         is_log = name in (METRICS, METRICS_AGAIN)
         why = why_unusable(directory / name, None if is_log else MAX_FILE_BYTES)
         if why is not None and not (is_log and (directory / name).is_dir()):  # records wait until they can be written
             problem = f"{directory / name} {why}: move it away, or choose another run.name"
-            found.append(ConfigError("MW-RUN-009", problem))
-    if found:
-        raise ConfigError.join(found)
+            problems.append(ConfigError("MW-RUN-009", problem))
+    if problems:
+        raise ConfigError.join(problems)
 
 
 def make_directory(config: RunConfig) -> Path:
@@ -79,9 +79,9 @@ class Recovery(NamedTuple):
 
     message: str
     must_stop: bool = False
-    """True if the directory now belongs to another run, or cannot be made again."""
+    """True if the directory now belongs to another run, or cannot be recreated."""
     is_new: bool = False
-    """True if the directory was made again and has no checkpoint."""
+    """True if the directory was recreated and has no checkpoint."""
     moved_to: Path | None = None
     """New path of the directory of a run that must stop."""
 
@@ -94,7 +94,8 @@ class RunFiles:
         self.directory = directory
         self._lock = lock
         self._descriptor = -1 if lock is None else _open(directory)
-        self._kept: dict[str, bytes] = {}
+        self._contents: dict[str, bytes] = {}
+        """Contents of :data:`RESTORED_FILES`, by name."""
 
     def close(self) -> None:
         """Close the directory."""
@@ -106,7 +107,7 @@ class RunFiles:
         """Read the small files of the run's start into memory."""
         for name in RESTORED_FILES:
             with contextlib.suppress(OSError):
-                self._kept[name] = (self.directory / name).read_bytes()
+                self._contents[name] = (self.directory / name).read_bytes()
 
     def are_lost(self) -> bool:
         """Check whether the held lock is no longer the file at its path. One stat; called in every step."""
@@ -115,44 +116,42 @@ class RunFiles:
     def recover(self) -> Recovery:
         """Find the cause of the loss, and restore the lock or the directory. Never writes into another run."""
         assert self._lock is not None
-        directory, was = self.directory, os.fstat(self._descriptor)
+        directory, before = self.directory, os.fstat(self._descriptor)
         try:
             now = directory.stat()
         except OSError:
             now = None
         try:
-            if now is not None and os.path.samestat(was, now):
+            if now is not None and os.path.samestat(before, now):
                 self._lock.retake()
-                return Recovery(f"{directory / FILE}, the lock of this run, was removed or replaced: it is taken again")
-            gone = self._what_happened()
+                return Recovery(f"{directory / FILE}, the lock of this run, was removed or replaced: locked again")
+            moved_to = self._moved_to()
+            cause = "was deleted" if moved_to is None else f"was moved to {moved_to}"
             above = next(each for each in (directory, *directory.absolute().parents) if each.exists())
-            if above.stat().st_dev != was.st_dev:
+            if above.stat().st_dev != before.st_dev:
                 return _stop(f"{directory} is on another file system than before: was it unmounted?")
-            if now is not None and _is_anothers(directory):
-                return _stop(f"{directory} {gone}, and another run's directory is in its place", self._moved_to())
-            self._make_again()
+            if now is not None and _belongs_to_another_run(directory):
+                return _stop(f"{directory} {cause}, and another run's directory is in its place", moved_to)
+            self._recreate()
         except LockError as error:
-            return _stop(f"the lock of this run was removed while it trained, and {error.message}")
+            return _stop(f"the lock of this run was removed during training, and {error.message}")
         except OSError as error:
-            return _stop(f"{directory} is gone and cannot be made again: {error.filename}: {error.strerror}")
+            return _stop(f"{directory} is gone and cannot be recreated: {error.filename}: {error.strerror}")
         return Recovery(
-            f"{directory} {gone} while the run trains. It is made again from memory: configuration, starts, metrics "
-            f"and logs; this step is saved now. Older checkpoints and traces are not there any more",
+            f"{directory} {cause} during training. It is recreated from memory: configuration, starts, metrics and "
+            f"logs; this step is saved now. Older checkpoints and traces are lost",
             is_new=True,
         )
 
-    def _make_again(self) -> None:
+    def _recreate(self) -> None:
+        """Create the directory again, with the lock and the small files."""
         assert self._lock is not None
         make_directory_synced(self.directory)
         self._lock.retake()
         self.close()
         self._descriptor = _open(self.directory)
-        for name, data in self._kept.items():
+        for name, data in self._contents.items():
             write_atomic(self.directory / name, data)
-
-    def _what_happened(self) -> str:
-        moved_to = self._moved_to()
-        return "was deleted" if moved_to is None else f"was moved to {moved_to}"
 
     def _moved_to(self) -> Path | None:
         """Return the current path of the open directory, or None if it was deleted."""
@@ -171,9 +170,8 @@ def _open(directory: Path) -> int:
     return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
-def _is_anothers(directory: Path) -> bool:
-    """Return True if a directory has files that only another run writes. Files that this run may have made do not
-    count."""
+def _belongs_to_another_run(directory: Path) -> bool:
+    """Return True if a directory has files of a run, other than those that this run may have made there meanwhile."""
     return any((directory / name).exists() for name in (*REQUIRED_FILES, FILE)) or any(
         directory.glob("checkpoints/step-*")
     )
@@ -191,8 +189,8 @@ def sync_run_files(directory: Path, warn: Warn) -> None:
             continue
         except OSError as error:
             warn(
-                f"{path} cannot be flushed to the disk ({error.strerror}, errno {error.errno}): it may not survive a "
-                f"power cut"
+                f"{path} cannot be flushed to the disk ({error.strerror}, errno {error.errno}): it may be lost in a "
+                f"power failure"
             )
 
 
@@ -203,14 +201,14 @@ def reopen_outputs(directory: Path) -> None:
     """
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):
-            place = str(Path(f"/proc/self/fd/{descriptor}").readlink())
-            inside = Path(place.removesuffix(DELETED))
+            link = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+            path = Path(link.removesuffix(DELETED))
             is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            if not is_file or not place.endswith(DELETED) or not inside.is_relative_to(directory.resolve()):
+            if not is_file or not link.endswith(DELETED) or not path.is_relative_to(directory.resolve()):
                 continue
-            inside.parent.mkdir(parents=True, exist_ok=True)
-            target = os.open(inside, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            if os.fstat(target).st_size == 0:  # stdout and stderr are one file: the first has brought its bytes
+            path.parent.mkdir(parents=True, exist_ok=True)
+            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            if os.fstat(target).st_size == 0:  # else stdout and stderr are one file, copied already
                 with Path(f"/proc/self/fd/{descriptor}").open("rb") as old:
                     while block := old.read(1 << 20):
                         os.write(target, block)

@@ -1,8 +1,8 @@
-"""Lock that allows one job at a time in a run directory: rank 0 holds it on ``runs/NAME/lock`` while it runs.
+"""Lock of a run directory, one job at a time: rank 0 locks ``runs/NAME/lock`` while it runs.
 
-first job     rank 0     takes it, writes its host and process .. ends, or is killed: the kernel releases the lock
-second job    launcher   checks: held, and 2 s later still held: one message that names the first job, exit code 2
-later         rank 0     takes it, regardless of the file's content
+first job     rank 0     locks it, writes its host and process .. ends, or is killed: the kernel releases the lock
+second job    launcher   finds it locked for 2 s: one message that names the first job, exit code 2
+later         rank 0     locks it, regardless of the file's content
 
 This is a kernel lock (flock) on the open file, so a killed job leaves nothing to clean up. The file stays; its one line
 of JSON is for the message alone.
@@ -20,21 +20,21 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from meshwright.errors import LockError
 from meshwright.system.bounded import MIB, parse_json, read_bytes
 from meshwright.system.process import FileLock
 from meshwright.terminal.output import tell
 
-if TYPE_CHECKING:  # the launcher looks before torch is there
+if TYPE_CHECKING:  # the launcher checks the lock before it imports torch
     from meshwright.mesh.mesh import Mesh
 
 FILE = "lock"
 PATIENCE_S = 2.0
-"""Seconds for which a held lock is tried again: the job that holds it may be ending."""
+"""Seconds to retry a held lock: its holder may be ending."""
 OWN_JOB_PATIENCE_S = 240.0
-"""Seconds to retry if an earlier start of this Slurm job holds it: on a cut-off node it lives until Slurm kills it."""
+"""Seconds to retry if the holder is an earlier start of this Slurm job, alive on a node that Slurm cannot reach."""
 PAUSE_S = 0.1
 TRIES = 3
 """Attempts to take a lock that was removed meanwhile."""
@@ -43,9 +43,9 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class RunLock:
-    """Lock of a run directory: within the block this process works in ``directory``, and no other on any node.
+    """Lock of a run directory: within the block no other process on any node works in ``directory``.
 
-    Child processes do not hold it. On a file system without locks a warning is printed, and the run goes on.
+    Child processes do not inherit it. On a file system without locks a warning is printed, and the run continues.
 
     Raises:
         LockError: another job holds it, or the file cannot be opened.
@@ -62,7 +62,7 @@ class RunLock:
             for _ in range(TRIES):
                 if self.is_in_place():
                     break
-                self._close()  # removed between opening and locking: it keeps nobody out
+                self._close()  # removed between opening and locking: other jobs would not see it
                 locked = self._open_and_lock()
             else:
                 self._is_watched = False  # a file system that gives one file several numbers
@@ -85,7 +85,7 @@ class RunLock:
         self._close()
 
     def check_free(self) -> None:
-        """Refuse as ``with`` would, but keep no lock and make no file.
+        """Raise as ``with`` would, but take no lock and create no file.
 
         Raises:
             LockError: another job is in the directory.
@@ -102,7 +102,7 @@ class RunLock:
             return os.path.samestat(os.fstat(self._file.descriptor), self.path.stat())
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # a file system that does not answer: writes will tell
+        except OSError:  # a file system that does not respond: a write will fail
             return True
 
     def retake(self) -> None:
@@ -115,7 +115,7 @@ class RunLock:
         try:
             fresh.__enter__()
         except LockError:
-            if not _is_mine(self.path):  # the file system gave the same file another number
+            if not _is_this_process(self.path):  # the file system gave the same file another number
                 raise
             self._is_watched = False
             return
@@ -123,12 +123,12 @@ class RunLock:
         self._file, fresh._file = fresh._file, None
 
     def _wait_for(self, file: FileLock, *, is_shared: bool = False) -> bool:
-        """Take the lock; return False where there are no locks. Waits a little for a job that is ending.
+        """Take the lock, with retries for a job that is ending; return False on a file system without locks.
 
         Raises:
             LockError: another job still holds it.
         """
-        began_s = time.monotonic()
+        start_s = time.monotonic()
         while True:
             try:
                 if file.take(is_shared=is_shared):
@@ -140,7 +140,7 @@ class RunLock:
                     _warn(self.path, error)
                 return False
             time.sleep(PAUSE_S)  # also before the file is read: a new holder has written its line by then
-            if time.monotonic() > began_s + (OWN_JOB_PATIENCE_S if _is_own_job(self.path) else PATIENCE_S):
+            if time.monotonic() > start_s + (OWN_JOB_PATIENCE_S if _is_own_job(self.path) else PATIENCE_S):
                 raise LockError("MW-RUN-011", _refusal(self.path))
 
     def _close(self) -> None:
@@ -162,10 +162,10 @@ def lock_directory(directory: Path, mesh: Mesh) -> Iterator[RunLock | None]:
     """
     problem: str | None = None
     lock: RunLock | None = None
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if mesh.rank == 0:
             try:
-                lock = held.enter_context(RunLock(directory))
+                lock = stack.enter_context(RunLock(directory))
             except LockError as error:
                 problem = error.message
         problem = mesh.world.gather_objects(problem)[0]
@@ -185,28 +185,32 @@ def _holder() -> dict[str, str | int]:
     return holder | {"slurm_job": job} if job else holder
 
 
-def _is_mine(path: Path) -> bool:
-    """Return True if the file names this very process as its holder."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        found = json.loads(path.read_text())
-        return bool(found["host"] == socket.gethostname() and found["process"] == os.getpid())
-    return False
+def _read_holder(path: Path) -> dict[str, Any]:
+    """Return the line that :func:`_holder` wrote; empty if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        found = parse_json(read_bytes(path, MIB))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _is_this_process(path: Path) -> bool:
+    """Return True if the holder is this very process."""
+    holder = _read_holder(path)
+    return bool(holder.get("host") == socket.gethostname() and holder.get("process") == os.getpid())
 
 
 def _is_own_job(path: Path) -> bool:
     """Return True if the holder is this process's own Slurm job, from before it was requeued."""
-    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
-        return False
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return bool(parse_json(read_bytes(path, MIB))["slurm_job"] == os.environ.get("SLURM_JOB_ID"))
-    return False
+    job = os.environ.get("SLURM_JOB_ID")
+    is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    return bool(is_requeued and job is not None and _read_holder(path).get("slurm_job") == job)
 
 
 def _refusal(path: Path) -> str:
-    """Return the error message, with what the holder wrote about itself."""
+    """Return the error message, with the holder if it can be read."""
+    found = _read_holder(path)
     who = "another job"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        found = parse_json(read_bytes(path, MIB))
+    if {"process", "host", "since"} <= found.keys():
         job = f" of Slurm job {found['slurm_job']}" if "slurm_job" in found else ""
         who = f"process {found['process']}{job} on {found['host']}, since {found['since']},"
     return f"{who} works in {path.parent}: wait until it ends, end it, or choose another run.name"
@@ -215,13 +219,13 @@ def _refusal(path: Path) -> str:
 def _unusable(path: Path, error: OSError) -> LockError:
     return LockError(
         "MW-RUN-013",
-        f"the lock of this run, {path}, cannot be used: {error.strerror}. It keeps two jobs out of one run directory: "
-        f"make the file writable, or choose another run.directory or run.name",
+        f"the lock of this run, {path}, cannot be used: {error.strerror}. It keeps a second job out of the run "
+        f"directory: make the file writable, or choose another run.directory or run.name",
     )
 
 
 def _warn(path: Path, error: OSError) -> None:
     tell(
-        f"warning: {path} cannot be locked here ({error.strerror}): see to it yourself that no second job is started "
-        f"in {path.parent}"
+        f"warning: {path} cannot be locked here ({error.strerror}): make sure that no second job is started in "
+        f"{path.parent}"
     )

@@ -17,7 +17,7 @@ from meshwright.system.process import StopRequest
 
 
 class RunFilesCheck(Observer):
-    """Observer that restores the run's files on every rank in the step in which they are found lost."""
+    """Observer that restores the run's files on every rank after the step that detects their loss."""
 
     def __init__(self, saver: Saver) -> None:
         self._saver = saver
@@ -26,7 +26,7 @@ class RunFilesCheck(Observer):
         """Recover the run's directory.
 
         Raises:
-            RunFilesError: on every rank; the directory is another run's now, or cannot be made again.
+            RunFilesError: on every rank; the directory now belongs to another run, or cannot be recreated.
         """
         if FILES_LOST in event.stats.flags:
             self._saver.recover()
@@ -42,7 +42,7 @@ class Validation(Observer):
         self._last: float | None = None
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Validate, unless the run is asked to end. Collective over all ranks; blocks."""
+        """Validate if due, unless the run is stopping. Collective over all ranks; blocks."""
         every = parts.config.train.validate_every
         is_due = event.is_last or (every > 0 and parts.state.step % every == 0)
         if is_due and not event.is_stopping and parts.validation is not None:
@@ -58,7 +58,7 @@ class Validation(Observer):
 class PeakMemory(Observer):
     """Observer that writes ``memory.json``: peak memory of all ranks, after the first step and at each checkpoint.
 
-    It differs by stage, and metrics.jsonl has that of rank 0 alone.
+    Peaks differ by stage; metrics.jsonl has the one of rank 0 only.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -81,18 +81,18 @@ class PeakMemory(Observer):
 
 
 class Checkpoints(Observer):
-    """Observer that saves checkpoints when due, after a request to end the run, and after the last step."""
+    """Observer that saves checkpoints when due, after a stop request, and after the last step."""
 
     def __init__(self, parts: Parts, files: RunFiles, request: StopRequest, say: Callable[[str], None]) -> None:
         self.saver, self._request = Saver(parts, files.directory, say, files=files), request
         parts.flags[STOP] = request.is_requested
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Start a save that is due, and end the run if a rank was asked to stop. Collective over all ranks; blocks.
+        """Start a save that is due, and end the run if a rank got a stop request. Collective over all ranks; blocks.
 
         Raises:
-            CheckpointError: on every rank, when a checkpoint cannot be written and the run may not go on without.
-            Preempted: on every rank, after the step in which one was asked to stop, and when its checkpoint is saved.
+            CheckpointError: on every rank, when a checkpoint cannot be written and the run may not continue without it.
+            Preempted: on every rank, after the step in which one got a stop request, when its checkpoint is saved.
         """
         saver, flags = self.saver, event.stats.flags
         saver.check(NOT_WRITTEN in flags and FILES_LOST not in flags)
@@ -105,7 +105,7 @@ class Checkpoints(Observer):
             raise Preempted(
                 "MW-RUN-014",
                 f"stopped by {self._signals(parts)} after step {parts.state.step} of {parts.config.train.steps}; "
-                f"{self._kept(parts)}, and the same command goes on from there",
+                f"{self._finish_save(parts)}, and the same command resumes from there",
             )
         if event.is_last:
             with parts.mesh.activity.during("saving a checkpoint"):
@@ -122,18 +122,18 @@ class Checkpoints(Observer):
 
     def _signals(self, parts: Parts) -> str:
         """Return the signal's name, and the rank that received it if not all did. Collective over all ranks; blocks."""
-        mine = self._request.signal.name if self._request.signal is not None else None
-        found = parts.mesh.world.gather_objects(mine)
-        rank = next(rank for rank, name in enumerate(found) if name is not None)
-        return str(found[rank]) if None not in found else f"{found[rank]} to rank {rank}"
+        own = self._request.signal.name if self._request.signal is not None else None
+        names = parts.mesh.world.gather_objects(own)
+        rank = next(rank for rank, name in enumerate(names) if name is not None)
+        return str(names[rank]) if None not in names else f"{names[rank]} to rank {rank}"
 
-    def _kept(self, parts: Parts) -> str:
-        """Finish the save and return a phrase on the state to resume from. Collective over all ranks; blocks."""
+    def _finish_save(self, parts: Parts) -> str:
+        """Finish the save and describe the checkpoint to resume from. Collective over all ranks; blocks."""
         saver = self.saver
         with parts.mesh.activity.during("saving a checkpoint"):
             saver.finish(retention=False)
         if saver.saved_step == parts.state.step:
             return "it is saved"
         if parts.mesh.world.gather_objects(bool(parts.mesh.rank == 0 and find(saver.directory)))[0]:
-            return "it could not be saved, the last checkpoint stands"
+            return "it could not be saved, the last checkpoint remains"
         return "it could not be saved, and there is no other checkpoint"

@@ -1,4 +1,4 @@
-"""Start of a run: checks before any process exists, then the newest sound checkpoint, read on any layout."""
+"""Start of a run: checks before any rank exists, then resuming from the newest sound checkpoint, on any layout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts, TrainState
+from meshwright.run import starts
 from meshwright.run.files import RunFiles, make_directory
-from meshwright.run.starts import note_start
 from meshwright.run.tensors import checkpoint_metadata, restore, saved_tensors
 from meshwright.terminal.output import Warn, print_warning
 
@@ -55,15 +55,15 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
     path = newest_sound(directory, mesh)
     if path is None:
         return
-    found: tuple[str | None, list[str]] = (None, [])
+    result: tuple[str | None, list[str]] = (None, [])
     if mesh.rank == 0:
         try:
             manifest = checkpoints.open_checkpoint(path).manifest
             config = parts.config.model_dump(mode="json")
-            found = (None, checkpoints.check_compatible(manifest, config, parts.data_fingerprint, place=str(path)))
+            result = (None, checkpoints.check_compatible(manifest, config, parts.data_fingerprint, place=str(path)))
         except CheckpointError as error:
-            found = (error.message, [])
-    problem, changes = mesh.world.gather_objects(found)[0]
+            result = (error.message, [])
+    problem, changes = mesh.world.gather_objects(result)[0]
     if problem is not None:
         raise CheckpointError("MW-RUN-016", problem)
     with checkpoints.open_checkpoint(path) as checkpoint:
@@ -88,7 +88,7 @@ def record_start(
 ) -> None:
     """Record this start in the run's directory, on rank 0: configuration, log of starts, placement of the ranks.
 
-    Called after :func:`resume`, so that a run that may not go on keeps the configuration it was trained with.
+    Called after :func:`resume`, so that a run that cannot be resumed keeps the configuration it was trained with.
 
     Args:
         corpus_times: modification time of each file of the corpus in ns, by path.
@@ -98,7 +98,9 @@ def record_start(
         return
     write_snapshot(files.directory, config)
     if parts.state.step < config.train.steps:
-        parts.restarts = note_start(files.directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times, say)
+        parts.restarts = starts.record_start(
+            files.directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times, say
+        )
     files.remember()
 
 
@@ -109,13 +111,13 @@ def newest_sound(
     files.
 
     Args:
-        only: these alone, newest first. Rank 0 warns of each that is passed over, and names the damaged file.
+        only: candidates, newest first; None: all of the run. Rank 0 warns of each skipped one and its damaged file.
 
     Raises:
         CheckpointError: on every rank; there are some, and none verifies.
     """
 
-    def look(path: Path) -> Path:
+    def verify(path: Path) -> Path:
         problem, digest, unreadable = None, "", False
         try:
             checkpoint = checkpoints.open_checkpoint(path)
@@ -123,28 +125,28 @@ def newest_sound(
             digest = checkpoint.digest
         except CheckpointError as error:
             problem, unreadable = error.message, isinstance(error, UnreadableError)
-        answers: list[tuple[str | None, str, bool]] = mesh.world.gather_objects((problem, digest, unreadable))
-        problems = list(dict.fromkeys(text for text, _, _ in answers if text is not None))
-        if any(refused for _, _, refused in answers):
+        results: list[tuple[str | None, str, bool]] = mesh.world.gather_objects((problem, digest, unreadable))
+        problems = list(dict.fromkeys(text for text, _, _ in results if text is not None))
+        if any(unreadable for _, _, unreadable in results):
             raise UnreadableError("MW-RUN-017", "\n".join(problems))
-        if not problems and len({found for _, found, _ in answers}) > 1:
-            problems = [f"{path}: not all ranks find the same checkpoint there: is it on a file system that all share?"]
+        if not problems and len({digest for _, digest, _ in results}) > 1:
+            problems = [f"{path}: not all ranks read the same checkpoint: is it on a file system that all share?"]
         if problems:
             raise CheckpointError("MW-RUN-018", "\n".join(problems))
         return path
 
-    mine = [each.path for each in checkpoints.find(directory)] if only is None else list(only)
-    paths: list[Path] = mesh.world.gather_objects(mine)[0]
-    return checkpoints.first_sound(directory, paths, look, warn if mesh.rank == 0 else lambda message: None)
+    own = [each.path for each in checkpoints.find(directory)] if only is None else list(only)
+    paths: list[Path] = mesh.world.gather_objects(own)[0]
+    return checkpoints.first_sound(directory, paths, verify, warn if mesh.rank == 0 else lambda message: None)
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:
     """Return a whole number >= 0 from the manifest's ``state``. Raises CheckpointError for anything else."""
-    found = manifest.state.get(name, default)
-    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+    value = manifest.state.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CheckpointError(
             "MW-RUN-019",
-            f"the manifest of the checkpoint of step {manifest.step} says state.{name} = {found!r}, which must be a "
+            f"the manifest of the checkpoint of step {manifest.step} has state.{name} = {value!r}, which must be a "
             f"whole number from 0 up: it was not written by this project; take another checkpoint",
         )
-    return found
+    return value

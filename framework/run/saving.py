@@ -1,10 +1,10 @@
 """Asynchronous checkpoints of a run in training: the collective part, around the writer thread of each rank.
 
-    every rank   start    end the save before, agree on the attempt, copy to host memory; the step waits only for this
-    every rank   check    after each step: has the all-reduce of the step reported a failed share?
+    every rank   start    finish the save before, agree on the attempt, copy to host memory; only this blocks the step
+    every rank   check    after each step: react to a failed share, reported by the all-reduce of the step
     every rank   finish   block until the checkpoint is published or failed: before the next one, and at the end
 
-When a share fails, nothing of that attempt is published, and its files are removed. Earlier checkpoints stand.
+When a share fails, nothing of that attempt is published, and its files are removed. Earlier checkpoints remain.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
 """Attempts to recreate a directory that is lost at the end of a run."""
-LONGEST_PAUSE_S = 0.5
-"""Longest pause between two polls while all ranks wait for their writer threads."""
+MAX_PAUSE_S = 0.5
+"""Maximal pause between two polls while all ranks wait for their writer threads."""
 
 
 class _BeginResult(NamedTuple):
@@ -36,7 +36,7 @@ class _BeginResult(NamedTuple):
 
     attempt: str
     problem: str | None = None
-    may_pass: bool = False
+    is_transient: bool = False
     """True if the problem is one of the disk, not of the run."""
 
 
@@ -81,18 +81,18 @@ class Saver:
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
         head = checkpoint_metadata(parts.config, parts.state, self.parts.data_fingerprint)
-        mine = self._begin(head.step) if mesh.rank == 0 else None
-        begun: _BeginResult = mesh.world.gather_objects(mine, _BeginResult)[0]
-        if begun.problem is not None:
-            if not begun.may_pass:
-                raise CheckpointError("MW-RUN-020", begun.problem)
-            self._report_failure(head.step, [begun.problem])
+        own = self._begin(head.step) if mesh.rank == 0 else None
+        result: _BeginResult = mesh.world.gather_objects(own, _BeginResult)[0]
+        if result.problem is not None:
+            if not result.is_transient:
+                raise CheckpointError("MW-RUN-020", result.problem)
+            self._report_failure(head.step, [result.problem])
             return
         grid = mesh.grid
         self._attempt = SaveAttempt(
             self.directory,
             head,
-            begun.attempt,
+            result.attempt,
             frozenset(shard_name(pp, tp) for pp in range(grid.pp) for tp in range(grid.tp)),
         )
         checkpoint = parts.config.checkpoint
@@ -140,7 +140,7 @@ class Saver:
             writer.end()
 
     def take_save_s(self) -> float | None:
-        """Return, on rank 0, the seconds that the checkpoint published since the last call took; None: none was."""
+        """Return, on rank 0, the duration in seconds of the save published since the last call, or None."""
         taken, self._save_s = self._save_s, None
         return taken
 
@@ -158,31 +158,31 @@ class Saver:
         if self.saved_step != step:
             raise CheckpointError(
                 "MW-RUN-021",
-                f"the checkpoint of the last step, {step}, could not be written, as was warned of above; the same "
-                f"command goes on from the one before",
+                f"the checkpoint of the last step, {step}, could not be written, see the warning above; the same "
+                f"command resumes from the one before",
             )
 
     def recover(self) -> None:
         """Restore the run's lost files. Collective over all ranks; blocks. The caller must then save a checkpoint.
 
         Raises:
-            RunFilesError: on every rank; the directory now belongs to another run, or cannot be made again.
+            RunFilesError: on every rank; the directory now belongs to another run, or cannot be recreated.
         """
         assert self._files is not None
         mesh, writer = self.parts.mesh, self.writer
         writer.abandon()
         writer.end()
         self._attempt = None
-        mine = self._files.recover() if mesh.rank == 0 else None
-        found: Recovery = mesh.world.gather_objects(mine, Recovery)[0]
-        if found.must_stop:
-            self._stop(found)
-        self._warn(found.message)
-        if found.is_new:
+        own = self._files.recover() if mesh.rank == 0 else None
+        recovery: Recovery = mesh.world.gather_objects(own, Recovery)[0]
+        if recovery.must_stop:
+            self._stop(recovery)
+        self._warn(recovery.message)
+        if recovery.is_new:
             self.saved_step = None
             reopen_outputs(self.directory)
 
-    def _stop(self, found: Recovery) -> None:
+    def _stop(self, recovery: Recovery) -> None:
         """Save to the directory's new path, if it was moved, and end the run. Collective over all ranks; blocks.
 
         Raises:
@@ -191,14 +191,14 @@ class Saver:
         step, saved = self.parts.state.step, "the steps since its last checkpoint are lost"
         if self.saved_step == step:
             saved = f"step {step} was saved before"
-        elif found.moved_to is not None:
-            self.directory, self._files = found.moved_to, None
-            with contextlib.suppress(CheckpointError):  # warned of already
+        elif recovery.moved_to is not None:
+            self.directory, self._files = recovery.moved_to, None
+            with contextlib.suppress(CheckpointError):  # a warning has been printed
                 self.start()
                 self.finish()
             if self.saved_step == step:
-                saved = f"step {step} is saved in {found.moved_to}, from where the run can go on"
-        raise RunFilesError("MW-RUN-022", f"{found.message}. The run stops after step {step}: {saved}")
+                saved = f"step {step} is saved in {recovery.moved_to}, from where the run can be resumed"
+        raise RunFilesError("MW-RUN-022", f"{recovery.message}. The run stops after step {step}: {saved}")
 
     def _are_files_lost(self) -> bool:
         """Return True if the run's files are lost. Collective; equal on every rank."""
@@ -206,82 +206,82 @@ class Saver:
 
     def _begin(self, step: int) -> _BeginResult:
         attempt = secrets.token_hex(4)
-        if self.parts.flags[FILES_LOST]() and self._files is not None:  # what would be made there is not this run's
-            return _BeginResult(attempt, f"{self.directory} is gone, or another's", may_pass=True)
+        if self.parts.flags[FILES_LOST]() and self._files is not None:  # the path may belong to another run now
+            return _BeginResult(attempt, f"{self.directory} is gone, or another run's", is_transient=True)
         try:
             begin(self.directory, step, attempt, warn=self._warn)
         except CheckpointError as error:
-            return _BeginResult(attempt, error.message, may_pass=isinstance(error.__cause__, OSError))
+            return _BeginResult(attempt, error.message, is_transient=isinstance(error.__cause__, OSError))
         except OSError as error:
-            return _BeginResult(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", may_pass=True)
+            return _BeginResult(attempt, f"{error.filename}: {error.strerror} (errno {error.errno})", is_transient=True)
         return _BeginResult(attempt)
 
     def _wait(self, done: Callable[[], bool], *, to_the_end: bool = False) -> bool:
-        """Wait until ``done`` is true on every rank; return True if a share has failed. Collective over all ranks.
+        """Block until ``done`` is true on every rank; return True if a share has failed. Collective over all ranks.
 
-        All ranks keep communicating meanwhile, so that a slow disk is no hang. A failed share ends the wait, unless
-        ``to_the_end``.
+        All ranks keep communicating meanwhile, so that a slow disk does not count as a hang. A failed share ends the
+        wait, unless ``to_the_end``.
 
         Raises:
-            CheckpointError: on every rank, when no rank's bytes have reached the disk for ``launch.timeout_s``.
+            CheckpointError: on every rank, when no rank has written a byte for ``launch.timeout_s``.
         """
         parts, mesh = self.parts, self.parts.mesh
         limit_s, pause_s = parts.config.launch.timeout_s, 0.001
         before, since_s = -1.0, time.monotonic()
         while True:
             stuck = time.monotonic() - since_s > limit_s
-            mine = [not done(), self.writer.failed(), stuck, self.writer.written_bytes]
-            shared = torch.tensor(mine, dtype=torch.float64, device=mesh.device)
-            mesh.world.all_reduce(shared).wait()
-            waiting, failed, stuck_ranks, written = shared.tolist()
+            own = [not done(), self.writer.failed(), stuck, self.writer.written_bytes]
+            total = torch.tensor(own, dtype=torch.float64, device=mesh.device)
+            mesh.world.all_reduce(total).wait()
+            waiting, failed, stuck_ranks, written = total.tolist()
             if not waiting or (failed and not to_the_end):
                 return bool(failed)
             if stuck_ranks and not to_the_end:
                 raise CheckpointError(
                     "MW-RUN-023",
-                    f"a checkpoint is being written to {self.directory}, and no byte of it has got there for "
-                    f"{limit_s:g} s (launch.timeout_s): see to its file system. The checkpoints before stand",
+                    f"a checkpoint is being written to {self.directory}, and no byte of it has been written for "
+                    f"{limit_s:g} s (launch.timeout_s): check its file system. Earlier checkpoints are unchanged",
                 )
             if written != before:
                 before, since_s = written, time.monotonic()
             mesh.activity.begin("writing a checkpoint")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _problems(self) -> list[str]:
         """Return the problems by rank. Collective over all ranks."""
         mesh = self.parts.mesh
-        found = mesh.world.gather_objects(self.writer.problem)
-        return [f"rank {rank}: {problem}" for rank, problem in enumerate(found) if problem is not None]
+        problems = mesh.world.gather_objects(self.writer.problem)
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
 
     def _give_up(self, attempt: SaveAttempt, problems: list[str]) -> None:
         self._attempt = None
         self.writer.abandon()
-        if self.parts.config.checkpoint.on_failure == "fail" or not self._has_saved():
-            self.writer.end()  # what was written is removed before this process ends
+        if self.parts.config.checkpoint.on_failure == "fail" or not self._has_checkpoint():
+            self.writer.end()  # removes the written files before this process ends
         self._report_failure(attempt.head.step, problems)
 
     def _report_failure(self, step: int, problems: list[str]) -> None:
         text = f"the checkpoint of step {step} could not be saved:\n" + "\n".join(f"  {each}" for each in problems)
         if self._are_files_lost():
-            self._warn(f"{text}\n  the run's directory is not there any more: see the next step")
+            self._warn(f"{text}\n  the run's directory is lost: see the next step")
             return
-        if not self._has_saved():
+        if not self._has_checkpoint():
             raise CheckpointError(
                 "MW-RUN-024",
-                f"{text}\nthe run ends, whatever checkpoint.on_failure says: it has no checkpoint yet, and every step "
-                f"more would be lost with it. Mend this, and start it again",
+                f"{text}\nthe run ends, whatever checkpoint.on_failure is: it has no checkpoint yet, and all further "
+                f"steps would be lost with it. Fix this, and start it again",
             )
         if self.parts.config.checkpoint.on_failure == "fail":
             raise CheckpointError("MW-RUN-025", f'{text}\nthe run ends, as checkpoint.on_failure = "fail"')
-        self._warn(f"{text}\n  the run goes on; the checkpoints before stand as they were")
+        self._warn(f"{text}\n  the run continues; earlier checkpoints are unchanged")
 
-    def _has_saved(self) -> bool:
+    def _has_checkpoint(self) -> bool:
         """Return True if the run has a checkpoint of a step > 0 (0: an imported model). Collective over all ranks."""
         if self.saved_step is not None:
             return True
-        stands = self.parts.mesh.rank == 0 and any(candidate.step for candidate in find(self.directory))
-        return bool(self.parts.mesh.world.gather_objects(stands)[0])
+        own = self.parts.mesh.rank == 0 and any(candidate.step for candidate in find(self.directory))
+        return bool(self.parts.mesh.world.gather_objects(own)[0])
 
     def _report_published(self) -> None:
         published = self.writer.take_published()
@@ -290,7 +290,7 @@ class Saver:
             self._say(f"saved {path}")
 
     def _prune(self, keep_last: int, keep_every: int) -> None:
-        """Delete older checkpoints, on the writer's thread, after one is published. An error harms no checkpoint."""
+        """Delete older checkpoints, on the writer's thread, after one is published. An error is only a warning."""
         try:
             prune(self.directory, keep_last, keep_every, warn=self._warn)
         except (CheckpointError, OSError) as error:

@@ -18,24 +18,21 @@ from meshwright.system.bounded import parse_json, read_bytes
 from meshwright.terminal.output import tell
 
 
-def written_since(directory: Path, corpus: Mapping[str, int]) -> list[str]:
+def _changed_since(directory: Path, corpus: Mapping[str, int]) -> list[str]:
     """Return the files of a corpus whose modification time differs from that at the last start of the run.
 
     ``corpus``: path -> current modification time in ns. Files that the last start does not list are left out.
     """
-    before: Any = None
     try:
-        for line in reversed(read_bytes(directory / STARTS).splitlines()):
-            before = parse_json(line).get("corpus")
-            break
-    except (OSError, ValueError, AttributeError):
+        before = parse_json(read_bytes(directory / STARTS).splitlines()[-1]).get("corpus")
+    except (OSError, ValueError, AttributeError, IndexError):
         return []
     if not isinstance(before, dict):
         return []
-    return [path for path, at in corpus.items() if before.get(path, at) != at]
+    return [path for path, time_ns in corpus.items() if before.get(path, time_ns) != time_ns]
 
 
-def note_start(
+def record_start(
     directory: Path,
     step: int,
     grid: Grid,
@@ -43,15 +40,18 @@ def note_start(
     corpus: Mapping[str, int] | None = None,
     say: Callable[[str], None] = tell,
 ) -> int:
-    """Record a start of the run at this step; return the number of starts before. Called by rank 0.
+    """Record a start of the run at this step; return the number of earlier starts. Called by rank 0.
 
-    A record that cannot be written does not stop the run. ``corpus``: as for :func:`written_since`, whose findings go
-    to the last argument.
+    A record that cannot be written does not stop the run.
+
+    Args:
+        corpus: Path -> modification time in ns; files that differ from the last start are reported.
+        say: Receives that report.
     """
-    if touched := written_since(directory, corpus or {}):
+    if changed := _changed_since(directory, corpus or {}):
         say(
-            f"{', '.join(touched)}: written since the last start of this run; size and sampled hash are those of "
-            f"before (`meshwright data verify DIR` reads every byte)"
+            f"{', '.join(changed)}: written since the last start of this run, with unchanged size and sampled hash "
+            f"(`meshwright data verify DIR` reads every byte)"
         )
     place = directory / STARTS
     line: dict[str, Any] = {

@@ -74,11 +74,10 @@ def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> It
 def pieces(
     replicas: Mapping[int, Replica], optimizer: FlatOptimizer, mesh: Mesh, running: Mapping[str, Tensor]
 ) -> Iterator[TensorPiece]:
-    """Yield what this rank contributes to a checkpoint. Every rank must exhaust it: it gathers shards over dp on the
-    way.
+    """Yield this rank's pieces of a checkpoint. Collective over dp: every rank must exhaust it, to all-gather shards.
 
-    A rank that stands for others (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights)
-    yields; the others yield nothing. ``running``: buffers that forward changes, by name.
+    One rank yields each piece (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights), and
+    its replicas nothing. ``running``: buffers that forward changes, by name.
     """
     if mesh.at.dp_rank == 0 and mesh.at.tp_rank == 0:
         for name, buffer in running.items():
@@ -152,7 +151,7 @@ def _read(checkpoint: CheckpointReader, kind: TensorKind, member: StageParameter
         raise CheckpointError(
             "MW-RUN-029",
             f"{checkpoint.path} has no {kind} of the parameter {member.info.name}: it was saved by another "
-            f"model, or without its optimizer. Choose another run.name to start anew",
+            f"model, or without its optimizer. Choose another run.name to start a new run",
         )
     return found
 

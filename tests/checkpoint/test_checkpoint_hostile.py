@@ -60,12 +60,12 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "unlisted": (lambda m: weight(m)["pieces"][0].update(file="other.safetensors"), "no size and hash"),
     "gap": (lambda m: weight(m)["pieces"].pop(), "the pieces hold 30 of the 60"),
     "twice": (lambda m: weight(m)["pieces"].append(weight(m)["pieces"][0]), "used twice"),
-    "beyond": (lambda m: weight(m)["pieces"][0].update(offset=[8, 0]), "reaches beyond"),
+    "beyond": (lambda m: weight(m)["pieces"][0].update(offset=[8, 0]), "exceeds"),
     "negative": (lambda m: weight(m)["pieces"][0].update(offset=[-5, 0]), "greater than or equal to 0"),
     "nan": (lambda m: weight(m).update(shape=[float("nan"), 6]), "NaN"),
     "float": (lambda m: weight(m).update(shape=[10.5, 6]), "valid integer"),
     "text": (lambda m: m.update(step="1"), "valid integer"),
-    "dims": (lambda m: weight(m)["pieces"][0].update(offset=[0]), "have not the 2 dims"),
+    "dims": (lambda m: weight(m)["pieces"][0].update(offset=[0]), "do not have the 2 dims"),
     "dtype": (lambda m: weight(m).update(dtype="object"), "'F64'"),
     "kind": (lambda m: m["tensors"].update({"pickle/x": weight(m) | {"pieces": []}}), "pickle/x"),
     "unknown key": (lambda m: m.update(run="rm -rf"), "[Ee]xtra"),
@@ -164,10 +164,10 @@ def test_duplicate_names_are_refused(tmp_path: Path, fake: Any) -> None:
     path = fake.save(tmp_path, 1)
     text = (path / "manifest.json").read_bytes()
     forge(path, text=text.replace(b'"step": 1', b'"step": 1, "step": 1'))
-    with pytest.raises(CheckpointError, match=r"manifest\.json.*'step' stands there twice"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json.*'step' occurs twice"):
         open_checkpoint(path)
     forge(path, text=text.replace(b'"weights/block0.scale": {', b'"weights/embedding.weight": {'))
-    with pytest.raises(CheckpointError, match=r"manifest\.json.*'weights/embedding\.weight' stands there twice"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json.*'weights/embedding\.weight' occurs twice"):
         open_checkpoint(path)
 
 

@@ -214,14 +214,16 @@ def test_shards_of_two_models_are_not_published(tmp_path: Path, fake: Any) -> No
     for index, size in enumerate((4, 6)):
         info = ParameterInfo("w", (size,), Slice(0, 2 * index, 2 * index + 2, 2))
         write_shard(temporary, f"shard{index}", [TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(2))])
-    with pytest.raises(CheckpointError, match=r"'weights/w': one rank says F32\[4\], another F32\[6\]"):
+    with pytest.raises(CheckpointError, match=r"'weights/w': one rank has F32\[4\], another F32\[6\]"):
         publish(temporary, final_directory(tmp_path, 1), fake.head(1))
 
 
 def test_a_shard_that_lost_bytes_is_not_published(tmp_path: Path, fake: Any) -> None:
     temporary, final = shards(tmp_path, fake, [(1, 0)])
     os.truncate(temporary / "shard0-00000.safetensors", 100)
-    with pytest.raises(CheckpointError, match=r"shard0-00000\.safetensors: \d+ bytes were written, 100 are there"):
+    with pytest.raises(
+        CheckpointError, match=r"shard0-00000\.safetensors: \d+ bytes were written, 100 are on the disk"
+    ):
         publish(temporary, final, fake.head(1))
 
 

@@ -22,7 +22,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.launch.work import work
 from meshwright.mesh.grid import Grid
 from meshwright.run.directory import run_directory
-from meshwright.run.starts import note_start
+from meshwright.run.starts import record_start
 from tests.checkpoint.test_checkpoint_hostile import forge
 from tests.end_to_end.driving import changed, layout, run_config, train
 
@@ -161,11 +161,11 @@ def test_a_file_that_was_written_since_the_last_start_is_named(copied: Path, tmp
     noted = json.loads((directory / "starts.jsonl").read_text().splitlines()[-1])["corpus"]
     assert noted == {str(path): path.stat().st_mtime_ns for path in (file, copied / "train.idx")}
     said: list[str] = []
-    note_start(directory, 2, Grid(1, 1, 1), ["here"], noted, said.append)
+    record_start(directory, 2, Grid(1, 1, 1), ["here"], noted, said.append)
     assert not said
-    note_start(directory, 2, Grid(1, 1, 1), ["here"], {**noted, str(file): 1}, said.append)
+    record_start(directory, 2, Grid(1, 1, 1), ["here"], {**noted, str(file): 1}, said.append)
     assert len(said) == 1 and said[0].startswith(f"{file}: written since the last start of this run")
     (directory / "starts.jsonl").write_bytes(b"[" * 100_000)
-    note_start(directory, 2, Grid(1, 1, 1), ["here"], noted, said.append)
+    record_start(directory, 2, Grid(1, 1, 1), ["here"], noted, said.append)
     assert len(said) == 1
     train(pool, changed(config, train={"steps": 3}))

@@ -124,7 +124,7 @@ def test_a_directory_that_is_gone_is_made_again(
     assert [left.exit_code for left in answers] == [0] * size(config)
     warned = answers[0].warned
     what = "was moved to" if disturb is moved else "was deleted"
-    assert f"warning: {run_directory(config)} {what}" in warned and "It is made again from memory" in warned
+    assert f"warning: {run_directory(config)} {what}" in warned and "It is recreated from memory" in warned
     names = {path.name for path in run_directory(config).iterdir()}
     assert {"resolved.json", "config.toml", "starts.jsonl", "placement.txt", "metrics.jsonl", FILE} <= names
     text_of_config = (run_directory(config) / "resolved.json").read_text()
@@ -197,12 +197,12 @@ def test_a_lock_that_is_removed_is_taken_again(taken: bool, corpus: Path, tmp_pa
             assert [left.exit_code for left in answers] == [20, 20] and answers[0].message == answers[1].message
             assert (
                 f"process {os.getpid()} on " in answers[0].message
-                and "was removed while it trained" in answers[0].message
+                and "was removed during training" in answers[0].message
             )
             assert AT <= len(lines(config)) < STEPS
         else:
             assert [left.exit_code for left in answers] == [0, 0]
-            assert "the lock of this run, was removed or replaced: it is taken again" in answers[0].warned
+            assert "the lock of this run, was removed or replaced: locked again" in answers[0].warned
             assert json.loads((run_directory(config) / FILE).read_text())["process"] in pool.pids()
     finally:
         second.__exit__(None, None, None)
@@ -235,7 +235,7 @@ def test_from_the_shell_with_the_logs_of_the_ranks(corpus: Path, tmp_path: Path,
             time.sleep(0.002)
         deleted(run_directory(config))
         _, said = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0 and "It is made again from memory" in said
+    assert process.returncode == 0 and "It is recreated from memory" in said
     assert [line["step"] for line in lines(config)] == list(range(1, STEPS + 1))
     log = run_directory(config) / "logs" / "rank-1.log"
     assert log.read_text().startswith("=== started ")

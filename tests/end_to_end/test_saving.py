@@ -130,7 +130,7 @@ def test_a_full_disk_is_survived(corpus: Path, small_disk: Path, pool: RankPool)
     found, said = answers[0]
     assert found == [0, 1, 1]
     assert said is not None and said.startswith("the checkpoint of step 3 could not be saved:\n  rank ")
-    assert f"(errno {errno.ENOSPC})" in said and ".safetensors" in said and "the run goes on" in said
+    assert f"(errno {errno.ENOSPC})" in said and ".safetensors" in said and "the run continues" in said
     assert answers[1] == ([0, 0, 0], "")
     (only,) = find(small_disk.parent)
     assert only.step > 4 and sorted(path.name for path in small_disk.iterdir()) == ["ballast", only.path.name]

@@ -170,7 +170,7 @@ def stopped(
     (line,) = said.splitlines()
     assert re.fullmatch(
         f"meshwright: stopped by ({names}){to_one} after step {step} of 100000; it is saved, and the same command "
-        r"goes on from there \[MW-RUN-014\]",
+        r"resumes from there \[MW-RUN-014\]",
         line,
     )
     assert process.returncode == EXIT_CODE

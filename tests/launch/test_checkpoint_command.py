@@ -81,7 +81,7 @@ def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (("show", "RUN", "--tensor", "lost"), "has no tensor 'lost'; it has those of block0.mlp.down.weight"),
         (("list", "RUN/nowhere"), "is no directory: give a run directory"),
         (("verify", "RUN/checkpoints"), "has no checkpoint yet: give a run directory"),
-        (("verify", "RUN/checkpoints/step-00000100", "--step", "9"), "is a checkpoint of step 100, and --step asks"),
+        (("verify", "RUN/checkpoints/step-00000100", "--step", "9"), "is the checkpoint of step 100, not of --step"),
     ],
 )
 def test_bad_input(words: tuple[str, ...], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

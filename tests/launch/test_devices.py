@@ -47,7 +47,7 @@ def test_numbers_are_places_in_what_the_environment_leaves(monkeypatch: pytest.M
 @pytest.mark.parametrize(("visible", "number", "left"), [("7,3", "2", 2), ("", "2", 0)])
 def test_the_environment_is_never_gone_past(monkeypatch, visible: str, number: str, left: int) -> None:
     monkeypatch.setenv(VISIBLE, visible)
-    with pytest.raises(ConfigError, match=f"device {number}, and {VISIBLE}={visible} leaves {left}"):
+    with pytest.raises(ConfigError, match=f"device {number}, and {VISIBLE}={visible} has {left}"):
         choose_devices(config_of("2"))
 
 

@@ -167,7 +167,7 @@ IMPOSSIBLE = {
     "only larger devices": (
         "--cluster v100-16gb --devices-per-node 1 --global-batch 1 --model.options.hidden_size=1024 "
         "--model.options.vocab_size=2000000",
-        "15.4 GiB of a device or more, and 13.3 GiB may be used",
+        "needs at least 15.4 GiB of a device, and 13.3 GiB may be used",
         ["--cluster v100 --devices-per-node 1"],
     ),
     "devices that there are not": (
@@ -226,7 +226,7 @@ def test_a_configuration_without_samples_is_told_how_many(folder: Path) -> None:
     file.write_text((folder / "small.toml").read_text().replace("global_batch = 2", ""))
     words = ("plan", str(file), "--cluster", str(folder / "cores.toml"), "--nodes", "1", "--best", "1")
     found = told(*words)
-    assert found.code == 2 and "batch.global_batch is not given" in found.err
+    assert found.code == 2 and "batch.global_batch is not set" in found.err
     near = re.search(r"--global-batch, (\d+) for one", found.err)
     assert near is not None
     assert told(*words, "--global-batch", near[1]).code == 0

@@ -133,7 +133,7 @@ def test_a_local_run_listens_on_loopback_and_survives_strangers(
 def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.launch import leftovers
 
-    monkeypatch.setattr(leftovers, "_place", lambda: tmp_path)
+    monkeypatch.setattr(leftovers, "_temporary_directory", lambda: tmp_path)
     monkeypatch.setattr(leftovers, "_own", {})
     mine = leftovers.own_directory()
     elsewhere = tmp_path / "elsewhere"

@@ -35,14 +35,14 @@ def test_a_run_is_found_from_inside_too(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("runs", "runs is no run, but holds runs/deep, runs/demo: name one"),
-        ("runs/none", "there is no runs/none: there are runs/deep, runs/demo"),
-        ("elsewhere", "there is no elsewhere: there are runs/deep, runs/demo"),
-        ("here.toml", "here.toml is a configuration, and a run is wanted: runs/demo is its run"),
-        ("new.toml", "its run is out/x, which is not there yet: `meshwright train new.toml` first"),
-        ("runs/demo/resolved.json", "is a file, and a run directory is wanted"),
-        ("corpus", "corpus is no run directory, or of a run that was never started: resolved.json is missing; there"),
-        ("corpus/step-00000001", "is a checkpoint that lies in no run"),
+        ("runs", "runs is not a run, but contains runs/deep, runs/demo: name one"),
+        ("runs/none", "runs/none does not exist: there are runs/deep, runs/demo"),
+        ("elsewhere", "elsewhere does not exist: there are runs/deep, runs/demo"),
+        ("here.toml", "here.toml is a configuration, not a run: runs/demo is its run"),
+        ("new.toml", "its run is out/x, which does not exist yet: `meshwright train new.toml` first"),
+        ("runs/demo/resolved.json", "is a file, not a run directory"),
+        ("corpus", "corpus is not a run directory, or its run was never started: resolved.json is missing; there"),
+        ("corpus/step-00000001", "is a checkpoint outside of a run"),
     ],
 )
 def test_anything_else_is_one_message(runs: Path, name: str, said: str) -> None:

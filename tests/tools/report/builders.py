@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.config import RunConfig, resolve, write_snapshot
 from meshwright.mesh.grid import Grid
 from meshwright.run.directory import PEAKS, Peaks
-from meshwright.run.starts import note_start
+from meshwright.run.starts import record_start
 from meshwright.schedule.analysis import Costs, simulate
 from meshwright.schedule.load import draw_schedule, format_schedule
 from meshwright.tracking.record import StepRecord, to_json
@@ -75,7 +75,7 @@ def make_run(
     config = config_of(directory, **sections)
     write_snapshot(directory, config)
     for from_step, grid in starts:
-        note_start(directory, from_step, grid, ["node0"] * grid.size)
+        record_start(directory, from_step, grid, ["node0"] * grid.size)
     lines = []
     for step in range(1, steps + 1):
         restarts = sum(from_step < step for from_step, _ in starts) - 1

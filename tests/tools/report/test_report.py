@@ -260,8 +260,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "<title>meshwright: one, other</title>" in Path("deep/both.html").read_text()
     capsys.readouterr()
     for words, said in [
-        (["runs/none"], "there is no runs/none: there are"),
-        (["runs"], "runs is no run, but holds"),
+        (["runs/none"], "runs/none does not exist: there are"),
+        (["runs"], "runs is not a run, but contains"),
         (["runs/one", str(one)], "a run is named twice"),
         (
             ["runs/one", "--out", "runs"],
@@ -288,5 +288,5 @@ sys.exit(code)
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no run directory, or of a run that was never started"):
+    with pytest.raises(ConfigError, match="is not a run directory, or its run was never started"):
         read_run(tmp_path)
