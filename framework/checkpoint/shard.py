@@ -103,7 +103,7 @@ class _ShardFiles:
         self._pending_bytes = 0
 
     def add(self, piece: TensorPiece, copied: bool) -> None:
-        """Buffer a piece for the next file; write the current file first if the piece does not fit into it."""
+        """Store a piece for the next file; write the current file first if the piece does not fit into it."""
         name = piece.kind.of(piece.info.name)
         offset, shape = local_box(piece.info)
         assert tuple(piece.tensor.shape) == shape, (name, tuple(piece.tensor.shape), shape)

@@ -38,18 +38,18 @@ def record_start(
     grid: Grid,
     nodes: Sequence[str],
     corpus: Mapping[str, int] | None = None,
-    say: Callable[[str], None] = tell,
+    report: Callable[[str], None] = tell,
 ) -> int:
     """Record a start of the run at this step; return the number of earlier starts. Called by rank 0.
 
     A record that cannot be written does not stop the run.
 
     Args:
-        corpus: Path -> modification time in ns; files that differ from the last start are reported.
-        say: Receives that report.
+        corpus: Path -> modification time in ns; files that differ from the last start are named in a message.
+        report: Receives that message.
     """
     if changed := _changed_since(directory, corpus or {}):
-        say(
+        report(
             f"{', '.join(changed)}: written since the last start of this run, with unchanged size and sampled hash "
             f"(`meshwright data verify DIR` reads every byte)"
         )

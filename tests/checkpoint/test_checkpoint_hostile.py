@@ -377,6 +377,6 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_and_never_followed(tmp_p
 @pytest.mark.parametrize("value", ["absent", None, "7", 1.5, float("inf"), True, -1, [3]])
 def test_numbers_of_the_state_are_whole(value: Any) -> None:
     state = {} if value == "absent" else {"optimizer_steps": value}
-    with pytest.raises(CheckpointError, match=r"step 3 says state\.optimizer_steps = .* whole number"):
+    with pytest.raises(CheckpointError, match=r"step 3 has state\.optimizer_steps = .* whole number"):
         saved_count(Manifest.model_construct(step=3, state=state), "optimizer_steps")
     assert saved_count(Manifest.model_construct(step=3, state={"optimizer_steps": 7}), "optimizer_steps") == 7

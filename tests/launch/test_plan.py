@@ -227,7 +227,7 @@ def test_a_configuration_without_samples_is_told_how_many(folder: Path) -> None:
     words = ("plan", str(file), "--cluster", str(folder / "cores.toml"), "--nodes", "1", "--best", "1")
     found = told(*words)
     assert found.code == 2 and "batch.global_batch is not set" in found.err
-    near = re.search(r"--global-batch, (\d+) for one", found.err)
+    near = re.search(r"--global-batch, such as (\d+)", found.err)
     assert near is not None
     assert told(*words, "--global-batch", near[1]).code == 0
 
