@@ -6,7 +6,7 @@ Source of their meaning and defaults: ``megatron/training/arguments.py``, versio
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.megatron_keys import PREPARED, REST
+from meshwright.tools.interop.configs.megatron_keys import INDEXED_CORPUS, REST
 from meshwright.tools.interop.configs.megatron_model import MOST_LAYERS, model
 from meshwright.tools.interop.configs.megatron_optimizer import learning_rate, optimizer
 from meshwright.tools.interop.configs.shell import LAUNCHER
@@ -54,20 +54,18 @@ def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
     draft.put("parallel.tp", tp)
     draft.put("parallel.pp", pp)
     dp: int | None = None
-    if size is not None:
-        dp, rest = divmod(size, tp * pp * context)
-        if rest or not dp:
-            draft.decide(
-                f'parallel.dp = "auto": the script starts {size} ranks, not a multiple of '
-                f"{tp * pp * context}, the size of a replica; --ranks N fixes it"
-            )
-            dp = None
-        else:
-            draft.put(
-                "parallel.dp", dp, f"{size} ranks / (tp {tp} x pp {pp}{f' x cp {context}' if context > 1 else ''})"
-            )
-    else:
+    replica = tp * pp * context
+    if size is None:
         draft.put("parallel.dp", "auto", "fills the ranks; --ranks N fixes it")
+    elif not size or size % replica:
+        draft.decide(
+            f'parallel.dp = "auto": the script starts {size} ranks, not a multiple of {replica}, the size of a '
+            f"replica; --ranks N fixes it"
+        )
+    else:
+        dp = size // replica
+        axes = f"tp {tp} x pp {pp}" + (f" x cp {context}" if context > 1 else "")
+        draft.put("parallel.dp", dp, f"{size} ranks / ({axes})")
     if draft.boolean("sequence-parallel"):
         if tp > 1:
             draft.put("parallel.sequence", True)
@@ -199,7 +197,7 @@ def _data(draft: Draft) -> None:
     train, valid = _corpora(draft.value(name)), _corpora(draft.value("valid-data-path"))
     draft.put("data.train", train or "runs/data/corpus/train")
     if not train:
-        draft.drop(name, DropReason.BY_HAND, PREPARED)
+        draft.drop(name, DropReason.BY_HAND, INDEXED_CORPUS)
     if isinstance(valid, str):
         draft.put("data.validation", valid)
         draft.put("train.validate_every", draft.integer("eval-interval", 1000) or 0)
@@ -212,8 +210,8 @@ def _data(draft: Draft) -> None:
 def _documents(draft: Draft) -> None:
     """Translate the flags on document boundaries: positions, attention and labels across them."""
     resets = ("reset-position-ids", "reset-attention-mask")
-    apart, masked = [draft.boolean(name) for name in resets], draft.boolean("eod-mask-loss")
-    if all(apart) and not draft.own_model:
+    are_reset, masked = [draft.boolean(name) for name in resets], draft.boolean("eod-mask-loss")
+    if all(are_reset) and not draft.own_model:
         reason = "positions and attention restart at each document"
         reason += "" if masked else "; its first token is no label either"
         draft.put("data.document_boundaries", True, reason)
@@ -263,14 +261,11 @@ def _services(draft: Draft) -> None:
         draft.put("checkpoint.every", every)
         draft.put("checkpoint.asynchronous", draft.boolean("async-save"))
     minutes = draft.number("distributed-timeout-minutes")
-    if minutes is not None:
-        draft.put("launch.timeout_s", 60 * minutes)
+    draft.put("launch.timeout_s", None if minutes is None else 60 * minutes)
     project, name = draft.text("wandb-project"), draft.text("wandb-exp-name")
     if project and _is_path(project):
         draft.put("tracking.project", project)
         draft.put("tracking.wandb", "auto")
     if name and _is_path(name):
         draft.put("run.name", draft.run_name(name))
-    drift = draft.integer("check-weight-hash-across-dp-replicas-interval")
-    if drift is not None:
-        draft.put("watch.drift_every", drift)
+    draft.put("watch.drift_every", draft.integer("check-weight-hash-across-dp-replicas-interval"))

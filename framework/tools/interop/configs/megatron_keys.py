@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from meshwright.tools.interop.configs.shell import LAUNCHER
-from meshwright.tools.interop.configs.translation import DropReason, DropRule
+from meshwright.tools.interop.configs.translation import (
+    BALANCE,
+    METRICS,
+    PRETRAINED,
+    TOKENIZER,
+    TRACING,
+    DropReason,
+    DropRule,
+)
 
-TOKENIZER = "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"
-INITIAL_STD = "weights are initialised with std 0.02, less in each residual branch's last layer"
-METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
-PRETRAINED = "convert the weights first, with `meshwright convert`"
-PREPARED = "data.train, the path of a .bin/.idx pair without the suffix"
+INDEXED_CORPUS = "data.train, the path of a .bin/.idx pair without the suffix"
 NEEDLESS = """
     use-mcore-models transformer-impl attention-backend use-flash-attn *-fusion cross-entropy-fusion-impl
     overlap-* *-overlap* tp-comm-* disable-tp-comm-* defer-embedding-wgrad-compute wgrad-deferral-limit ddp-*
@@ -31,65 +35,53 @@ REST = (
     DropRule("fp8*", DropReason.NONE, "no float8"),
     DropRule("fp4*", DropReason.NONE, "no float4"),
     DropRule("fp16*", DropReason.NONE, "float16, which needs loss scaling, is not supported"),
-    DropRule("*loss-scale*", DropReason.NONE, "bfloat16 needs no loss scaling"),
-    DropRule("hysteresis", DropReason.NONE, "bfloat16 needs no loss scaling"),
+    DropRule("*loss-scale* hysteresis", DropReason.NONE, "bfloat16 needs no loss scaling"),
     DropRule("grad-reduce-in-bf16", DropReason.DIFFERS, "gradients are summed in float32"),
-    DropRule("fp32-residual-connection", DropReason.NONE),
-    DropRule("context-parallel-size", DropReason.NONE, "no context parallelism"),
-    DropRule("cp-comm-type", DropReason.NONE, "no context parallelism"),
+    DropRule(
+        "context-parallel-size hierarchical-context-parallel-sizes cp-comm-type",
+        DropReason.NONE,
+        "no context parallelism",
+    ),
     DropRule("expert-*", DropReason.NONE, "no expert parallelism"),
     DropRule("moe-*", DropReason.NONE, "no mixture of experts"),
     DropRule(
-        "*rampup-batch-size",
+        "*rampup-batch-size step-batch-size-schedule",
         DropReason.NONE,
         "the batch size is fixed; start a second run with a larger one from the first run's checkpoint",
     ),
-    DropRule(
-        "step-batch-size-schedule", DropReason.NONE, "the batch size is fixed; start a second run with a larger one"
-    ),
     DropRule("decoupled-*", DropReason.NONE, "one learning rate for all weights"),
-    DropRule("start-weight-decay", DropReason.NONE, "the weight decay is constant"),
-    DropRule("end-weight-decay", DropReason.NONE, "the weight decay is constant"),
-    DropRule("weight-decay-incr-style", DropReason.NONE, "the weight decay is constant"),
+    DropRule(
+        "start-weight-decay end-weight-decay weight-decay-incr-style", DropReason.NONE, "the weight decay is constant"
+    ),
     DropRule("lr-warmup-init", DropReason.DIFFERS, "warm-up starts at 1/warmup_steps of the peak rate"),
-    DropRule("init-method-std", DropReason.DIFFERS, INITIAL_STD),
-    DropRule("init-method-xavier-uniform", DropReason.DIFFERS, INITIAL_STD),
+    DropRule(
+        "init-method-std init-method-xavier-uniform",
+        DropReason.DIFFERS,
+        "weights are initialised with std 0.02, less in each residual branch's last layer",
+    ),
     DropRule("split", DropReason.BY_HAND, "data.validation, the path of a separate .bin/.idx pair"),
-    DropRule("*data-path", DropReason.BY_HAND, PREPARED),
-    DropRule("*data-args-path", DropReason.BY_HAND, PREPARED),
-    DropRule("mock-data", DropReason.BY_HAND, f"{PREPARED}; `meshwright data stdlib` makes one"),
-    DropRule("tokenizer-*", DropReason.BY_HAND, TOKENIZER),
-    DropRule("vocab-file", DropReason.BY_HAND, TOKENIZER),
-    DropRule("merge-file", DropReason.BY_HAND, TOKENIZER),
-    DropRule("tiktoken-*", DropReason.BY_HAND, TOKENIZER),
+    DropRule("*data-path *data-args-path", DropReason.BY_HAND, INDEXED_CORPUS),
+    DropRule("mock-data", DropReason.BY_HAND, f"{INDEXED_CORPUS}; `meshwright data stdlib` makes one"),
+    DropRule("tokenizer-* vocab-file merge-file tiktoken-*", DropReason.BY_HAND, TOKENIZER),
     DropRule("vocab-extra-ids", DropReason.BY_HAND, "model.options.vocab_size"),
     DropRule("save", DropReason.NEEDLESS, "a run lives in run.directory/run.name; Megatron's checkpoints are not read"),
     DropRule("load", DropReason.NEEDLESS, "the same command resumes; Megatron's checkpoints are not read"),
-    DropRule("pretrained-checkpoint", DropReason.BY_HAND, PRETRAINED),
-    DropRule("finetune", DropReason.BY_HAND, PRETRAINED),
-    DropRule("tensorboard-*", DropReason.NONE, METRICS),
-    DropRule("*-to-tensorboard", DropReason.NONE, METRICS),
+    DropRule("pretrained-checkpoint finetune", DropReason.BY_HAND, PRETRAINED),
+    DropRule("tensorboard-* *-to-tensorboard", DropReason.NONE, METRICS),
     DropRule("wandb-save-dir", DropReason.NEEDLESS, "RUN/wandb"),
-    DropRule(
-        "profile*",
-        DropReason.NONE,
-        "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it",
-    ),
-    DropRule("use-pytorch-profiler", DropReason.NONE, "tracking.trace_step measures one step of each start"),
+    DropRule("profile* use-pytorch-profiler", DropReason.NONE, TRACING),
     DropRule(
         "exit-*",
         DropReason.NONE,
         "SIGUSR2 or SIGTERM saves after the current step and ends; `meshwright slurm` sends it in time",
     ),
-    DropRule("recompute-*", DropReason.NONE),
     DropRule("optimizer-offload-fraction", DropReason.DIFFERS, "parallel.offload moves all of it"),
     DropRule(
         "microbatch-group-size-per-virtual-pipeline-stage", DropReason.NONE, "always pp micro-batches, as in the paper"
     ),
-    DropRule("pipeline-model-parallel-layout", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"),
-    DropRule("pipeline-model-parallel-split-rank", DropReason.NONE),
+    DropRule("pipeline-model-parallel-layout", DropReason.BY_HAND, BALANCE),
     DropRule("use-tp-pp-dp-mapping", DropReason.NONE, "tp is always innermost and pp outermost, as with this flag"),
-    DropRule("deterministic-mode", DropReason.NEEDLESS),
+    DropRule("recompute-* fp32-residual-connection pipeline-model-parallel-split-rank", DropReason.NONE),
     DropRule("eval-*", DropReason.NEEDLESS, "no validation text"),
     DropRule("calculate-per-token-loss", DropReason.NEEDLESS, "the loss is always a mean over tokens"),
     DropRule(
@@ -97,7 +89,6 @@ REST = (
         DropReason.NEEDLESS,
         "the same function, stored as 1 + weight: it only matters for Megatron's checkpoints",
     ),
-    DropRule("hierarchical-context-parallel-sizes", DropReason.NONE, "no context parallelism"),
-    *(DropRule(pattern, DropReason.NEEDLESS) for pattern in NEEDLESS.split()),
+    DropRule(f"deterministic-mode {NEEDLESS}", DropReason.NEEDLESS),
 )
 """Rows for all flags without a translation; the first match applies."""

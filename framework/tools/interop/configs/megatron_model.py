@@ -6,7 +6,7 @@ import re
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.shell import PROGRAM
-from meshwright.tools.interop.configs.translation import Draft, DropReason
+from meshwright.tools.interop.configs.translation import HALVES, Draft, DropReason
 
 OTHER = {
     "num-experts": "mixture of experts",
@@ -72,8 +72,7 @@ def model(draft: Draft) -> int:
     usual = int(4 * hidden * 2 / 3 / 64) * 64 if is_llama else 4 * hidden
     draft.put("model.options.ffn_size", draft.optional_count("ffn-hidden-size") or usual)
     length = draft.optional_count("max-position-embeddings") or draft.optional_count("seq-length")
-    if length is not None:
-        draft.put("model.options.max_sequence_length", length)
+    draft.put("model.options.max_sequence_length", length)
     draft.put("model.options.norm_eps", draft.number("norm-epsilon", 1e-5))
     draft.put("model.options.tied", not draft.boolean("untie-embeddings-and-output-weights"))
     _dropout(draft)
@@ -103,8 +102,8 @@ def _is_llama(draft: Draft) -> bool:
     }
     draft.boolean("openai-gelu")
     if len(set(traits.values())) > 1:
-        has = [name for name, there in traits.items() if there]
-        lacks = [name for name, there in traits.items() if not there]
+        has = [name for name, is_set in traits.items() if is_set]
+        lacks = [name for name, is_set in traits.items() if not is_set]
         raise ConfigError(
             "MW-INTEROP-009",
             f"the flags have {', '.join(has)}, but not {', '.join(lacks)}: meshwright.models.llama has all of these "
@@ -146,5 +145,4 @@ def _positions(draft: Draft) -> None:
     if draft.boolean("use-rope-scaling"):
         draft.put("model.options.rope_scaling_factor", draft.number("rope-scaling-factor", 8.0))
     if draft.boolean("rotary-interleaved"):
-        note = "halves are rotated, not neighbours: it only matters for imported weights"
-        draft.drop("rotary-interleaved", DropReason.DIFFERS, note)
+        draft.drop("rotary-interleaved", DropReason.DIFFERS, HALVES)

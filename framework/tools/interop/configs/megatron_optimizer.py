@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.translation import Draft, DropReason
+from meshwright.tools.interop.configs.translation import FLOAT16, Draft, DropReason
 
 
 def learning_rate(draft: Draft, samples: int | None) -> float:
@@ -82,7 +82,5 @@ def optimizer(draft: Draft, rate: float) -> None:
     draft.put("optimizer.clip_norm", draft.number("clip-grad", 1.0))
     low = draft.boolean("bf16") or draft.boolean("fp16")
     if draft.has("fp16"):
-        draft.drop(
-            "fp16", DropReason.NONE, 'float16, which needs loss scaling, is not supported: train.dtype = "bfloat16"'
-        )
+        draft.drop("fp16", DropReason.NONE, FLOAT16)
     draft.put("train.dtype", "bfloat16" if low else "float32")

@@ -5,11 +5,23 @@ Source of keys, defaults and meaning: ``src/nanotron/config`` and ``helpers.py``
 
 from __future__ import annotations
 
+import re
+
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.translation import Draft, DropReason, DropRule, is_off
+from meshwright.tools.interop.configs.translation import (
+    CORPUS,
+    FLOAT16,
+    HALVES,
+    PRETRAINED,
+    TOKENIZER,
+    TRACING,
+    Draft,
+    DropReason,
+    DropRule,
+    is_off,
+)
 
 CONFIG = "model.model_config"
-PREPARED = "data.train, the path of a corpus prepared by `meshwright data`"
 FACTORY = "optimizer.optimizer_factory"
 RATE = "optimizer.learning_rate_scheduler"
 SCHEDULES = {"1f1b": "1f1b", "afab": "gpipe"}
@@ -27,16 +39,9 @@ REST = (
         DropReason.BY_HAND,
         "the same command resumes; nanotron's checkpoints are not read",
     ),
-    DropRule("checkpoints.save_initial_state", DropReason.NONE),
-    DropRule("checkpoints.load_*", DropReason.NEEDLESS),
-    DropRule("checkpoints.*", DropReason.NEEDLESS),
-    *(DropRule(pattern, DropReason.BY_HAND, PREPARED) for pattern in ("data_stages", "data.*")),
-    DropRule("general.*", DropReason.NEEDLESS),
-    DropRule("lighteval*", DropReason.NONE),
+    DropRule("data_stages data.*", DropReason.BY_HAND, CORPUS),
     DropRule("s3_upload*", DropReason.NONE, "checkpoints stay in the run directory"),
-    DropRule("logging.*", DropReason.NEEDLESS),
-    DropRule("metrics_logging*", DropReason.NEEDLESS),
-    DropRule("model.init_method.path", DropReason.BY_HAND, "convert the weights first, with `meshwright convert`"),
+    DropRule("model.init_method.path", DropReason.BY_HAND, PRETRAINED),
     DropRule("model.init_method.use_mup", DropReason.NONE, "no muP"),
     DropRule(
         "model.init_method.*",
@@ -46,25 +51,9 @@ REST = (
     DropRule(
         "model.make_vocab_size_divisible_by", DropReason.NEEDLESS, "the vocabulary is padded for tp automatically"
     ),
-    DropRule(f"{CONFIG}.initializer_range", DropReason.NEEDLESS),
     DropRule(f"{CONFIG}.*_token_id", DropReason.NEEDLESS, "the corpus stores its end-of-document token"),
     DropRule(f"{CONFIG}.z_loss*", DropReason.NONE, "no z-loss"),
-    DropRule(
-        f"{CONFIG}.rope_interleaved",
-        DropReason.DIFFERS,
-        "halves are rotated, not neighbours: it only matters for imported weights",
-    ),
-    *(
-        DropRule(f"{CONFIG}.{name}", DropReason.NEEDLESS)
-        for name in (
-            "pretraining_tp",
-            "use_cache",
-            "_attn_implementation",
-            "_fused_*",
-            "_use_qkv_packed",
-            "log_attn_probs",
-        )
-    ),
+    DropRule(f"{CONFIG}.rope_interleaved", DropReason.DIFFERS, HALVES),
     DropRule(f"{CONFIG}.flex_attention_mask", DropReason.BY_HAND, "data.document_boundaries separates documents"),
     DropRule("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are accumulated in float32"),
     DropRule(
@@ -72,23 +61,19 @@ REST = (
         DropReason.DIFFERS,
         "biases and norms are never decayed, everything else is",
     ),
-    DropRule(f"{FACTORY}.*", DropReason.NEEDLESS),
     DropRule("parallelism.expert_parallel_size", DropReason.NONE, "no expert parallelism"),
     DropRule("parallelism.context_parallel_size", DropReason.NONE, "no context parallelism"),
-    DropRule("parallelism.*", DropReason.NEEDLESS),
+    DropRule("profiler*", DropReason.NONE, TRACING),
+    DropRule("tokenizer.tokenizer_name_or_path", DropReason.BY_HAND, TOKENIZER),
+    DropRule("checkpoints.save_initial_state lighteval* tokens.limit_test_batches", DropReason.NONE),
     DropRule(
-        "profiler*",
-        DropReason.NONE,
-        "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it",
+        f"""checkpoints.* general.* logging.* metrics_logging* {FACTORY}.* parallelism.* tokenizer.*
+        {CONFIG}.initializer_range {CONFIG}.pretraining_tp {CONFIG}.use_cache {CONFIG}._attn_implementation
+        {CONFIG}._fused_* {CONFIG}._use_qkv_packed {CONFIG}.log_attn_probs""",
+        DropReason.NEEDLESS,
     ),
-    DropRule(
-        "tokenizer.tokenizer_name_or_path",
-        DropReason.BY_HAND,
-        "data.tokenizer, the path of a tokenizer.json; only `sample` reads it",
-    ),
-    DropRule("tokenizer.*", DropReason.NEEDLESS),
-    DropRule("tokens.limit_test_batches", DropReason.NONE),
 )
+"""Rows for all keys without a translation; the first match applies."""
 
 
 def canonical(key: str) -> str:
@@ -164,7 +149,6 @@ def _positions(draft: Draft) -> None:
         "factor": "rope_scaling_factor",
         "low_freq_factor": "rope_low_freq_factor",
         "high_freq_factor": "rope_high_freq_factor",
-        "original_max_position_embeddings": "rope_original_length",
     }
     if not any(key.startswith(f"{scaling}.") for key in draft.items):
         return
@@ -173,9 +157,9 @@ def _positions(draft: Draft) -> None:
         name = next(key for key in draft.items if key.startswith(f"{scaling}."))
         raise draft.unsupported_model(name, f"rotary scaling {kind}, only llama3")
     for name, option in names.items():
-        found = draft.number(f"{scaling}.{name}")
-        if found is not None:
-            draft.put(f"model.options.{option}", int(found) if option == "rope_original_length" else found)
+        draft.put(f"model.options.{option}", draft.number(f"{scaling}.{name}"))
+    length = draft.number(f"{scaling}.original_max_position_embeddings")
+    draft.put("model.options.rope_original_length", None if length is None else int(length))
 
 
 def _layout(draft: Draft, ranks: int | None) -> None:
@@ -198,9 +182,8 @@ def _layout(draft: Draft, ranks: int | None) -> None:
             draft.drop("parallelism.pp_engine", DropReason.NONE, 'pipeline.schedule = "1f1b" instead')
     if draft.boolean("parallelism.recompute_layer"):
         draft.put("pipeline.recompute", "full")
-    bucket = draft.number("model.ddp_bucket_cap_mb")
-    if bucket is not None:
-        draft.put("parallel.bucket_bytes", int(bucket * 2**20))
+    bucket_mb = draft.number("model.ddp_bucket_cap_mb")
+    draft.put("parallel.bucket_bytes", None if bucket_mb is None else int(bucket_mb * 2**20))
     draft.put("batch.micro_batch_size", draft.count("tokens.micro_batch_size", 1))
     draft.put("batch.chunks", draft.count("tokens.batch_accumulation_per_replica", 1))
 
@@ -270,25 +253,17 @@ def _train(draft: Draft) -> None:
     dtype = draft.text("model.dtype", "bfloat16") or ""
     if dtype in ("float16", "fp16"):
         draft.put("train.dtype", "bfloat16")
-        draft.drop(
-            "model.dtype",
-            DropReason.NONE,
-            'float16, which needs loss scaling, is not supported: train.dtype = "bfloat16"',
-        )
+        draft.drop("model.dtype", DropReason.NONE, FLOAT16)
     else:
         draft.put("train.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
     draft.put("run.seed", draft.integer("general.seed", 42))
     run = draft.text("general.run")
     if run is not None:
-        name = draft.run_name(
-            run.replace("_%date", "").replace("_%jobid", "").replace("%date", "").replace("%jobid", "")
-        )
+        name = draft.run_name(re.sub("_?%(date|jobid)", "", run))
         draft.put(
             "run.name", name, "the same name for every start, so that the same command resumes" if name != run else ""
         )
-    project = draft.text("general.project")
-    if project is not None:
-        draft.put("tracking.project", project)
+    draft.put("tracking.project", draft.text("general.project"))
     draft.put("checkpoint.every", draft.count("checkpoints.checkpoint_interval", 1000))
     draft.put("run.directory", draft.text("checkpoints.checkpoints_path", "checkpoints"))
     draft.put("tracking.log_every", draft.count("logging.iteration_step_info_interval", 1))

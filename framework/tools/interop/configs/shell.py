@@ -44,22 +44,26 @@ def read_script(path: Path, text: str) -> dict[str, SourceKey]:
         script = Script(text, path)
     except RecursionError:
         raise ConfigError("MW-INTEROP-023", f"{path}: its blocks are nested too deeply") from None
-    launcher, program, words = _launched(script)
+    launcher, program, words = _training_command(script)
     found: dict[str, SourceKey] = {}
     if program is not None:
         found[PROGRAM] = SourceKey(program.text, True, f"{path}:{program.line}")
-    for prefix, these in ((LAUNCHER, launcher), ("", words)):
-        for flag, values, line in _flags(these):
+    for prefix, arguments in ((LAUNCHER, launcher), ("", words)):
+        for flag, values, line in _flags(arguments):
             value: object = True if not values else values[0] if len(values) == 1 else values
-            found[prefix + flag.lstrip("-").replace("_", "-")] = SourceKey(flag, value, f"{path}:{line}")
+            found[prefix + _key(flag)] = SourceKey(flag, value, f"{path}:{line}")
     for group in script.skipped:
         for flag, values, line in _flags(group):
-            if flag.lstrip("-").replace("_", "-") not in found:
+            if _key(flag) not in found:
                 found[f"skipped.{flag}"] = SourceKey(" ".join([flag, *values]), True, f"{path}:{line}")
     return found
 
 
-def _launched(script: Script) -> tuple[list[Word], Word | None, list[Word]]:
+def _key(flag: str) -> str:
+    return flag.lstrip("-").replace("_", "-")
+
+
+def _training_command(script: Script) -> tuple[list[Word], Word | None, list[Word]]:
     """Find the training command, the last one with a .py file and flags after it.
 
     Returns:
@@ -67,15 +71,15 @@ def _launched(script: Script) -> tuple[list[Word], Word | None, list[Word]]:
         are flags, or the contents of its arrays and variables with flags.
     """
     for command in reversed(script.commands):
-        words = [inner for word in command for inner in script.inside(word)]
+        words = [inner for word in command for inner in script.split_command(word)]
         for at, word in enumerate(words):
             if word.text.endswith(".py") and any(each.text.startswith("--") for each in words[at:]):
                 return words[:at], word, words[at + 1 :]
-    loose = [word for command in script.commands if command and command[0].text.startswith("--") for word in command]
-    if loose:
-        return [], None, loose
-    held = [words for name, words in script.variables.items() if name in script.arrays or " --" in f" {words[0].text}"]
-    return [], None, [Word(each, word.line) for words in held for word in words for each in split_words(word.text)]
+    flags = [word for command in script.commands if command and command[0].text.startswith("--") for word in command]
+    if flags:
+        return [], None, flags
+    lists = [words for name, words in script.variables.items() if name in script.arrays or " --" in f" {words[0].text}"]
+    return [], None, [Word(each, word.line) for words in lists for word in words for each in split_words(word.text)]
 
 
 def _flags(words: list[Word]) -> Iterator[tuple[str, list[str], int]]:

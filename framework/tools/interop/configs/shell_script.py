@@ -88,7 +88,7 @@ class Script:
             while self.rest and self.rest[0].keyword != "then":
                 condition.append(self.rest.pop(0))
             self.rest[:1] = []
-            words = [token.operator or "".join(map(self._put_in, token.parts)) for token in condition]
+            words = [token.operator or "".join(map(self._substitute, token.parts)) for token in condition]
             met = evaluate_condition([word for word in words if word not in (";", "\n")])
             follow = live and taken is False and met is True
             ended = self._statements(live=follow, until=("elif", "else", "fi"))
@@ -131,12 +131,12 @@ class Script:
         name, plus = ASSIGNMENT.match(token.bare).groups()  # type: ignore[union-attr]
         cut = len(name) + len(plus) + 1
         first = QuotedPart(token.parts[0].text[cut:], token.parts[0].quote)
-        text = "".join(self._put_in(part) for part in (first, *token.parts[1:]))
+        text = "".join(self._substitute(part) for part in (first, *token.parts[1:]))
         if not live:
             self.skipped.append([Word(each, token.line) for each in text.split()])
             return
         before = " ".join(word.text for word in self.variables.get(name, [])) if plus else ""
-        self._count(len(before))
+        self._count_expanded(len(before))
         self.variables[name] = [Word(before + text, token.line)]
         self.arrays.discard(name)
 
@@ -161,13 +161,9 @@ class Script:
     def _expand(self, token: Token) -> list[Word]:
         """Expand the variables of a token; an unquoted variable or an array may give several words."""
         array = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", token.bare)
-        if array:
-            held = self.variables.get(array[1])
-            if held is None:
-                return [Word(token.bare, token.line)]
-            self._count(sum(len(word.text) + 1 for word in held))
-            return [Word(each, word.line) for word in held for each in split_words(word.text)]
-        text = "".join(self._put_in(part) for part in token.parts)
+        if array and self._contents(array[1]) is not None:
+            return [Word(each, word.line) for word in self.variables[array[1]] for each in split_words(word.text)]
+        text = "".join(self._substitute(part) for part in token.parts)
         if any(part.quote for part in token.parts) or "$" not in token.bare:
             return [Word(text, token.line)]
         return [Word(each, self._line(each, token.line)) for each in split_words(text)]
@@ -178,46 +174,41 @@ class Script:
             for words in self.variables.values():
                 for word in words:
                     if flag in word.text.split():
-                        return self._written(flag, word.line)
+                        return self._line_in_file(flag, word.line)
         return otherwise
 
-    def _written(self, flag: str, first: int) -> int:
+    def _line_in_file(self, flag: str, first: int) -> int:
         """Return the line of a flag in the script: the first from ``first`` on, else the first anywhere.
 
         ``first`` is the line of an assignment. Its quoted text may span several lines, or only repeat the contents of a
         variable that was assigned before.
         """
-        having = [number for number, line in enumerate(self.lines, start=1) if flag in re.split(r"[\s\"'\\]+", line)]
-        return min((number for number in having if number >= first), default=min(having, default=first))
+        lines = [number for number, line in enumerate(self.lines, start=1) if flag in re.split(r"[\s\"'\\]+", line)]
+        return min((number for number in lines if number >= first), default=min(lines, default=first))
 
-    def _put_in(self, part: QuotedPart) -> str:
+    def _substitute(self, part: QuotedPart) -> str:
         return part.text if part.quote == "'" else VARIABLE.sub(self._value, part.text)
 
     def _value(self, match: re.Match[str]) -> str:
-        inner, sum_, name = match.groups()
-        if sum_ is not None:
-            return self._arithmetic(sum_, match[0])
-        if inner is None:
-            return self._held(name) if self._held(name) is not None else match[0]  # type: ignore[return-value]
-        found = re.fullmatch(r"(\w+)(?:\[[@*]\])?(?::?([-=])(.*))?", inner, re.DOTALL)
-        if found is None:
+        inner, arithmetic, name = match.groups()
+        if arithmetic is not None:
+            return self._arithmetic(arithmetic, match[0])
+        reference = re.fullmatch(r"(\w+)(?:\[[@*]\])?(?::?[-=](.*))?", name if inner is None else inner, re.DOTALL)
+        if reference is None:
             return match[0]
-        held = self._held(found[1])
-        if held is not None:
-            return held
-        default = found[3]
-        if default is None:
-            return match[0]
-        return VARIABLE.sub(self._value, default.strip("\"'"))
+        contents, default = self._contents(reference[1]), reference[2]
+        if contents is None:
+            return match[0] if default is None else VARIABLE.sub(self._value, default.strip("\"'"))
+        return contents
 
-    def _held(self, name: str) -> str | None:
+    def _contents(self, name: str) -> str | None:
         words = self.variables.get(name)
         if words is None:
             return None
-        self._count(sum(len(word.text) + 1 for word in words))
+        self._count_expanded(sum(len(word.text) + 1 for word in words))
         return " ".join(word.text for word in words)
 
-    def _count(self, characters: int) -> None:
+    def _count_expanded(self, characters: int) -> None:
         """Add to the characters expanded so far, and stop scripts that grow a variable exponentially.
 
         Raises:
@@ -233,7 +224,7 @@ class Script:
 
     def _arithmetic(self, text: str, written: str) -> str:
         text = VARIABLE.sub(self._value, text)
-        text = re.sub(r"[A-Za-z_]\w*", lambda match: self._held(match[0]) or match[0], text)
+        text = re.sub(r"[A-Za-z_]\w*", lambda match: self._contents(match[0]) or match[0], text)
         try:
             if len(text) > MAX_SUM:
                 return written
@@ -241,7 +232,7 @@ class Script:
         except (SyntaxError, ValueError, ZeroDivisionError):
             return written
 
-    def inside(self, word: Word) -> list[Word]:
+    def split_command(self, word: Word) -> list[Word]:
         """Split a word that holds a whole command, as in ``eval "$cmd"`` or ``bash -c "..."``; else return the word."""
         if ".py --" not in word.text and word.text.count(" --") < 2:
             return [word]

@@ -7,6 +7,15 @@ import operator
 import re
 from collections.abc import Callable
 
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
+
 
 def evaluate_condition(words: list[str]) -> bool | None:
     """Evaluate a chain of ``[[ ... ]]`` tests joined by ``||`` and ``&&``, from left to right."""
@@ -42,13 +51,12 @@ def evaluate_test(words: list[str]) -> bool | None:
             return one == other
         case [one, "!=", other]:
             return one != other
-        case [one, "-eq" | "-ne" | "-gt" | "-ge" | "-lt" | "-le" as how, other] if _whole(one) and _whole(other):
-            a, b = int(one), int(other)
-            return {"-eq": a == b, "-ne": a != b, "-gt": a > b, "-ge": a >= b, "-lt": a < b, "-le": a <= b}[how]
+        case [one, how, other] if how in COMPARISONS and _is_integer(one) and _is_integer(other):
+            return COMPARISONS[how](int(one), int(other))
     return None
 
 
-def _whole(text: str) -> bool:
+def _is_integer(text: str) -> bool:
     return re.fullmatch(r"-?\d+", text) is not None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
 from meshwright.tools.interop.configs.torchtitan_model import model
-from meshwright.tools.interop.configs.translation import Draft, DropReason, is_off
+from meshwright.tools.interop.configs.translation import CORPUS, Draft, DropReason, is_off
 
 
 def translate(draft: Draft, ranks: int | None) -> None:
@@ -49,8 +49,8 @@ def _layout(draft: Draft, ranks: int | None) -> None:
                 "MW-INTEROP-026",
                 f"--ranks {ranks} is not a multiple of {one}, the product of the other degrees in the file",
             )
-    for axis, degree in (("tp", tp), ("pp", pp)):
-        draft.put(f"parallel.{axis}", degree)
+    draft.put("parallel.tp", tp)
+    draft.put("parallel.pp", pp)
     if tp > 1:
         draft.put("parallel.sequence", True, "torchtitan uses sequence parallelism whenever tp > 1")
     if shards == -1:
@@ -192,7 +192,7 @@ def _train(draft: Draft) -> None:
         draft.put("model.options.max_sequence_length", draft.tree["data.sequence_length"])
     dataset = draft.text("training.dataset", "c4_test") or "corpus"
     draft.put("data.train", f"runs/data/{dataset}/train")
-    draft.drop("training.dataset", DropReason.BY_HAND, "data.train, the path of a corpus prepared by `meshwright data`")
+    draft.drop("training.dataset", DropReason.BY_HAND, CORPUS)
     whole, mixed = draft.text("training.dtype", "float32"), draft.text("training.mixed_precision_param", "bfloat16")
     low = "bfloat16" in (whole, mixed)
     draft.put(
@@ -202,9 +202,7 @@ def _train(draft: Draft) -> None:
     )
     if whole == "bfloat16":
         draft.drop("training.dtype", DropReason.DIFFERS, "the optimizer keeps float32 master weights here")
-    seed = draft.integer("debug.seed")
-    if seed is not None:
-        draft.put("run.seed", seed)
+    draft.put("run.seed", draft.integer("debug.seed"))
 
 
 def _recompute(draft: Draft, num_layers: int | None) -> None:
@@ -236,9 +234,7 @@ def _services(draft: Draft) -> None:
     draft.put("tracking.log_every", draft.count("metrics.log_freq", 10))
     if draft.boolean("metrics.enable_wandb"):
         draft.put("tracking.wandb", "auto")
-    timeout = draft.number("comm.train_timeout_seconds")
-    if timeout is not None:
-        draft.put("launch.timeout_s", timeout)
+    draft.put("launch.timeout_s", draft.number("comm.train_timeout_seconds"))
     _checkpoint(draft)
     every, batches = draft.integer("validation.freq"), draft.integer("validation.steps")
     dataset = draft.text("validation.dataset")

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from meshwright.tools.interop.configs.translation import DropReason, DropRule
+from meshwright.tools.interop.configs.translation import (
+    BALANCE,
+    CORPUS,
+    METRICS,
+    PRETRAINED,
+    TRACING,
+    DropReason,
+    DropRule,
+)
 
 MOVED = {
     "training.batch_size": "training.local_batch_size",
@@ -53,39 +61,21 @@ SWITCHES = {
 
 REST = (
     DropRule("job.description", DropReason.NONE, "use a comment in the file"),
-    DropRule("job.*", DropReason.NONE),
-    DropRule(
-        "profiling.*",
-        DropReason.NONE,
-        "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it",
-    ),
-    DropRule(
-        "metrics.enable_tensorboard",
-        DropReason.NONE,
-        "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases",
-    ),
-    DropRule("metrics.*", DropReason.NEEDLESS),
-    DropRule("model.converters", DropReason.NONE, "no float8"),
-    DropRule("model.*", DropReason.NEEDLESS),
-    DropRule("float8.*", DropReason.NONE, "no float8"),
-    DropRule("quantize.*", DropReason.NONE, "no float8"),
+    DropRule("profiling.*", DropReason.NONE, TRACING),
+    DropRule("metrics.enable_tensorboard", DropReason.NONE, METRICS),
+    DropRule("model.converters float8.* quantize.* training.fp8_linear", DropReason.NONE, "no float8"),
     DropRule("mx.*", DropReason.NONE, "no MXFP8"),
-    DropRule("optimizer.fused", DropReason.NEEDLESS),
-    DropRule("optimizer.implementation", DropReason.NEEDLESS),
     DropRule(
         "optimizer.early_step_in_backward", DropReason.NONE, "clipping needs the norm of all gradients before the step"
     ),
-    DropRule("training.dataloader.*", DropReason.NEEDLESS),
-    DropRule("training.gc_*", DropReason.NEEDLESS),
-    DropRule("training.fp8_linear", DropReason.NONE, "no float8"),
     DropRule("training.mixed_precision_reduce", DropReason.NEEDLESS, "gradients are accumulated in float32"),
-    DropRule(
-        "training.dataset_path", DropReason.BY_HAND, "data.train, the path of a corpus prepared by `meshwright data`"
-    ),
+    DropRule("training.dataset_path", DropReason.BY_HAND, CORPUS),
     DropRule("parallelism.context_parallel_*", DropReason.NONE, "no context parallelism"),
-    DropRule("parallelism.expert_*", DropReason.NONE, "no expert parallelism"),
-    DropRule("parallelism.enable_async_tensor_parallel", DropReason.NONE),
-    DropRule("parallelism.enable_approx_mid_point_load_balancer", DropReason.NONE),
+    DropRule(
+        "parallelism.expert_* parallelism.pipeline_parallel_expert_parallel_overlap",
+        DropReason.NONE,
+        "no expert parallelism",
+    ),
     DropRule("parallelism.disable_loss_parallel", DropReason.NONE, "the loss is always vocabulary-parallel"),
     DropRule(
         "parallelism.pipeline_parallel_schedule_csv",
@@ -93,28 +83,31 @@ REST = (
         "pipeline.schedule_file, in meshwright's format",
     ),
     DropRule(
-        "parallelism.pipeline_parallel_split_points", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"
+        "parallelism.pipeline_parallel_split_points parallelism.module_fqns_per_model_part", DropReason.BY_HAND, BALANCE
     ),
-    DropRule("parallelism.module_fqns_per_model_part", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"),
     DropRule(
         "parallelism.pipeline_parallel_*_stage_less_layers",
         DropReason.DIFFERS,
         'pipeline.balance = "time" balances stages by cost',
     ),
-    DropRule("parallelism.pipeline_parallel_expert_parallel_overlap", DropReason.NONE, "no expert parallelism"),
     DropRule("checkpoint.folder", DropReason.NEEDLESS, "RUN/checkpoints"),
     DropRule("checkpoint.interval_type", DropReason.NEEDLESS, "steps"),
-    DropRule("checkpoint.initial_load*", DropReason.BY_HAND, "convert the weights first, with `meshwright convert`"),
+    DropRule("checkpoint.initial_load*", DropReason.BY_HAND, PRETRAINED),
     DropRule("checkpoint.load*", DropReason.NEEDLESS, "the same command resumes from the newest sound checkpoint"),
     DropRule("checkpoint.*", DropReason.NONE, "a checkpoint always has the full state"),
-    DropRule("activation_checkpoint.*", DropReason.NONE),
     DropRule("compile.*", DropReason.NONE, "train.compile compiles each layer separately"),
     DropRule("comm.init_timeout_seconds", DropReason.DIFFERS, "launch.timeout_s applies to the whole run"),
-    DropRule("comm.*", DropReason.NONE),
-    DropRule("validation.*", DropReason.NEEDLESS),
     DropRule("fault_tolerance.*", DropReason.NONE, "launch.max_restarts restarts a failed run"),
     DropRule("memory_estimation.*", DropReason.NONE, "`meshwright dryrun CONFIG` estimates memory"),
-    DropRule("debug.*", DropReason.NONE),
-    DropRule("experimental.*", DropReason.NONE),
+    DropRule(
+        """job.* activation_checkpoint.* comm.* debug.* experimental.* parallelism.enable_async_tensor_parallel
+        parallelism.enable_approx_mid_point_load_balancer""",
+        DropReason.NONE,
+    ),
+    DropRule(
+        """metrics.* model.* optimizer.fused optimizer.implementation training.dataloader.* training.gc_*
+        validation.*""",
+        DropReason.NEEDLESS,
+    ),
 )
 """Rows for all keys without a translation; the first match applies."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.tools.interop.configs.translation import Draft, DropReason
+from meshwright.tools.interop.configs.translation import TOKENIZER, Draft, DropReason
 
 
 class Size(NamedTuple):
@@ -70,9 +70,5 @@ def model(draft: Draft) -> int:
     if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
         reason = "torchtitan scales rotary positions as Llama 3.1 since October 2025; set 1.0 for an older file"
         draft.put("model.options.rope_scaling_factor", 8.0, reason)
-    draft.drop(
-        "model.hf_assets_path",
-        DropReason.BY_HAND,
-        "data.tokenizer, the path of a tokenizer.json; only `sample` reads it",
-    )
+    draft.drop("model.hf_assets_path", DropReason.BY_HAND, TOKENIZER)
     return size.num_layers

@@ -57,18 +57,33 @@ class DroppedKey(NamedTuple):
 
 
 class DropRule(NamedTuple):
-    """Row of a table of keys without a translation: a pattern of keys, and the reason to drop them."""
+    """Row of a table of keys without a translation: their patterns, and the reason to drop them."""
 
-    pattern: str
+    patterns: str
+    """Patterns of keys, separated by blanks."""
     reason: DropReason
     note: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Return True if one of the patterns matches the key."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns.split())
+
+
+TOKENIZER = "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"
+CORPUS = "data.train, the path of a corpus prepared by `meshwright data`"
+PRETRAINED = "convert the weights first, with `meshwright convert`"
+TRACING = "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"
+METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
+BALANCE = "pipeline.balance, as numbers of layers"
+FLOAT16 = 'float16, which needs loss scaling, is not supported: train.dtype = "bfloat16"'
+HALVES = "halves are rotated, not neighbours: it only matters for imported weights"
 
 
 OFF = (None, False, "", "none", "disabled", "off")
 """Values of an option that is not in use, so that nothing is lost. 0, empty lists and empty tables count as well."""
 
 
-ALONE = ("_degree", "_size", "-size")
+DEGREES = ("_degree", "_size", "-size")
 """Suffixes of keys that hold a parallel degree, for which 1 means not in use."""
 
 
@@ -196,7 +211,12 @@ class Draft:
     # -- meshwright keys
 
     def put(self, key: str, value: Any, reason: str = "") -> None:
-        """Set a meshwright key. ``reason``: for the report, if the value is not obvious from the file."""
+        """Set a meshwright key; no effect if the value is None.
+
+        ``reason``: for the report, if the value is not obvious from the file.
+        """
+        if value is None:
+            return
         self.tree[key] = value
         if reason:
             self.decided.append(f"{key} = {format_value(value)}: {reason}")
@@ -218,13 +238,13 @@ class Draft:
     def drop_rest(self, rest: Sequence[DropRule]) -> None:
         """Record all unread keys as not carried over, by the first matching row or as unknown; skip unused options."""
         for name in [name for name in self.items if name not in self.read]:
-            row = next((row for row in rest if fnmatchcase(name, row.pattern)), None)
+            row = next((row for row in rest if row.matches(name)), None)
             if row is None and self.items[name].value is not None:
                 self.drop(name, DropReason.NONE, f"unknown key of {self.framework}")
             elif (
                 row is None
                 or is_off(self.items[name].value)
-                or (name.endswith(ALONE) and self.items[name].value in (1, "1"))
+                or (name.endswith(DEGREES) and self.items[name].value in (1, "1"))
             ):
                 self.read.add(name)
             else:
