@@ -11,11 +11,13 @@ from pathlib import Path
 from meshwright.checkpoint import Candidate, open_checkpoint
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.checkpoints import find_checkpoint, size_of, table_of_files
-from meshwright.terminal.format import format_duration, format_size, format_table
+from meshwright.terminal.format import format_duration, format_size
 from meshwright.terminal.output import put, tell
-from meshwright.tools.interop.huggingface.convert.exporting import ExportResult, export_checkpoint
+from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import CORPUS, ImportResult, import_model
-from meshwright.tools.interop.huggingface.restructure.export import SCHEME, RestructuredExportResult, export
+from meshwright.tools.interop.huggingface.export import ExportResult
+from meshwright.tools.interop.huggingface.restructure.export import SCHEME
+from meshwright.tools.interop.huggingface.restructure.export import export as export_restructured
 from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
 
 
@@ -68,13 +70,11 @@ def convert(
     chosen = find_checkpoint(run, step)
     with open_checkpoint(chosen.path) as checkpoint:
         builder = str(checkpoint.manifest.config.get("model", {}).get("builder", ""))
-    out, max_bytes, progress = Path(path), shard_bytes or SHARD_BYTES, ConversionProgress()
-    if builder.startswith(SCHEME):
-        exported = export(chosen.path, out, dtype=dtype, shard_bytes=max_bytes, on_bytes=progress)
-        return summarise_native_export(chosen, builder, exported)
-    return summarise_export(
-        chosen, export_checkpoint(chosen.path, out, dtype=dtype, shard_bytes=max_bytes, on_bytes=progress)
+    export = export_restructured if builder.startswith(SCHEME) else export_checkpoint
+    result = export(
+        chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES, on_bytes=ConversionProgress()
     )
+    return summarise_export(chosen, result)
 
 
 class ConversionProgress:
@@ -119,28 +119,15 @@ def summarise_import(source: Path, run: Path, done: ImportResult) -> str:
     return "\n".join(lines)
 
 
-def summarise_native_export(source: Candidate, builder: str, done: RestructuredExportResult) -> str:
-    """Return the summary of an exported model that transformers itself defines, with the code to load it."""
-    return "\n".join(
-        [
-            f"{source.path}: step {source.step}",
-            f"{done.path}: {builder}, {done.num_tensors:,} tensors",
-            *format_table([(f"  {name}", format_size(size)) for name, size in done.files.items()], "<>"),
-            *([f"beside them: {', '.join(done.copied)}"] if done.copied else []),
-            f"open it with: transformers.AutoModelForCausalLM.from_pretrained({str(done.path)!r})",
-        ]
-    )
-
-
 def summarise_export(source: Candidate, done: ExportResult) -> str:
-    """Return the summary of an exported model of this project, with the code to load it."""
-    auto_class = "AutoModelForSeq2SeqLM" if done.family.task == "span_corruption" else "AutoModelForCausalLM"
+    """Return the summary of an exported model, with the code to load it."""
     return "\n".join(
         [
             f"{source.path}: step {source.step}",
-            f"{done.path}: {done.family.architecture}, {done.num_tensors:,} tensors, {', '.join(done.dtypes)}",
+            f"{done.path}: {done.model}, {done.num_tensors:,} tensors, {', '.join(done.dtypes)}",
             *table_of_files(done.files, most=8),
+            *([f"beside them: {', '.join(done.side_files)}"] if done.side_files else []),
             *(f"note: {note}" for note in done.notes),
-            f"open it with: transformers.{auto_class}.from_pretrained({str(done.path)!r})",
+            f"open it with: transformers.{done.loader}.from_pretrained({str(done.path)!r})",
         ]
     )

@@ -48,9 +48,8 @@ BUILDERS = {
 READERS = {
     "framework/tools/inference/load.py": "sample and eval: check_trusted",
     "framework/tools/reshard.py": "check_trusted",
-    "framework/tools/interop/huggingface/convert/exporting.py": "only the builders of FAMILIES, which are ours",
     "framework/tools/interop/huggingface/convert/importing.py": "only FAMILIES' builders, and the user's own words",
-    "framework/tools/interop/huggingface/restructure/export.py": "hf:DIRECTORY, and no other",
+    "framework/tools/interop/huggingface/export.py": "only the builders of FAMILIES, which are ours, or hf:DIRECTORY",
     "framework/tools/interop/configs/convert.py": "written as a file, and not built",
     "framework/tools/report/run.py": "shown, and not built",
     "framework/tools/verify/rank.py": "the configuration of a command line, from the process that forked the rank",

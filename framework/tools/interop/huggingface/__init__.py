@@ -10,6 +10,7 @@ Modules that both use:
     files.py       file names of such a directory; reading, writing and copying config.json and its side files
     source.py      safetensors weights on disk, and checks for damage
     rules.py       one meshwright tensor <-> its transformers tensors: order of rows, transposition, parts
+    export.py      a checkpoint -> a directory; the plan of the model comes from either half
     writing.py     weights of a checkpoint under their transformers names -> safetensors files
     destination.py output directory, published by one rename
 

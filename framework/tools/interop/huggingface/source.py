@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -57,35 +57,81 @@ class SafetensorsDirectory:
         stored = self.tensors[name]
         return math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
 
-    def apart(self, first: str, others: Iterable[str]) -> list[str]:
-        """Return a problem for each of ``others`` that differs from ``first``, the same tied weight.
-
-        The files then hold two values for one weight, and either may be the intended one.
-        """
-        return [
-            f"{self.tensors[other].file}: tensor {other} is not equal to {first}, and {CONFIG} says that they are "
-            f"tied: set tie_word_embeddings to false where the head is one of its own, or take {other} out"
-            for other in others
-            if first in self.tensors and other in self.tensors and not torch.equal(self.read(first), self.read(other))
-        ]
-
     def dtypes(self, names: Iterable[str]) -> Counter[str]:
         """Count the tensors of each element type."""
         return Counter(self.tensors[name].dtype for name in names)
 
+    def check(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        tied: Mapping[str, Sequence[str]],
+        is_ignored: Callable[[str], bool],
+        architecture: str,
+        remedy: str,
+        dtypes: Collection[str] = DTYPES,
+    ) -> None:
+        """Check that the files hold exactly the tensors of a model, with its shapes.
 
-def open_source(path: Path) -> SafetensorsDirectory | None:
+        Args:
+            shapes: name -> shape of each tensor that the files must hold.
+            tied: name of a tied weight -> second names, under which files may repeat it.
+            is_ignored: function that returns True for further tensors that the files may hold.
+            architecture: name of the model's class, for error messages.
+            remedy: last line of the error message.
+            dtypes: accepted element types.
+
+        Raises:
+            ModelError: the problems, a line each with file and tensor; at most 20.
+        """
+        problems = []
+        for name, shape in shapes.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                problems.append(f"{self.path}: tensor {name} {list(shape)} is in none of the files")
+            elif stored.shape != shape:
+                problems.append(
+                    f"{stored.file}: tensor {name} has shape {list(stored.shape)}, and the model needs {list(shape)}"
+                )
+            elif stored.dtype not in dtypes:
+                problems.append(
+                    f"{stored.file}: tensor {name} is of {stored.dtype}: only {', '.join(dtypes)} are read; take the "
+                    f"weights before they were quantised"
+                )
+        pairs = [(first, other) for first, others in tied.items() for other in others]
+        for first, other in pairs:
+            is_stored_twice = first in self.tensors and other in self.tensors
+            if is_stored_twice and not torch.equal(self.read(first), self.read(other)):
+                problems.append(
+                    f"{self.tensors[other].file}: tensor {other} is not equal to {first}, and {CONFIG} says that they "
+                    f"are tied: set tie_word_embeddings to false where the head is one of its own, or take {other} out"
+                )
+        second_names = {other for _, other in pairs}
+        for name, stored in self.tensors.items():
+            if name not in shapes and name not in second_names and not is_ignored(name):
+                problems.append(f"{stored.file}: tensor {name} {list(stored.shape)} is not of a {architecture}")
+        if problems:
+            more = f"\nand {len(problems) - 20} more" if problems[20:] else ""
+            raise ModelError("MW-INTEROP-037", "\n".join(problems[:20]) + more + f"\n{remedy}")
+
+
+def open_source(path: Path, alternative: str = "") -> SafetensorsDirectory | None:
     """Open the safetensors files of a directory: read their headers and compare them with the index.
 
+    Args:
+        path: the directory.
+        alternative: a further way to proceed without the weights, for the error message about pickled ones.
+
     Returns:
-        The tensors; None if the directory has no safetensors files.
+        The tensors; None if the directory has no weights.
 
     Raises:
-        ModelError: files are missing or damaged, or tensors are not in the file that the index names. Lists at most 20.
+        ModelError: the weights are pickled only, files are missing or damaged, or tensors are not in the file that the
+            index names. Lists at most 20.
     """
     if (path / SINGLE).is_file():
         return SafetensorsDirectory(path, _header(path / SINGLE))
     if not (path / INDEX).is_file():
+        _check_pickles(path, alternative)
         return None
     index = read_json(path / INDEX, "")
     placed = index.get("weight_map")
@@ -144,6 +190,19 @@ def _header(path: Path) -> dict[str, TensorLocation]:
         ) from error
 
 
-def pickled_files(path: Path) -> list[str]:
-    """Return the names of the pickled files of a directory: possible weights that can run code when opened."""
-    return sorted({file.name for pattern in PICKLES for file in path.glob(pattern)})
+def _check_pickles(path: Path, alternative: str) -> None:
+    """Refuse pickled files: possible weights, which can run code when opened.
+
+    Raises:
+        ModelError: the directory has some.
+    """
+    pickles = sorted({file.name for pattern in PICKLES for file in path.glob(pattern)})
+    if pickles:
+        raise ModelError(
+            "MW-INTEROP-035",
+            f"{path} has its weights in pickled files only ({', '.join(pickles[:3])}), which can run code when they "
+            f"are opened: they are not read. Where you trust them, write them as safetensors first: python -c "
+            f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained("
+            f"'{path}-safe')\" (AutoModelForSeq2SeqLM for T5), copy the tokenizer's files there, and take that "
+            f"directory{alternative}",
+        )

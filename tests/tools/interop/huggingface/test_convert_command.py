@@ -97,7 +97,7 @@ def test_what_it_says_and_what_comes_next(written: Write, tmp_path: Path, capsys
         (["RUN", "--to", "hf", "NEW", "--step", "3"], "has no checkpoint of step 3; it has those of steps 0"),
         (["--from", "hf", "PATH", "NEW", "--train.stepz=3"], "did you mean"),
         (["--from", "hf", "PATH", "NEW", "--model.options.dropuot=0.1"], "did you mean dropout?"),
-        (["--from", "hf", "PATH", "NEW", "--model.options.hidden_size=64"], "config.json asks for"),
+        (["--from", "hf", "PATH", "NEW", "--model.options.hidden_size=64"], "and the model needs"),
         (["--from", "hf", "PATH", "NEW", "--model.options.num_heads=0"], "num_heads=0"),
         (["--from", "hf", "PATH", "NEW", "--model.options.num_layers=2"], "tensor transformer.h.2.attn.c_attn.bias"),
         (

@@ -110,7 +110,7 @@ def test_a_tensor_of_another_shape_one_too_few_and_one_too_many(source: Path) ->
     change_file(source, lost, lambda tensors: tensors.pop(lost))
     path.write_text(json.dumps({"weight_map": {n: f for n, f in placed.items() if n != lost} | {extra: other}}))
     said = refused(source)
-    assert f"{source / name}: tensor {NORM} has shape [31], config.json asks for [32]" in said
+    assert f"{source / name}: tensor {NORM} has shape [31], and the model needs [32]" in said
     assert f"{source / other}: tensor {extra} [32] is not of a LlamaForCausalLM" in said
     assert f"tensor {lost} [16, 32] is in none of the files" in said
     assert "nothing is written" in said

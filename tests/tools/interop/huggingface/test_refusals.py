@@ -122,7 +122,7 @@ def test_dropout_that_no_layout_can_repeat(tmp_path: Path) -> None:
     path = directory("llama", tmp_path, attention_dropout=0.1)
     assert "Set model.options.attention_dropout = 0.0" in said(path)
     assert "the attention's probabilities" in said(path)
-    assert "drops dropout, p=0.1" in said(path, attention="eager")
+    assert "functional dropout (dropout, p=0.1) draws" in said(path, attention="eager")
     build_model(f"hf:{path}", {"attention_dropout": 0.0}, 1)
     assert "residual_dropout" in said(directory("starcoder2", tmp_path, residual_dropout=0.2))
 
@@ -146,7 +146,7 @@ def test_frequencies_that_change(tmp_path: Path) -> None:
             "block0.layer.linear_attn (OlmoHybridGatedDeltaNet) may work on several tokens at a time, and has no entry "
             "in its plan",
         ),
-        ("doge", "tp2", "which its plan splits: its gradient would be of one rank's part"),
+        ("doge", "tp2", "which its plan shards: its gradient would be that of one rank's shard"),
     ],
 )
 def test_layouts_that_a_model_cannot_have(kind: str, layout: str, message: str, tmp_path: Path) -> None:
@@ -159,9 +159,7 @@ def test_weights_that_a_plan_leaves_out_and_splits_the_input_of(tmp_path: Path) 
     """Of each head its own: nobody says that they are split with it."""
     path = directory("cohere", tmp_path, use_qk_norm=True)
     drawn(path, "pp2")
-    with pytest.raises(
-        UserError, match=r"self_attn.q_norm.weight \[4, 8\] works on what its plan splits, and the plan"
-    ):
+    with pytest.raises(UserError, match=r"self_attn.q_norm.weight \[4, 8\] acts on activations that its plan shards"):
         drawn(path, "tp2")
 
 
@@ -174,19 +172,19 @@ def test_weights_that_are_damaged_or_of_another_model(tmp_path: Path) -> None:
     first.write_bytes(kept[:100])
     assert f"{first}: not a whole safetensors file" in said(path)
     first.write_bytes(kept)
-    assert "has shape [64, 32], and the model [96, 32]" in said(path, intermediate_size=96)
+    assert "has shape [64, 32], and the model needs [96, 32]" in said(path, intermediate_size=96)
 
     whole = directory("qwen2", tmp_path, weights=True)
     file = whole / "model.safetensors"
     tensors = load_file(file)
     save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, file)
-    assert "have no tensor model.layers.0.input_layernorm.weight" in said(whole)
+    assert "tensor model.layers.0.input_layernorm.weight [32] is in none of the files" in said(whole)
     save_file(tensors | {"model.more": torch.zeros(2)}, file)
-    assert "the model has no parameter for model.more" in said(whole)
+    assert "tensor model.more [2] is not of a Qwen2ForCausalLM" in said(whole)
     save_file(tensors | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}, file)
-    assert f"{file}: model.norm.weight is of I8, and taken are F32, BF16, F16" in said(whole)
+    assert f"{file}: tensor model.norm.weight is of I8: only F32, BF16, F16 are read" in said(whole)
     file.rename(whole / "pytorch_model.bin")
-    assert "its weights are pickled" in said(whole)
+    assert "has its weights in pickled files only (pytorch_model.bin)" in said(whole)
     build_model(f"hf:{whole}", {"weights": False}, 1)
     (whole / "pytorch_model.bin").unlink()
     assert "holds no *.safetensors" in said(whole, weights=True)

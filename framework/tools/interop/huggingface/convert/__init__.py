@@ -1,7 +1,7 @@
 """Conversion of meshwright models and weights to and from Hugging Face directories; transformers is not needed.
 
 importing.py  a Hugging Face directory -> a run directory, ready for training
-exporting.py  a checkpoint, saved under any layout -> a Hugging Face directory
+exporting.py  plan of the export of a checkpoint: config.json and the files beside the weights
 weights.py    the tensors of the files, checked against the model
 families.py   the supported model types: gpt2.py, decoders.py (Llama, Mistral, Qwen2, Qwen3) with rope.py, t5.py
 family.py     table of one model type: config.json <-> model.options, transformers <-> meshwright tensors

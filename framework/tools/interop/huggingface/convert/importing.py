@@ -10,6 +10,7 @@ directory beside the run directory, which is published by one rename.
 
 from __future__ import annotations
 
+import functools
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,13 +43,7 @@ from meshwright.tools.interop.huggingface.destination import (
     ignore_progress,
     published_directory,
 )
-from meshwright.tools.interop.huggingface.files import (
-    CONFIG,
-    DTYPES,
-    TOKENIZER,
-    copy_companions,
-    read_config,
-)
+from meshwright.tools.interop.huggingface.files import CONFIG, DTYPES, TOKENIZER, copy_companions, read_config
 from meshwright.tools.interop.huggingface.rules import TensorMapping
 from meshwright.tools.interop.huggingface.source import SafetensorsDirectory
 
@@ -116,7 +111,7 @@ def import_model(
         shutil.copyfile(source_path / CONFIG, temporary / side_files.DIRECTORY / CONFIG)
         manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes, on_bytes)
         write_snapshot(temporary, resolved)
-        (temporary / "config.toml").write_text(_introduction(source_path, family, config) + to_toml(config))
+        (temporary / "config.toml").write_text(_header_comment(source_path, family, config) + to_toml(config))
     return ImportResult(final_directory(out, 0), manifest, resolved, family, notes, copied)
 
 
@@ -125,26 +120,26 @@ def _config(
 ) -> RunConfig:
     """Build a fine-tuning configuration: model fields, conservative defaults for the rest, ``overrides`` on top."""
     length = options.get("max_sequence_length", 512)
-    floats = {stored.dtype for stored in source.tensors.values()}
+    dtypes = {stored.dtype for stored in source.tensors.values()}
     tree: dict[str, Any] = {
         "run": {"name": out.name, "directory": str(out.parent)},
         "model": {"builder": family.builder, "options": dict(options)},
         "data": {"train": str(out / CORPUS / "train"), "validation": str(out / CORPUS / "validation")},
         "batch": {"micro_batch_size": 1, "global_batch": 16},
         "optimizer": {"learning_rate": 1e-5, "min_learning_rate": 1e-6, "weight_decay": 0.0},
-        "train": {"steps": 100, "dtype": "bfloat16" if floats & {"BF16", "F16"} else "float32"},
+        "train": {"steps": 100, "dtype": "bfloat16" if dtypes & {"BF16", "F16"} else "float32"},
     }
-    given = {key[:2] for key in given_keys(overrides)}
-    if ("model", "builder") in given:
+    overridden = {key[:2] for key in given_keys(overrides)}
+    if ("model", "builder") in overridden:
         raise ConfigError(
             "MW-INTEROP-036", f"model.builder follows from {source.path / CONFIG}, it is {family.builder}: leave it out"
         )
-    if ("data", "train") in given:
+    if ("data", "train") in overridden:
         tree["data"] = {}
     tree["data"] |= {"sequence_length": min(length, LONGEST_SEQUENCE), "task": family.task}
     if (source.path / TOKENIZER).is_file():
         tree["data"]["tokenizer"] = str(out / side_files.DIRECTORY / TOKENIZER)
-    if ("data", "builder") in given:
+    if ("data", "builder") in overridden:
         tree["data"] = {}
     return load_saved(tree, overrides, f"the run {out}")
 
@@ -157,15 +152,14 @@ def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
             f"transformers makes one of other tokenizer files (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         ]
     vocab_size = config.model.options["vocab_size"]
-    line = side_files.check_vocabulary(tokenizer, vocab_size, str(source_path / CONFIG))
-    return [] if line is None else [line]
+    return side_files.check_vocabulary(tokenizer, vocab_size, str(source_path / CONFIG))
 
 
 def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Return the global shape of every meshwright parameter by canonical name, tied ones once. Builds on meta."""
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     parameters = model.layers.named_parameters(remove_duplicate=False)
-    return {name: tuple(outline.shape) for name, outline in parameters if model.canonical(name) == name}
+    return {name: tuple(parameter.shape) for name, parameter in parameters if model.canonical(name) == name}
 
 
 def _write(
@@ -178,16 +172,13 @@ def _write(
     on_bytes: OnBytes,
 ) -> Manifest:
     """Write the checkpoint of step 0: weights without optimizer state, loadable under any layout."""
-
     total = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
 
     def pieces() -> Iterator[TensorPiece]:
         done = 0
         for rule in rules:
-            dtype = torch.float16
-            for at, name in enumerate(rule.theirs):
-                own = DTYPES[source.tensors[name].dtype]
-                dtype = own if at == 0 else torch.promote_types(dtype, own)
+            dtypes = (DTYPES[source.tensors[name].dtype] for name in rule.theirs)
+            dtype = functools.reduce(torch.promote_types, dtypes)
             tensor = rule.join(source.read, shapes[rule.ours], dtype)
             yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(rule.ours, shapes[rule.ours]), tensor)
             done += sum(map(source.num_bytes, rule.theirs))
@@ -206,7 +197,7 @@ def _write(
     return publish(temporary, final_directory(run, 0), head)
 
 
-def _introduction(source_path: Path, family: Family, config: RunConfig) -> str:
+def _header_comment(source_path: Path, family: Family, config: RunConfig) -> str:
     """Return the comment at the top of config.toml: the command to train, and the settings to complete."""
     return (
         f"# {family.architecture} of {source_path.name}: training starts from its weights, checkpoints/step-00000000.\n"

@@ -41,14 +41,16 @@ def side_file_directory(run: Path, config: RunConfig) -> Path | None:
     return beside if beside.is_dir() else None
 
 
-def check_vocabulary(path: Path, vocab_size: int, said: str) -> str | None:
+def check_vocabulary(path: Path, vocab_size: int, origin: str) -> list[str]:
     """Check that the model has an embedding row for every token of a tokenizer.
 
-    ``path`` is the tokenizer.json, ``vocab_size`` the rows of the model's token embedding. The third argument names
-    the source of ``vocab_size`` in the error message.
+    Args:
+        path: the tokenizer.json.
+        vocab_size: rows of the model's token embedding.
+        origin: source of ``vocab_size``, for the error message.
 
     Returns:
-        A note if the tokenizer has fewer tokens than the model has rows; None if they are as many.
+        A note if the tokenizer has fewer tokens than the model has rows.
 
     Raises:
         DataError: the tokenizer has no tokens, has tokens without a row, or cannot be read.
@@ -63,12 +65,12 @@ def check_vocabulary(path: Path, vocab_size: int, said: str) -> str | None:
             "MW-INTEROP-040",
             f"{path} does not fit the model: its token {token!r} is number {last}"
             + (f", one of {beyond} beyond the model" if beyond > 1 else "")
-            + f", and {said} has vocab_size = {vocab_size}, rows 0 to {vocab_size - 1}: give the tokenizer that "
+            + f", and {origin} has vocab_size = {vocab_size}, rows 0 to {vocab_size - 1}: give the tokenizer that "
             f"belongs to the model, or take what was added out of {path.name}",
         )
     if last + 1 == vocab_size:
-        return None
-    return f"{path.name} has {last + 1:,} tokens, the model has {vocab_size:,} rows: the last are not used"
+        return []
+    return [f"{path.name} has {last + 1:,} tokens, the model has {vocab_size:,} rows: the last are not used"]
 
 
 def check(source: Path) -> None:
@@ -105,8 +107,8 @@ def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any
     ids = _special_ids(source, tokenizer)
     if tokenizer is not None and TOKENIZER_CONFIG not in copied:
         _write_tokenizer_config(target, tokenizer, ids, config)
-    if GENERATION not in copied and any(found is not None for found in ids.values()):
-        write_json(target / GENERATION, {name: found for name, found in ids.items() if found is not None})
+    if GENERATION not in copied and any(token_id is not None for token_id in ids.values()):
+        write_json(target / GENERATION, {name: token_id for name, token_id in ids.items() if token_id is not None})
     return ids
 
 
@@ -117,15 +119,15 @@ def _special_ids(source: Path | None, tokenizer: Tokenizer | None) -> dict[str, 
     are written as null: the defaults of transformers' config classes fit one released model each.
     """
     names = ("bos_token_id", "eos_token_id")
-    said = [read_side_file(source, GENERATION), imported_config(source)]
+    candidates = [read_side_file(source, GENERATION), imported_config(source)]
     if tokenizer is not None:
         fields = read_side_file(source, TOKENIZER_CONFIG)
         tokens = {name: fields.get(name.removesuffix("_id")) for name in names}
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        said.append({name: tokenizer.token_to_id(text) for name, text in texts.items() if isinstance(text, str)})
-        said.append(dict.fromkeys(names, tokenizer.token_to_id(END_OF_DOCUMENT)))
-    found = next((each for each in said if each.get("eos_token_id") is not None), {})
-    return {name: found.get(name) for name in names}
+        candidates.append({name: tokenizer.token_to_id(text) for name, text in texts.items() if isinstance(text, str)})
+        candidates.append(dict.fromkeys(names, tokenizer.token_to_id(END_OF_DOCUMENT)))
+    chosen = next((ids for ids in candidates if ids.get("eos_token_id") is not None), {})
+    return {name: chosen.get(name) for name in names}
 
 
 def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str, Any], config: RunConfig) -> None:
@@ -136,9 +138,9 @@ def _write_tokenizer_config(target: Path, tokenizer: Tokenizer, ids: Mapping[str
         "model_input_names": ["input_ids", "attention_mask"],  # no token_type_ids, which GPT-2 would add to the tokens
         "clean_up_tokenization_spaces": False,
     }
-    for name, found in ids.items():
-        found = found[0] if isinstance(found, list) and found else found
-        token = tokenizer.id_to_token(found) if isinstance(found, int) and 0 <= found < NUM_TOKENS else None
+    for name, value in ids.items():
+        token_id = value[0] if isinstance(value, list) and value else value
+        token = tokenizer.id_to_token(token_id) if isinstance(token_id, int) and 0 <= token_id < NUM_TOKENS else None
         fields |= {name.removesuffix("_id"): token} if token is not None else {}
     write_json(target / TOKENIZER_CONFIG, fields)
 
@@ -148,5 +150,5 @@ def imported_config(source: Path | None, model_type: str | None = None) -> dict[
 
     Empty if the run was not imported, or if ``model_type`` is given and differs.
     """
-    found = read_side_file(source, CONFIG)
-    return found if model_type is None or found.get("model_type") == model_type else {}
+    fields = read_side_file(source, CONFIG)
+    return fields if model_type is None or fields.get("model_type") == model_type else {}

@@ -8,7 +8,7 @@ float64.py    float64 runs without casts to float32
 plans.py      the model's own tensor-parallel plan -> a sharding plan
 probe.py      a traced forward on meta: functional dropout, and the weights that act on sharded tensors
 initial.py    initial weights: loaded from the directory's files, or drawn by the model's rules
-directory.py  validation of config.json and of the weight files
-export.py     a checkpoint -> a directory that transformers can load
+directory.py  validation of config.json
+export.py     plan of the export of a checkpoint: config.json and the files beside the weights
 library.py    the only import of transformers, inside a function
 """

@@ -22,10 +22,10 @@ class LayerModules(NamedTuple):
 
 
 def cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
-    """Cut the model: replace its planned modules by marks, and group these modules into pieces.
+    """Cut the model: replace its planned modules by marks, and group these modules into layers.
 
     Returns:
-        Name of each planned module in the Sequential -> its name in transformers, and the Sequential of pieces.
+        Name of each planned module in the Sequential -> its name in transformers, and the Sequential of layers.
 
     Raises:
         ModelError: the plan names a module that the model lacks, a parameter belongs to no planned module, or the
@@ -45,67 +45,67 @@ def cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
             planned |= {f"{name}.{index}": each for index, each in enumerate(module)}
         else:
             planned[name] = module
-    play = RunState(model.config.get_text_config().hidden_size)
+    state = RunState(model.config.get_text_config().hidden_size)
     for name, module in planned.items():
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, ModulePlaceholder(name, module, play))
-    left = [name for name, _ in model.named_parameters()]
-    if left:
+        setattr(model.get_submodule(owner), attribute, ModulePlaceholder(name, module, state))
+    unplanned = [name for name, _ in model.named_parameters()]
+    if unplanned:
         raise ModelError(
             "MW-INTEROP-074",
-            f"{place}: {left[0]} belongs to no module of the pipeline plan ({', '.join(model._pp_plan)}), so nothing "
-            f"says which stage holds it",
+            f"{place}: {unplanned[0]} belongs to no module of the pipeline plan ({', '.join(model._pp_plan)}), so that "
+            f"its stage is undefined",
         )
-    text = hashlib.sha256(repr(model.config).encode()).hexdigest()[:16]
-    frame = ModelSkeleton(model, play, f"{type(model).__name__} {text}")
+    digest = hashlib.sha256(repr(model.config).encode()).hexdigest()[:16]
+    frame = ModelSkeleton(model, state, f"{type(model).__name__} {digest}")
     try:
         order = frame.find_order()
     except Exception as error:
         raise ModelError(
             "MW-INTEROP-075",
-            f"{place}: what {type(model).__name__} does between its planned modules needs more of them than to be "
-            f"called: {type(error).__name__}: {error}",
+            f"{place}: the computations of {type(model).__name__} between its planned modules need more of these "
+            f"modules than a call: {type(error).__name__}: {error}",
         ) from error
     if sorted(order) != sorted(planned):
-        again = [name for name in planned if order.count(name) != 1]
+        repeated = [name for name in planned if order.count(name) != 1]
         raise ModelError(
             "MW-INTEROP-076",
-            f"{place}: its forward calls {again[0]} {order.count(again[0])} times, not once: no pipeline",
+            f"{place}: its forward calls {repeated[0]} {order.count(repeated[0])} times, not once: no pipeline",
         )
-    rename: dict[str, str] = {}
+    names: dict[str, str] = {}
     layers = OrderedDict[str, nn.Module]()
     position = 0
-    for piece in _grouped(order, in_lists, planned):
-        modules = {child: planned[theirs] for child, theirs in piece.modules.items()}
-        layers[piece.name] = PipelineLayer(frame, position, list(modules), modules)
-        rename |= {f"{piece.name}.{child}": theirs for child, theirs in piece.modules.items()}
+    for layer in _group(order, in_lists, planned):
+        modules = {child: planned[theirs] for child, theirs in layer.modules.items()}
+        layers[layer.name] = PipelineLayer(frame, position, list(modules), modules)
+        names |= {f"{layer.name}.{child}": theirs for child, theirs in layer.modules.items()}
         position += len(modules)
-    return rename, nn.Sequential(layers)
+    return names, nn.Sequential(layers)
 
 
-def _grouped(order: list[str], in_lists: set[str], planned: Mapping[str, nn.Module]) -> list[LayerModules]:
-    """Group the planned modules into pieces: one for each layer of a module list.
+def _group(order: list[str], in_lists: set[str], planned: Mapping[str, nn.Module]) -> list[LayerModules]:
+    """Group the planned modules into layers: one for each layer of a module list.
 
-    A module without weights joins the piece before it. So does every module between the embedding and the first block.
+    A module without weights joins the layer before it. So does every module between the embedding and the first block.
     """
-    pieces: list[LayerModules] = []
+    layers: list[LayerModules] = []
     blocks = 0
     for name in order:
         has_weights = any(True for _ in planned[name].parameters())
         if name in in_lists:
-            pieces.append(LayerModules(f"block{blocks}", {"layer": name}))
+            layers.append(LayerModules(f"block{blocks}", {"layer": name}))
             blocks += 1
-        elif not pieces:
-            pieces.append(LayerModules("embedding", {_child(name, {}): name}))
+        elif not layers:
+            layers.append(LayerModules("embedding", {_child(name, {}): name}))
         elif blocks == 0 or not has_weights:
-            pieces[-1].modules[_child(name, pieces[-1].modules)] = name
+            layers[-1].modules[_child(name, layers[-1].modules)] = name
         elif name == order[-1]:
-            pieces.append(LayerModules("head", {_child(name, {}): name}))
+            layers.append(LayerModules("head", {_child(name, {}): name}))
         else:
-            taken = {piece.name for piece in pieces}
+            taken = {layer.name for layer in layers}
             own = _child(name, dict.fromkeys(taken, ""))
-            pieces.append(LayerModules(own, {_child(name, {}): name}))
-    return pieces
+            layers.append(LayerModules(own, {_child(name, {}): name}))
+    return layers
 
 
 def _child(name: str, taken: Mapping[str, str]) -> str:

@@ -1,20 +1,17 @@
-"""Transformers configuration of a directory, and checks of its config.json and weight files."""
+"""Transformers configuration of a directory, and checks of its config.json."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.files import CONFIG, read_config
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
-from meshwright.tools.interop.huggingface.source import SafetensorsDirectory, open_source, pickled_files
 
-TAKEN = ("F32", "BF16", "F16")
-"""Accepted element types of weights: all their values are exact in float32, the dtype that training starts from."""
 FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Configuration keys that may hold the number of layers."""
@@ -121,66 +118,3 @@ def vocabulary(path: str) -> int | None:
     """Return ``vocab_size`` of the config.json in ``path``; None if it has none. Needs no transformers."""
     found = fields_of(Path(path).expanduser()).get("vocab_size")
     return found if isinstance(found, int) else None
-
-
-def open_weights(path: Path) -> SafetensorsDirectory | None:
-    """Open the weights of a directory; None if there are none.
-
-    Raises:
-        ModelError: the weights are pickled, or damaged.
-    """
-    source = open_source(path)
-    found = [] if source is not None else pickled_files(path)
-    if found:
-        raise ModelError(
-            "MW-INTEROP-057",
-            f"{path}: its weights are pickled ({found[0]}), and a pickle can run code: load it with transformers and "
-            f"save_pretrained, which writes safetensors; or set model.options.weights = false for fresh ones",
-        )
-    return source
-
-
-def check_weights(
-    source: SafetensorsDirectory, shapes: Mapping[str, tuple[int, ...]], ignored: Iterable[str], overridden: bool
-) -> None:
-    """Compare the tensors of the files with the parameters of the model.
-
-    Args:
-        source: the files.
-        shapes: transformers name -> shape, of every parameter.
-        ignored: names in the files that need no parameter of their own.
-        overridden: model.options change the configuration, and the files may then hold further tensors.
-
-    Raises:
-        ModelError: tensors are missing, superfluous, or of another shape or element type.
-    """
-    there = source.tensors
-    missing = [name for name in shapes if name not in there]
-    if missing:
-        raise ModelError(
-            "MW-INTEROP-058",
-            f"{source.path}: its files have no tensor {missing[0]} ({len(missing)} of {len(shapes)} are missing); "
-            f"they have {', '.join(list(there)[:3])}, ...: download them again, or set model.options.weights "
-            f"= false to begin with fresh ones",
-        )
-    for name, shape in shapes.items():
-        if there[name].shape != shape:
-            raise ModelError(
-                "MW-INTEROP-059",
-                f"{there[name].file}: {name} has shape {list(there[name].shape)}, and the model "
-                f"{list(shape)}: leave model.options as they are in {CONFIG}, or set model.options.weights = false",
-            )
-        if there[name].dtype not in TAKEN:
-            raise ModelError(
-                "MW-INTEROP-060",
-                f"{there[name].file}: {name} is of {there[name].dtype}, and taken are {', '.join(TAKEN)}: load it with "
-                f"transformers in one of these and save_pretrained it, or set model.options.weights = false",
-            )
-    extra = [name for name in there if name not in shapes and name not in set(ignored)]
-    if extra and not overridden:
-        raise ModelError(
-            "MW-INTEROP-061",
-            f"{there[extra[0]].file}: the model has no parameter for {extra[0]} ({len(extra)} such "
-            f"tensors): the files are of another model than {CONFIG}, or transformers reads them in a way that is "
-            f"not known here. Load and save_pretrained it with transformers, and take that directory",
-        )

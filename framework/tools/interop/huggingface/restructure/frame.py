@@ -49,30 +49,30 @@ class ModelSkeleton:
     It keeps one copy of its constants (rotary frequencies) per device, in the dtype in which the model created them.
     """
 
-    def __init__(self, model: nn.Module, play: RunState, described: str) -> None:
-        self._on = {torch.device("cpu"): (model, play)}
-        self._kept: tuple[Any, list[Arguments]] = (None, [])
-        self.described = described
+    def __init__(self, model: nn.Module, state: RunState, description: str) -> None:
+        self._copies = {torch.device("cpu"): (model, state)}
+        self._cache: tuple[Any, list[Arguments]] = (None, [])
+        self.description = description
 
     def __repr__(self) -> str:
-        return f"Frame({self.described})"
+        return f"Frame({self.description})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelSkeleton:
         return self
 
     def find_order(self) -> list[str]:
         """Find and store the order in which the forward calls the marks, by a run on two tokens, and return it."""
-        model, play = self._at(torch.device("cpu"))
-        play.positions, play.met, play.direct, play.last = {}, [], set(), None
+        model, state = self._at(torch.device("cpu"))
+        state.positions, state.call_order, state.direct, state.last = {}, [], set(), None
         with torch.no_grad(), whole_rows():
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
-        play.positions, play.last = {name: position for position, name in enumerate(play.met)}, None
-        return play.met
+        state.positions, state.last = {name: position for position, name in enumerate(state.call_order)}, None
+        return state.call_order
 
     @property
     def num_marks(self) -> int:
         """Number of planned modules of the model."""
-        return len(self._on[torch.device("cpu")][1].positions)
+        return len(self._copies[torch.device("cpu")][1].positions)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def call(self, position: int, value: Tensor, positions: Tensor, documents: bool) -> Arguments:
@@ -85,35 +85,36 @@ class ModelSkeleton:
             positions: (B, S), the whole sequence.
             documents: rows may hold several documents.
         """
-        _, play = self._at(value.device)
-        if position in play.direct and position > 1:
-            return with_first_argument(self._of_all(value, positions, documents)[position], value)
+        _, state = self._at(value.device)
+        if position in state.direct and position > 1:
+            return with_first_argument(self._all_arguments(value, positions, documents)[position], value)
         if position != 1:
-            return self._reach(position, value, positions, documents, value if position == 0 else None)[-1]
+            return self._run_to_mark(position, value, positions, documents, value if position == 0 else None)[-1]
         # inputs_embeds replaces the output of the model's embedding
-        arguments = self._reach(position, value, positions, documents, value)[-1]
+        arguments = self._run_to_mark(position, value, positions, documents, value)[-1]
         if value.shape[1] == positions.shape[1]:
             return arguments
         # `value` is this rank's shard of the sequence, but masks are for the whole sequence
-        return with_first_argument(self._of_all(value, positions, documents)[position], first_argument(*arguments))
+        hidden = first_argument(*arguments)
+        return with_first_argument(self._all_arguments(value, positions, documents)[position], hidden)
 
-    def _of_all(self, value: Tensor, positions: Tensor, documents: bool) -> list[Arguments]:
+    def _all_arguments(self, value: Tensor, positions: Tensor, documents: bool) -> list[Arguments]:
         """Return the arguments of every mark for these positions, with None for the hidden states.
 
         The last result is cached, by identity and version of ``positions`` (B, S), dtype and mode.
         """
         version = 0 if positions.is_inference() else positions._version
         key = (positions, version, value.dtype, documents, torch.is_inference_mode_enabled())
-        kept, calls = self._kept
-        if kept is None or kept[0] is not positions or kept[1:] != key[1:]:
-            calls = self._reach(self.num_marks - 1, value, positions, documents, None, of_all=True)
+        cached_key, calls = self._cache
+        if cached_key is None or cached_key[0] is not positions or cached_key[1:] != key[1:]:
+            calls = self._run_to_mark(self.num_marks - 1, value, positions, documents, None, of_all=True)
             # inputs_embeds replaces the model's embedding, so that its mark is not called
             calls = [((), {})] * (self.num_marks - len(calls)) + calls
-            self._kept = (key, [with_first_argument(call, None) if any(call) else call for call in calls])
-            calls = self._kept[1]
+            self._cache = (key, [with_first_argument(call, None) if any(call) else call for call in calls])
+            calls = self._cache[1]
         return calls
 
-    def _reach(
+    def _run_to_mark(
         self,
         position: int,
         value: Tensor,
@@ -146,7 +147,7 @@ class ModelSkeleton:
     def _run(
         self,
         target: int,
-        handed: Tensor | None,
+        substitute: Tensor | None,
         positions: Tensor,
         documents: bool,
         first: Tensor | None,
@@ -156,29 +157,29 @@ class ModelSkeleton:
 
         Args:
             target: index of the mark that ends the run.
-            handed: output of the mark before ``target``; None: its input.
+            substitute: output of the mark before ``target``; None: its input.
             positions: (B, S).
             documents: rows may hold several documents.
             first: input of the model, token ids (B, S) or embeddings (B, S, D). None: zeros (B, S, D) without memory of
-                their own, of the whole sequence also if ``handed`` is a shard of it.
+                their own, of the whole sequence also if ``substitute`` is a shard of it.
             like: tensor that gives the dtype and device of these zeros.
         """
-        model, play = self._at(like.device)
+        model, state = self._at(like.device)
         if first is None:
-            first = like.new_zeros(()).expand(*positions.shape, play.width)
+            first = like.new_zeros(()).expand(*positions.shape, state.width)
         key = "inputs_embeds" if first.is_floating_point() else IDS
-        play.begin(target, handed)
+        state.reset(target, substitute)
         try:
             with whole_rows(not documents):
                 return model(**{key: first}, position_ids=positions if documents else positions[:1], use_cache=False)
         finally:
-            play.begin(-1, None)
+            state.reset(-1, None)
 
     def _at(self, device: torch.device) -> tuple[nn.Module, RunState]:
-        if device not in self._on:
-            model, play = copy.deepcopy(self._on[torch.device("cpu")])
-            self._on[device] = (model.to(device), play)
-        return self._on[device]
+        if device not in self._copies:
+            model, state = copy.deepcopy(self._copies[torch.device("cpu")])
+            self._copies[device] = (model.to(device), state)
+        return self._copies[device]
 
 
 class PipelineLayer(nn.Module):
@@ -201,11 +202,11 @@ class PipelineLayer(nn.Module):
 
     def forward(self, value: Any) -> Any:
         value = {IDS: value} if isinstance(value, Tensor) else value
-        numbers = value[HIDDEN] if HIDDEN in value else next(self.parameters())
-        with keep_float64(numbers.dtype):
-            return self._handed_on(value)
+        dtype = (value[HIDDEN] if HIDDEN in value else next(self.parameters())).dtype
+        with keep_float64(dtype):
+            return self._run_modules(value)
 
-    def _handed_on(self, value: dict[str, Tensor]) -> Any:
+    def _run_modules(self, value: dict[str, Tensor]) -> Any:
         hidden = value[IDS] if IDS in value else value[HIDDEN]
         documents = DOCUMENT_POSITIONS in value or (IDS in value and POSITIONS in value)
         positions = value.get(DOCUMENT_POSITIONS, value.get(POSITIONS))
@@ -218,8 +219,8 @@ class PipelineLayer(nn.Module):
             if not isinstance(hidden, Tensor):
                 raise ModelError(
                     "MW-INTEROP-064",
-                    f"{name} ({type(module).__name__}) returns a {type(hidden).__name__}, and what goes on to the "
-                    f"next stage must be one tensor of hidden states",
+                    f"{name} ({type(module).__name__}) returns a {type(hidden).__name__}, but a pipeline stage must "
+                    f"send one tensor of hidden states",
                 )
         if self.first + len(self.names) == self.frame.num_marks:
             return self.frame.end(hidden, positions, documents)

@@ -25,15 +25,21 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.model.build import parameters_on_meta
+from meshwright.tools.interop.huggingface.files import CONFIG
 from meshwright.tools.interop.huggingface.restructure.cut import cut
-from meshwright.tools.interop.huggingface.restructure.directory import check_weights, configuration, open_weights
+from meshwright.tools.interop.huggingface.restructure.directory import configuration
 from meshwright.tools.interop.huggingface.restructure.initial import ParameterInitialiser
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.interop.huggingface.restructure.plans import gathered_beside, kinds_of, sharding_of
 from meshwright.tools.interop.huggingface.restructure.probe import probe
+from meshwright.tools.interop.huggingface.source import open_source
 
 OWN_OPTIONS = ("weights", "attention")
 """Keys of model.options that are no keys of config.json."""
+FRESH_WEIGHTS = "set model.options.weights = false to draw fresh weights"
+"""Alternative in error messages about the files."""
+EXACT_IN_FLOAT32 = ("F32", "BF16", "F16")
+"""Accepted element types of weights: training starts from float32, which holds all their values."""
 CHANGING_ROTARY = ("dynamic", "longrope")
 """Types of rotary embedding whose frequencies depend on the sequence lengths seen so far."""
 
@@ -61,45 +67,43 @@ def build(
     """
     config = configuration(directory, overrides)
     place = f"{directory} ({type(config).__name__.removesuffix('Config')})"
-    found = open_weights(directory) if weights is not False else None
-    if weights and found is None:
+    source = open_source(directory, f", or {FRESH_WEIGHTS}") if weights is not False else None
+    if weights and source is None:
         raise ModelError("MW-INTEROP-066", f"model.options.weights = true, but {directory} holds no *.safetensors")
     model = _skeleton(config, place, attention)
-    rename, layers = cut(model, place)
+    planned, layers = cut(model, place)
     _check_parts(layers, model, place)
-    names = {theirs: here for here, theirs in rename.items()}
     tied = _ties(layers)
-    here = [name for name, _ in layers.named_parameters(remove_duplicate=False)]
-    parameters = {name: _theirs(name, rename) for name in here}
-    if found is not None:
-        kept = {names[0]: names[1:] for names in tied}
-        shapes = {
-            parameters[name]: tuple(layers.get_parameter(name).shape)
-            for name in here
-            if not any(name in others for others in kept.values())
-        }
-        ignored = [*parameters.values(), *(name for name in found.tensors if name.endswith(".inv_freq"))]
-        check_weights(found, shapes, ignored, bool(overrides))
-        groups = [[parameters[name] for name in names] for names in tied]
-        apart = [problem for first, *others in groups for problem in found.apart(first, others)]
-        if apart:
-            raise ModelError("MW-INTEROP-067", "\n".join(apart))
-    every = {_theirs(name, rename): name for name, _ in layers.named_modules() if _is_inside(name, rename)}
-    every |= {theirs: name for name, theirs in parameters.items()}
-    kinds, problems = kinds_of(model._tp_plan, every)
-    seen = probe(layers, kinds, gathered_beside(layers, kinds), place, config)
-    sharding = sharding_of(kinds, problems, layers, tied, seen)
-    carried: dict[str, object] = {
+    parameters = {
+        name: _transformers_name(name, planned) for name, _ in layers.named_parameters(remove_duplicate=False)
+    }
+    if source is not None:
+        source.check(
+            {parameters[name]: tuple(parameter.shape) for name, parameter in layers.named_parameters()},
+            {parameters[first]: [parameters[name] for name in others] for first, *others in tied},
+            lambda name: bool(overrides) or name.endswith(".inv_freq"),
+            type(model).__name__,
+            f"leave model.options as they are in {CONFIG}, load and save_pretrained the model with transformers, or "
+            f"{FRESH_WEIGHTS}",
+            EXACT_IN_FLOAT32,
+        )
+    own_names = {
+        _transformers_name(name, planned): name for name, _ in layers.named_modules() if _is_inside(name, planned)
+    }
+    own_names |= {theirs: name for name, theirs in parameters.items()}
+    kinds, problems = kinds_of(model._tp_plan, own_names)
+    observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config)
+    sharding = sharding_of(kinds, problems, layers, tied, observations)
+    modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
+    attributes: dict[str, object] = {
         "sharding_plan": sharding.plan,
         "divisible": sharding.divisible,
         "impossible": sharding.impossible,
         "tied_weights": tied,
-        "initialise": ParameterInitialiser(
-            model, parameters, {t: layers.get_submodule(h) for t, h in names.items()}, found
-        ),
+        "initialise": ParameterInitialiser(model, parameters, modules, source),
         "names_in_transformers": parameters,
     }
-    for attribute, value in carried.items():
+    for attribute, value in attributes.items():
         setattr(layers, attribute, value)
     return layers
 
@@ -118,11 +122,12 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
             f"such are restructured; bring another as code, see docs/huggingface-models.md",
         )
     kinds = {str(value.get("rope_type")) for value in _tables(getattr(config, "rope_parameters", None) or {})}
-    if kinds & set(CHANGING_ROTARY):
+    changing = sorted(kinds & set(CHANGING_ROTARY))
+    if changing:
         raise ModelError(
             "MW-INTEROP-069",
-            f"{place}: rope_type = {(kinds & set(CHANGING_ROTARY)).pop()!r} changes the rotary frequencies by the "
-            f"longest sequence seen so far, which is another one in each process: train with a rope_parameters of "
+            f"{place}: rope_type = {changing[0]!r} changes the rotary frequencies by the "
+            f"longest sequence seen so far, which differs between processes: train with a rope_parameters of "
             f"another type (linear, llama3, yarn) in model.options",
         )
     if attention not in (None, "sdpa", "eager"):
@@ -175,15 +180,14 @@ def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
             raise ModelError(
                 "MW-INTEROP-078",
                 f"{place}: {name} holds the weights of {len(parameter)} experts, {list(parameter.shape)}: a mixture of "
-                f"experts, which sends each token where its numbers say, is not restructured",
+                f"experts, which routes each token by its values, is not restructured",
             )
-    own = {name for name, _ in [*layers.named_parameters(), *model.named_parameters()]}
-    kept = [name for part in (layers, model) for name in part.state_dict() if name not in own]
-    kept = [name for name in kept if name not in {n for n, _ in layers.named_parameters(remove_duplicate=False)}]
-    if kept:
+    parameters = {name for part in (layers, model) for name, _ in part.named_parameters(remove_duplicate=False)}
+    buffers = [name for part in (layers, model) for name in part.state_dict() if name not in parameters]
+    if buffers:
         raise ModelError(
             "MW-INTEROP-079",
-            f"{place}: {kept[0]} is part of what is saved, and no parameter: such a state is not carried over",
+            f"{place}: {buffers[0]} is a persistent buffer: such a state is not carried over",
         )
 
 
@@ -195,19 +199,19 @@ def _ties(layers: nn.Sequential) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def _is_inside(name: str, rename: Mapping[str, str]) -> bool:
-    return any(f"{name}.".startswith(f"{here}.") for here in rename)
+def _is_inside(name: str, planned: Mapping[str, str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in planned)
 
 
-def _theirs(name: str, rename: Mapping[str, str]) -> str:
+def _transformers_name(name: str, planned: Mapping[str, str]) -> str:
     """Return the transformers name of a module or parameter of the Sequential."""
-    piece, _, rest = name.partition(".")
+    layer, _, rest = name.partition(".")
     child, _, inside = rest.partition(".")
-    return f"{rename[f'{piece}.{child}']}.{inside}".rstrip(".")
+    return f"{planned[f'{layer}.{child}']}.{inside}".rstrip(".")
 
 
 def names_in_transformers(layers: nn.Sequential) -> dict[str, str]:
     """Return the transformers name of each parameter of a restructured model, by its name in the Sequential."""
-    found = layers.names_in_transformers
-    assert isinstance(found, dict)
-    return found
+    names = layers.names_in_transformers
+    assert isinstance(names, dict)
+    return names

@@ -25,8 +25,8 @@ class TargetReached(BaseException):
 class RunState:
     """Shared state of the marks of one frame during a run of the model's forward.
 
-    Each mark records its arguments and returns its input. The mark before ``target`` returns ``handed`` instead, and
-    the target ends the run by raising :class:`TargetReached`.
+    Each mark records its arguments and returns its input. The mark before ``target`` returns ``substitute`` instead,
+    and the target ends the run by raising :class:`TargetReached`.
     """
 
     def __init__(self, width: int) -> None:
@@ -35,16 +35,18 @@ class RunState:
         """Mark name -> its index in the order of the forward; empty until ``ModelSkeleton.find_order`` has run."""
         self.direct: set[int] = set()
         """Indices of the marks whose input is the output of the mark before, without a computation between."""
-        self.met: list[str] = []
+        self.call_order: list[str] = []
+        """Names of the marks in the order of their calls, while the order is being determined."""
         self.last: Any = None
+        """Output of the mark called last."""
         self.target = -1
-        self.handed: Any = None
+        self.substitute: Any = None
         self.calls: list[Arguments] = []
         """Arguments of each mark called in this run, in order."""
 
-    def begin(self, target: int, handed: Any) -> None:
+    def reset(self, target: int, substitute: Any) -> None:
         """Reset the state before a run."""
-        self.target, self.handed, self.calls = target, handed, []
+        self.target, self.substitute, self.calls = target, substitute, []
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of a mark, and return the mark's output.
@@ -55,18 +57,18 @@ class RunState:
         Raises:
             TargetReached: the mark is the target of this run.
         """
-        given = first_argument(args, kwargs)
+        value = first_argument(args, kwargs)
         if not self.positions:
-            if given is self.last:
-                self.direct.add(len(self.met))
-            self.met.append(name)
-            self.last = given.clone() if given.is_floating_point() else torch.zeros(*given.shape, self.width)
+            if value is self.last:
+                self.direct.add(len(self.call_order))
+            self.call_order.append(name)
+            self.last = value.clone() if value.is_floating_point() else torch.zeros(*value.shape, self.width)
             return self.last
         position = self.positions[name]
         self.calls.append((args, kwargs))
         if position == self.target:
             raise TargetReached(self.calls)
-        return self.handed if position == self.target - 1 and self.handed is not None else given
+        return self.substitute if position == self.target - 1 and self.substitute is not None else value
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -85,14 +87,14 @@ def with_first_argument(arguments: Arguments, value: Any) -> Arguments:
 class ModulePlaceholder(nn.Module):
     """Placeholder for a planned module. It keeps the plain attributes that a model may read, such as attention type."""
 
-    def __init__(self, name: str, module: nn.Module, play: RunState) -> None:
+    def __init__(self, name: str, module: nn.Module, state: RunState) -> None:
         super().__init__()
         own = vars(self).keys()
         for attribute, value in vars(module).items():
             if attribute not in own and not isinstance(value, Tensor | nn.Module):
                 setattr(self, attribute, value)
         self.mark_name = name
-        self.play = play
+        self.state = state
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.play.enter(self.mark_name, args, kwargs)
+        return self.state.enter(self.mark_name, args, kwargs)

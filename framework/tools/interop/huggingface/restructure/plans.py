@@ -37,7 +37,7 @@ KINDS = {
     "replicate": "replicate",
     "sequence_parallel": "replicate",
 }
-OF_LINEARS = ("column", "row", "column_whole", "row_whole")
+LINEAR_KINDS = ("column", "row", "column_whole", "row_whole")
 
 
 class TensorParallelPlan(NamedTuple):
@@ -60,13 +60,13 @@ def kinds_of(theirs: Mapping[str, str], names: Mapping[str, str]) -> tuple[dict[
     """
     kinds: dict[str, str] = {}
     problems: list[str] = []
-    for pattern, word in theirs.items():
+    for pattern, style in theirs.items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
         found = [name for name in names if expression.match(name)]
-        if found and word not in KINDS:
-            problems.append(f"its plan says {pattern}: {word!r}, which is not known here{_of_experts(word)}")
-        for name in found if word in KINDS else ():
-            kinds[names[name]] = KINDS[word]
+        if found and style not in KINDS:
+            problems.append(f"its plan shards {pattern} as {style!r}, which is not known here{_expert_hint(style)}")
+        for name in found if style in KINDS else ():
+            kinds[names[name]] = KINDS[style]
     return kinds, problems
 
 
@@ -75,7 +75,7 @@ def sharding_of(
     problems: Sequence[str],
     layers: nn.Sequential,
     tied: Sequence[tuple[str, ...]],
-    seen: ProbeResult,
+    observations: ProbeResult,
 ) -> TensorParallelPlan:
     """Build the sharding plan of a restructured model.
 
@@ -84,36 +84,40 @@ def sharding_of(
         problems: unsupported entries, from :func:`kinds_of`; any of them rules out tensor parallelism.
         layers: the restructured model.
         tied: groups of names that share one parameter.
-        seen: observations of the probe.
+        observations: observations of the probe.
     """
     if not kinds and not problems:
         return TensorParallelPlan(
             {}, {}, {"tp": "the model declares no plan for tensor parallelism (base_model_tp_plan)"}
         )
-    found = next(iter([*problems, *_misfits(layers, kinds), *seen.unsaid]), None)
-    if found is not None:
-        return TensorParallelPlan({}, {}, {"tp": found})
-    kinds = {name: kind for name, kind in kinds.items() if kind != "replicate"} | dict.fromkeys(seen.of_heads, "heads")
-    cut = _vocabulary(layers, kinds, tied)
+    problems = [*problems, *_misfits(layers, kinds), *observations.problems]
+    if problems:
+        return TensorParallelPlan({}, {}, {"tp": problems[0]})
+    kinds = {name: kind for name, kind in kinds.items() if kind != "replicate"}
+    kinds |= dict.fromkeys(observations.per_head_modules, "heads")
+    is_vocabulary_sharded = _vocabulary(layers, kinds, tied)
     impossible = {}
-    unseen = [name for name, is_uncut in seen.uncut.items() if not is_uncut]
-    if not cut:
+    unconfirmed = [name for name, is_uncut in observations.uncut.items() if not is_uncut]
+    if not is_vocabulary_sharded:
         impossible["sequence"] = (
-            "its token embedding is no plain nn.Embedding, or one weight with what is split otherwise, so it is whole "
-            "on each rank and nothing cuts the sequence"
+            "its token embedding is no plain nn.Embedding, or tied to a weight that is sharded otherwise: it stays "
+            "replicated, and nothing splits the sequence"
         )
-    elif unseen:
-        impossible["sequence"] = f"{unseen[0]} lies beside gathered columns, and not seen to work on their output"
+    elif unconfirmed:
+        impossible["sequence"] = (
+            f"{unconfirmed[0]} lies beside column-wise linears with gathered output, and did not take that output as "
+            f"its only input in the probe"
+        )
     else:
-        entered, problem = _entered(layers, kinds)
-        kinds |= dict.fromkeys(entered, "gather")
+        gathered, problem = _sequence_gathers(layers, kinds)
+        kinds |= dict.fromkeys(gathered, "gather")
         if problem is not None:
             impossible["sequence"] = problem
-    dropping = next(_dropouts_inside(layers, kinds), None)
-    if dropping is not None:
-        return TensorParallelPlan({}, {}, {"tp": dropping})
-    kinds |= dict.fromkeys((name for name, is_uncut in seen.uncut.items() if is_uncut), "uncut")
-    return TensorParallelPlan(compressed(kinds), compressed(_units(layers, kinds)), impossible)
+    dropout = next(_dropout_problems(layers, kinds), None)
+    if dropout is not None:
+        return TensorParallelPlan({}, {}, {"tp": dropout})
+    kinds |= dict.fromkeys((name for name, is_uncut in observations.uncut.items() if is_uncut), "uncut")
+    return TensorParallelPlan(merge_blocks(kinds), merge_blocks(_num_heads(layers, kinds)), impossible)
 
 
 def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
@@ -129,19 +133,19 @@ def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, li
     return found
 
 
-def _of_experts(word: str) -> str:
-    return " (a mixture of experts)" if word.startswith(("moe", "ep_", "grouped", "packed")) else ""
+def _expert_hint(style: str) -> str:
+    return " (a mixture of experts)" if style.startswith(("moe", "ep_", "grouped", "packed")) else ""
 
 
 def _misfits(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
     modules = dict(layers.named_modules())
     for name, kind in kinds.items():
         if name not in modules:
-            yield f"its plan says {kind} of the parameter {name}, and what is split here are linears and embeddings"
-        elif kind in OF_LINEARS and type(modules[name]) is not nn.Linear:
+            yield f"its plan shards the parameter {name} as {kind}, but only linears and embeddings can be sharded"
+        elif kind in LINEAR_KINDS and type(modules[name]) is not nn.Linear:
             yield (
-                f"its plan says {kind} of {name}, a {type(modules[name]).__name__}, and what is split here are plain "
-                f"linears and embeddings"
+                f"its plan shards {name}, a {type(modules[name]).__name__}, as {kind}, but only plain nn.Linear and "
+                f"nn.Embedding can be sharded"
             )
 
 
@@ -154,22 +158,22 @@ def _vocabulary(layers: nn.Sequential, kinds: dict[str, str], tied: Sequence[tup
     first, *_, last = layers._modules
     heads = [name for name in kinds if name.startswith(f"{last}.") and kinds[name] == "column_whole"]
     tables = [name for name, module in modules.items() if isinstance(module, nn.Embedding)]
-    together = {name.rpartition(".")[0] for names in tied for name in names}
+    tied_modules = {name.rpartition(".")[0] for names in tied for name in names}
     plain = [name for name in tables if type(modules[name]) is nn.Embedding and name.startswith(f"{first}.")]
     for name in tables:
         kinds.pop(name, None)
     for name in heads:
         kinds[name] = "vocab"
-    if len(tables) == 1 and plain == tables and (tables[0] not in together or heads):
+    if len(tables) == 1 and plain == tables and (tables[0] not in tied_modules or heads):
         kinds[tables[0]] = "vocab"
         return bool(heads)
     for name in heads:
-        if name in together:
+        if name in tied_modules:
             del kinds[name]
     return False
 
 
-def _entered(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[list[str], str | None]:
+def _sequence_gathers(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[list[str], str | None]:
     """Find the modules before which sequence parallelism all-gathers the sequence, or the reason why it cannot.
 
     These modules begin with columns and end with a row. Their code takes the sequence length from their input, so that
@@ -179,42 +183,42 @@ def _entered(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[list[str]
     columns = [name for name, kind in kinds.items() if kind in ("column", "column_whole")]
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if not name.startswith(f"{head}.")))
     for parent in parents:
-        ends = any(name.startswith(f"{parent}.") for name, kind in kinds.items() if kind in ("row", "row_whole"))
-        if parent.count(".") < 2 or not ends:
-            return [], f"{parent} holds columns, and no row that ends them: there is no place to gather the sequence"
+        has_row = any(name.startswith(f"{parent}.") for name, kind in kinds.items() if kind in ("row", "row_whole"))
+        if parent.count(".") < 2 or not has_row:
+            return [], f"{parent} has column-wise linears and no row-wise one: there is no place to gather the sequence"
     for name, layer in layers.named_children():
-        apart = next(_apart(layer, name, parents) if name != head else iter(()), None)
-        if apart is not None:
+        mixer = next(_token_mixers(layer, name, parents) if name != head else iter(()), None)
+        if mixer is not None:
             return [], (
-                f"{apart} ({type(layers.get_submodule(apart)).__name__}) may work on several tokens at a time, and has "
+                f"{mixer} ({type(layers.get_submodule(mixer)).__name__}) may work on several tokens at a time, and has "
                 f"no entry in its plan: nothing gathers the sequence before it"
             )
     return parents, None
 
 
-def _apart(module: nn.Module, name: str, parents: Sequence[str]) -> Iterator[str]:
+def _token_mixers(module: nn.Module, name: str, parents: Sequence[str]) -> Iterator[str]:
     """Yield modules outside ``parents`` that may mix tokens: convolutions, and modules whose children have weights."""
     for child, inner in module.named_children():
         place = f"{name}.{child}"
         if place in parents or not any(True for _ in inner.parameters()):
             continue
         if any(parent.startswith(f"{place}.") for parent in parents):
-            yield from _apart(inner, place, parents)
+            yield from _token_mixers(inner, place, parents)
         elif isinstance(inner, nn.modules.conv._ConvNd) or any(
             True for part in inner.children() for _ in part.parameters()
         ):
             yield place
 
 
-def _dropouts_inside(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
+def _dropout_problems(layers: nn.Sequential, kinds: Mapping[str, str]) -> Iterator[str]:
     """Yield a problem for each active dropout beside split linears: the plan does not name its input's sharded dim."""
-    parents = {name.rpartition(".")[0] for name, kind in kinds.items() if kind in OF_LINEARS}
+    parents = {name.rpartition(".")[0] for name, kind in kinds.items() if kind in LINEAR_KINDS}
     for name, module in layers.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0 and name.rpartition(".")[0] in parents:
-            yield f"{name} drops (p={module.p}) between linears that are split, and the plan does not say what it sees"
+            yield f"{name}, a dropout (p={module.p}), lies between sharded linears, and the plan has no entry for it"
 
 
-def _units(layers: nn.Sequential, kinds: Mapping[str, str]) -> dict[str, int]:
+def _num_heads(layers: nn.Sequential, kinds: Mapping[str, str]) -> dict[str, int]:
     """Return the number of heads of each split projection whose parent module has a ``head_dim`` or ``head_size``."""
     found = {}
     for name, kind in kinds.items():
@@ -229,10 +233,10 @@ def _units(layers: nn.Sequential, kinds: Mapping[str, str]) -> dict[str, int]:
     return found
 
 
-def compressed(of_names: Mapping[str, Any]) -> dict[str, Any]:
+def merge_blocks(values_by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Merge entries that are equal in all blocks: ``block0.x``, ``block1.x`` -> ``block*.x``."""
     groups: dict[str, dict[str, Any]] = {}
-    for name, value in of_names.items():
+    for name, value in values_by_name.items():
         groups.setdefault(re.sub(r"^block\d+\.", "block*.", name), {})[name] = value
     result: dict[str, Any] = {}
     for pattern, members in groups.items():

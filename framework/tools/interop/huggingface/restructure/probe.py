@@ -22,18 +22,18 @@ class FunctionalDropoutRecorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and (kwargs.get("dropout_p") or (args[4:5] or (0,))[0]):
-            self.found.append("the attention's probabilities")
+            self.calls.append("the attention's probabilities")
             kwargs = kwargs | {"dropout_p": 0.0}
         elif func in (F.dropout, torch.dropout, F.dropout1d, F.dropout2d, F.alpha_dropout):
             p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
             training = kwargs.get("training", args[2] if len(args) > 2 else True)
             if p and training:
-                self.found.append(f"{getattr(func, '__name__', func)}, p={p}")
+                self.calls.append(f"{getattr(func, '__name__', func)}, p={p}")
         return func(*args, **kwargs)
 
 
@@ -42,9 +42,9 @@ class ProbeResult(NamedTuple):
 
     uncut: dict[str, bool]
     """Modules beside columns with gathered output -> True if such an output is their only input."""
-    of_heads: list[str]
+    per_head_modules: list[str]
     """Modules without an entry in the plan whose weights act on sharded heads, and are shared by all heads."""
-    unsaid: list[str]
+    problems: list[str]
     """Reasons why weights without an entry in the plan cannot stay replicated."""
 
 
@@ -53,54 +53,55 @@ class ShardedTensorTracker(TorchFunctionMode):
 
     It records the other operands of operations on such sharded tensors::
 
-        a weight, or a function of one weight (its float32, 1 + it)  self.met
-        an activation that is replicated over tp                     self.mixed: its gradient would be of one shard only
+        a weight, or a function of one weight (its float32, 1 + it)  self.weight_uses
+        an activation that is replicated over tp                     self.replicated_operands: its gradient would be
+                                                                     that of one shard only
         angles, masks, constants                                     not recorded
     """
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.made_of: dict[int, TrackedTensor] = {
+        self.weights: dict[int, TrackedTensor] = {
             id(weight): TrackedTensor(weight, name) for name, weight in weights.items()
         }
         """Weights, and tensors computed from one weight alone, by id."""
-        self.whole: dict[int, TrackedTensor] = {}
+        self.replicated: dict[int, TrackedTensor] = {}
         """Replicated activations by id, with the last weight in their computation."""
-        self.parts: dict[int, TrackedTensor] = {}
-        self.met: dict[str, list[tuple[int, ...]]] = {}
+        self.sharded: dict[int, TrackedTensor] = {}
+        self.weight_uses: dict[str, list[tuple[int, ...]]] = {}
         """Name of a weight -> shapes of the sharded tensors that it acts on."""
-        self.mixed: dict[str, str] = {}
+        self.replicated_operands: dict[str, str] = {}
         """Last weight of a replicated activation -> column of the sharded tensor that it is combined with."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = list(tensors_in((args, kwargs)))
-        parts, whole, made_of = (
-            [kind[id(tensor)] for tensor in given if id(tensor) in kind]
-            for kind in (self.parts, self.whole, self.made_of)
+        operands = list(tensors_in((args, kwargs)))
+        sharded, replicated, weights = (
+            [kind[id(tensor)] for tensor in operands if id(tensor) in kind]
+            for kind in (self.sharded, self.replicated, self.weights)
         )
         written = args[:1] if func is Tensor.__setitem__ else ()
-        if parts:
-            for weight in made_of:
-                self.met.setdefault(weight.name, []).extend(tuple(part.tensor.shape) for part in parts)
-            self.mixed |= {each.name: parts[0].name for each in whole}
-            self._note(self.parts, parts[0].name, (result, written))
-        elif len(made_of) == len(given) and len({weight.name for weight in made_of}) == 1:
-            self._note(self.made_of, made_of[0].name, result)
-        elif whole or made_of:
-            self._note(self.whole, (made_of or whole)[-1].name, (result, written))
+        if sharded:
+            for weight in weights:
+                self.weight_uses.setdefault(weight.name, []).extend(tuple(shard.tensor.shape) for shard in sharded)
+            self.replicated_operands |= {each.name: sharded[0].name for each in replicated}
+            self._track(self.sharded, sharded[0].name, (result, written))
+        elif len(weights) == len(operands) and len({weight.name for weight in weights}) == 1:
+            self._track(self.weights, weights[0].name, result)
+        elif replicated or weights:
+            self._track(self.replicated, (weights or replicated)[-1].name, (result, written))
         return result
 
-    def _note(self, kind: dict[int, TrackedTensor], name: str, value: Any) -> None:
+    def _track(self, kind: dict[int, TrackedTensor], name: str, value: Any) -> None:
         kind |= {id(tensor): TrackedTensor(tensor, name) for tensor in tensors_in(value) if tensor.is_floating_point()}
 
     def watch(self, name: str, module: nn.Module, kind: str) -> None:
         """Register a hook that marks the output of a column as sharded, and of a row as replicated."""
 
         def after(module: nn.Module, args: Any, output: Tensor) -> None:
-            came, goes = (self.parts, self.whole) if kind == "column" else (self.whole, self.parts)
-            goes.pop(id(output), None)
-            self._note(came, name, output)
+            added, removed = (self.sharded, self.replicated) if kind == "column" else (self.replicated, self.sharded)
+            removed.pop(id(output), None)
+            self._track(added, name, output)
 
         module.register_forward_hook(after)
 
@@ -153,42 +154,45 @@ def probe(
         ModelError: functional dropout, which draws from the process-wide generator: its masks would depend on layout.
     """
     first_of_kind: dict[str, str] = {}
-    twins = {name: first_of_kind.setdefault(structure_key(layer), name) for name, layer in layers.named_children()}
+    probed_layers = {
+        name: first_of_kind.setdefault(structure_key(layer), name) for name, layer in layers.named_children()
+    }
     on_meta = nn.Sequential()
-    for name in dict.fromkeys(twins.values()):
+    for name in dict.fromkeys(probed_layers.values()):
         on_meta.add_module(name, copy.deepcopy(layers.get_submodule(name)).to("meta").train())
     for module in on_meta.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
-    uncut = _watch_uncut(on_meta, beside)
-    dropping, parts = FunctionalDropoutRecorder(), ShardedTensorTracker(dict(on_meta.named_parameters()))
+    uncut = _record_uncut(on_meta, beside)
+    dropouts, tracker = FunctionalDropoutRecorder(), ShardedTensorTracker(dict(on_meta.named_parameters()))
     for name, module in on_meta.named_modules():
         if kinds.get(name) in ("column", "row"):
-            parts.watch(name, module, kinds[name])
-    with parts, dropping, torch.no_grad():
+            tracker.watch(name, module, kinds[name])
+    with tracker, dropouts, torch.no_grad():
         try:
             on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
         except ModelError:
             raise
         except Exception:  # a layer that fails on meta is reported, with its reason, when the stages are cut
             return ProbeResult(uncut, [], [])
-    _refuse_dropping(dropping.found, place, config)
+    _check_dropout(dropouts.calls, place, config)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
-    left_out = {name: shapes for name, shapes in parts.met.items() if name.rpartition(".")[0] not in named}
-    of_heads, unsaid = _judged(on_meta, left_out)
-    unsaid += [
-        f"what {name} has made is whole, and meets what {column} has made, which its plan splits: its gradient would "
-        f"be of one rank's part"
-        for name, column in parts.mixed.items()
+    unplanned = {name: shapes for name, shapes in tracker.weight_uses.items() if name.rpartition(".")[0] not in named}
+    per_head_modules, problems = _classify_weights(on_meta, unplanned)
+    problems += [
+        f"the output of {name} is replicated, and combined with the output of {column}, which its plan shards: its "
+        f"gradient would be that of one rank's shard"
+        for name, column in tracker.replicated_operands.items()
     ]
+    inner_modules = [name for name, _ in layers.named_modules() if name.partition(".")[0]]
     return ProbeResult(
-        {name: uncut[_twin(name, twins)] for name in beside},
-        [name for name, _ in layers.named_modules() if name.partition(".")[0] and _twin(name, twins) in of_heads],
-        unsaid,
+        {name: uncut[_name_in_probed_layer(name, probed_layers)] for name in beside},
+        [name for name in inner_modules if _name_in_probed_layer(name, probed_layers) in per_head_modules],
+        problems,
     )
 
 
-def _watch_uncut(on_meta: nn.Sequential, beside: Mapping[str, Sequence[str]]) -> dict[str, bool]:
+def _record_uncut(on_meta: nn.Sequential, beside: Mapping[str, Sequence[str]]) -> dict[str, bool]:
     """Register hooks that fill the returned dict, :attr:`ProbeResult.uncut`, while the layers run."""
     outputs: list[Tensor] = []
     uncut = dict.fromkeys(beside, False)
@@ -197,46 +201,47 @@ def _watch_uncut(on_meta: nn.Sequential, beside: Mapping[str, Sequence[str]]) ->
         on_meta.get_submodule(column).register_forward_hook(lambda module, args, output: outputs.append(output))
     for name in run:
 
-        def look(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
+        def before(module: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
             uncut[name] = len(args) == 1 and any(args[0] is output for output in outputs)
 
-        on_meta.get_submodule(name).register_forward_pre_hook(look)
+        on_meta.get_submodule(name).register_forward_pre_hook(before)
     return uncut
 
 
-def _refuse_dropping(found: Sequence[str], place: str, config: Any) -> None:
-    if not found:
+def _check_dropout(calls: Sequence[str], place: str, config: Any) -> None:
+    if not calls:
         return
     keys = [name for name, value in vars(config).items() if ("drop" in name) and isinstance(value, float) and value > 0]
     options = ", ".join(f"model.options.{key} = 0.0" for key in keys)
     raise ModelError(
         "MW-INTEROP-081",
-        f"{place}: its code drops {found[0]} by a function, which draws from a generator of the process: no layout "
-        f"could draw the same masks again. Set {options or 'it to 0 in config.json'}",
+        f"{place}: functional dropout ({calls[0]}) draws from a generator of the process: no layout could draw the "
+        f"same masks again. Set {options or 'it to 0 in config.json'}",
     )
 
 
-def _judged(on_meta: nn.Sequential, met: Mapping[str, Sequence[tuple[int, ...]]]) -> tuple[list[str], list[str]]:
-    """Judge the weights that act on sharded tensors; return :attr:`ProbeResult.of_heads` and
-    :attr:`ProbeResult.unsaid`.
+def _classify_weights(
+    on_meta: nn.Sequential, weight_uses: Mapping[str, Sequence[tuple[int, ...]]]
+) -> tuple[list[str], list[str]]:
+    """Classify the weights that act on sharded tensors, as the modules and problems of :class:`ProbeResult`.
 
     A vector of length d is shared by all heads if all tensors that it acts on have at least 4 dims, the last of size d.
     Any other weight is a problem.
     """
-    of_heads: list[str] = []
-    unsaid: list[str] = []
-    for name, shapes in met.items():
+    per_head_modules: list[str] = []
+    problems: list[str] = []
+    for name, shapes in weight_uses.items():
         shape = tuple(on_meta.get_parameter(name).shape)
         if len(shape) == 1 and all(len(part) >= 4 and part[-1:] == shape for part in shapes):
-            of_heads.append(name.rpartition(".")[0])
+            per_head_modules.append(name.rpartition(".")[0])
         else:
-            unsaid.append(
-                f"{name} {list(shape)} works on what its plan splits, and the plan does not say how it is split itself"
+            problems.append(
+                f"{name} {list(shape)} acts on activations that its plan shards, and has no entry in the plan"
             )
-    return of_heads, unsaid
+    return per_head_modules, problems
 
 
-def _twin(name: str, twins: Mapping[str, str]) -> str:
+def _name_in_probed_layer(name: str, probed_layers: Mapping[str, str]) -> str:
     """Return the name of the same module in the equal layer that was run."""
     layer, _, inside = name.partition(".")
-    return f"{twins[layer]}.{inside}"
+    return f"{probed_layers[layer]}.{inside}"
