@@ -26,7 +26,7 @@ from meshwright.tools.interop.huggingface.destination import (
 )
 from meshwright.tools.interop.huggingface.files import CONFIG, INDEX
 from meshwright.tools.interop.huggingface.rules import TensorMapping
-from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, WeightExport, dtype_of
+from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, WeightExport, parse_dtype
 
 
 class ExportPlan(NamedTuple):
@@ -82,7 +82,7 @@ def export(
     Raises:
         CheckpointError, ModelError, DataError: the checkpoint is damaged, or the model or its tokenizer do not fit.
     """
-    chosen_dtype = dtype_of(dtype)
+    chosen_dtype = parse_dtype(dtype)
     out = check_output_directory(out)
     with _open_verified(source) as checkpoint:
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")

@@ -38,10 +38,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Supported element types of weights: name in a safetensors header -> torch dtype."""
 
 
-def read_config(path: Path, said: str = "") -> dict[str, Any]:
+def read_config(path: Path, origin: str = "") -> dict[str, Any]:
     """Return the fields of a directory's config.json.
 
-    The second argument is a prefix of the error messages about the path, such as the option that named it.
+    ``origin``: prefix of the error messages about the path, such as the option that named it.
 
     Raises:
         ModelError: the file is missing, or it is no JSON object.
@@ -50,20 +50,20 @@ def read_config(path: Path, said: str = "") -> dict[str, Any]:
         name = path if len(path.parts) == 2 and not path.is_absolute() else "NAME"
         raise ModelError(
             "MW-INTEROP-044",
-            f"{said}there is no directory {path}{'' if path.is_absolute() else f' in {Path.cwd()}'}, and meshwright "
+            f"{origin}there is no directory {path}{'' if path.is_absolute() else f' in {Path.cwd()}'}, and meshwright "
             f"opens no network: download it first (hf download {name} --local-dir DIRECTORY), and give that directory",
         )
     if not path.is_dir():
         raise ModelError(
-            "MW-INTEROP-045", f"{said}{path} is a file: give the directory that it lies in, with its {CONFIG}"
+            "MW-INTEROP-045", f"{origin}{path} is a file: give the directory that it lies in, with its {CONFIG}"
         )
     if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
         raise ModelError(
             "MW-INTEROP-046",
-            f"{said}{path} holds an adapter ({ADAPTER}) and not a model: merge it into its model first, with peft's "
-            f"merge_and_unload() and save_pretrained(), and take what that has written",
+            f"{origin}{path} holds an adapter ({ADAPTER}) and not a model: merge it into its model first, with peft's "
+            f"merge_and_unload() and save_pretrained(), and take the written directory",
         )
-    return read_json(path / CONFIG, f"{said}a directory of a model in Hugging Face's form has one")
+    return read_json(path / CONFIG, f"{origin}a directory of a model in Hugging Face's form has one")
 
 
 def read_json(path: Path, why: str) -> dict[str, Any]:
@@ -71,14 +71,14 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError("MW-INTEROP-047", f"{path} is missing: {why}")
     try:
-        found = parse_json(read_bytes(path))
+        fields = parse_json(read_bytes(path))
     except ValueError as error:
         raise ModelError("MW-INTEROP-048", f"{path}: not valid JSON: {error}; get the file again") from None
     except OSError as error:
         raise ModelError("MW-INTEROP-049", f"{path}: {error.strerror} (errno {error.errno})") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ModelError("MW-INTEROP-050", f"{path}: not a JSON object; get the file again")
-    return found
+    return fields
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
@@ -88,8 +88,8 @@ def write_json(path: Path, fields: dict[str, Any]) -> None:
 
 def copy_companions(source: Path, target: Path) -> list[str]:
     """Copy the files of ``COMPANIONS`` that exist in ``source`` to ``target``, and return their names."""
-    found = [name for name in COMPANIONS if (source / name).is_file()]
+    names = [name for name in COMPANIONS if (source / name).is_file()]
     target.mkdir(parents=True, exist_ok=True)
-    for name in found:
+    for name in names:
         shutil.copyfile(source / name, target / name)
-    return found
+    return names

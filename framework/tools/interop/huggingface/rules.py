@@ -48,18 +48,18 @@ class TensorMapping(NamedTuple):
         whole = torch.empty(ours, dtype=dtype)
         targets = self._parts(whole)
         if self.stacked:
-            for target, section in zip(targets, self._sections(self._turned(read(self.theirs[0]))), strict=True):
+            for target, section in zip(targets, self._sections(self._transpose(read(self.theirs[0]))), strict=True):
                 target.copy_(torch.unflatten(section, 0, target.shape[:2]))
             return whole
         for target, name in zip(targets, self.theirs, strict=True):
-            found = self._turned(read(name))
+            found = self._transpose(read(name))
             target.copy_(torch.unflatten(found, 0, target.shape[:2]) if self.rows else found)
         return whole
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the contiguous values of each transformers tensor, one at a time."""
         if not self.rows:
-            yield self.theirs[0], self._turned(ours).contiguous()
+            yield self.theirs[0], self._transpose(ours).contiguous()
             return
         rest = tuple(ours.shape[1:])
         parts = self._parts(ours)
@@ -67,10 +67,10 @@ class TensorMapping(NamedTuple):
             stacked = torch.empty_like(ours)
             for section, part in zip(self._sections(stacked), parts, strict=True):
                 section.view(part.shape).copy_(part)
-            yield self.theirs[0], self._turned(stacked).contiguous()
+            yield self.theirs[0], self._transpose(stacked).contiguous()
             return
         for name, part in zip(self.theirs, parts, strict=True):
-            yield name, self._turned(part.reshape(-1, *rest)).contiguous()
+            yield name, self._transpose(part.reshape(-1, *rest)).contiguous()
 
     def _parts(self, ours: Tensor) -> Sequence[Tensor]:
         """Split ours into views (units, rows of the part, ...), one per part; without ``rows``, return it whole."""
@@ -83,5 +83,5 @@ class TensorMapping(NamedTuple):
         """Split a stacked transformers tensor into views, one per part."""
         return torch.split(theirs, [self.units * rows for rows in self.rows])
 
-    def _turned(self, theirs: Tensor) -> Tensor:
+    def _transpose(self, theirs: Tensor) -> Tensor:
         return theirs.t() if self.transposed and theirs.dim() == 2 else theirs

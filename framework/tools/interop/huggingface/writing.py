@@ -28,22 +28,22 @@ from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 SHARD_BYTES = 5 * 10**9
 BYTES_AT_ONCE = 16 * 2**20
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+HEADER_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Torch dtype -> name in a safetensors header."""
-WORDS = {dtype: str(dtype).removeprefix("torch.") for dtype in NAMES}
+DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in HEADER_NAMES}
 """Torch dtype -> name in config.json."""
 
 
-def dtype_of(word: str | None) -> torch.dtype | None:
+def parse_dtype(name: str | None) -> torch.dtype | None:
     """Return the torch dtype of a dtype name such as "bfloat16"; None stays None.
 
     Raises:
         ModelError: weights are not written in this dtype.
     """
-    named = {known: dtype for dtype, known in WORDS.items()}
-    if word is not None and word not in named:
-        raise ModelError("MW-INTEROP-087", f"dtype {word!r}: choose of {', '.join(named)}")
-    return None if word is None else named[word]
+    dtypes = {known: dtype for dtype, known in DTYPE_NAMES.items()}
+    if name is not None and name not in dtypes:
+        raise ModelError("MW-INTEROP-087", f"dtype {name!r}: choose one of {', '.join(dtypes)}")
+    return None if name is None else dtypes[name]
 
 
 class OutgoingTensor(NamedTuple):
@@ -91,13 +91,13 @@ class WeightExport:
 
     def dtypes(self) -> list[str]:
         """Return the names of the element types that occur, the one with the most bytes first."""
-        sizes = dict.fromkeys(WORDS, 0)
+        sizes = dict.fromkeys(DTYPE_NAMES, 0)
         for each in self.planned:
             sizes[each.dtype] += each.num_bytes
-        return [WORDS[dtype] for dtype in sorted(sizes, key=lambda dtype: -sizes[dtype]) if sizes[dtype]]
+        return [DTYPE_NAMES[dtype] for dtype in sorted(sizes, key=lambda dtype: -sizes[dtype]) if sizes[dtype]]
 
     def write(self, directory: Path, shard_bytes: int, on_bytes: OnBytes = ignore_progress) -> dict[str, int]:
-        """Write all tensors to safetensors files, with an index if there are several.
+        """Write all tensors to safetensors files, with an index if present are several.
 
         Args:
             directory: where the files go.
@@ -140,9 +140,9 @@ class WeightExport:
 
 
 def _check_names(checkpoint: CheckpointReader, rules: Sequence[TensorMapping], place: str) -> None:
-    expected, there = {rule.ours for rule in rules}, set(checkpoint.parameters(TensorKind.WEIGHTS))
-    problems = [f"it has no weights of {name}" for name in sorted(expected - there)]
-    problems += [f"its weights of {name} have no place there" for name in sorted(there - expected)]
+    expected, present = {rule.ours for rule in rules}, set(checkpoint.parameters(TensorKind.WEIGHTS))
+    problems = [f"it has no weights of {name}" for name in sorted(expected - present)]
+    problems += [f"its weights of {name} have no place there" for name in sorted(present - expected)]
     if problems:
         raise CheckpointError(
             "MW-INTEROP-088",
@@ -170,7 +170,7 @@ def _write_in_order(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for each in sorted(planned, key=lambda each: places[each.name]):
         offsets = [places[each.name], places[each.name] + each.num_bytes]
-        header[each.name] = {"dtype": NAMES[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
+        header[each.name] = {"dtype": HEADER_NAMES[each.dtype], "shape": list(each.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with as_checkpoint_error(path), path.open("xb") as file:

@@ -99,7 +99,7 @@ def test_a_model_is_brought_trained_and_taken_away(
             assert masters.dtype is torch.float32
             assert torch.equal(masters.bfloat16(), opened.model.norm.weight.bfloat16())
         assert json.loads((tmp_path / "full" / "config.json").read_text())["dtype"] == "float32"
-        with pytest.raises(ModelError, match="choose of float64"):
+        with pytest.raises(ModelError, match="choose one of float64"):
             export(run, tmp_path / "other", dtype="int8")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
 from meshwright.tools.interop.huggingface.convert.rope import ORIGINAL_LENGTH, read_rope
-from meshwright.tools.interop.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
+from meshwright.tools.interop.huggingface.convert.settings import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, Settings
 from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 BUILDER = "meshwright.models.llama:build"
@@ -21,7 +21,7 @@ def rules(options: Options) -> list[TensorMapping]:
     of_group = (options["num_heads"] // kv_heads * head_dim, head_dim, head_dim)
     num_blocks = math.gcd(ffn_size, kv_heads)
     tied = options["tied"]
-    found = [
+    mappings = [
         TensorMapping(
             "embedding.tokens.weight",
             ("model.embed_tokens.weight",),
@@ -34,22 +34,22 @@ def rules(options: Options) -> list[TensorMapping]:
         def plain(name: str, other: str, ours: str = ours, theirs: str = theirs) -> TensorMapping:
             return TensorMapping(f"{ours}.{name}", (f"{theirs}.{other}",))
 
-        found.append(plain("attention_norm.weight", "input_layernorm.weight"))
+        mappings.append(plain("attention_norm.weight", "input_layernorm.weight"))
         for what in ("weight", *(["bias"] if options["qkv_bias"] else [])):
             names = tuple(f"{theirs}.self_attn.{part}_proj.{what}" for part in "qkv")
-            found.append(TensorMapping(f"{ours}.attention.qkv.{what}", names, kv_heads, of_group))
+            mappings.append(TensorMapping(f"{ours}.attention.qkv.{what}", names, kv_heads, of_group))
         if options["qk_norm"]:
-            found += [plain(f"attention.{part}_norm.weight", f"self_attn.{part}_norm.weight") for part in "qk"]
+            mappings += [plain(f"attention.{part}_norm.weight", f"self_attn.{part}_norm.weight") for part in "qk"]
         for what in ("weight", *(["bias"] if options["out_bias"] else [])):
-            found.append(plain(f"attention.out.{what}", f"self_attn.o_proj.{what}"))
-        found.append(plain("mlp_norm.weight", "post_attention_layernorm.weight"))
+            mappings.append(plain(f"attention.out.{what}", f"self_attn.o_proj.{what}"))
+        mappings.append(plain("mlp_norm.weight", "post_attention_layernorm.weight"))
         for what in ("weight", *(["bias"] if options["mlp_bias"] else [])):
             names = tuple(f"{theirs}.mlp.{part}_proj.{what}" for part in ("gate", "up"))
             size = ffn_size // num_blocks
-            found.append(TensorMapping(f"{ours}.mlp.gate_up.{what}", names, num_blocks, (size, size)))
-            found.append(plain(f"mlp.down.{what}", f"mlp.down_proj.{what}"))
-    found.append(TensorMapping("norm.weight", ("model.norm.weight",)))
-    return found if tied else [*found, TensorMapping("head.weight", ("lm_head.weight",))]
+            mappings.append(TensorMapping(f"{ours}.mlp.gate_up.{what}", names, num_blocks, (size, size)))
+            mappings.append(plain(f"mlp.down.{what}", f"mlp.down_proj.{what}"))
+    mappings.append(TensorMapping("norm.weight", ("model.norm.weight",)))
+    return mappings if tied else [*mappings, TensorMapping("head.weight", ("lm_head.weight",))]
 
 
 def read_common(settings: Settings, *, length: int, kv_heads: int | None = None) -> dict[str, Any]:
@@ -63,17 +63,17 @@ def read_common(settings: Settings, *, length: int, kv_heads: int | None = None)
     settings.must_be("hidden_act", "silu", "swish")
     settings.must_be("partial_rotary_factor", 1.0)
     settings.must_be("is_causal", True)
-    heads = settings.number("num_attention_heads", most=WIDEST)
-    hidden = settings.number("hidden_size", most=WIDEST)
+    heads = settings.number("num_attention_heads", most=MAX_WIDTH)
+    hidden = settings.number("hidden_size", most=MAX_WIDTH)
     if kv_heads is None or "num_key_value_heads" in settings.fields:
         kv_heads = heads  # null means the same
-    found = {
-        "vocab_size": settings.number("vocab_size", most=MOST_ROWS),
+    options = {
+        "vocab_size": settings.number("vocab_size", most=MAX_ROWS),
         "hidden_size": hidden,
-        "num_layers": settings.number("num_hidden_layers", most=MOST_LAYERS),
+        "num_layers": settings.number("num_hidden_layers", most=MAX_LAYERS),
         "num_heads": heads,
-        "num_kv_heads": settings.number("num_key_value_heads", kv_heads, most=WIDEST),
-        "ffn_size": settings.number("intermediate_size", most=WIDEST),
+        "num_kv_heads": settings.number("num_key_value_heads", kv_heads, most=MAX_WIDTH),
+        "ffn_size": settings.number("intermediate_size", most=MAX_WIDTH),
         "max_sequence_length": settings.number("max_position_embeddings", length),
         "norm_eps": settings.real("rms_norm_eps", 1e-6),
         "tied": settings.flag("tie_word_embeddings", False),
@@ -85,20 +85,20 @@ def read_common(settings: Settings, *, length: int, kv_heads: int | None = None)
             f"{settings.place}: attention_dropout = {settings.fields['attention_dropout']} is not carried: training "
             f"drops nothing (model.options.dropout)"
         )
-    head_dim = settings.number("head_dim", max(1, hidden // heads), most=WIDEST)
+    head_dim = settings.number("head_dim", max(1, hidden // heads), most=MAX_WIDTH)
     if head_dim * heads != hidden:
-        found["head_dim"] = head_dim
-    return found
+        options["head_dim"] = head_dim
+    return options
 
 
 def read_llama(settings: Settings) -> dict[str, Any]:
     """Convert a LlamaConfig to model.options."""
-    found = read_common(settings, length=2048)
+    options = read_common(settings, length=2048)
     if settings.flag("attention_bias", False):
-        found |= {"qkv_bias": True, "out_bias": True}
+        options |= {"qkv_bias": True, "out_bias": True}
     if settings.flag("mlp_bias", False):
-        found["mlp_bias"] = True
-    return found
+        options["mlp_bias"] = True
+    return options
 
 
 def read_mistral(settings: Settings) -> dict[str, Any]:
@@ -107,12 +107,12 @@ def read_mistral(settings: Settings) -> dict[str, Any]:
     A missing ``sliding_window`` is transformers' default of 4096 tokens, and null is none. A window has no effect on
     sequences that are no longer than it.
     """
-    found = read_common(settings, length=4096 * 32, kv_heads=8)
+    options = read_common(settings, length=4096 * 32, kv_heads=8)
     window = settings.get("sliding_window") if "sliding_window" in settings.fields else 4096
     if window is not None:
-        found["sliding_window"] = settings.number("sliding_window", 4096)
-    settings.must_be("layer_types", *_layer_types(found["num_layers"], sliding=window is not None))
-    return found
+        options["sliding_window"] = settings.number("sliding_window", 4096)
+    settings.must_be("layer_types", *_layer_types(options["num_layers"], sliding=window is not None))
+    return options
 
 
 def _layer_types(num_layers: int, *, sliding: bool) -> list[Any]:
@@ -126,20 +126,20 @@ def _read_qwen(settings: Settings) -> dict[str, Any]:
 
     Only layers from ``max_window_layers`` on have a sliding window. All layers must be alike.
     """
-    found = read_common(settings, length=32768, kv_heads=32)
-    layers = found["num_layers"]
+    options = read_common(settings, length=32768, kv_heads=32)
+    layers = options["num_layers"]
     if not settings.flag("use_sliding_window", False):
         settings.get("sliding_window")
         settings.must_be("layer_types", *_layer_types(layers, sliding=False))
-        return found
+        return options
     if "sliding_window" in settings.fields and settings.get("sliding_window") is None:
         settings.must_be("layer_types", *_layer_types(layers, sliding=False))
-        return found
+        return options
     first = settings.number("max_window_layers", 28, least=0)
     types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     types = settings.get("layer_types") or types
     if types == ["sliding_attention"] * layers:
-        found["sliding_window"] = settings.number("sliding_window", 4096)
+        options["sliding_window"] = settings.number("sliding_window", 4096)
     elif types == ["full_attention"] * layers:
         settings.get("sliding_window")
     else:
@@ -147,7 +147,7 @@ def _read_qwen(settings: Settings) -> dict[str, Any]:
             f"use_sliding_window with max_window_layers = {first}: some layers see a window and others all, which is "
             f"not supported; set use_sliding_window to false for sequences no longer than sliding_window"
         )
-    return found
+    return options
 
 
 def read_qwen2(settings: Settings) -> dict[str, Any]:
@@ -157,12 +157,12 @@ def read_qwen2(settings: Settings) -> dict[str, Any]:
 
 def read_qwen3(settings: Settings) -> dict[str, Any]:
     """Convert a Qwen3Config to model.options."""
-    found = _read_qwen(settings) | {"qk_norm": True}
+    options = _read_qwen(settings) | {"qk_norm": True}
     if settings.fields.get("head_dim") is None:
-        found["head_dim"] = 128
+        options["head_dim"] = 128
     if settings.flag("attention_bias", False):
-        found |= {"qkv_bias": True, "out_bias": True}
-    return found
+        options |= {"qkv_bias": True, "out_bias": True}
+    return options
 
 
 def write_common(options: Options) -> dict[str, Any]:

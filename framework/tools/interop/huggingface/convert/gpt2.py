@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
-from meshwright.tools.interop.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
+from meshwright.tools.interop.huggingface.convert.settings import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, Settings
 from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 
@@ -20,7 +20,7 @@ def rules(options: Options) -> list[TensorMapping]:
     heads = options["num_heads"]
     head_dim = options["hidden_size"] // heads
     tied = options["tied"]
-    found = [
+    mappings = [
         TensorMapping(
             "embedding.tokens.weight", ("transformer.wte.weight",), same_as=("lm_head.weight",) if tied else ()
         ),
@@ -28,24 +28,19 @@ def rules(options: Options) -> list[TensorMapping]:
     ]
     for i in range(options["num_layers"]):
         ours, theirs = f"block{i}", f"transformer.h.{i}"
-        for what in ("weight", "bias"):
-            found.append(TensorMapping(f"{ours}.attention_norm.{what}", (f"{theirs}.ln_1.{what}",)))
-        for what in ("weight", "bias"):
-            name, other = f"{ours}.attention.qkv.{what}", f"{theirs}.attn.c_attn.{what}"
-            found.append(TensorMapping(name, (other,), heads, (head_dim,) * 3, stacked=True, transposed=True))
-        for what in ("weight", "bias"):
-            found.append(
-                TensorMapping(f"{ours}.attention.out.{what}", (f"{theirs}.attn.c_proj.{what}",), transposed=True)
-            )
-        for what in ("weight", "bias"):
-            found.append(TensorMapping(f"{ours}.mlp_norm.{what}", (f"{theirs}.ln_2.{what}",)))
-        for name, other in (("up", "c_fc"), ("down", "c_proj")):
-            for what in ("weight", "bias"):
-                found.append(
-                    TensorMapping(f"{ours}.mlp.{name}.{what}", (f"{theirs}.mlp.{other}.{what}",), transposed=True)
-                )
-    found += [TensorMapping(f"norm.{what}", (f"transformer.ln_f.{what}",)) for what in ("weight", "bias")]
-    return found if tied else [*found, TensorMapping("head.weight", ("lm_head.weight",))]
+        qkv = {"units": heads, "rows": (head_dim,) * 3, "stacked": True, "transposed": True}
+        mappings += _weight_and_bias(f"{ours}.attention_norm", f"{theirs}.ln_1")
+        mappings += _weight_and_bias(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", **qkv)
+        mappings += _weight_and_bias(f"{ours}.attention.out", f"{theirs}.attn.c_proj", transposed=True)
+        mappings += _weight_and_bias(f"{ours}.mlp_norm", f"{theirs}.ln_2")
+        mappings += _weight_and_bias(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", transposed=True)
+        mappings += _weight_and_bias(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", transposed=True)
+    mappings += _weight_and_bias("norm", "transformer.ln_f")
+    return mappings if tied else [*mappings, TensorMapping("head.weight", ("lm_head.weight",))]
+
+
+def _weight_and_bias(ours: str, theirs: str, **layout: Any) -> list[TensorMapping]:
+    return [TensorMapping(f"{ours}.{kind}", (f"{theirs}.{kind}",), **layout) for kind in ("weight", "bias")]
 
 
 def read(settings: Settings) -> dict[str, Any]:
@@ -56,22 +51,22 @@ def read(settings: Settings) -> dict[str, Any]:
     settings.must_be("add_cross_attention", False)
     settings.must_be("is_causal", True)
     settings.get("reorder_and_upcast_attn")  # same function, other rounding in half precision
-    hidden = settings.number("n_embd", 768, most=WIDEST)
+    hidden = settings.number("n_embd", 768, most=MAX_WIDTH)
     dropouts = {name: settings.real(name, 0.1, most=1.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     if len(set(dropouts.values())) > 1:
-        said = ", ".join(f"{name} = {value}" for name, value in dropouts.items())
+        values = ", ".join(f"{name} = {value}" for name, value in dropouts.items())
         settings.notes.append(
-            f"{settings.place}: {said}: we have one for all, model.options.dropout = {dropouts['resid_pdrop']}"
+            f"{settings.place}: {values}: meshwright has one for all, model.options.dropout = {dropouts['resid_pdrop']}"
         )
     return {
-        "vocab_size": settings.number("vocab_size", 50257, most=MOST_ROWS),
+        "vocab_size": settings.number("vocab_size", 50257, most=MAX_ROWS),
         "hidden_size": hidden,
-        "num_layers": settings.number("n_layer", 12, most=MOST_LAYERS),
-        "num_heads": settings.number("n_head", 12, most=WIDEST),
-        "max_sequence_length": settings.number("n_positions", 1024, most=MOST_ROWS),
+        "num_layers": settings.number("n_layer", 12, most=MAX_LAYERS),
+        "num_heads": settings.number("n_head", 12, most=MAX_WIDTH),
+        "max_sequence_length": settings.number("n_positions", 1024, most=MAX_ROWS),
         "dropout": dropouts["resid_pdrop"],
         "tied": settings.flag("tie_word_embeddings", True),
-        "ffn_size": settings.number("n_inner", 4 * hidden, most=4 * WIDEST),
+        "ffn_size": settings.number("n_inner", 4 * hidden, most=4 * MAX_WIDTH),
         "norm_eps": settings.real("layer_norm_epsilon", 1e-5),
     }
 

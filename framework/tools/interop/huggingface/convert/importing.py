@@ -34,7 +34,7 @@ from meshwright.tools.interop.huggingface.convert.weights import (
     dtype_notes,
     has_own_head,
     open_weights,
-    under_first_names,
+    rename_tied_weights,
     with_prefix,
 )
 from meshwright.tools.interop.huggingface.destination import (
@@ -95,13 +95,13 @@ def import_model(
     side_files.check(source_path)
     source = with_prefix(source, family)
     if family.head_by_file:
-        source = under_first_names(source, family.rules(with_defaults(family.builder, options | {"tied": False})))
+        source = rename_tied_weights(source, family.rules(with_defaults(family.builder, options | {"tied": False})))
         options["tied"] = not has_own_head(source)
     config = _config(family, options, source, out, overrides)
     notes = [*settings.notes, *_vocabulary(source_path, config)]
     shapes = _shapes(config)
     rules = family.rules(with_defaults(family.builder, config.model.options))
-    source = under_first_names(source, rules)
+    source = rename_tied_weights(source, rules)
     check_tensors(source, family, rules, shapes)
     notes += dtype_notes(source, rules, config)
     resolved = resolve(config)

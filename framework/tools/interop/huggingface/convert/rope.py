@@ -10,7 +10,7 @@ from meshwright.tools.interop.huggingface.convert.settings import Settings
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
-LEAST_THETA = 1e-3
+MIN_THETA = 1e-3
 """Lower limit of ``rope_theta``: powers of smaller values leave the range of float32."""
 
 
@@ -22,37 +22,37 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     if not isinstance(rope, dict):
         settings.problems.append(f"rope_scaling = {json.dumps(rope)}: an object is needed")
         return {}
-    named = "rope_scaling" if rope is not outer else "rope_parameters"
-    inside = Settings({name: value for name, value in rope.items() if name != "type"}, settings.place)
+    section = "rope_scaling" if rope is not outer else "rope_parameters"
+    inner = Settings({name: value for name, value in rope.items() if name != "type"}, settings.place)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    found: dict[str, Any] = {"rope_theta": inside.real("rope_theta", theta, least=LEAST_THETA)}
-    inside.get("rope_type")
-    inside.must_be("partial_rotary_factor", 1.0)
+    options: dict[str, Any] = {"rope_theta": inner.real("rope_theta", theta, least=MIN_THETA)}
+    inner.get("rope_type")
+    inner.must_be("partial_rotary_factor", 1.0)
     if kind == "llama3":
-        found["rope_scaling_factor"] = inside.real("factor", 0.0)
-        found["rope_low_freq_factor"] = inside.real("low_freq_factor", 0.0)
-        found["rope_high_freq_factor"] = inside.real("high_freq_factor", 0.0)
-        outside = settings.get(ORIGINAL_LENGTH)
-        length = settings.get("max_position_embeddings") if outside is None else outside
-        found["rope_original_length"] = inside.number(ORIGINAL_LENGTH, length)
-        if outside not in (None, found["rope_original_length"]):
-            inside.problems.append(
-                f"{ORIGINAL_LENGTH} = {found['rope_original_length']}, and {json.dumps(outside)} outside of it, which "
-                f"is what transformers 5 takes, and 4 does not: leave one of them out"
+        options["rope_scaling_factor"] = inner.real("factor", 0.0)
+        options["rope_low_freq_factor"] = inner.real("low_freq_factor", 0.0)
+        options["rope_high_freq_factor"] = inner.real("high_freq_factor", 0.0)
+        outer_length = settings.get(ORIGINAL_LENGTH)
+        length = settings.get("max_position_embeddings") if outer_length is None else outer_length
+        options["rope_original_length"] = inner.number(ORIGINAL_LENGTH, length)
+        if outer_length not in (None, options["rope_original_length"]):
+            inner.problems.append(
+                f"{ORIGINAL_LENGTH} = {options['rope_original_length']}, and {json.dumps(outer_length)} outside of it, "
+                f"which transformers 5 reads, and 4 does not: leave one of them out"
             )
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
             if rope.get(name) is None:
-                inside.problems.append(f'{name} is missing, which rope_type "llama3" needs')
+                inner.problems.append(f'{name} is missing, which rope_type "llama3" needs')
     elif kind != "default":
-        inside.problems.append(
-            f'rope_type = {json.dumps(kind)} is not supported, only "default" and "llama3": with it positions would '
-            f"turn at other angles. To go on without it, on sequences as long as the model was first trained on, take "
-            f"it out of config.json"
+        inner.problems.append(
+            f'rope_type = {json.dumps(kind)} is not supported, only "default" and "llama3": it changes the rotary '
+            f"angles. To train without it, on sequences of the length of the original pretraining, remove it from "
+            f"config.json"
         )
     for name, value in rope.items():
         if isinstance(value, dict):
-            inside.problems.append(f"{name}: positions of their own for a kind of layers are not supported")
-    settings.problems += [f"{named}: {problem}" for problem in inside.problems]
-    for name in rope.keys() - inside.asked - {"type"} if kind == "llama3" or kind == "default" else ():
-        settings.notes.append(f"{settings.place}: {named}.{name} = {json.dumps(rope[name])} is not known here")
-    return found
+            inner.problems.append(f"{name}: separate positions for a kind of layers are not supported")
+    settings.problems += [f"{section}: {problem}" for problem in inner.problems]
+    for name in rope.keys() - inner.read_fields - {"type"} if kind == "llama3" or kind == "default" else ():
+        settings.notes.append(f"{settings.place}: {section}.{name} = {json.dumps(rope[name])} is not known here")
+    return options

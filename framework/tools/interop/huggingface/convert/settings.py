@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.errors import ModelError
 
-SILENT = {
+IGNORED = {
     "_attn_implementation_autoset",
     "_name_or_path",
     "architectures",
@@ -77,14 +77,14 @@ SILENT = {
 """Fields without effect on the logits; they are ignored without a note."""
 
 
-MOST = 2**40
+MAX_INTEGER = 2**40
 """Upper limit of whole numbers, such as counts of tokens."""
-WIDEST = 2**20
+MAX_WIDTH = 2**20
 """Upper limit of a model's widths and of its number of heads."""
-MOST_LAYERS = 10_000
-MOST_ROWS = 2**26
+MAX_LAYERS = 10_000
+MAX_ROWS = 2**26
 """Upper limit of the rows of a token or position embedding."""
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 class Settings:
@@ -101,59 +101,59 @@ class Settings:
         self.place = place
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.asked: set[str] = set()
+        self.read_fields: set[str] = set()
         for alias, name in (aliases or {}).items():
             if alias in self.fields:
                 self._rename(alias, name)
 
     def _rename(self, alias: str, name: str) -> None:
-        found = self.fields.pop(alias)
-        if self.fields.setdefault(name, found) != found:
+        value = self.fields.pop(alias)
+        if self.fields.setdefault(name, value) != value:
             self.problems.append(
-                f"{alias} = {json.dumps(found)} and {name} = {json.dumps(self.fields[name])} are one field under two "
+                f"{alias} = {json.dumps(value)} and {name} = {json.dumps(self.fields[name])} are one field under two "
                 f"names: leave one of them out"
             )
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field unchecked; ``default`` if it is null or missing."""
-        self.asked.add(name)
-        found = self.fields.get(name)
-        return default if found is None else found
+        self.read_fields.add(name)
+        value = self.fields.get(name)
+        return default if value is None else value
 
-    def number(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
+    def number(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_INTEGER) -> int:
         """Return a field that must be a whole number from ``least`` to ``most``."""
-        found = self.get(name, default)
-        if not _is_whole(found) or not least <= found <= most:
-            said = "is missing" if found is None else f"= {json.dumps(found)}"
-            limit = f"to {most}" if _is_whole(found) and found > most else "up"
-            self.problems.append(f"{name} {said}: a whole number from {least} {limit} is needed")
+        value = self.get(name, default)
+        if not _is_integer(value) or not least <= value <= most:
+            problem = "is missing" if value is None else f"= {json.dumps(value)}"
+            limit = f"to {most}" if _is_integer(value) and value > most else "up"
+            self.problems.append(f"{name} {problem}: a whole number from {least} {limit} is needed")
             return max(least, 1)
-        return int(found)
+        return int(value)
 
     def real(self, name: str, default: float, *, least: float = 0.0, most: float = math.inf) -> float:
         """Return a field that must be a finite number from ``least`` to ``most``."""
-        found = self.get(name, default)
-        is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not is_number or not least <= found <= most or not math.isfinite(found):
+        value = self.get(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or not math.isfinite(value):
             limit = "up" if most == math.inf else f"to {most:g}"
-            self.problems.append(f"{name} = {json.dumps(found)}: a number from {least:g} {limit} is needed")
+            self.problems.append(f"{name} = {json.dumps(value)}: a number from {least:g} {limit} is needed")
             return default
-        return float(found)
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a field that must be true or false."""
-        found = self.get(name, default)
-        if not isinstance(found, bool):
-            self.problems.append(f"{name} = {json.dumps(found)}: true or false is needed")
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            self.problems.append(f"{name} = {json.dumps(value)}: true or false is needed")
             return default
-        return found
+        return value
 
     def must_be(self, name: str, *values: Any) -> None:
         """Require one of the supported ``values`` of a field that changes outputs; the first is its default."""
-        found = self.get(name, values[0])
-        if found not in values:
-            allowed = " or ".join(json.dumps(value) for value in values)
-            self.problems.append(f"{name} = {json.dumps(found)} is not supported, only {allowed}")
+        value = self.get(name, values[0])
+        if value not in values:
+            allowed = " or ".join(map(json.dumps, values))
+            self.problems.append(f"{name} = {json.dumps(value)} is not supported, only {allowed}")
 
     def end(self) -> None:
         """Check token ids and quantisation, raise the collected problems, and add a note for each unknown field.
@@ -161,23 +161,23 @@ class Settings:
         Raises:
             ModelError: all problems found, a line each.
         """
-        for name in TOKENS:
-            found = self.fields.get(name)
-            several: list[Any] = found if isinstance(found, list) and name == "eos_token_id" else [found]
-            if found is not None and not all(_is_whole(each) and abs(each) < MOST_ROWS for each in several):
-                self.problems.append(f"{name} = {json.dumps(found)}: the number of a token is needed, or null")
+        for name in TOKEN_IDS:
+            value = self.fields.get(name)
+            token_ids: list[Any] = value if isinstance(value, list) and name == "eos_token_id" else [value]
+            if value is not None and not all(_is_integer(each) and abs(each) < MAX_ROWS for each in token_ids):
+                self.problems.append(f"{name} = {json.dumps(value)}: the number of a token is needed, or null")
         if self.fields.get("quantization_config"):
             self.problems.append(
-                "quantization_config: the weights are quantised; take the original ones, or write them out in bfloat16 "
+                "quantization_config: the weights are quantised; take the original ones, or save them in bfloat16 "
                 "with transformers (model.dequantize(); model.save_pretrained(...))"
             )
         if self.problems:
             raise ModelError("MW-INTEROP-038", "\n".join(f"{self.place}: {problem}" for problem in self.problems))
         for name, value in self.fields.items():
-            idle = value is None or value is False or value == [] or value == {}
-            if name not in self.asked | SILENT and not idle:
+            is_unset = value is None or value is False or value == [] or value == {}
+            if name not in self.read_fields | IGNORED and not is_unset:
                 self.notes.append(f"{self.place}: {name} = {json.dumps(value)[:80]} is not known here and is left out")
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
-from meshwright.tools.interop.huggingface.convert.settings import MOST_LAYERS, MOST_ROWS, WIDEST, Settings
+from meshwright.tools.interop.huggingface.convert.settings import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, Settings
 from meshwright.tools.interop.huggingface.rules import TensorMapping
 
 FORMS = {
@@ -26,32 +26,34 @@ def rules(options: Options) -> list[TensorMapping]:
     head_dim = options["head_dim"] or options["hidden_size"] // heads
     copies = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     copies += ["lm_head.weight"] if options["tied"] else []
-    found = [TensorMapping("encoder_embedding.tokens.weight", ("shared.weight",), same_as=tuple(copies))]
+    mappings = [TensorMapping("encoder_embedding.tokens.weight", ("shared.weight",), same_as=tuple(copies))]
     depths = {"encoder": options["num_layers"], "decoder": options["num_decoder_layers"] or options["num_layers"]}
     for stack, depth in depths.items():
         for i in range(depth):
             ours, theirs = f"{stack}{i}", f"{stack}.block.{i}.layer"
             attention = f"{theirs}.0.SelfAttention"
             names = tuple(f"{attention}.{part}.weight" for part in "qkv")
-            found.append(TensorMapping(f"{ours}.attention.qkv.weight", names, heads, (head_dim,) * 3))
-            found.append(TensorMapping(f"{ours}.attention.out.weight", (f"{attention}.o.weight",)))
+            mappings.append(TensorMapping(f"{ours}.attention.qkv.weight", names, heads, (head_dim,) * 3))
+            mappings.append(TensorMapping(f"{ours}.attention.out.weight", (f"{attention}.o.weight",)))
             if i == 0:
                 name = f"{attention}.relative_attention_bias.weight"
-                found.append(TensorMapping(f"{ours}.attention.relative_bias.weight", (name,)))
-            found.append(TensorMapping(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)))
+                mappings.append(TensorMapping(f"{ours}.attention.relative_bias.weight", (name,)))
+            mappings.append(TensorMapping(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)))
             if stack == "decoder":
                 cross = f"{theirs}.1.EncDecAttention"
-                found.append(TensorMapping(f"{ours}.cross_attention.q.weight", (f"{cross}.q.weight",)))
+                mappings.append(TensorMapping(f"{ours}.cross_attention.q.weight", (f"{cross}.q.weight",)))
                 names = tuple(f"{cross}.{part}.weight" for part in "kv")
-                found.append(TensorMapping(f"{ours}.cross_attention.kv.weight", names, heads, (head_dim,) * 2))
-                found.append(TensorMapping(f"{ours}.cross_attention.out.weight", (f"{cross}.o.weight",)))
-                found.append(TensorMapping(f"{ours}.cross_attention_norm.weight", (f"{theirs}.1.layer_norm.weight",)))
+                mappings.append(TensorMapping(f"{ours}.cross_attention.kv.weight", names, heads, (head_dim,) * 2))
+                mappings.append(TensorMapping(f"{ours}.cross_attention.out.weight", (f"{cross}.o.weight",)))
+                mappings.append(
+                    TensorMapping(f"{ours}.cross_attention_norm.weight", (f"{theirs}.1.layer_norm.weight",))
+                )
             last = f"{theirs}.{1 if stack == 'encoder' else 2}"
-            found.append(_up(options, f"{ours}.mlp.up.weight", f"{last}.DenseReluDense"))
-            found.append(TensorMapping(f"{ours}.mlp.down.weight", (f"{last}.DenseReluDense.wo.weight",)))
-            found.append(TensorMapping(f"{ours}.mlp_norm.weight", (f"{last}.layer_norm.weight",)))
-        found.append(TensorMapping(f"{stack}_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)))
-    return found if options["tied"] else [*found, TensorMapping("head.weight", ("lm_head.weight",))]
+            mappings.append(_up(options, f"{ours}.mlp.up.weight", f"{last}.DenseReluDense"))
+            mappings.append(TensorMapping(f"{ours}.mlp.down.weight", (f"{last}.DenseReluDense.wo.weight",)))
+            mappings.append(TensorMapping(f"{ours}.mlp_norm.weight", (f"{last}.layer_norm.weight",)))
+        mappings.append(TensorMapping(f"{stack}_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)))
+    return mappings if options["tied"] else [*mappings, TensorMapping("head.weight", ("lm_head.weight",))]
 
 
 def _up(options: Options, ours: str, theirs: str) -> TensorMapping:
@@ -77,22 +79,22 @@ def read(settings: Settings) -> dict[str, Any]:
     for name in ("is_decoder", "n_positions"):
         settings.get(name)  # without effect
     tied = settings.flag("tie_word_embeddings", True)
-    num_layers = settings.number("num_layers", 6, most=MOST_LAYERS)
-    padding_id = settings.number("pad_token_id", 0, least=-1, most=MOST_ROWS)
+    num_layers = settings.number("num_layers", 6, most=MAX_LAYERS)
+    padding_id = settings.number("pad_token_id", 0, least=-1, most=MAX_ROWS)
     return {
-        "vocab_size": settings.number("vocab_size", 32128, most=MOST_ROWS),
-        "hidden_size": settings.number("d_model", 512, most=WIDEST),
+        "vocab_size": settings.number("vocab_size", 32128, most=MAX_ROWS),
+        "hidden_size": settings.number("d_model", 512, most=MAX_WIDTH),
         "num_layers": num_layers,
-        "num_heads": settings.number("num_heads", 8, most=WIDEST),
-        "head_dim": settings.number("d_kv", 64, most=WIDEST),
-        "ffn_size": settings.number("d_ff", 2048, most=WIDEST),
-        "num_decoder_layers": settings.number("num_decoder_layers", num_layers, most=MOST_LAYERS),
+        "num_heads": settings.number("num_heads", 8, most=MAX_WIDTH),
+        "head_dim": settings.number("d_kv", 64, most=MAX_WIDTH),
+        "ffn_size": settings.number("d_ff", 2048, most=MAX_WIDTH),
+        "num_decoder_layers": settings.number("num_decoder_layers", num_layers, most=MAX_LAYERS),
         "gated": form == "gated-gelu",
         "tied": tied,
         "scaled": settings.flag("scale_decoder_outputs", tied and "scale_decoder_outputs" not in settings.fields),
         "dropout": settings.real("dropout_rate", 0.1, most=1.0),
-        "num_buckets": settings.number("relative_attention_num_buckets", 32, most=WIDEST),
-        "max_distance": settings.number("relative_attention_max_distance", 128, most=WIDEST),
+        "num_buckets": settings.number("relative_attention_num_buckets", 32, most=MAX_WIDTH),
+        "max_distance": settings.number("relative_attention_max_distance", 128, most=MAX_WIDTH),
         "padding_id": padding_id,
         "norm_eps": settings.real("layer_norm_epsilon", 1e-6),
     }

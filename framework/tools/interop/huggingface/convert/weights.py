@@ -41,7 +41,7 @@ def with_prefix(source: SafetensorsDirectory, family: Family) -> SafetensorsDire
     return SafetensorsDirectory(source.path, renamed)
 
 
-def under_first_names(source: SafetensorsDirectory, rules: Sequence[TensorMapping]) -> SafetensorsDirectory:
+def rename_tied_weights(source: SafetensorsDirectory, rules: Sequence[TensorMapping]) -> SafetensorsDirectory:
     """Rename each tied weight that the files hold only under a second name to its first name."""
     tensors = dict(source.tensors)
     for rule in rules:
