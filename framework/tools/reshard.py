@@ -37,14 +37,12 @@ from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
 from meshwright.config import (
     RunConfig,
     bucket_bytes,
-    given_keys,
     load_saved,
     parse,
     read_resolved,
     resolve,
     write_snapshot,
 )
-from meshwright.config.keys import KEYS
 from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
@@ -53,7 +51,7 @@ from meshwright.optimizer.flat import states_of
 from meshwright.parameters import ParameterInfo
 from meshwright.run import RunLock
 from meshwright.system.bounded import real_path
-from meshwright.tools.trust import check_trusted, same_builders
+from meshwright.tools.trust import changed_keys, check_trusted
 
 MAY_CHANGE = ("parallel", "pipeline", "run")
 """Sections that an override may change: the layout of a run and its place on disk."""
@@ -90,10 +88,10 @@ def reshard(
     if out.name in ("", ".."):
         out = real_path(out)  # its last part becomes the run's name
     _check_place(source, out)
-    with contextlib.ExitStack() as held_open:
-        checkpoint = held_open.enter_context(_sound(source))
+    with contextlib.ExitStack() as open_files:
+        checkpoint = open_files.enter_context(_open_verified(source))
         saved = checkpoint.manifest
-        config = _laid_out(saved.config, out, overrides, f"{source}/manifest.json", trust_code)
+        config = _config_for_layout(saved.config, out, overrides, f"{source}/manifest.json", trust_code)
         _check_free(out, saved.step, config)
         parallel = config.parallel
         blueprints = [
@@ -104,7 +102,7 @@ def reshard(
         )
         _check_names(checkpoint, blueprints[0], is_fresh)
         out.mkdir(parents=True, exist_ok=True)
-        held_open.enter_context(RunLock(out))  # keeps a job of that directory from saving into it meanwhile
+        open_files.enter_context(RunLock(out))  # keeps a job of that directory from saving into it meanwhile
         temporary = begin(out, saved.step, secrets.token_hex(4))
         for pp_rank in range(parallel.pp):
             for tp_rank, blueprint in enumerate(blueprints):
@@ -206,7 +204,7 @@ def _check_place(source: Path, out: Path) -> None:
         )
 
 
-def _sound(source: Path) -> CheckpointReader:
+def _open_verified(source: Path) -> CheckpointReader:
     """Open the source and verify all its bytes before any write: damaged data would get valid new hashes."""
     checkpoint = open_checkpoint(source)
     try:
@@ -219,17 +217,18 @@ def _sound(source: Path) -> CheckpointReader:
     return checkpoint
 
 
-def _laid_out(saved: dict[str, Any], out: Path, overrides: Sequence[str], place: str, trust_code: bool) -> RunConfig:
+def _config_for_layout(
+    saved: dict[str, Any], out: Path, overrides: Sequence[str], place: str, trust_code: bool
+) -> RunConfig:
     """Return the saved configuration on the new layout, resolved, with ``out`` as the directory of its run."""
-    given = {key[:2]: value for key, value in given_keys(overrides).items() if key[:2] in KEYS}
     before = parse(json.dumps(saved), place)
-    changed = given.keys() - same_builders(before, given)
+    changed = changed_keys(before, overrides)
     refused = sorted(".".join(path) for path in changed if path[0] not in MAY_CHANGE or path == ("run", "seed"))
     if refused:
         raise ConfigError(
             "MW-RESHARD-005",
-            f"{', '.join(refused)}: a checkpoint is rewritten on another layout, and the run stays what it is; only "
-            f"parallel.*, pipeline.*, run.name and run.directory may be changed. `meshwright train` takes the others",
+            f"{', '.join(refused)}: resharding changes only the layout; only parallel.*, pipeline.*, run.name and "
+            f"run.directory may be set. `meshwright train` takes the others",
         )
     check_trusted(before, place, overrides, trust_code=trust_code)
     tree = before.model_dump(mode="json")
@@ -265,16 +264,16 @@ def _check_free(out: Path, step: int, config: RunConfig) -> None:
 
 def _check_names(checkpoint: CheckpointReader, blueprint: Blueprint, is_fresh: bool) -> None:
     """Check that the model as built now has exactly the tensors of the checkpoint, so that none is lost."""
-    found = {
+    expected = {
         kind.of(info.name)
         for pp_rank in range(blueprint.grid.pp)
         for kind, info in shard_tensors(blueprint, pp_rank, 0, is_fresh)
     }
-    there = set(checkpoint.manifest.tensors)
-    if found == there:
+    stored = set(checkpoint.manifest.tensors)
+    if expected == stored:
         return
-    problems = [f"{name} is in the model and not in the checkpoint" for name in sorted(found - there)]
-    problems += [f"{name} is in the checkpoint and not in the model" for name in sorted(there - found)]
+    problems = [f"{name} is in the model and not in the checkpoint" for name in sorted(expected - stored)]
+    problems += [f"{name} is in the checkpoint and not in the model" for name in sorted(stored - expected)]
     raise CheckpointError(
         "MW-RESHARD-008",
         f"{checkpoint.path} is not of the model that {blueprint.config.model.builder} builds: {problems[0]}"

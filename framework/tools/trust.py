@@ -10,12 +10,13 @@ The check itself imports nothing, and without trust nothing is imported at all. 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig, given_keys, load
 from meshwright.config.functions import OWN_BUILDERS, current_name, find_source, is_own_builder
+from meshwright.config.keys import KEYS
 from meshwright.errors import ConfigError
 from meshwright.run.directory import is_checkpoint, is_run
 from meshwright.system.bounded import real_path
@@ -46,7 +47,7 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
         function, file = path.partition(":")[2], find_source(path)
         where = f"from {file}" if file else "of a module that Python does not find from here"
         if trust_code:
-            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # one of them says it
+            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # print it once
                 tell(f"--trust-code: {section}.{key} = {path!r} imports {function} {where}")
             continue
         problems.append(
@@ -72,12 +73,16 @@ def foreign_builders(config: RunConfig) -> dict[tuple[str, str], str]:
     }
 
 
-def same_builders(saved: RunConfig, given: Mapping[tuple[str, ...], Any]) -> set[tuple[str, ...]]:
-    """Return the builder keys that ``given`` (key -> value) sets to the saved value: trusted by the user, unchanged."""
+def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
+    """Return the keys that ``overrides`` set, with their values, without builders that equal the saved one.
+
+    Naming the saved builder changes nothing: it only marks it as trusted by the user.
+    """
+    given = {key[:2]: value for key, value in given_keys(overrides).items() if key[:2] in KEYS}
     return {
-        path
-        for path in CODE_KEYS
-        if path in given and current_name(str(given[path])) == getattr(getattr(saved, path[0]), path[1])
+        path: value
+        for path, value in given.items()
+        if path not in CODE_KEYS or current_name(str(value)) != getattr(getattr(saved, path[0]), path[1])
     }
 
 

@@ -111,7 +111,7 @@ def to_json(record: StepRecord) -> str:
     """Return one line of ``metrics.jsonl``, without the newline."""
     line: dict[str, Number | str] = {"step": record.step}
     for name, value in metrics(record).items():
-        line[name] = _encode(value)
+        line[name] = encode_number(value)
         if name == "train/loss":
             line["train/loss_hex"] = float(value).hex()
         if name == "perf/straggler_share":
@@ -130,7 +130,8 @@ def from_json(line: str) -> StepRecord:
         raise ValueError(f"not a whole record: {error}") from error
 
 
-def _encode(value: Number) -> Number | str:
+def encode_number(value: Number) -> Number | str:
+    """Return a number as strict JSON holds it: NaN and Inf as text."""
     if isinstance(value, int) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

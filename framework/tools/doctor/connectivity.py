@@ -21,11 +21,11 @@ from meshwright.errors import CommunicationError
 from meshwright.system.host import node_name, own_address
 from meshwright.terminal.output import abridge
 from meshwright.tools.doctor.findings import Finding
-from meshwright.tools.doctor.links import MOST_ROUNDS, rounds
+from meshwright.tools.doctor.links import MAX_ROUNDS, rounds
 
 CONNECT_S = 5.0
 """Seconds after which a connection attempt counts as failed and the link as dead."""
-TRYING = timedelta(seconds=CONNECT_S * MOST_ROUNDS)
+ATTEMPTS_TIMEOUT = timedelta(seconds=CONNECT_S * MAX_ROUNDS)
 """Time that a node needs for its attempts if it reaches no other node."""
 
 
@@ -41,7 +41,7 @@ class Reachability(NamedTuple):
 
 
 def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: float) -> Reachability:
-    """Connect the first ranks of the nodes pairwise, in at most ``MOST_ROUNDS`` rounds, and return the result.
+    """Connect the first ranks of the nodes pairwise, in at most ``MAX_ROUNDS`` rounds, and return the result.
 
     Every rank calls it and gets the same result; blocks. Results are exchanged through ``store``, the store of the
     rendezvous.
@@ -49,41 +49,41 @@ def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: 
     Raises:
         CommunicationError: rank 0 has left.
     """
-    patience = timedelta(seconds=limit_s)
+    timeout = timedelta(seconds=limit_s)
     try:
         if rank == 0:
-            came = store.multi_get([f"came/{each}" for each in range(world_size)])
-            store.set("nodes", json.dumps(list(dict.fromkeys(name.decode() for name in came))))
+            arrived = store.multi_get([f"came/{each}" for each in range(world_size)])
+            store.set("nodes", json.dumps(list(dict.fromkeys(name.decode() for name in arrived))))
         if local_rank == 0:
             with _listening(own_address(os.environ["MASTER_ADDR"])) as address:
-                _try_others(store, address, patience)
-                return _put_together(store, rank, patience)
-        return _put_together(store, rank, patience)
+                _connect_to_others(store, address, timeout)
+                return _collect_results(store, rank, timeout)
+        return _collect_results(store, rank, timeout)
     except RuntimeError as error:
         raise CommunicationError("MW-DOCTOR-001", f"rank {rank}: the nodes were trying their links: {error}") from None
 
 
-def _try_others(store: Any, address: str, patience: timedelta) -> None:
+def _connect_to_others(store: Any, address: str, timeout: timedelta) -> None:
     mine, names = node_name(), json.loads(store.get("nodes"))
     store.set(f"listens/{mine}", address)
-    tried = itertools.chain.from_iterable(itertools.islice(rounds(names), MOST_ROUNDS))
-    others = [b if a == mine else a for a, b in tried if mine in (a, b)]
+    attempts = itertools.chain.from_iterable(itertools.islice(rounds(names), MAX_ROUNDS))
+    others = [b if a == mine else a for a, b in attempts if mine in (a, b)]
     with contextlib.suppress(RuntimeError):  # a node that does not listen in time will not report a result either
-        store.wait([f"listens/{other}" for other in others], patience)
-    places = {other: store.get(f"listens/{other}").decode() for other in others if store.check([f"listens/{other}"])}
-    failed = [other for other, place in places.items() if address and place and not _connects(place)]
+        store.wait([f"listens/{other}" for other in others], timeout)
+    addresses = {other: store.get(f"listens/{other}").decode() for other in others if store.check([f"listens/{other}"])}
+    failed = [other for other, place in addresses.items() if address and place and not _connects(place)]
     store.set(f"failed/{mine}", json.dumps(failed))
 
 
-def _put_together(store: Any, rank: int, patience: timedelta) -> Reachability:
+def _collect_results(store: Any, rank: int, timeout: timedelta) -> Reachability:
     if rank == 0:
         names = json.loads(store.get("nodes"))
         with contextlib.suppress(RuntimeError):
-            store.wait([f"failed/{name}" for name in names], patience + TRYING)
-        said = {name: json.loads(store.get(f"failed/{name}")) for name in names if store.check([f"failed/{name}"])}
-        pairs = [(name, other) for name, failed in said.items() for other in failed]
-        store.set("reach", json.dumps([pairs, [name for name in names if name not in said], names]))
-    store.wait(["reach"], 3 * (patience + TRYING))
+            store.wait([f"failed/{name}" for name in names], timeout + ATTEMPTS_TIMEOUT)
+        reports = {name: json.loads(store.get(f"failed/{name}")) for name in names if store.check([f"failed/{name}"])}
+        pairs = [(name, other) for name, failed in reports.items() for other in failed]
+        store.set("reach", json.dumps([pairs, [name for name in names if name not in reports], names]))
+    store.wait(["reach"], 3 * (timeout + ATTEMPTS_TIMEOUT))
     pairs, silent, names = json.loads(store.get("reach"))
     return Reachability([(a, b) for a, b in pairs], silent, names)
 
@@ -91,27 +91,27 @@ def _put_together(store: Any, rank: int, patience: timedelta) -> Reachability:
 def judge_reach(found: Reachability) -> list[Finding]:
     """Return the findings on unreachable nodes.
 
-    A node with several dead links is to be left out, unless most nodes have them. A single dead link gives no hint at
+    A node with several dead links should be left out, unless most nodes have them. A single dead link does not show
     which of its two nodes is at fault.
     """
     links = list(dict.fromkeys((min(pair), max(pair)) for pair in found.pairs))
-    said, left = [], links
-    while left:
-        node, times = Counter(node for link in left for node in link).most_common(1)[0]
+    findings, remaining = [], links
+    while remaining:
+        node, times = Counter(node for link in remaining for node in link).most_common(1)[0]
         if times == 1:
-            said += [Finding(f"the link between {a} and {b} is dead: no connection") for a, b in left]
+            findings += [Finding(f"the link between {a} and {b} is dead: no connection") for a, b in remaining]
             break
-        others = [a if b == node else b for a, b in left if node in (a, b)]
-        said.append(Finding(f"the link of {node} is dead: no connection with {abridge(others)}", (node,)))
-        left = [link for link in left if node not in link]
-    said += [Finding(f"{node} has come, but does not answer", (node,)) for node in found.silent]
-    num_nodes, num_named = len(found.nodes), sum(len(each.nodes) for each in said)
-    if (said and 2 * num_named >= num_nodes) or 1 < num_nodes * (num_nodes - 1) // 2 == len(links):
+        others = [a if b == node else b for a, b in remaining if node in (a, b)]
+        findings.append(Finding(f"the link of {node} is dead: no connection with {abridge(others)}", (node,)))
+        remaining = [link for link in remaining if node not in link]
+    findings += [Finding(f"{node} joined the rendezvous, but does not answer", (node,)) for node in found.silent]
+    num_nodes, num_named = len(found.nodes), sum(len(each.nodes) for each in findings)
+    if (findings and 2 * num_named >= num_nodes) or 1 < num_nodes * (num_nodes - 1) // 2 == len(links):
         pairs = abridge([f"{a} - {b}" for a, b in links])
         silent = f"; {abridge(found.silent)} did not answer" if found.silent else ""
         text = f"most nodes do not reach each other ({pairs}{silent}): ports between nodes must be open"
         return [Finding(text)]
-    return said
+    return findings
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def _listening(host: str | None) -> Iterator[str]:
         yield ""
         return
     with socket.create_server((host, 0), backlog=128) as server:
-        threading.Thread(target=_take, args=[server], daemon=True).start()
+        threading.Thread(target=_accept_connections, args=[server], daemon=True).start()
         try:
             yield f"{host}:{server.getsockname()[1]}"
         finally:
@@ -129,7 +129,7 @@ def _listening(host: str | None) -> Iterator[str]:
                 server.shutdown(socket.SHUT_RDWR)
 
 
-def _take(server: socket.socket) -> None:
+def _accept_connections(server: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
             server.accept()[0].close()

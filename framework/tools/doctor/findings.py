@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from meshwright.tools.doctor.facts import Facts
 from meshwright.tools.doctor.links import LinkMeasurement, by_node, slow_pairs
-from meshwright.tools.doctor.nodes import unseen, wrong_clocks
+from meshwright.tools.doctor.nodes import unshared_directory, wrong_clocks
 
 SLOW = 0.5
 """Share of the usual rate on this cluster below which a node or link is reported."""
@@ -34,14 +34,15 @@ def judge(
 
 
 def _disk(facts: Sequence[Facts]) -> list[Finding]:
-    found = []
-    blind = [each.host for each in facts if not each.sees_directory]
-    if blind:
-        found.append(Finding(unseen(blind)))
-    for each in facts:
-        if each.disk_problem is not None:
-            found.append(Finding(f"{each.host} cannot write into the run's directory: {each.disk_problem}"))
-    return found
+    unshared = [each.host for each in facts if not each.sees_directory]
+    return [
+        *([Finding(unshared_directory(unshared))] if unshared else []),
+        *(
+            Finding(f"{each.host} cannot write into the run's directory: {each.disk_problem}")
+            for each in facts
+            if each.disk_problem is not None
+        ),
+    ]
 
 
 def _clocks(facts: Sequence[Facts]) -> list[Finding]:
@@ -50,48 +51,41 @@ def _clocks(facts: Sequence[Facts]) -> list[Finding]:
 
 
 def _versions(facts: Sequence[Facts]) -> list[Finding]:
-    found = []
-    for index, (name, _) in enumerate(facts[0].versions):
-        seen = Counter(each.versions[index][1] for each in facts)
-        if len(seen) > 1:
-            usual = seen.most_common(1)[0][0]
-            others = {each.host: each.versions[index][1] for each in facts if each.versions[index][1] != usual}
-            told = ", ".join(f"{version} on {host}" for host, version in others.items())
-            found.append(Finding(f"{name} is {usual}, but {told}", tuple(others)))
-    devices = Counter(each.device for each in facts)
-    if len(devices) > 1:
-        usual = devices.most_common(1)[0][0]
-        others = {each.host: each.device for each in facts if each.device != usual}
-        told = ", ".join(f"{device} on {host}" for host, device in others.items())
-        found.append(Finding(f"the devices are {usual}, but {told}", tuple(others)))
-    return found
+    columns = [
+        (f"{name} is", [each.versions[index][1] for each in facts]) for index, (name, _) in enumerate(facts[0].versions)
+    ]
+    columns.append(("the devices are", [each.device for each in facts]))
+    findings = []
+    for name, values in columns:
+        usual = Counter(values).most_common(1)[0][0]
+        others = {each.host: value for each, value in zip(facts, values, strict=True) if value != usual}
+        if others:
+            listed = ", ".join(f"{value} on {host}" for host, value in others.items())
+            findings.append(Finding(f"{name} {usual}, but {listed}", tuple(others)))
+    return findings
 
 
 def _links(links: Sequence[LinkMeasurement], expected: float | None) -> list[Finding]:
-    best, found = by_node(links), []
-    named: set[str] = set()
+    best = by_node(links)
+    slow: dict[str, Finding] = {}
     for node, rate in sorted(best.items(), key=lambda each: each[1]):
-        others = [other for name, other in best.items() if name != node]
-        usual = statistics.median(others)
+        usual = statistics.median(other for name, other in best.items() if name != node)
         if len(best) > 2 and rate < SLOW * usual:
-            found.append(
-                Finding(f"the link of {node} is slow: {gbit(rate)}, others reach {gbit(usual)}", (node,)),
-            )
-            named.add(node)
+            comparison = f"others reach {gbit(usual)}"
         elif expected is not None and rate < EXPECTED * expected:
-            found.append(
-                Finding(f"the link of {node} is slow: {gbit(rate)}, and it is said to have {gbit(expected)}", (node,)),
-            )
-            named.add(node)
-    for link in slow_pairs(links, SLOW):
-        if not named & set(link.nodes):
-            found.append(
-                Finding(
-                    f"between {link.nodes[0]} and {link.nodes[1]} there is {gbit(link.bytes_per_s)}, while both reach "
-                    f"more with others: look at the switches between them",
-                )
-            )
-    return found
+            comparison = f"the cluster file has {gbit(expected)}"
+        else:
+            continue
+        slow[node] = Finding(f"the link of {node} is slow: {gbit(rate)}, {comparison}", (node,))
+    pairs = [
+        Finding(
+            f"between {link.nodes[0]} and {link.nodes[1]} there is {gbit(link.bytes_per_s)}, while both reach more "
+            f"with others: look at the switches between them"
+        )
+        for link in slow_pairs(links, SLOW)
+        if not slow.keys() & set(link.nodes)
+    ]
+    return [*slow.values(), *pairs]
 
 
 def gbit(bytes_per_s: float) -> str:

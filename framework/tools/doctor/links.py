@@ -14,14 +14,14 @@ from meshwright.mesh.comm import Group, Transfer
 from meshwright.mesh.grid import Axis
 from meshwright.mesh.mesh import Mesh
 
-PINGS = 20
-AIM_S = 0.25
+LATENCY_REPEATS = 20
+TARGET_S = 0.25
 """Intended duration of one bandwidth measurement: long compared with a latency, short for the user."""
-FIRST_BYTES, MOST_BYTES = 2**20, 2**28
+FIRST_BYTES, MAX_BYTES = 2**20, 2**28
 REPEATS = 3
 SUMMED_BYTES = 2**22
 """Bytes of a measured all-reduce."""
-MOST_ROUNDS = 6
+MAX_ROUNDS = 6
 """Largest number of rounds over pairs of nodes; in each round every node has one partner."""
 
 
@@ -73,12 +73,12 @@ def rounds(names: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
 def measure_links(mesh: Mesh) -> list[LinkMeasurement]:
     """Measure pairs of nodes through their first ranks, round by round, and one pair of ranks inside each node.
 
-    Every rank calls it and gets the same list; blocks. Each pair exchanges messages of 8 bytes up to ``MOST_BYTES``.
+    Every rank calls it and gets the same list; blocks. Each pair exchanges messages of 8 bytes up to ``MAX_BYTES``.
     """
     first: dict[str, list[int]] = {}
     for rank, node in enumerate(mesh.nodes):
         first.setdefault(node, []).append(rank)
-    across = [[(first[a][0], first[b][0]) for a, b in pairs] for pairs in rounds(list(first))][:MOST_ROUNDS]
+    across = [[(first[a][0], first[b][0]) for a, b in pairs] for pairs in rounds(list(first))][:MAX_ROUNDS]
     inside = [[(ranks[0], ranks[1]) for ranks in first.values() if len(ranks) > 1]]
     found: list[LinkMeasurement] = []
     for pairs in [*inside, *across]:
@@ -96,30 +96,30 @@ def measure_links(mesh: Mesh) -> list[LinkMeasurement]:
 def _measure(world: Group, pair: tuple[int, int], device: torch.device) -> tuple[float, float]:
     """Return (bytes per second, seconds of latency) of a pair: half a round trip, timed on the calling rank."""
     leads, peer = world.rank == pair[0], pair[1] if world.rank == pair[0] else pair[0]
-    latency_s = statistics.median(_there_and_back(world, peer, leads, 8, PINGS, device)) / 2
-    probe_s = min(_there_and_back(world, peer, leads, FIRST_BYTES, REPEATS, device)) / 2
-    wanted = torch.tensor([min(max(int(FIRST_BYTES * AIM_S / probe_s), FIRST_BYTES), MOST_BYTES)], device=device)
-    _pass(world, peer, leads, wanted)
+    latency_s = statistics.median(_time_round_trips(world, peer, leads, 8, LATENCY_REPEATS, device)) / 2
+    probe_s = min(_time_round_trips(world, peer, leads, FIRST_BYTES, REPEATS, device)) / 2
+    wanted = torch.tensor([min(max(int(FIRST_BYTES * TARGET_S / probe_s), FIRST_BYTES), MAX_BYTES)], device=device)
+    _transfer(world, peer, leads, wanted)
     num_bytes = int(wanted.item())
-    passed_s = min(_there_and_back(world, peer, leads, num_bytes, REPEATS, device)) / 2
+    passed_s = min(_time_round_trips(world, peer, leads, num_bytes, REPEATS, device)) / 2
     return num_bytes / passed_s, latency_s
 
 
-def _there_and_back(
+def _time_round_trips(
     world: Group, peer: int, leads: bool, num_bytes: int, times: int, device: torch.device
 ) -> list[float]:
     """Return the seconds of ``times`` round trips of ``num_bytes`` bytes each way, after one warm-up."""
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    taken_s = []
+    times_s = []
     for _ in range(times + 1):
         begin_s = time.perf_counter()
-        _pass(world, peer, leads, message)
-        _pass(world, peer, not leads, message)
-        taken_s.append(time.perf_counter() - begin_s)
-    return taken_s[1:]
+        _transfer(world, peer, leads, message)
+        _transfer(world, peer, not leads, message)
+        times_s.append(time.perf_counter() - begin_s)
+    return times_s[1:]
 
 
-def _pass(world: Group, peer: int, sends: bool, message: torch.Tensor) -> None:
+def _transfer(world: Group, peer: int, sends: bool, message: torch.Tensor) -> None:
     for handle in world.exchange([Transfer(message, peer, sends)], lambda: "measuring a link"):
         if handle is not None:
             handle.wait()
@@ -137,8 +137,8 @@ def measure_all_reduces(mesh: Mesh) -> list[AllReduceTiming]:
     for axis, group in groups.items():
         mine: AllReduceTiming | None = None
         if group.size > 1:
-            latency_s = _sum(group, torch.zeros(2, device=mesh.device), PINGS)
-            seconds = _sum(group, torch.zeros(SUMMED_BYTES // 4, device=mesh.device), REPEATS)
+            latency_s = _time_all_reduce(group, torch.zeros(2, device=mesh.device), LATENCY_REPEATS)
+            seconds = _time_all_reduce(group, torch.zeros(SUMMED_BYTES // 4, device=mesh.device), REPEATS)
             sent = 2 * SUMMED_BYTES * (group.size - 1) / group.size
             mine = (
                 AllReduceTiming(str(axis), group.ranks, seconds, sent / seconds, latency_s) if group.rank == 0 else None
@@ -147,17 +147,17 @@ def measure_all_reduces(mesh: Mesh) -> list[AllReduceTiming]:
     return found
 
 
-def _sum(group: Group, numbers: torch.Tensor, times: int) -> float:
+def _time_all_reduce(group: Group, numbers: torch.Tensor, times: int) -> float:
     """Return the median seconds of ``times`` all-reduces of ``numbers`` (any shape), after one warm-up; blocks."""
-    taken_s = []
+    times_s = []
     for _ in range(times + 1):
         group.barrier()
         begin_s = time.perf_counter()
         group.all_reduce(numbers).wait()
         if numbers.is_cuda:
             torch.cuda.synchronize(numbers.device)
-        taken_s.append(time.perf_counter() - begin_s)
-    return statistics.median(taken_s[1:])
+        times_s.append(time.perf_counter() - begin_s)
+    return statistics.median(times_s[1:])
 
 
 def by_node(links: Sequence[LinkMeasurement]) -> dict[str, float]:

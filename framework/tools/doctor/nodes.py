@@ -13,7 +13,7 @@ from typing import NamedTuple
 from meshwright.errors import ConfigError
 from meshwright.mesh.mesh import Mesh
 
-MOST_CLOCK_S = 60.0
+MAX_CLOCK_S = 60.0
 """Largest accepted clock difference: the lock's holder and the newest file are judged by timestamps."""
 
 
@@ -27,13 +27,13 @@ def check_nodes(mesh: Mesh, directory: Path) -> None:
     """
     if len(set(mesh.nodes)) == 1:
         return
-    everyone = mesh.world.gather_objects((sees_directory(mesh, directory), clock_ahead_s(mesh, rounds=1)))
+    gathered = mesh.world.gather_objects((sees_directory(mesh, directory), clock_ahead_s(mesh, rounds=1)))
     problems = []
-    blind = [node for node, (sees, _) in zip(mesh.nodes, everyone, strict=True) if not sees]
-    if blind:
-        problems.append(unseen(blind))
-    ahead = {node: clock_s for node, (_, clock_s) in zip(mesh.nodes, everyone, strict=True)}
-    problems += [wrong.text for wrong in wrong_clocks(ahead, MOST_CLOCK_S)]
+    unshared = [node for node, (sees, _) in zip(mesh.nodes, gathered, strict=True) if not sees]
+    if unshared:
+        problems.append(unshared_directory(unshared))
+    ahead = {node: clock_s for node, (_, clock_s) in zip(mesh.nodes, gathered, strict=True)}
+    problems += [wrong.text for wrong in wrong_clocks(ahead, MAX_CLOCK_S)]
     if problems:
         raise ConfigError("MW-WATCH-007", "; ".join(problems))
 
@@ -68,18 +68,18 @@ def clock_ahead_s(mesh: Mesh, rounds: int) -> float:
     return float(statistics.median(ahead))
 
 
-def unseen(nodes: Sequence[str]) -> str:
+def unshared_directory(nodes: Sequence[str]) -> str:
     """Return the message that these nodes do not see the run's directory, and the remedy."""
     names = list(dict.fromkeys(nodes))
-    told = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     return (
-        f"{told} do{'es' * (len(names) == 1)} not see the run's directory as rank 0 does: run.directory must be on a "
+        f"{listed} do{'es' * (len(names) == 1)} not see the run's directory as rank 0 does: run.directory must be on a "
         f"file system that all nodes share"
     )
 
 
 class WrongClock(NamedTuple):
-    """A clock that is off, and its node; no node when only two clocks disagree."""
+    """Message about a clock that is off, and its node; no node when only two clocks disagree."""
 
     text: str
     nodes: tuple[str, ...]

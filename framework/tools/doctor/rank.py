@@ -21,9 +21,9 @@ from meshwright.tools.doctor.findings import Finding, judge
 from meshwright.tools.doctor.links import measure_all_reduces, measure_links
 from meshwright.tools.doctor.report import format_report, write_links
 
-LIMIT_S = 120.0
+TIMEOUT_S = 120.0
 """Seconds that a rank waits for another one; a rank that takes longer counts as absent."""
-HEARD_S = 5.0
+NOTICE_S = 5.0
 """Seconds that rank 0 waits for the other ranks to see that there are findings."""
 LINKS = "links.toml"
 BAD_NODES = "bad-nodes"
@@ -41,7 +41,7 @@ def nodes_of(findings: list[Finding]) -> list[str]:
     return list(dict.fromkeys(node for finding in findings for node in finding.nodes))
 
 
-def not_fit(findings: list[Finding]) -> UnfitMachineError:
+def unfit(findings: list[Finding]) -> UnfitMachineError:
     """Build the error that lists the findings and the nodes to leave out."""
     nodes = nodes_of(findings)
     exclude = f"; better without (--exclude): {','.join(nodes)}" if nodes else ""
@@ -59,10 +59,10 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     config = resolve(config, world_size)
     grid = Grid(*config.parallel.degrees)
     directory = run_directory(config)
-    store, goes_on = _meet(grid, directory)
-    if not goes_on:
+    store, is_connected = _rendezvous(grid, directory)
+    if not is_connected:
         return
-    mesh = open_mesh(grid, config.train.device, timeout_s=LIMIT_S, tp_across_nodes=True, store=store)
+    mesh = open_mesh(grid, config.train.device, timeout_s=TIMEOUT_S, tp_across_nodes=True, store=store)
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
     facts, links, sums = gather_facts(mesh, directory), measure_links(mesh), measure_all_reduces(mesh)
@@ -78,15 +78,15 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     _ignore_signals()
     close_mesh(mesh)
     if findings and rank == 0:
-        raise not_fit(findings)
+        raise unfit(findings)
 
 
-def _meet(grid: Grid, directory: Path) -> tuple[Any, bool]:
-    """Wait until all ranks are there, and check that all links between nodes accept connections; blocks.
+def _rendezvous(grid: Grid, directory: Path) -> tuple[Any, bool]:
+    """Wait until all ranks have joined, and check that all links between nodes accept connections; blocks.
 
     Returns:
-        the rendezvous store (None: an elastic agent holds one, and no link is checked), and True if the check goes on.
-        It does not on a rank other than 0 if there are findings, because rank 0 reports them.
+        The rendezvous store (None: an elastic agent holds one, and no link is checked), and True if all links accept
+        connections. If not, ranks other than 0 return, because rank 0 reports the findings.
 
     Raises:
         UnfitMachineError: on rank 0, a rank is absent or a link is dead, and nothing more can be measured. On another
@@ -94,18 +94,18 @@ def _meet(grid: Grid, directory: Path) -> tuple[Any, bool]:
     """
     rank, world_size, local_rank = environment_rank()
     try:
-        store = open_store(grid, LIMIT_S)
+        store = open_store(grid, TIMEOUT_S)
         if store is None:
             return None, True
-        findings = judge_reach(try_links(store, rank, local_rank, world_size, LIMIT_S))
+        findings = judge_reach(try_links(store, rank, local_rank, world_size, TIMEOUT_S))
         if not findings:
             return store, True
         if rank != 0:
-            store.add("heard", 1)
+            store.add("noticed", 1)
     except MissingRanksError as error:
         store, findings = None, [Finding(error.message, error.nodes)]
         if rank != 0:  # a running rank 0 would have reported before
-            raise not_fit(findings) from None
+            raise unfit(findings) from None
     except CommunicationError:
         if rank == 0:
             raise
@@ -115,13 +115,13 @@ def _meet(grid: Grid, directory: Path) -> tuple[Any, bool]:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
     _wait_for_others(store, world_size)
-    raise not_fit(findings)
+    raise unfit(findings)
 
 
 def _wait_for_others(store: Any, world_size: int) -> None:
-    """Wait until the other ranks have seen the findings, at most ``HEARD_S``: the store ends with this process."""
-    deadline_s = time.monotonic() + HEARD_S
-    while store is not None and store.add("heard", 0) < world_size - 1 and time.monotonic() < deadline_s:
+    """Wait until the other ranks have seen the findings, at most ``NOTICE_S``: the store ends with this process."""
+    deadline_s = time.monotonic() + NOTICE_S
+    while store is not None and store.add("noticed", 0) < world_size - 1 and time.monotonic() < deadline_s:
         time.sleep(0.05)
 
 

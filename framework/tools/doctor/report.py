@@ -13,7 +13,7 @@ from meshwright.tools.doctor.facts import Facts
 from meshwright.tools.doctor.findings import Finding, gbit
 from meshwright.tools.doctor.links import AllReduceTiming, LinkMeasurement, by_node
 
-MUCH_LATENCY = 0.05
+MAX_LATENCY_SHARE = 0.05
 """Share of an all-reduce's time that latency may take; buckets should be large enough for it."""
 
 
@@ -32,17 +32,17 @@ def format_report(
         ("node", "ranks", "device", "memory", "free", "load", "clock", "disk", "within", "across")
     ]
     for host in dict.fromkeys(each.host for each in facts):
-        mine = [each for each in facts if each.host == host]
-        speed = next((each.write_bytes_per_s for each in mine if each.write_bytes_per_s is not None), None)
+        of_host = [each for each in facts if each.host == host]
+        speed = next((each.write_bytes_per_s for each in of_host if each.write_bytes_per_s is not None), None)
         rows.append(
             (
                 host,
-                _ranks([each.rank for each in mine]),
-                mine[0].device,
-                f"{mine[0].device_bytes / 2**30:.0f} GiB",
-                f"{mine[0].free_bytes / 2**30:.0f} GiB",
-                f"{mine[0].load:.1f} of {mine[0].num_cpus}",
-                f"{1e3 * mine[0].clock_s:+.0f} ms",
+                _ranks([each.rank for each in of_host]),
+                of_host[0].device,
+                f"{of_host[0].device_bytes / 2**30:.0f} GiB",
+                f"{of_host[0].free_bytes / 2**30:.0f} GiB",
+                f"{of_host[0].load:.1f} of {of_host[0].num_cpus}",
+                f"{1e3 * of_host[0].clock_s:+.0f} ms",
                 "-" if speed is None else f"{speed / 1e6:,.0f} MB/s",
                 gbit(inside[host].bytes_per_s) if host in inside else "-",
                 gbit(best[host]) if host in best else "-",
@@ -93,12 +93,12 @@ def buckets_line(sums: Sequence[AllReduceTiming], bucket_bytes: int) -> list[str
     if not dp:
         return []
     worst = max(dp, key=lambda each: each.latency_share(bucket_bytes))
-    enough = max(-(-each.bytes_for(MUCH_LATENCY) // 2**20) for each in dp) * 2**20
+    sufficient = max(-(-each.bytes_for(MAX_LATENCY_SHARE) // 2**20) for each in dp) * 2**20
     line = (
         f"gradients in buckets of {format_size(bucket_bytes)}: {worst.latency_share(bucket_bytes):.1%} of a sum over "
-        f"dp is latency; {MUCH_LATENCY:.0%} with {format_size(enough)}"
+        f"dp is latency; {MAX_LATENCY_SHARE:.0%} with {format_size(sufficient)}"
     )
-    advice = f": set parallel.bucket_bytes = {enough}" if enough > bucket_bytes else ""
+    advice = f": set parallel.bucket_bytes = {sufficient}" if sufficient > bucket_bytes else ""
     return ["", line + advice]
 
 

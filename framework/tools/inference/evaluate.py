@@ -21,8 +21,7 @@ from meshwright.blueprint import batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.data.sources import AnySource, open_validation, unigram_nats, validation_steps
 from meshwright.errors import ConfigError, DataError
-from meshwright.mesh.grid import Grid
-from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.mesh.mesh import close_mesh
 from meshwright.parts import ForwardParts
 from meshwright.run.directory import METRICS
 from meshwright.step import TotalLoss, total_loss
@@ -31,10 +30,9 @@ from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.format import format_duration
 from meshwright.terminal.output import say, tell
 from meshwright.tools.inference.corpora import check_tokenizer, count_text
-from meshwright.tools.inference.load import ModelLocation, open_trained
+from meshwright.tools.inference.load import ModelLocation, open_inference_mesh, open_trained
 from meshwright.tracking.jsonl import read_records
-from meshwright.tracking.record import perplexity
-from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
+from meshwright.tracking.record import encode_number, perplexity
 
 PROGRESS_EVERY_S = 10.0
 """Seconds between two progress messages."""
@@ -92,9 +90,7 @@ class EvaluationResult:
         def encoded(value: Any) -> Any:
             if isinstance(value, dict):
                 return {name: encoded(each) for name, each in value.items()}
-            if isinstance(value, float) and not math.isfinite(value):
-                return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-            return value
+            return encode_number(value) if isinstance(value, float) else value
 
         return json.dumps(encoded(vars(self)), indent=2, allow_nan=False) + "\n"
 
@@ -116,21 +112,15 @@ class EvaluationJob:
         Raises:
             UserError: a fault of the checkpoint or the data; on every rank.
         """
-        parallel = config.parallel
-        mesh = open_mesh(
-            Grid(*parallel.degrees),
-            config.train.device,
-            timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
-            tp_across_nodes=parallel.tp_across_nodes,
-        )
+        mesh = open_inference_mesh(config)
         forward, checkpoint = open_trained(config, mesh, self.place)
-        found = self._evaluate(forward, str(checkpoint.path), checkpoint.manifest.step)
+        result = self._evaluate(forward, str(checkpoint.path), checkpoint.manifest.step)
         close_mesh(mesh)
         if mesh.rank != 0:
             return
-        say(found.lines())
+        say(result.lines())
         if self.out is not None:
-            write_out(self.out, found.to_json())
+            write_out(self.out, result.to_json())
 
     def _evaluate(self, forward: ForwardParts, path: str, step: int) -> EvaluationResult:
         config, mesh = forward.config, forward.mesh
@@ -141,10 +131,10 @@ class EvaluationJob:
         numbers = batches_with_progress(batches, mesh.rank == 0)
         first = total_loss(forward, source, itertools.islice(numbers, min(logged, batches)))
         rest = total_loss(forward, source, numbers)
-        found = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
+        total = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
         text = count_text(source, config, batches) if mesh.rank == 0 else None
-        assert text is None or text.tokens == found.num_tokens, (text, found)
-        loss = found.loss_sum / max(found.num_tokens, 1)
+        assert text is None or text.tokens == total.num_tokens, (text, total)
+        loss = total.loss_sum / max(total.num_tokens, 1)
         grid = mesh.grid
         return EvaluationResult(
             checkpoint=path,
@@ -153,11 +143,11 @@ class EvaluationJob:
             dtype=config.train.dtype,
             data=config.data.validation or str(config.data.builder),
             samples=min(source.num_samples, batches * batch_numbers(config).global_batch),
-            tokens=found.num_tokens,
+            tokens=total.num_tokens,
             loss=loss,
             perplexity=perplexity(loss),
             bytes=text.bytes if text else None,
-            bits_per_byte=found.loss_sum / math.log(2) / text.bytes if text and text.bytes else None,
+            bits_per_byte=total.loss_sum / math.log(2) / text.bytes if text and text.bytes else None,
             unigram_entropy=unigram_nats(source) if self.steps is None else None,
             while_training={
                 "loss": first.loss_sum / max(first.num_tokens, 1),
@@ -171,12 +161,12 @@ class EvaluationJob:
 
 def batches_with_progress(batches: int, is_printing: bool) -> Iterator[int]:
     """Yield 0, 1, ... batches - 1; rank 0 prints the progress to stderr every ``PROGRESS_EVERY_S`` seconds."""
-    begun_s = printed_s = time.monotonic()
+    start_s = printed_s = time.monotonic()
     for batch in range(batches):
         yield batch
         now_s = time.monotonic()
         if is_printing and now_s - printed_s > PROGRESS_EVERY_S and batch + 1 < batches:
-            printed_s, left_s = now_s, (now_s - begun_s) / (batch + 1) * (batches - batch - 1)
+            printed_s, left_s = now_s, (now_s - start_s) / (batch + 1) * (batches - batch - 1)
             tell(f"{batch + 1:,} of {batches:,} global batches, {format_duration(left_s)} left")
 
 
@@ -208,7 +198,7 @@ def check(config: RunConfig, world_size: int) -> RunConfig:
 def logged_loss(run: Path, step: int) -> float | None:
     """Return the validation loss that the run has logged for this step, or None."""
     try:
-        found = [record.validation_loss for record in read_records(run / METRICS) if record.step == step]
+        losses = [record.validation_loss for record in read_records(run / METRICS) if record.step == step]
     except DataError:
         return None
-    return found[-1] if found else None
+    return losses[-1] if losses else None

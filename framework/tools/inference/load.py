@@ -17,10 +17,10 @@ from torch import Tensor
 from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
 from meshwright.build import compare_digests, make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
-from meshwright.config import RunConfig, given_keys, load_saved, parse, read_resolved
-from meshwright.config.keys import KEYS
+from meshwright.config import RunConfig, load_saved, parse, read_resolved
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.mesh.mesh import Mesh
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import materialise
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import ForwardParts
@@ -30,7 +30,8 @@ from meshwright.pipeline.values import Loss
 from meshwright.run.directory import RESOLVED, find_run, is_checkpoint
 from meshwright.run.resume import newest_sound
 from meshwright.terminal.output import print_warning
-from meshwright.tools.trust import check_trusted, same_builders
+from meshwright.tools.trust import changed_keys, check_trusted
+from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 
 LAYOUT = ("parallel", "pipeline", "launch")
 """Sections that define the layout, which inference may change."""
@@ -66,7 +67,7 @@ def locate(place: Path, step: int | None) -> ModelLocation:
         manifest = open_checkpoint(place).manifest
         if step is not None and step != manifest.step:
             raise CheckpointError(
-                "MW-INFERENCE-008", f"{place} is the checkpoint of step {manifest.step}, and --step asks for {step}"
+                "MW-INFERENCE-008", f"{place} is the checkpoint of step {manifest.step}, not of --step={step}"
             )
         return ModelLocation(place, (place,), dict(manifest.config), str(place / "manifest.json"))
     run = find_run(place)
@@ -108,12 +109,9 @@ def config_for(
         ConfigError: an override of a key that may not change, or one that conflicts with the others; a builder that is
             not meshwright's own and that no override names.
     """
-    given = {key[:2]: value for key, value in given_keys(overrides).items() if key[:2] in KEYS}
     saved = parse(json.dumps(place.saved), place.source)
-    names_saved = same_builders(saved, given)
-    refused = sorted(
-        ".".join(path) for path in given if path[0] not in LAYOUT and path not in may_change and path not in names_saved
-    )
+    changed = changed_keys(saved, overrides)
+    refused = sorted(".".join(path) for path in changed if path[0] not in LAYOUT and path not in may_change)
     if refused:
         others = ", ".join(sorted(".".join(path) for path in may_change))
         raise ConfigError(
@@ -128,12 +126,23 @@ def config_for(
     tree["batch"]["chunks"] = None  # follows from global_batch, which stays, and dp
     tree["train"]["compile"] = False
     tree["parallel"] |= {"zero": 1, "shard_factor": None, "reduce": None, "offload": False, "offload_directory": None}
-    if given.get(("parallel", "tp")) == 1 and ("parallel", "sequence") not in given:
+    if changed.get(("parallel", "tp")) == 1 and ("parallel", "sequence") not in changed:
         tree["parallel"]["sequence"] = False
     balance = tree["pipeline"]["balance"]
     tree["pipeline"] = {"schedule": "gpipe"} | ({} if isinstance(balance, list) else {"balance": balance})
     tree["launch"] |= {"processes": "auto", "max_restarts": 0}
     return load_saved(tree, [*defaults, *overrides], place.source)
+
+
+def open_inference_mesh(config: RunConfig) -> Mesh:
+    """Open the mesh of a resolved configuration. Every rank calls it; blocks."""
+    parallel = config.parallel
+    return open_mesh(
+        Grid(*parallel.degrees),
+        config.train.device,
+        timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
+        tp_across_nodes=parallel.tp_across_nodes,
+    )
 
 
 def open_trained(
@@ -154,18 +163,18 @@ def open_trained(
     compare_digests(blueprint, mesh)
     path = newest_sound(place.run, mesh, print_warning, only=place.checkpoints)
     assert path is not None, place
-    chosen = loss or pick_loss(blueprint, mesh.tp)
+    loss = loss or pick_loss(blueprint, mesh.tp)
     try:
         with open_checkpoint(path) as checkpoint:
             stages = {
-                index: _stage(blueprint, index, checkpoint, mesh, chosen)
+                index: _stage(blueprint, index, checkpoint, mesh, loss)
                 for index in blueprint.schedule.stages_of(mesh.at.pp_rank)
             }
     except FileNotFoundError as error:
         raise CheckpointError(
             "MW-INFERENCE-012",
-            f"{path} has gone while it was read: the run goes on and keeps only its newest (checkpoint.keep_last); the "
-            f"same command again takes the newest",
+            f"{path} was deleted while it was read: the run continues and keeps only its newest checkpoints "
+            f"(checkpoint.keep_last); repeat the command to use the newest",
         ) from error
     executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, draw=blueprint.model.draw)
     return ForwardParts(config, mesh, blueprint, executor), checkpoint
@@ -175,9 +184,9 @@ def _stage(blueprint: Blueprint, index: int, checkpoint: CheckpointReader, mesh:
     dtype = DTYPES[blueprint.config.train.dtype]
 
     def read(info: ParameterInfo) -> Tensor:
-        found = checkpoint.read(TensorKind.WEIGHTS, info, dtype)
-        assert found is not None  # a missing weight raises in read
-        return found
+        weight = checkpoint.read(TensorKind.WEIGHTS, info, dtype)
+        assert weight is not None  # a missing weight raises in read
+        return weight
 
     of_stage = blueprint.stage_layers(index), blueprint.model, blueprint.infos, dtype
     layers = materialise(*of_stage, mesh.device, read).eval().requires_grad_(False)

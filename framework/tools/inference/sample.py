@@ -37,9 +37,8 @@ from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size
 from meshwright.terminal.output import say
-from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_trained
+from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_inference_mesh, open_trained
 from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, with_starts
-from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
@@ -121,25 +120,19 @@ class Sampling:
     """Work of each rank; the launcher sends it to the ranks."""
 
     place: ModelLocation
-    ask: SamplingRequest
+    request: SamplingRequest
     out: Path | None = None
 
     def __call__(self, config: RunConfig, give_up: GiveUp = end_process) -> None:
         """Run one rank; rank 0 prints the texts. ``config``: from :func:`check`."""
-        parallel = config.parallel
-        mesh = open_mesh(
-            Grid(parallel.pp, 1, parallel.tp),
-            config.train.device,
-            timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
-            tp_across_nodes=parallel.tp_across_nodes,
-        )
-        found = generate(config, mesh, self.place, self.ask)
+        mesh = open_inference_mesh(config)
+        continuations = generate(config, mesh, self.place, self.request)
         close_mesh(mesh)
         if mesh.rank == 0:
-            say(format_texts(found))
+            say(format_texts(continuations))
             if self.out is not None:
-                text = "".join(json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in found)
-                write_out(self.out, text)
+                lines = (json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in continuations)
+                write_out(self.out, "".join(lines))
 
 
 def format_texts(found: Sequence[Continuation]) -> str:
@@ -149,7 +142,7 @@ def format_texts(found: Sequence[Continuation]) -> str:
     return "\n".join(f"--- {number} of {len(found)}\n{each.text}" for number, each in enumerate(found, start=1))
 
 
-def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, ask: SamplingRequest) -> list[Continuation]:
+def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: SamplingRequest) -> list[Continuation]:
     """Generate the continuations of all prompts. Every rank calls it and gets all texts; blocks.
 
     Per token the ranks exchange the stages' activations along pp. The last stage all-gathers (B, V/tp) logits over tp.
@@ -160,23 +153,23 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, ask: SamplingR
     known = fingerprint.read(Path(config.data.tokenizer).parent)
     ends = ends_of_document(Path(config.data.tokenizer), tokenizer, known)
     blueprint = draw_blueprint(config, mesh.tp)
-    windows = _windows(blueprint, len(ask.prompts))
+    windows = _windows(blueprint, len(request.prompts))
     logits = _LastLogits(
         mesh.tp, split_vocab_size(blueprint.model.layers, blueprint.infos), max(tokenizer.get_vocab().values()) + 1
     )
     forward, _ = open_trained(config, mesh, place, logits, blueprint)
-    rows = [encode_prompt(tokenizer, prompt, known, ends) or [min(ends, default=0)] for prompt in ask.prompts]
-    begun = [len(row) for row in rows]
+    rows = [encode_prompt(tokenizer, prompt, known, ends) or [min(ends, default=0)] for prompt in request.prompts]
+    prompt_lengths = [len(row) for row in rows]
     ended = [False] * len(rows)
     begin = begin_id(known, tokenizer)
-    told = partial(with_starts, ends=ends, begin=begin) if config.data.document_boundaries else None
-    draws = _draws(ask, config.run.seed)
+    input_function = partial(with_starts, ends=ends, begin=begin) if config.data.document_boundaries else None
+    generators = _generators(request, config.run.seed)
     with torch.inference_mode():
-        for _ in range(ask.num_tokens):
-            _run_forward(forward, rows, windows, logits, told)
+        for _ in range(request.num_tokens):
+            _run_forward(forward, rows, windows, logits, input_function)
             chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
             if logits.found is not None and mesh.at.tp_rank == 0:
-                chosen.copy_(choose(logits.found, ask, draws))
+                chosen.copy_(choose(logits.found, request, generators))
             mesh.world.broadcast(chosen, mesh.grid.rank(Coordinates(mesh.grid.pp - 1, 0, 0))).wait()
             for index, token in enumerate(chosen.tolist()):
                 ended[index] = ended[index] or token in ends
@@ -186,21 +179,21 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, ask: SamplingR
                 break
     return [
         Continuation(prompt, str(tokenizer.decode(row)), tuple(row[first:]), is_over)
-        for prompt, row, first, is_over in zip(ask.prompts, rows, begun, ended, strict=True)
+        for prompt, row, first, is_over in zip(request.prompts, rows, prompt_lengths, ended, strict=True)
     ]
 
 
-def choose(logits: Tensor, ask: SamplingRequest, draws: Sequence[torch.Generator]) -> Tensor:
+def choose(logits: Tensor, request: SamplingRequest, generators: Sequence[torch.Generator]) -> Tensor:
     """Choose a token per row: (B, V) logits -> (B,) int64 on CPU, each row with its own generator."""
     logits = logits.float().cpu()
-    if ask.temperature <= 0:
+    if request.temperature <= 0:
         return logits.argmax(-1)
-    count = min(ask.top_k or logits.shape[-1], logits.shape[-1])
+    count = min(request.top_k or logits.shape[-1], logits.shape[-1])
     values, tokens = logits.topk(count)  # likeliest first
-    shares = torch.softmax(values / ask.temperature, dim=-1)
+    shares = torch.softmax(values / request.temperature, dim=-1)
     before = shares.cumsum(-1) - shares
-    shares = shares.masked_fill(before >= ask.top_p, 0.0)  # the likeliest token is always kept
-    picked = [torch.multinomial(row, 1, generator=draw) for row, draw in zip(shares, draws, strict=True)]
+    shares = shares.masked_fill(before >= request.top_p, 0.0)  # the likeliest token is always kept
+    picked = [torch.multinomial(row, 1, generator=generator) for row, generator in zip(shares, generators, strict=True)]
     return tokens.gather(-1, torch.stack(picked))[:, 0]
 
 
@@ -251,7 +244,7 @@ def _run_forward(
     rows: Sequence[Sequence[int]],
     windows: dict[int, list[ValueSpec]],
     logits: _LastLogits,
-    told: Callable[[Tensor], dict[str, Tensor]] | None,
+    input_function: Callable[[Tensor], dict[str, Tensor]] | None,
 ) -> None:
     """Run one forward over the last window of each row; ``logits`` keeps the result. Every rank calls it; blocks.
 
@@ -269,7 +262,7 @@ def _run_forward(
         stage.output_spec = boundaries[index] if index < len(boundaries) else None
     logits.last = torch.tensor([len(row) - 1 for row in seen], device=device)
     ids = ids.to(device)
-    inputs = ids if told is None else told(ids)
+    inputs = ids if input_function is None else input_function(ids)
     forward.executor.validate(_Rows(Microbatch(inputs, torch.zeros_like(ids), torch.arange(len(rows), device=device))))
 
 
@@ -286,12 +279,12 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
     return found
 
 
-def _draws(ask: SamplingRequest, seed: int) -> list[torch.Generator]:
+def _generators(request: SamplingRequest, seed: int) -> list[torch.Generator]:
     """Return a generator per prompt: a text is independent of other prompts, and a repeated prompt draws anew."""
-    chosen = seed if ask.seed is None else ask.seed
-    draws = []
-    for index, prompt in enumerate(ask.prompts):
-        again = ask.prompts[:index].count(prompt)
+    chosen = seed if request.seed is None else request.seed
+    generators = []
+    for index, prompt in enumerate(request.prompts):
+        again = request.prompts[:index].count(prompt)
         key = derive(chosen, "sample", prompt, again) if again else derive(chosen, "sample", prompt)
-        draws.append(torch.Generator().manual_seed(key))
-    return draws
+        generators.append(torch.Generator().manual_seed(key))
+    return generators

@@ -2,12 +2,12 @@
 
     rank r    |data|--wait for F--|==F==|..|--wait for B--|===B===| REDUCE |--STEP---|
                         |                                                      |
-                        (1) its sender sends                                   (2) the last rank is here
-                        before is waiting, after is communication              before is waiting, after is the optimizer
+                        (1) its sender sends                                   (2) the last rank arrives
+                        before: waiting, after: communication                  before: waiting, after: the optimizer
 
-What a rank waits for before these is the bubble: a step ends for all ranks together, since the optimizer begins with
-sums over them. Waiting for the other ranks of a tensor-parallel group, or in a reduction for other replicas, cannot be
-seen in the spans of one replica.
+Waiting before (1) and (2) is the bubble: a step ends for all ranks together, since the optimizer begins with
+all-reduces over them. Waiting for other ranks of a tensor-parallel group, or for other replicas in a reduction, is not
+visible in the spans of one replica.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Kind, Schedule
 from meshwright.schedule.analysis import Costs, Reading, Timeline, bubbles
+from meshwright.terminal.format import format_table
 
 
 class Account(NamedTuple):
@@ -27,7 +28,7 @@ class Account(NamedTuple):
     rank: int
     compute: float
     waiting: float
-    """For a message that was not yet sent, or for others that are part of a sum: the bubble."""
+    """For a message that was not yet sent, or for the other ranks of an all-reduce: the bubble."""
     communication: float
     """Exposed: for a message on its way, and posting messages."""
     reduce: float
@@ -35,12 +36,16 @@ class Account(NamedTuple):
     data: float
     """Reading samples."""
     other: float
-    """Between all these: the program itself, and what it posts."""
+    """Between all these: the program itself."""
 
     @property
     def total(self) -> float:
         """The step's time."""
         return sum(self[1:])
+
+
+PARTS = Account._fields[1:]
+"""Parts of a rank's time, in the order of their colours."""
 
 
 def account(timeline: Timeline, readings: Iterable[Reading] = ()) -> tuple[Account, ...]:
@@ -60,9 +65,9 @@ def account(timeline: Timeline, readings: Iterable[Reading] = ()) -> tuple[Accou
         sums[rank]["communication"] += sum(end - start for start, end in spans)
     for reading in readings:
         sums[reading.rank]["data"] += reading.end - reading.start
-    for found in sums.values():
-        found["other"] = total - sum(found.values())
-    return tuple(Account(rank, *(found[name] for name in Account._fields[1:])) for rank, found in sums.items())
+    for parts in sums.values():
+        parts["other"] = total - sum(parts.values())
+    return tuple(Account(rank, *(parts[name] for name in PARTS)) for rank, parts in sums.items())
 
 
 _COLUMNS = {
@@ -86,8 +91,9 @@ def without_early_steps(timeline: Timeline) -> Timeline:
 def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
     """Return the median duration of each kind per stage without its bubble, as :func:`simulate` takes them.
 
-    A message takes, from the start of its send, until who was already waiting for it had it: the median over the
-    sending stage's messages that were waited for so; 0 without any. A rank's optimizer time is spread over its stages.
+    The time of a message is that from the start of its send to the end of its receive, if the receiver was already
+    waiting: the median over such messages of the sending stage; 0 without any. A rank's optimizer time is spread over
+    its stages.
     """
     durations: dict[tuple[int | None, Kind], list[float]] = defaultdict(list)
     messages: dict[int | None, list[float]] = defaultdict(list)
@@ -119,18 +125,18 @@ def measured_costs(schedule: Schedule, timeline: Timeline) -> tuple[Costs, ...]:
 
 
 def table(accounts: Sequence[Account], size: float, unit: str) -> str:
-    """Format a line per rank and one of the mean, in ``unit``, which is ``size`` of the timeline's; below them the
-    shares."""
-    names = ("compute", "waiting", "communication", "reduce", "optimizer", "data", "other", "total")
-    rows: list[tuple[str, ...]] = [("rank", *names)]
-    numbers = [(*each[1:], each.total) for each in accounts]
-    means = tuple(sum(column) / len(numbers) for column in zip(*numbers, strict=True))
-    for name, values in zip([*(str(each.rank) for each in accounts), "mean"], [*numbers, means], strict=True):
-        rows.append((name, *(f"{value / size:.2f}" for value in values)))
-    rows.append(("share", *(f"{value / means[-1]:.1%}" for value in means)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"where the time of the step went, in {unit}", *lines])
+    """Format a table: a line per rank, the mean, and the shares. ``unit`` is ``size`` units of the timeline."""
+    rows: list[tuple[str, ...]] = [("rank", *PARTS, "total")]
+    mean = mean_account(accounts)
+    for name, each in zip([*(str(each.rank) for each in accounts), "mean"], [*accounts, mean], strict=True):
+        rows.append((name, *(f"{value / size:.2f}" for value in (*each[1:], each.total))))
+    rows.append(("share", *(f"{value / mean.total:.1%}" for value in (*mean[1:], mean.total))))
+    return "\n".join([f"where the time of the step went, in {unit}", *format_table(rows, ">" * len(rows[0]))])
+
+
+def mean_account(accounts: Sequence[Account]) -> Account:
+    """Return the mean over the ranks, with rank -1."""
+    return Account(-1, *(sum(column) / len(accounts) for column in list(zip(*accounts, strict=True))[1:]))
 
 
 def _median(values: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from meshwright.terminal.format import format_duration
 from meshwright.tools.page.chart import Curve, Mark, Point, Quantity, chart
-from meshwright.tools.report.loss_curve import SMOOTHED_FROM, running_mean
+from meshwright.tools.report.loss_curve import SMOOTHED_FROM, running_mean, smoothing_reach
 from meshwright.tools.report.run import RunContents
 from meshwright.tracking.record import GIB, StepRecord
 
@@ -59,7 +59,7 @@ def of_run(run: RunContents) -> list[Markup]:
     levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
     charts = [chart(LOSS.quantity, loss_curves(run), marks=marks, levels=levels)]
     for each in RECORDED:
-        curves = [Curve(each.quantity.title.lower(), points(run.records, each)), *lost_curves(run, each)]
+        curves = [Curve(each.quantity.title.lower(), points(run.records, each)), *repeated_curves(run, each)]
         charts.append(chart(each.quantity, curves, marks=marks, legend=False))
     return [drawn for drawn in charts if drawn]
 
@@ -69,29 +69,32 @@ def loss_curves(run: RunContents) -> list[Curve]:
     training = points(run.records, LOSS)
     curves = []
     if len(training) >= SMOOTHED_FROM:
-        reach = len(training) // 60
-        smooth = running_mean([y for _, y in training], reach)
         curves.append(Curve("training", training, 0, "pale"))
-        mean = [(x, y) for (x, _), y in zip(training, smooth, strict=True)]
-        curves.append(Curve(f"mean of {2 * reach + 1} steps", mean, 0))
+        curves.append(Curve(f"mean of {2 * smoothing_reach(training) + 1} steps", smoothed(training), 0))
     else:
         curves.append(Curve("training", training, 0))
     curves.append(Curve("validation", points(run.records, VALIDATION), 1, "dots"))
-    return [*curves, *lost_curves(run, LOSS)]
+    return [*curves, *repeated_curves(run, LOSS)]
 
 
-def lost_curves(run: RunContents, recorded: Recorded) -> list[Curve]:
+def repeated_curves(run: RunContents, recorded: Recorded) -> list[Curve]:
     """Build one curve for each start whose steps were lost and repeated by a later start."""
-    lost = [attempt.again for attempt in run.attempts if attempt.again]
-    return [Curve("taken again", points(each, recorded), 0, "lost") for each in lost]
+    repeated = [attempt.repeated for attempt in run.attempts if attempt.repeated]
+    return [Curve("repeated", points(records, recorded), 0, "lost") for records in repeated]
 
 
 def points(
     records: Sequence[StepRecord], recorded: Recorded, x: Callable[[StepRecord], float] = steps_of
 ) -> list[Point]:
     """Return a point for each record that has the quantity. Values that are not finite become NaN, a gap."""
-    found = ((x(record), recorded.of(record)) for record in records)
-    return [(at, y if math.isfinite(y) else math.nan) for at, y in found if y is not None]
+    values = ((x(record), recorded.of(record)) for record in records)
+    return [(at, y if math.isfinite(y) else math.nan) for at, y in values if y is not None]
+
+
+def smoothed(curve: Sequence[Point]) -> list[Point]:
+    """Return the running mean of a curve."""
+    means = running_mean([y for _, y in curve], smoothing_reach(curve))
+    return [(x, mean) for (x, _), mean in zip(curve, means, strict=True)]
 
 
 def marks_of(run: RunContents) -> list[Mark]:
@@ -115,11 +118,9 @@ def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list
         look = "dots" if recorded is VALIDATION else ""
         curves = []
         for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-            found = points(run.records, recorded, x)
-            if recorded is LOSS and len(found) >= SMOOTHED_FROM:
-                smooth = running_mean([y for _, y in found], len(found) // 60)
-                found = [(at, y) for (at, _), y in zip(found, smooth, strict=True)]
-            curves.append(Curve(name, found, index, look))
+            curve = points(run.records, recorded, x)
+            is_long = recorded is LOSS and len(curve) >= SMOOTHED_FROM
+            curves.append(Curve(name, smoothed(curve) if is_long else curve, index, look))
         is_smooth = recorded is LOSS and any(len(run.records) >= SMOOTHED_FROM for run in runs)
         title, unit, *scale = recorded.quantity
         shown = Quantity(f"{title} by {x_name}", unit + (", running mean" if is_smooth else ""), *scale)
@@ -193,7 +194,6 @@ def layout_of(run: RunContents) -> str:
     """Describe the configured layout: parallel degrees, schedule and ZeRO stage."""
     parallel, pipeline = run.config.get("parallel", {}), run.config.get("pipeline", {})
     degrees = " x ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp") if axis in parallel)
-    said = [degrees, str(pipeline.get("schedule_file") or pipeline.get("schedule", ""))]
-    if parallel.get("zero"):
-        said.append(f"ZeRO-{parallel['zero']}")
-    return ", ".join(filter(None, said)) or "?"
+    zero = f"ZeRO-{parallel['zero']}" if parallel.get("zero") else ""
+    schedule = str(pipeline.get("schedule_file") or pipeline.get("schedule", ""))
+    return ", ".join(filter(None, [degrees, schedule, zero])) or "?"

@@ -64,6 +64,11 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
         figure.savefig(file)
 
 
+def smoothing_reach(values: Sequence[object]) -> int:
+    """Return the number of neighbours on each side in the running mean of a curve."""
+    return len(values) // 60
+
+
 def running_mean(values: Sequence[float], reach: int) -> list[float]:
     """Return the centred mean of the finite values at most ``reach`` positions away; NaN where there are none.
 
@@ -85,18 +90,18 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: float | None) -> None:
     steps = [r.step for r in records]
-    losses = _drawable([r.loss for r in records])
-    many = len(records) >= SMOOTHED_FROM
-    axes.plot(steps, losses, color=BLUE, lw=1.0 if many else 1.8, alpha=0.3 if many else 1, label="training")
-    if many:
-        reach = len(records) // 60
+    losses = _finite_or_nan([r.loss for r in records])
+    is_long = len(records) >= SMOOTHED_FROM
+    axes.plot(steps, losses, color=BLUE, lw=1.0 if is_long else 1.8, alpha=0.3 if is_long else 1, label="training")
+    if is_long:
+        reach = smoothing_reach(records)
         label = f"training, mean of {2 * reach + 1} steps"
         axes.plot(steps, running_mean(losses, reach), color=BLUE, lw=2, label=label)
     validated = [(r.step, r.validation_loss) for r in records if r.validation_loss is not None]
     if validated:
         at, values = zip(*validated, strict=True)
-        last = f" (last {values[-1]:.3f})"
-        axes.plot(at, _drawable(values), color=ORANGE, marker="o", ms=6, lw=1.4, label="validation" + last, zorder=3)
+        label = f"validation (last {values[-1]:.3f})"
+        axes.plot(at, _finite_or_nan(values), color=ORANGE, marker="o", ms=6, lw=1.4, label=label, zorder=3)
     if unigram_entropy is not None:
         label = f"unigram entropy of the corpus ({unigram_entropy:.3f})"
         axes.axhline(unigram_entropy, color=GREY, ls=(0, (5, 4)), lw=1.4, label=label)
@@ -104,17 +109,17 @@ def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: floa
     axes.set_ylabel("loss (nats per token)", color=INK, fontsize=12)
     axes.set_xlabel(f"step ({_tokens(records[-1].tokens)} tokens in all)", color=INK, fontsize=12)
     axes.legend(fontsize=11, frameon=False, loc="upper right")
-    _light(axes, labels=11)
+    _style_axes(axes, labels=11)
 
 
 def _small_panel(axes: Axes, records: Sequence[StepRecord], values: Sequence[float], title: str, colour: str) -> None:
-    axes.plot([r.step for r in records], _drawable(values), color=colour, lw=1.3)
+    axes.plot([r.step for r in records], _finite_or_nan(values), color=colour, lw=1.3)
     axes.set_ylabel(title, color=INK, fontsize=10)
     axes.set_xlabel("step", color=INK, fontsize=10)
-    _light(axes, labels=9)
+    _style_axes(axes, labels=9)
 
 
-def _light(axes: Axes, labels: int) -> None:
+def _style_axes(axes: Axes, labels: int) -> None:
     axes.grid(color="#e5e7eb", lw=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=labels, length=0)
@@ -124,7 +129,7 @@ def _light(axes: Axes, labels: int) -> None:
         spine.set_color("#9ca3af")
 
 
-def _drawable(values: Sequence[Any]) -> list[float]:
+def _finite_or_nan(values: Sequence[Any]) -> list[float]:
     return [value if math.isfinite(value) else math.nan for value in values]
 
 

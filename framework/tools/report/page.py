@@ -23,7 +23,7 @@ from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.text import text
-from meshwright.tools.report.account import Account, account, measured_costs, without_early_steps
+from meshwright.tools.report.account import PARTS, account, mean_account, measured_costs, without_early_steps
 from meshwright.tools.report.checkpoints import CheckpointInfo
 from meshwright.tools.report.curves import FINAL_NAMES, comparison_charts, final, layout_of, of_run
 from meshwright.tools.report.run import Attempt, RunContents, clock
@@ -34,8 +34,6 @@ MOST_DRAWN = 2000
 MOST_STRAGGLERS = 8
 MOST_ROWS = 60
 """Most rows of the tables of attempts and checkpoints; rows in the middle are left out."""
-PARTS = ("compute", "waiting", "communication", "reduce", "optimizer", "data", "other")
-"""Parts of a rank's time, in the order of their colours."""
 
 
 class SchedulePicture(NamedTuple):
@@ -44,7 +42,7 @@ class SchedulePicture(NamedTuple):
     title: str
     picture: Markup
     text: str
-    said: str
+    caption: str
 
 
 class TimeRow(NamedTuple):
@@ -57,7 +55,7 @@ class TimeRow(NamedTuple):
 class Memory(NamedTuple):
     """Peak memory of a run by pipeline rank and by rank."""
 
-    said: str
+    caption: str
     stages: tuple[tuple[str, float, str], ...]
     """(pipeline rank, its largest peak as a share of the largest of all, words)."""
     axes: tuple[str, ...]
@@ -127,9 +125,9 @@ def facts(run: RunContents) -> Iterator[tuple[str, str]]:
         yield "validation loss", found.validation
         yield "tokens", found.tokens
         yield "throughput", f"{found.speed} tokens/s, {found.step_s} s a step"
-        used = [record.mfu for record in run.records if record.mfu is not None]
-        if used:
-            yield "MFU", f"{sorted(used)[len(used) // 2]:.1%}, median"
+        mfus = [record.mfu for record in run.records if record.mfu is not None]
+        if mfus:
+            yield "MFU", f"{sorted(mfus)[len(mfus) // 2]:.1%}, median"
         yield "memory", f"{found.memory}, at the peak"
         yield "time in steps", found.time
     yield "starts", f"{len(run.attempts)}"
@@ -157,8 +155,8 @@ def memory_of(run: RunContents) -> Memory | None:
         stages.append((f"pp{pp_rank}", max(own) / most, high if low == high else f"{low} – {high}"))
     rows = [(str(rank), *map(str, at), format_gib(peak)) for rank, (peak, at) in enumerate(located)]
     kind = "allocated by torch" if run.peaks.device == "cuda" else "the whole process, libraries included"
-    said = f"The peak of each rank, {kind}, as of step {run.peaks.step:,}."
-    return Memory(said, tuple(stages), tuple(Axis), shortened(rows))
+    caption = f"The peak of each rank, {kind}, as of step {run.peaks.step:,}."
+    return Memory(caption, tuple(stages), tuple(Axis), shortened(rows))
 
 
 def schedule_of(run: RunContents) -> SchedulePicture | None:
@@ -172,13 +170,13 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
         simulated = simulated._replace(name=f"simulated: {timeline.name}")
         measured = without_early_steps(timeline)._replace(name=f"measured, step {trace.step}: {timeline.name}")
         shares = [100 * bubble_share(each) for each in (measured, simulated)]
-        said = (
+        caption = (
             f"Step {trace.step} as it was, above the same schedule simulated with the measured medians of each kind "
             f"and stage. Bubble of total time: measured {shares[0]:.1f} %, simulated {shares[1]:.1f} %."
         )
         if trace.clock_error_s:
-            said += f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
-        return drawn("measured and simulated", [Panel(measured, readings=readings), Panel(simulated)], said)
+            caption += f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
+        return drawn("measured and simulated", [Panel(measured, readings=readings), Panel(simulated)], caption)
     if run.resolved is None:
         return None
     try:
@@ -187,18 +185,18 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
         return None
     if schedule.pp == 1:
         return None
-    said = "No step was traced (tracking.trace_step), so this is the plan, with a backward as long as two forwards."
-    return drawn("simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], said, Unit.TICKS)
+    caption = "No step was traced (tracking.trace_step), so this is the plan, with a backward as long as two forwards."
+    return drawn("simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], caption, Unit.TICKS)
 
 
-def drawn(title: str, panels: Sequence[Panel], said: str, unit: Unit = Unit.SECONDS) -> SchedulePicture:
+def drawn(title: str, panels: Sequence[Panel], caption: str, unit: Unit = Unit.SECONDS) -> SchedulePicture:
     """Draw panels as a picture, or as text if they have too many actions or matplotlib is missing."""
     if sum(len(panel.timeline.spans) for panel in panels) <= MOST_DRAWN:
         try:
-            return SchedulePicture(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", said)
+            return SchedulePicture(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", caption)
         except UserError as error:
-            said = f"{said} {error.message}."
-    return SchedulePicture(title, Markup(""), "\n\n".join(text(panel.timeline) for panel in panels), said)
+            caption = f"{caption} {error.message}."
+    return SchedulePicture(title, Markup(""), "\n\n".join(text(panel.timeline) for panel in panels), caption)
 
 
 def time_rows(run: RunContents) -> list[TimeRow]:
@@ -207,38 +205,38 @@ def time_rows(run: RunContents) -> list[TimeRow]:
         return []
     accounts = account(run.trace.timeline, run.trace.readings)
     size, unit = unit_of_seconds(accounts[0].total)
-    means = Account(-1, *(sum(column) / len(accounts) for column in list(zip(*accounts, strict=True))[1:]))
+    rows = {str(each.rank): each for each in accounts} | ({"mean": mean_account(accounts)} if accounts[1:] else {})
     return [
         TimeRow(
-            "mean" if each is means else str(each.rank),
+            name,
             tuple(
-                (part, max(0.0, getattr(each, part)) / each.total, f"{getattr(each, part) / size:.3g} {unit}")
-                for part in PARTS
+                (part, max(0.0, value) / each.total, f"{value / size:.3g} {unit}")
+                for part, value in zip(PARTS, each[1:], strict=True)
             ),
         )
-        for each in ([*accounts, means] if accounts[1:] else accounts)
+        for name, each in rows.items()
     ]
 
 
 def time_totals(run: RunContents) -> Iterator[tuple[str, str]]:
     """Yield totals over all steps as (name, text), as far as metrics.jsonl has them."""
-    kept = sum(record.step_s for record in run.records)
-    if not kept:
+    kept_s = sum(record.step_s for record in run.records)
+    if not kept_s:
         return
-    again = [record for attempt in run.attempts for record in attempt.again]
-    yield "steps that count", f"{len(run.records):,}, {format_duration(kept)}"
-    if again:
-        lost = sum(record.step_s for record in again)
-        share = lost / (kept + lost)
-        yield "steps taken again after a restart", f"{len(again):,}, {format_duration(lost)}: {share:.1%} of the time"
+    lost = [record for attempt in run.attempts for record in attempt.repeated]
+    yield "steps that count", f"{len(run.records):,}, {format_duration(kept_s)}"
+    if lost:
+        lost_s = sum(record.step_s for record in lost)
+        share = lost_s / (kept_s + lost_s)
+        yield "steps repeated after a restart", f"{len(lost):,}, {format_duration(lost_s)}: {share:.1%} of the time"
     skipped = sum(record.skipped for record in run.records)
     if skipped:
-        yield "steps left out, not finite", f"{skipped:,}"
-    waits = sum(record.data_s for record in run.records)
-    yield "waiting for data", f"{format_duration(waits)}, {waits / kept:.1%} of it"
+        yield "steps skipped for NaN/Inf", f"{skipped:,}"
+    data_s = sum(record.data_s for record in run.records)
+    yield "waiting for data", f"{format_duration(data_s)}, {data_s / kept_s:.1%} of it"
     bubbles = [record.bubble_share * record.step_s for record in run.records if record.bubble_share is not None]
     if bubbles:
-        yield "pipeline ranks waiting for each other", f"{sum(bubbles) / kept:.1%} of it"
+        yield "pipeline ranks waiting for each other", f"{sum(bubbles) / kept_s:.1%} of it"
     saves = [record.save_s for record in run.records if record.save_s is not None]
     if saves:
         yield "writing checkpoints, behind the steps", f"{len(saves)} seen, {max(saves):.3g} s the longest"
@@ -259,7 +257,7 @@ def attempt_row(attempt: Attempt, before: str) -> tuple[str, ...]:
 
     ``before``: the layout of the previous start.
     """
-    start, kept, again = attempt.start, attempt.kept, attempt.again
+    start, kept, lost = attempt.start, attempt.kept, attempt.repeated
     nodes = start.get("nodes")
     where = f"{start.get('host', '?')}" + (f" and {nodes - 1} more" if isinstance(nodes, int) and nodes > 1 else "")
     return (
@@ -269,7 +267,7 @@ def attempt_row(attempt: Attempt, before: str) -> tuple[str, ...]:
         where,
         f"{attempt.from_step:,}",
         f"{kept[0].step:,} – {kept[-1].step:,}" if kept else "none",
-        f"{again[0].step:,} – {again[-1].step:,}" if again else "",
+        f"{lost[0].step:,} – {lost[-1].step:,}" if lost else "",
         str(start.get("slurm_job", "")),
     )
 

@@ -57,7 +57,7 @@ class Attempt(NamedTuple):
     """Its line in ``starts.jsonl``; empty if that is lost."""
     kept: tuple[StepRecord, ...]
     """Records of the steps that count."""
-    again: tuple[StepRecord, ...]
+    repeated: tuple[StepRecord, ...]
     """Records of the steps that were lost and repeated by a later start."""
 
     @property
@@ -68,7 +68,7 @@ class Attempt(NamedTuple):
     def from_step(self) -> int:
         """Step of the checkpoint from which this start resumed."""
         known = self.start.get("step")
-        records = (*self.kept, *self.again)
+        records = (*self.kept, *self.repeated)
         return known if isinstance(known, int) else min((record.step for record in records), default=1) - 1
 
 
@@ -116,14 +116,13 @@ def read_run(place: Path) -> RunContents:
     directory = find_run(place)
     remarks: list[str] = []
     config, resolved = _config(directory, remarks)
-    found = _records(directory / METRICS, remarks)
-    lost = _records(directory / METRICS_AGAIN, remarks)
+    in_order = _records(directory / METRICS, remarks)
+    repeated = {(record.restarts, record.step): record for record in _records(directory / METRICS_AGAIN, remarks)}
     kept: dict[int, StepRecord] = {}
-    again: dict[tuple[int, int], StepRecord] = {(record.restarts, record.step): record for record in lost}
-    for record in found:
+    for record in in_order:
         before = kept.get(record.step)
         if before is not None:
-            again[before.restarts, before.step] = before
+            repeated[before.restarts, before.step] = before
         kept[record.step] = record
     records = tuple(kept[step] for step in sorted(kept))
     state, is_live = _state(directory, remarks)
@@ -133,7 +132,7 @@ def read_run(place: Path) -> RunContents:
         config=config,
         resolved=resolved,
         records=records,
-        attempts=_attempts(directory / STARTS, records, list(again.values()), remarks),
+        attempts=_attempts(directory / STARTS, records, list(repeated.values()), remarks),
         checkpoints=read_checkpoints(directory / "checkpoints", remarks),
         trace=_trace(directory, remarks),
         state=state,
@@ -182,7 +181,7 @@ def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
     except OSError as error:
         remarks.append(f"{path} cannot be read: {error.strerror}")
     except ValueError as error:
-        remarks.append(f"{path}: {error}; it is left out, and what follows")
+        remarks.append(f"{path}: {error}; it and the lines after it are left out")
     for line_number in damaged:
         end = ", the last: it was being written, or its writer was killed" if line_number == number else ""
         remarks.append(f"{path}:{line_number} is no whole record{end}; it is left out")
@@ -190,29 +189,29 @@ def _records(path: Path, remarks: list[str]) -> list[StepRecord]:
 
 
 def _attempts(
-    starts: Path, kept: Sequence[StepRecord], again: Sequence[StepRecord], remarks: list[str]
+    starts: Path, kept: Sequence[StepRecord], repeated: Sequence[StepRecord], remarks: list[str]
 ) -> tuple[Attempt, ...]:
     lines: list[dict[str, Any]] = []
     for number, line in enumerate(_text(starts).splitlines(), start=1):
         try:
-            found = parse_json(line)
+            start = parse_json(line)
         except ValueError:
             remarks.append(f"{starts}:{number} is damaged, and left out")
-            found = {}
-        lines.append(found if isinstance(found, dict) else {})
-    of_kept: dict[int, list[StepRecord]] = defaultdict(list)
-    of_again: dict[int, list[StepRecord]] = defaultdict(list)
-    for records, into in ((kept, of_kept), (again, of_again)):
+            start = {}
+        lines.append(start if isinstance(start, dict) else {})
+    kept_by_start: dict[int, list[StepRecord]] = defaultdict(list)
+    repeated_by_start: dict[int, list[StepRecord]] = defaultdict(list)
+    for records, into in ((kept, kept_by_start), (repeated, repeated_by_start)):
         for record in sorted(records, key=lambda each: each.step):
             into[record.restarts].append(record)
     return tuple(
         Attempt(
             number,
             lines[number] if 0 <= number < len(lines) else {},
-            tuple(of_kept.get(number, ())),
-            tuple(of_again.get(number, ())),
+            tuple(kept_by_start.get(number, ())),
+            tuple(repeated_by_start.get(number, ())),
         )
-        for number in sorted({*range(len(lines)), *of_kept, *of_again})
+        for number in sorted({*range(len(lines)), *kept_by_start, *repeated_by_start})
     )
 
 
@@ -230,7 +229,7 @@ def _trace(directory: Path, remarks: list[str]) -> LoadedTrace | None:
 
 def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
     if not (directory / STATUS).is_file():
-        return "no status.json: nothing was heard of it", False
+        return "no status.json: its state is unknown", False
     try:
         found = run_state(read_status(directory / STATUS))
     except DataError as error:

@@ -62,7 +62,7 @@ def test_a_slow_node_is_told_from_its_partners_and_from_a_slow_pair() -> None:
 def test_all_alike_but_not_what_the_cluster_is_said_to_have() -> None:
     found = said(expected_bytes_per_s=10 * GBIT)
     assert [nodes for _, nodes in found] == [("h1",), ("h2",), ("h3",), ("h4",)]
-    assert found[0][0] == "the link of h1 is slow: 1 Gbit/s, and it is said to have 10 Gbit/s"
+    assert found[0][0] == "the link of h1 is slow: 1 Gbit/s, the cluster file has 10 Gbit/s"
 
 
 def test_clocks_versions_disks() -> None:

@@ -49,7 +49,7 @@ def test_two_bad_nodes_one_of_which_is_a_little_better() -> None:
 
 def test_a_node_that_came_and_does_not_answer() -> None:
     (found,) = judge_reach(Reachability([], ["h3"], ["h1", "h2", "h3"]))
-    assert found == ("h3 has come, but does not answer", ("h3",))
+    assert found == ("h3 joined the rendezvous, but does not answer", ("h3",))
 
 
 def visited(monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...] = ()) -> Reachability:

@@ -142,17 +142,17 @@ def test_steps_that_a_restart_takes_again_are_told_apart(tmp_path: Path) -> None
     run = read_run(directory)
     assert [(each.step, each.restarts) for each in run.records][5:] == [(6, 0), (7, 1), (8, 1)]
     first, second = run.attempts
-    assert [each.step for each in first.again] == [7, 8, 9, 10] and [each.step for each in first.kept][-1] == 6
-    assert [each.step for each in second.kept] == [7, 8] and second.from_step == 6 and second.again == ()
+    assert [each.step for each in first.repeated] == [7, 8, 9, 10] and [each.step for each in first.kept][-1] == 6
+    assert [each.step for each in second.kept] == [7, 8] and second.from_step == 6 and second.repeated == ()
     curves = {curve.name: curve for curve in loss_curves(run)}
-    assert [x for x, _ in curves["taken again"].points] == [7, 8, 9, 10]
+    assert [x for x, _ in curves["repeated"].points] == [7, 8, 9, 10]
     assert [y for _, y in curves["training"].points][-2:] == [1.0, 1.0]
     assert [mark.x for mark in marks_of(run)] == [6]
     text = page([run])
     assert "pp4 dp2 tp1 (changed)" in text and "7 – 10" in text
-    lost = sum(each.step_s for each in first.again)
+    lost = sum(each.step_s for each in first.repeated)
     share = lost / (lost + sum(each.step_s for each in run.records))
-    assert dict(time_totals(run))["steps taken again after a restart"].endswith(f": {share:.1%} of the time")
+    assert dict(time_totals(run))["steps repeated after a restart"].endswith(f": {share:.1%} of the time")
 
 
 def test_steps_that_overlap_in_the_file_count_once(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_steps_that_overlap_in_the_file_count_once(tmp_path: Path) -> None:
     run = read_run(directory)
     assert [each.step for each in run.records] == list(range(1, 12))
     assert [y for _, y in points(run.records, LOSS)][-3:] == [1.0, 1.0, 1.0]
-    assert [each.step for each in run.attempts[0].again] == [9, 10]
+    assert [each.step for each in run.attempts[0].repeated] == [9, 10]
 
 
 def test_what_is_not_finite_is_a_gap_and_a_mark(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_what_is_not_finite_is_a_gap_and_a_mark(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "demo", 20, change=change))
     assert [x for x, y in points(run.records, LOSS) if math.isnan(y)] == [7, 8]
     assert [(mark.x, mark.bad) for mark in marks_of(run)] == [(7, True), (8, True)]
-    assert dict(time_totals(run))["steps left out, not finite"] == "2"
+    assert dict(time_totals(run))["steps skipped for NaN/Inf"] == "2"
 
 
 def status(step: int, **changes: object) -> Status:

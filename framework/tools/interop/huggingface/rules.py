@@ -85,3 +85,8 @@ class TensorMapping(NamedTuple):
 
     def _transpose(self, theirs: Tensor) -> Tensor:
         return theirs.t() if self.transposed and theirs.dim() == 2 else theirs
+
+
+def unchanged(ours: str, theirs: str) -> TensorMapping:
+    """Return the mapping of a tensor that is the same on both sides, but for its name."""
+    return TensorMapping(ours, (theirs,))

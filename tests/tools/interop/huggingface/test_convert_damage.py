@@ -161,7 +161,7 @@ def test_mixed_types_are_kept_and_told(source: Path) -> None:
         ({"hidden_size": None}, "hidden_size is missing: a whole number from 1 up is needed"),
         ({"num_key_value_heads": 3}, "num_heads=4 over num_kv_heads=3 groups"),
         ({"original_max_position_embeddings": 32}, "original_max_position_embeddings = 16, and 32 outside of it"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention: separate positions for a kind of layers"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention: separate positions"),
         ({"rope_parameters": None, "rope_theta": 1e-320}, "rope_theta = 1e-320: a number from 0.001 up is needed"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: a number from 0 up is needed"),
         ({"attention_dropout": 1.5}, "attention_dropout = 1.5: a number from 0 to 1 is needed"),

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
 from meshwright.tools.interop.huggingface.convert.rope import ORIGINAL_LENGTH, read_rope
 from meshwright.tools.interop.huggingface.convert.settings import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, Settings
-from meshwright.tools.interop.huggingface.rules import TensorMapping
+from meshwright.tools.interop.huggingface.rules import TensorMapping, unchanged
 
 BUILDER = "meshwright.models.llama:build"
 
@@ -30,26 +30,25 @@ def rules(options: Options) -> list[TensorMapping]:
     ]
     for i in range(options["num_layers"]):
         ours, theirs = f"block{i}", f"model.layers.{i}"
-
-        def plain(name: str, other: str, ours: str = ours, theirs: str = theirs) -> TensorMapping:
-            return TensorMapping(f"{ours}.{name}", (f"{theirs}.{other}",))
-
-        mappings.append(plain("attention_norm.weight", "input_layernorm.weight"))
+        mappings.append(unchanged(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight"))
         for what in ("weight", *(["bias"] if options["qkv_bias"] else [])):
             names = tuple(f"{theirs}.self_attn.{part}_proj.{what}" for part in "qkv")
             mappings.append(TensorMapping(f"{ours}.attention.qkv.{what}", names, kv_heads, of_group))
         if options["qk_norm"]:
-            mappings += [plain(f"attention.{part}_norm.weight", f"self_attn.{part}_norm.weight") for part in "qk"]
+            mappings += [
+                unchanged(f"{ours}.attention.{part}_norm.weight", f"{theirs}.self_attn.{part}_norm.weight")
+                for part in "qk"
+            ]
         for what in ("weight", *(["bias"] if options["out_bias"] else [])):
-            mappings.append(plain(f"attention.out.{what}", f"self_attn.o_proj.{what}"))
-        mappings.append(plain("mlp_norm.weight", "post_attention_layernorm.weight"))
+            mappings.append(unchanged(f"{ours}.attention.out.{what}", f"{theirs}.self_attn.o_proj.{what}"))
+        mappings.append(unchanged(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight"))
         for what in ("weight", *(["bias"] if options["mlp_bias"] else [])):
             names = tuple(f"{theirs}.mlp.{part}_proj.{what}" for part in ("gate", "up"))
             size = ffn_size // num_blocks
             mappings.append(TensorMapping(f"{ours}.mlp.gate_up.{what}", names, num_blocks, (size, size)))
-            mappings.append(plain(f"mlp.down.{what}", f"mlp.down_proj.{what}"))
-    mappings.append(TensorMapping("norm.weight", ("model.norm.weight",)))
-    return mappings if tied else [*mappings, TensorMapping("head.weight", ("lm_head.weight",))]
+            mappings.append(unchanged(f"{ours}.mlp.down.{what}", f"{theirs}.mlp.down_proj.{what}"))
+    mappings.append(unchanged("norm.weight", "model.norm.weight"))
+    return mappings if tied else [*mappings, unchanged("head.weight", "lm_head.weight")]
 
 
 def read_common(settings: Settings, *, length: int, kv_heads: int | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
 from meshwright.tools.interop.huggingface.convert.settings import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, Settings
-from meshwright.tools.interop.huggingface.rules import TensorMapping
+from meshwright.tools.interop.huggingface.rules import TensorMapping, unchanged
 
 
 def rules(options: Options) -> list[TensorMapping]:
@@ -24,7 +24,7 @@ def rules(options: Options) -> list[TensorMapping]:
         TensorMapping(
             "embedding.tokens.weight", ("transformer.wte.weight",), same_as=("lm_head.weight",) if tied else ()
         ),
-        TensorMapping("embedding.positions.weight", ("transformer.wpe.weight",)),
+        unchanged("embedding.positions.weight", "transformer.wpe.weight"),
     ]
     for i in range(options["num_layers"]):
         ours, theirs = f"block{i}", f"transformer.h.{i}"
@@ -36,7 +36,7 @@ def rules(options: Options) -> list[TensorMapping]:
         mappings += _weight_and_bias(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc", transposed=True)
         mappings += _weight_and_bias(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj", transposed=True)
     mappings += _weight_and_bias("norm", "transformer.ln_f")
-    return mappings if tied else [*mappings, TensorMapping("head.weight", ("lm_head.weight",))]
+    return mappings if tied else [*mappings, unchanged("head.weight", "lm_head.weight")]
 
 
 def _weight_and_bias(ours: str, theirs: str, **layout: Any) -> list[TensorMapping]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
 from meshwright.tools.interop.huggingface.convert.settings import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, Settings
-from meshwright.tools.interop.huggingface.rules import TensorMapping
+from meshwright.tools.interop.huggingface.rules import TensorMapping, unchanged
 
 FORMS = {
     "relu": {"is_gated_act": False, "dense_act_fn": "relu"},
@@ -34,32 +34,30 @@ def rules(options: Options) -> list[TensorMapping]:
             attention = f"{theirs}.0.SelfAttention"
             names = tuple(f"{attention}.{part}.weight" for part in "qkv")
             mappings.append(TensorMapping(f"{ours}.attention.qkv.weight", names, heads, (head_dim,) * 3))
-            mappings.append(TensorMapping(f"{ours}.attention.out.weight", (f"{attention}.o.weight",)))
+            mappings.append(unchanged(f"{ours}.attention.out.weight", f"{attention}.o.weight"))
             if i == 0:
-                name = f"{attention}.relative_attention_bias.weight"
-                mappings.append(TensorMapping(f"{ours}.attention.relative_bias.weight", (name,)))
-            mappings.append(TensorMapping(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)))
+                bias = f"{attention}.relative_attention_bias.weight"
+                mappings.append(unchanged(f"{ours}.attention.relative_bias.weight", bias))
+            mappings.append(unchanged(f"{ours}.attention_norm.weight", f"{theirs}.0.layer_norm.weight"))
             if stack == "decoder":
                 cross = f"{theirs}.1.EncDecAttention"
-                mappings.append(TensorMapping(f"{ours}.cross_attention.q.weight", (f"{cross}.q.weight",)))
+                mappings.append(unchanged(f"{ours}.cross_attention.q.weight", f"{cross}.q.weight"))
                 names = tuple(f"{cross}.{part}.weight" for part in "kv")
                 mappings.append(TensorMapping(f"{ours}.cross_attention.kv.weight", names, heads, (head_dim,) * 2))
-                mappings.append(TensorMapping(f"{ours}.cross_attention.out.weight", (f"{cross}.o.weight",)))
-                mappings.append(
-                    TensorMapping(f"{ours}.cross_attention_norm.weight", (f"{theirs}.1.layer_norm.weight",))
-                )
+                mappings.append(unchanged(f"{ours}.cross_attention.out.weight", f"{cross}.o.weight"))
+                mappings.append(unchanged(f"{ours}.cross_attention_norm.weight", f"{theirs}.1.layer_norm.weight"))
             last = f"{theirs}.{1 if stack == 'encoder' else 2}"
             mappings.append(_up(options, f"{ours}.mlp.up.weight", f"{last}.DenseReluDense"))
-            mappings.append(TensorMapping(f"{ours}.mlp.down.weight", (f"{last}.DenseReluDense.wo.weight",)))
-            mappings.append(TensorMapping(f"{ours}.mlp_norm.weight", (f"{last}.layer_norm.weight",)))
-        mappings.append(TensorMapping(f"{stack}_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)))
-    return mappings if options["tied"] else [*mappings, TensorMapping("head.weight", ("lm_head.weight",))]
+            mappings.append(unchanged(f"{ours}.mlp.down.weight", f"{last}.DenseReluDense.wo.weight"))
+            mappings.append(unchanged(f"{ours}.mlp_norm.weight", f"{last}.layer_norm.weight"))
+        mappings.append(unchanged(f"{stack}_norm.norm.weight", f"{stack}.final_layer_norm.weight"))
+    return mappings if options["tied"] else [*mappings, unchanged("head.weight", "lm_head.weight")]
 
 
 def _up(options: Options, ours: str, theirs: str) -> TensorMapping:
     """Return the rule of the up projection, in blocks of gate and up rows: see ``models.t5_layers.T5Mlp``."""
     if not options["gated"]:
-        return TensorMapping(ours, (f"{theirs}.wi.weight",))
+        return unchanged(ours, f"{theirs}.wi.weight")
     ffn_size = options["ffn_size"] or 4 * options["hidden_size"]
     num_blocks = math.gcd(ffn_size, options["num_heads"])
     size = ffn_size // num_blocks

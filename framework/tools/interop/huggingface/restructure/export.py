@@ -16,7 +16,7 @@ from meshwright.tools.interop.huggingface.export import export as export_with
 from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, copy_companions, write_json
 from meshwright.tools.interop.huggingface.restructure.directory import fields_of
 from meshwright.tools.interop.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
-from meshwright.tools.interop.huggingface.rules import TensorMapping
+from meshwright.tools.interop.huggingface.rules import unchanged
 
 SCHEME = "hf:"
 
@@ -38,7 +38,7 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
         )
     model = build_model(builder, options | {"weights": False}, config.run.seed)
     names = names_in_transformers(model.layers)
-    rules = [TensorMapping(name, (names[name],)) for name in dict.fromkeys(map(model.canonical, names))]
+    rules = [unchanged(name, names[name]) for name in dict.fromkeys(map(model.canonical, names))]
     source = Path(builder.removeprefix(SCHEME)).expanduser()
 
     def write_files(directory: Path, dtype: str) -> list[str]:
