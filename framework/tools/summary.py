@@ -200,12 +200,12 @@ def _price(blueprint: Blueprint) -> list[str]:
             f"{sent(gathered * dtype.itemsize)} in a step"
         )
     if not reduces_each_microbatch(config):
-        return [*lines, f"gradients  summed once in a step, and kept whole until then: {format_size(whole)} on a rank"]
+        return [*lines, f"gradients  reduced once per step, and unsharded until then: {format_size(whole)} per rank"]
     summed = f"{chunks} x {sent(whole)}"
     return [
         *lines,
         f"gradients  summed over {shards} replicas after each micro-batch: a rank sends {summed} in a step",
-        f'           (parallel.reduce = "step": once, and it keeps all {format_size(whole)} until then)',
+        f'           (parallel.reduce = "step": once, with {format_size(whole)} per rank until then)',
     ]
 
 
@@ -217,7 +217,7 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
     kept = [_elements(blueprint, stage) for stage in range(len(blueprint.stages))]
     share = sum(stage.in_blocks for stage in kept) / max(sum(stage.trained for stage in kept), 1)
     return [
-        f"optimizer  keeps 8 bits of {share:.1%} of all elements: matrices whose rows are blocks of "
+        f"optimizer  8-bit states of {share:.1%} of all elements: matrices whose rows are blocks of "
         f"{optimizer.block_size}"
     ]
 
@@ -228,9 +228,9 @@ def _offload(blueprint: Blueprint) -> list[str]:
     if not parallel.offload:
         return []
     most = max(share.host_bytes for share in rank_shares(blueprint))
-    what = "the states of them " if parallel.zero == 3 and shard_factor(blueprint.config) > 1 else ""
-    files = f", {what}in files in {parallel.offload_directory}" if parallel.offload_directory else ""
-    return [f"offload    the optimizer steps on the host: {format_size(most)} of a rank are there{files}"]
+    kind = "its states " if parallel.zero == 3 and shard_factor(blueprint.config) > 1 else ""
+    files = f", {kind}in files in {parallel.offload_directory}" if parallel.offload_directory else ""
+    return [f"offload    the optimizer steps on the host: {format_size(most)} of host memory per rank{files}"]
 
 
 def _rows(timeline: Timeline, width: int) -> list[str]:

@@ -154,7 +154,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory, pool: RankPo
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["--train.steps=9"], "train.steps: a checkpoint is rewritten on another layout"),
+        (["--train.steps=9"], "train.steps: resharding changes only the layout"),
         (["--batch.chunks=2", "--model.options.hidden_size=64"], "batch.chunks, model.options: a checkpoint"),
         (["--run.seed=5"], "run.seed: a checkpoint is rewritten"),
         (["--parallel.pq=2"], "parallel.pq = 2: there is no such key"),

@@ -201,7 +201,7 @@ def test_what_cannot_be_used_is_one_message(
         (["eval", run, "--step=7"], "has no checkpoint of step 7; it has those of steps 5, 10"),
         (["eval", f"{run}/checkpoints/step-00000005", "--step=10"], "is the checkpoint of step 5"),
         (["eval", str(run_directory(trained).parent)], "is not a run, but contains"),
-        (["eval", run, "--optimizer.eps=1e-3"], "optimizer.eps: eval takes the run as it is"),
+        (["eval", run, "--optimizer.eps=1e-3"], "optimizer.eps: eval uses the run's own configuration"),
         (["eval", run, "--parallel.pp=9"], "9 stages"),
         (["eval", run, f"--data={tmp_path}"], "holds no corpus"),
         (["eval", run, f"--data={tmp_path / 'none'}"], "there is no corpus at"),

@@ -63,18 +63,18 @@ def test_bytes_of_each_element_with_offload(
     ("layout", "line"),
     [
         ("dp4,zero1,shard2", "float32, ZeRO-1 in 2 groups of 2"),
-        ("dp4,zero1,offload", "offload    the optimizer steps on the host: 8.6 KiB of a rank are there"),
+        ("dp4,zero1,offload", "offload    the optimizer steps on the host: 8.6 KiB of host memory per rank"),
         (
             "dp4,zero2",
             "gradients  summed over 4 replicas after each micro-batch: a rank sends 2 x 8.6 KiB in a step\n"
-            '           (parallel.reduce = "step": once, and it keeps all 11.4 KiB until then)',
+            '           (parallel.reduce = "step": once, with 11.4 KiB per rank until then)',
         ),
         (
             "dp4,zero3",
             "weights    gathered layer by layer, forward and backward: a rank sends 2 x 17.2 KiB in a step\n"
             "gradients  summed over 4 replicas after each micro-batch: a rank sends 2 x 8.6 KiB in a step\n",
         ),
-        ("dp4,zero2,step", "summed once in a step, and kept whole until then: 11.4 KiB on a rank"),
+        ("dp4,zero2,step", "reduced once per step, and unsharded until then: 11.4 KiB per rank"),
     ],
 )
 def test_what_sharding_costs_is_said(layout: str, line: str) -> None:

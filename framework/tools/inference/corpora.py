@@ -33,12 +33,12 @@ def check_tokenizer(config: RunConfig, source: AnySource) -> None:
         return
     named = Path(config.data.tokenizer)
     for corpus in causal_corpora(source):
-        known, beside = fingerprint.read(corpus.prefix.parent), corpus.prefix.with_name(TOKENIZER_FILE)
-        made_by = None if known is None else known.files.get(TOKENIZER_FILE)
-        if made_by is None or fingerprint.file_sha256(named) == made_by:
+        known, original = fingerprint.read(corpus.prefix.parent), corpus.prefix.with_name(TOKENIZER_FILE)
+        sha256 = None if known is None else known.files.get(TOKENIZER_FILE)
+        if sha256 is None or fingerprint.file_sha256(named) == sha256:
             continue
-        is_same = beside.is_file() and fingerprint.file_sha256(beside) == made_by
-        if not is_same or load(beside).to_str() != load(named).to_str():
+        is_original = original.is_file() and fingerprint.file_sha256(original) == sha256
+        if not is_original or load(original).to_str() != load(named).to_str():
             raise DataError(
                 "MW-INFERENCE-002",
                 f"data.tokenizer = {named} is not the tokenizer that made {corpus.prefix}, as its "
@@ -58,7 +58,7 @@ def with_corpus(config: RunConfig, place: Path) -> RunConfig:
     if config.data.builder is not None:
         raise ConfigError(
             "MW-INFERENCE-003",
-            f"the run reads its samples with data.builder = {config.data.builder!r}: --data has no use",
+            f"the run reads its samples with data.builder = {config.data.builder!r}: --data does not apply",
         )
     prefix = place
     if place.is_dir():

@@ -3,7 +3,7 @@
     checkpoint -> stages of this layout -> forward over the validation set, once, in order -> sums over all ranks
 
 Loss is the mean over the labels that count. Validation during training uses the first train.validate_steps global
-batches of the validation set. They are reported apart, and give the same number as the run's metrics.jsonl.
+batches of the validation set. Their loss is reported separately, and equals that in the run's metrics.jsonl.
 """
 
 from __future__ import annotations

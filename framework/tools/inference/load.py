@@ -89,7 +89,7 @@ def locate(place: Path, step: int | None) -> ModelLocation:
 def config_for(
     place: ModelLocation,
     overrides: Sequence[str],
-    what: str,
+    command: str,
     *,
     defaults: Sequence[str] = (),
     may_change: Collection[tuple[str, str]] = KEPT,
@@ -101,7 +101,7 @@ def config_for(
     stages in order.
 
     Args:
-        what: name of the use, for error messages.
+        command: name of the command, for error messages.
         may_change: keys outside the layout that ``overrides`` may change.
         trust_code: import whatever builders the configuration names.
 
@@ -116,8 +116,8 @@ def config_for(
         others = ", ".join(sorted(".".join(path) for path in may_change))
         raise ConfigError(
             "MW-INFERENCE-011",
-            f"{', '.join(refused)}: {what} takes the run as it is; only parallel.*, pipeline.*, launch.* and {others} "
-            f"may be changed",
+            f"{', '.join(refused)}: {command} uses the run's own configuration; only parallel.*, pipeline.*, launch.* "
+            f"and {others} may be changed",
         )
     check_trusted(saved, place.source, overrides, trust_code=trust_code)
     tree = saved.model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Prompts as token ids, begun as the documents of the training were, and ends of documents."""
+"""Prompts as token ids that begin like the training documents, and end-of-document tokens."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
     if config.data.tokenizer is None:
         raise ConfigError(
             "MW-INFERENCE-014",
-            "data.tokenizer is not set: without it the tokens that the model writes are only numbers",
+            "data.tokenizer is not set: it decodes the generated tokens",
         )
     if config.parallel.dp != 1:
         raise ConfigError(
@@ -215,7 +215,8 @@ class _LastLogits:
         if not isinstance(output, Tensor) or output.shape[:-1] != labels.shape:
             raise ModelError(
                 "MW-INFERENCE-016",
-                "the last layer gives no logits of each token, (batch, sequence, vocabulary): nothing can be written",
+                "the last layer does not return logits for each token, (batch, sequence, vocabulary): the model cannot "
+                "generate text",
             )
         assert self.last is not None
         mine = output[torch.arange(len(labels), device=output.device), self.last].contiguous()  # (B, V) or (B, V/tp)

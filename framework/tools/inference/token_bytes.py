@@ -1,7 +1,7 @@
 """Bytes of text of each token, which make losses of different tokenizers comparable.
 
 bits per byte = sum of the losses in nats / ln 2 / bytes of the text. Special tokens, such as the end of a document,
-are no text: what is paid for them counts, and their bytes are none.
+add to the loss, but have no bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.pipeline.values import IGNORED_LABEL
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _BEFORE = "a"
-"""Decoders treat what stands first in a text apart (a space that is no space): each token is looked at behind this."""
+"""Text before each token when it is decoded: decoders treat the first token of a text differently (its blank)."""
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
@@ -60,12 +60,13 @@ def blank_of(tokenizer: Tokenizer, table: NDArray[np.int64]) -> int:
 def beginnings(
     tokens: NDArray[np.int64], labels: NDArray[np.int64], before: set[int], *, has_mask: bool
 ) -> NDArray[np.bool_]:
-    """Mark the labels (B, S) that begin a text which was encoded by itself, bool.
+    """Return a mask (B, S) of the labels at the beginning of a separately encoded text.
 
     Args:
-        tokens: (B, S), each before its label.
+        tokens: (B, S), the input tokens; each precedes its label.
+        labels: (B, S).
         before: tokens that end or begin documents.
-        has_mask: labels that count begin a piece of their own.
+        has_mask: the first label after ignored ones begins such a text too.
     """
     begins: NDArray[np.bool_] = np.isin(tokens, list(before))
     if has_mask:

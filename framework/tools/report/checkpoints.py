@@ -45,9 +45,11 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
                 manifest.stat().st_mtime,
             )
         except FileNotFoundError:
-            remarks.append(f"{path} has no manifest.json: it counts for nothing")
+            remarks.append(f"{path} has no manifest.json: it is ignored")
         except (OSError, ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
-            remarks.append(f"{manifest} is damaged ({type(error).__name__}); `meshwright checkpoint verify` tells more")
+            remarks.append(
+                f"{manifest} is damaged ({type(error).__name__}); `meshwright checkpoint verify` lists the damage"
+            )
         else:
             found.append(saved)
             missing = [name for name in tree["files"] if not (path / name).is_file()]

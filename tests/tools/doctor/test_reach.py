@@ -85,7 +85,7 @@ def test_all_nodes_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_stays_silent_is_told_from_who_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connectivity, "TRYING", timedelta(seconds=2))
+    monkeypatch.setattr(connectivity, "ATTEMPTS_TIMEOUT", timedelta(seconds=2))
     assert visited(monkeypatch, silent=(1,)) == Reachability([], ["h1"], ["h0", "h1", "h2"])
 
 

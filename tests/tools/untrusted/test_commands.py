@@ -217,7 +217,7 @@ def test_trusted_code_is_named_and_used(desk: Path, capfd: pytest.CaptureFixture
     code, told = called(out, run, run, capfd, "--model.builder=local_model:build")
     assert code == 2 and "model.builder" not in told.partition(", or name it")[0] and "data.builder" in told
     code, told = called(out, run, run, capfd, "--model.builder=local_model:rows")
-    assert code == 2 and "model.builder: eval takes the run as it is" in told
+    assert code == 2 and "model.builder: eval uses the run's own configuration" in told
     named = ["--model.builder=local_model:build", "--data.builder=local_model:rows"]
     code, told = called(out, run, run, capfd, *named)
     assert code == 0 and "trust" not in told

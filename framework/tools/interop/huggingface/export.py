@@ -1,7 +1,7 @@
 """Export of a checkpoint, saved under any layout, to a directory that transformers, vLLM and lm-eval can load.
 
     weights/*  -> model-00001-of-0000N.safetensors   writing.py: one meshwright tensor in memory at a time
-    config     -> config.json                        written by the plan of the half that knows the model
+    config     -> config.json                        written by the plan: convert/ or restructure/
     tokenizer  -> tokenizer.json, tokenizer_config.json, generation_config.json, ...
 
 All of it is written into a temporary directory beside ``out``, which is published by one rename.

@@ -141,6 +141,6 @@ def test_a_checkpoint_of_another_builder_is_refused(corpus: Path, tmp_path: Path
         parallel={"dp": 1},
     )
     run = trained(pool, config)
-    with pytest.raises(ModelError, match=r"is of meshwright\.models\.gpt2:build, and written back here are models"):
+    with pytest.raises(ModelError, match=r"was trained with model\.builder = meshwright\.models\.gpt2:build: only"):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

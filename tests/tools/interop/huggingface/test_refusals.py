@@ -111,7 +111,7 @@ def test_architectures_that_have_no_place_here(tmp_path: Path) -> None:
 def test_options_are_keys_of_the_configuration(tmp_path: Path) -> None:
     path = directory("llama", tmp_path)
     assert "did you mean num_hidden_layers" in said(path, num_hiden_layers=2)
-    assert "Expected" in said(path, num_hidden_layers="two") or "config.json: transformers does not take it" in said(
+    assert "Expected" in said(path, num_hidden_layers="two") or "config.json: transformers rejects it" in said(
         path, num_hidden_layers="two"
     )
     assert 'attention = "flash"' in said(path, attention="flash").replace("'", '"')
@@ -208,9 +208,9 @@ def test_a_tied_head_that_is_another_matrix(tmp_path: Path) -> None:
         ({"model_type": ["llama"]}, "model_type = ['llama'] is no architecture of transformers"),
         ({"model_type": "lama", "auto_map": "x"}, "did you mean 'llama'?"),
         ({"quantization_config": "int4"}, "the weights are quantized (int4)"),
-        ({"text_config": "x"}, "transformers does not take it: 'str' object has no attribute"),
+        ({"text_config": "x"}, "transformers rejects it: 'str' object has no attribute"),
         ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: no model has more than 10000 layers"),
-        ({"hidden_size": "wide"}, "transformers does not take it: Validation error for field 'hidden_size': TypeError"),
+        ({"hidden_size": "wide"}, "transformers rejects it: Validation error for field 'hidden_size': TypeError"),
     ],
 )
 def test_a_configuration_with_nonsense_in_it(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -31,22 +31,22 @@ def rules(options: Options) -> list[TensorMapping]:
     for i in range(options["num_layers"]):
         ours, theirs = f"block{i}", f"model.layers.{i}"
         mappings.append(unchanged(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight"))
-        for what in ("weight", *(["bias"] if options["qkv_bias"] else [])):
-            names = tuple(f"{theirs}.self_attn.{part}_proj.{what}" for part in "qkv")
-            mappings.append(TensorMapping(f"{ours}.attention.qkv.{what}", names, kv_heads, of_group))
+        for kind in ("weight", *(["bias"] if options["qkv_bias"] else [])):
+            names = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
+            mappings.append(TensorMapping(f"{ours}.attention.qkv.{kind}", names, kv_heads, of_group))
         if options["qk_norm"]:
             mappings += [
                 unchanged(f"{ours}.attention.{part}_norm.weight", f"{theirs}.self_attn.{part}_norm.weight")
                 for part in "qk"
             ]
-        for what in ("weight", *(["bias"] if options["out_bias"] else [])):
-            mappings.append(unchanged(f"{ours}.attention.out.{what}", f"{theirs}.self_attn.o_proj.{what}"))
+        for kind in ("weight", *(["bias"] if options["out_bias"] else [])):
+            mappings.append(unchanged(f"{ours}.attention.out.{kind}", f"{theirs}.self_attn.o_proj.{kind}"))
         mappings.append(unchanged(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight"))
-        for what in ("weight", *(["bias"] if options["mlp_bias"] else [])):
-            names = tuple(f"{theirs}.mlp.{part}_proj.{what}" for part in ("gate", "up"))
+        for kind in ("weight", *(["bias"] if options["mlp_bias"] else [])):
+            names = tuple(f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up"))
             size = ffn_size // num_blocks
-            mappings.append(TensorMapping(f"{ours}.mlp.gate_up.{what}", names, num_blocks, (size, size)))
-            mappings.append(unchanged(f"{ours}.mlp.down.{what}", f"{theirs}.mlp.down_proj.{what}"))
+            mappings.append(TensorMapping(f"{ours}.mlp.gate_up.{kind}", names, num_blocks, (size, size)))
+            mappings.append(unchanged(f"{ours}.mlp.down.{kind}", f"{theirs}.mlp.down_proj.{kind}"))
     mappings.append(unchanged("norm.weight", "model.norm.weight"))
     return mappings if tied else [*mappings, unchanged("head.weight", "lm_head.weight")]
 

@@ -28,8 +28,8 @@ def family_of_type(model_type: Any, place: str) -> Family:
         if family.model_type == model_type:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
-    said = f'model_type "{model_type}" is not supported' if model_type else "model_type is missing"
-    raise ModelError("MW-INTEROP-031", f"{place}: {said}: {known} are")
+    problem = f'model_type "{model_type}" is not supported' if model_type else "model_type is missing"
+    raise ModelError("MW-INTEROP-031", f"{place}: {problem}: {known} are")
 
 
 def with_defaults(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,17 +59,15 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
         known = ", ".join(dict.fromkeys(family.builder for family in FAMILIES))
         raise ModelError(
             "MW-INTEROP-032",
-            f"model.builder = {builder}: its tensors have no names in transformers; those of {known} have. The "
-            f"checkpoint itself is plain safetensors: docs/checkpoints.md tells how to read it",
+            f"model.builder = {builder}: its tensors have no names in transformers; only those of {known} have. "
+            f"The checkpoint itself is plain safetensors, see docs/checkpoints.md",
         )
     options = with_defaults(builder, config.model.options)
     candidates.sort(key=lambda family: family.model_type != preferred)
     reasons = []
     for family in candidates:
-        why = family.holds(options)
-        if why is None:
+        reason = family.holds(options)
+        if reason is None:
             return family
-        reasons.append(f"{family.model_type}: {why}")
-    raise ModelError(
-        "MW-INTEROP-033", f"model.options fit no model of transformers that is known here: {'; '.join(reasons)}"
-    )
+        reasons.append(f"{family.model_type}: {reason}")
+    raise ModelError("MW-INTEROP-033", f"model.options fit no supported model of transformers: {'; '.join(reasons)}")

@@ -148,8 +148,8 @@ def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
     tokenizer = source_path / TOKENIZER
     if not tokenizer.is_file():
         return [
-            f"{tokenizer} is missing: the run has no data.tokenizer, and `meshwright sample` nothing to write with; "
-            f"transformers makes one of other tokenizer files (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            f"{tokenizer} is missing: the run has no data.tokenizer, which `meshwright sample` needs; transformers "
+            f"converts other tokenizer files (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         ]
     vocab_size = config.model.options["vocab_size"]
     return side_files.check_vocabulary(tokenizer, vocab_size, str(source_path / CONFIG))
@@ -204,6 +204,6 @@ def _header_comment(source_path: Path, family: Family, config: RunConfig) -> str
         f"#\n"
         f"#   meshwright train {Path(config.run.directory) / config.run.name}/config.toml\n"
         f"#\n"
-        f"# on data.train, text in the tokens of this model. The numbers of [batch], [optimizer] and [train] are a "
-        f"careful\n# beginning; parallel.* and pipeline.* may be anything. docs/convert.md tells more.\n\n"
+        f"# on data.train, text in the tokens of this model. [batch], [optimizer] and [train] have conservative\n"
+        f"# values; parallel.* and pipeline.* may be anything. See docs/convert.md.\n\n"
     )

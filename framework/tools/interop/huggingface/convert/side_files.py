@@ -37,8 +37,8 @@ def side_file_directory(run: Path, config: RunConfig) -> Path | None:
         return run / DIRECTORY
     if config.data.tokenizer is None:
         return None
-    beside = Path(config.data.tokenizer).parent
-    return beside if beside.is_dir() else None
+    directory = Path(config.data.tokenizer).parent
+    return directory if directory.is_dir() else None
 
 
 def check_vocabulary(path: Path, vocab_size: int, origin: str) -> list[str]:
@@ -57,7 +57,7 @@ def check_vocabulary(path: Path, vocab_size: int, origin: str) -> list[str]:
     """
     tokens = load(path).get_vocab(with_added_tokens=True)
     if not tokens:
-        raise DataError("MW-INTEROP-039", f"{path} has no tokens at all: give the tokenizer of this model")
+        raise DataError("MW-INTEROP-039", f"{path} has no tokens: give the tokenizer of this model")
     token, last = max(tokens.items(), key=lambda item: item[1])
     if last >= vocab_size:
         beyond = sum(number >= vocab_size for number in tokens.values())
@@ -66,7 +66,7 @@ def check_vocabulary(path: Path, vocab_size: int, origin: str) -> list[str]:
             f"{path} does not fit the model: its token {token!r} is number {last}"
             + (f", one of {beyond} beyond the model" if beyond > 1 else "")
             + f", and {origin} has vocab_size = {vocab_size}, rows 0 to {vocab_size - 1}: give the tokenizer that "
-            f"belongs to the model, or take what was added out of {path.name}",
+            f"belongs to the model, or remove the added tokens from {path.name}",
         )
     if last + 1 == vocab_size:
         return []

@@ -46,21 +46,21 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             "MW-INTEROP-051",
             f"{path / CONFIG}: model_type = {kind!r} is no architecture of transformers "
             f"{transformers.__version__}{own}{f'; did you mean {close[0]!r}?' if close else ''}. Update transformers, "
-            f"or bring the model as code (docs/huggingface-models.md)",
+            f"or write the model as code (docs/huggingface-models.md)",
         )
     if raw.get("is_encoder_decoder"):
         raise ModelError(
             "MW-INTEROP-052",
-            f"{path / CONFIG}: {kind} is an encoder-decoder; restructured are causal language models, whose plan has "
-            f"one chain of layers. For T5 there is meshwright.models.t5:build",
+            f"{path / CONFIG}: {kind} is an encoder-decoder; only causal language models, whose plan is one chain of "
+            f"layers, are restructured. For T5 use meshwright.models.t5:build",
         )
     if raw.get("quantization_config"):
         quantized = raw["quantization_config"]
         method = quantized.get("quant_method", "some way") if isinstance(quantized, dict) else quantized
         raise ModelError(
             "MW-INTEROP-053",
-            f"{path / CONFIG}: the weights are quantized ({method}), and training starts from plain ones: take the "
-            f"directory that they were made from, or dequantize them with transformers and save_pretrained",
+            f"{path / CONFIG}: the weights are quantized ({method}), which cannot be trained: take the original "
+            f"directory, or dequantize them with transformers and save_pretrained",
         )
     kind_of_config = transformers.CONFIG_MAPPING[kind]
     known = {*vars(kind_of_config()), *raw, *getattr(kind_of_config, "attribute_map", {})} - LEADING_TO_CODE
@@ -85,8 +85,8 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         config = kind_of_config.from_dict(_without_code(merged))
         config.get_text_config().base_model_pp_plan  # noqa: B018 - raises if a nested part is no configuration
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise ModelError("MW-INTEROP-056", f"{path / CONFIG}: transformers does not take it: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ModelError("MW-INTEROP-056", f"{path / CONFIG}: transformers rejects it: {reason}") from error
     return config
 
 

@@ -33,8 +33,8 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
     if not builder.startswith(SCHEME):
         raise ModelError(
             "MW-INTEROP-062",
-            f"{checkpoint} is of {builder}, and written back here are models that "
-            f'model.builder = "hf:DIRECTORY" built: only they have names in transformers',
+            f"{checkpoint} was trained with model.builder = {builder}: only models of "
+            f'model.builder = "hf:DIRECTORY" are exported here, as only they have names in transformers',
         )
     model = build_model(builder, options | {"weights": False}, config.run.seed)
     names = names_in_transformers(model.layers)

@@ -119,7 +119,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
         raise ModelError(
             "MW-INTEROP-068",
             f"{place}: transformers has no causal language model of this architecture (AutoModelForCausalLM): only "
-            f"such are restructured; bring another as code, see docs/huggingface-models.md",
+            f"those are restructured; write this one as code, see docs/huggingface-models.md",
         )
     kinds = {str(value.get("rope_type")) for value in _tables(getattr(config, "rope_parameters", None) or {})}
     changing = sorted(kinds & set(CHANGING_ROTARY))
@@ -138,8 +138,8 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
         name = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
         raise ModelError(
             "MW-INTEROP-071",
-            f"{place}: {name} declares no plan for a pipeline (base_model_pp_plan), so nothing says where it may be "
-            f"cut: bring it as code, see docs/huggingface-models.md",
+            f"{place}: {name} declares no plan for a pipeline (base_model_pp_plan), so that it cannot be cut into "
+            f"stages: write it as code, see docs/huggingface-models.md",
         )
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:

@@ -41,7 +41,7 @@ class ProbeResult(NamedTuple):
     """Observations of the probe that matter to tensor parallelism."""
 
     uncut: dict[str, bool]
-    """Modules beside columns with gathered output -> True if such an output is their only input."""
+    """Siblings of columns with gathered output -> True if such an output is their only input."""
     per_head_modules: list[str]
     """Modules without an entry in the plan whose weights act on sharded heads, and are shared by all heads."""
     problems: list[str]
@@ -137,7 +137,7 @@ def structure_key(layer: nn.Module) -> str:
 
 
 def probe(
-    layers: nn.Sequential, kinds: Mapping[str, str], beside: Mapping[str, Sequence[str]], place: str, config: Any
+    layers: nn.Sequential, kinds: Mapping[str, str], siblings: Mapping[str, Sequence[str]], place: str, config: Any
 ) -> ProbeResult:
     """Run one training forward on meta, and return the observations.
 
@@ -146,7 +146,7 @@ def probe(
     Args:
         layers: the restructured model.
         kinds: name of a planned module -> kind.
-        beside: modules with weights -> the sibling columns with gathered output.
+        siblings: modules with weights -> the sibling columns with gathered output.
         place: name of the model in errors.
         config: its transformers configuration, for hints in errors.
 
@@ -163,7 +163,7 @@ def probe(
     for module in on_meta.modules():
         if isinstance(module, nn.Dropout):
             module.eval()
-    uncut = _record_uncut(on_meta, beside)
+    uncut = _record_uncut(on_meta, siblings)
     dropouts, tracker = FunctionalDropoutRecorder(), ShardedTensorTracker(dict(on_meta.named_parameters()))
     for name, module in on_meta.named_modules():
         if kinds.get(name) in ("column", "row"):
@@ -186,18 +186,18 @@ def probe(
     ]
     inner_modules = [name for name, _ in layers.named_modules() if name.partition(".")[0]]
     return ProbeResult(
-        {name: uncut[_name_in_probed_layer(name, probed_layers)] for name in beside},
+        {name: uncut[_name_in_probed_layer(name, probed_layers)] for name in siblings},
         [name for name in inner_modules if _name_in_probed_layer(name, probed_layers) in per_head_modules],
         problems,
     )
 
 
-def _record_uncut(on_meta: nn.Sequential, beside: Mapping[str, Sequence[str]]) -> dict[str, bool]:
+def _record_uncut(on_meta: nn.Sequential, siblings: Mapping[str, Sequence[str]]) -> dict[str, bool]:
     """Register hooks that fill the returned dict, :attr:`ProbeResult.uncut`, while the layers run."""
     outputs: list[Tensor] = []
-    uncut = dict.fromkeys(beside, False)
-    run = [name for name in beside if name.partition(".")[0] in on_meta._modules]
-    for column in {column for name in run for column in beside[name]}:
+    uncut = dict.fromkeys(siblings, False)
+    run = [name for name in siblings if name.partition(".")[0] in on_meta._modules]
+    for column in {column for name in run for column in siblings[name]}:
         on_meta.get_submodule(column).register_forward_hook(lambda module, args, output: outputs.append(output))
     for name in run:
 
