@@ -228,7 +228,7 @@ def _config_for_layout(
         raise ConfigError(
             "MW-RESHARD-005",
             f"{', '.join(refused)}: resharding changes only the layout; only parallel.*, pipeline.*, run.name and "
-            f"run.directory may be set. `meshwright train` takes the others",
+            f"run.directory may be set. `meshwright train` accepts the others",
         )
     check_trusted(before, place, overrides, trust_code=trust_code)
     tree = before.model_dump(mode="json")

@@ -155,8 +155,8 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory, pool: RankPo
     ("overrides", "said"),
     [
         (["--train.steps=9"], "train.steps: resharding changes only the layout"),
-        (["--batch.chunks=2", "--model.options.hidden_size=64"], "batch.chunks, model.options: a checkpoint"),
-        (["--run.seed=5"], "run.seed: a checkpoint is rewritten"),
+        (["--batch.chunks=2", "--model.options.hidden_size=64"], "batch.chunks, model.options: resharding changes"),
+        (["--run.seed=5"], "run.seed: resharding changes only the layout"),
         (["--parallel.pq=2"], "parallel.pq = 2: there is no such key"),
         (["--parallel.tp=8"], "parallel.tp = 8 does not divide 4"),
         (["--parallel.pp=9"], "9"),
