@@ -60,7 +60,7 @@ def permute(place: int, size: int, keys: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Order of training samples: shuffled anew in each epoch, endless."""
+    """Order of training samples: reshuffled in each epoch, endless."""
 
     num_samples: int
     seed: int

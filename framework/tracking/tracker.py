@@ -77,7 +77,7 @@ class Tracker:
         self._metrics_sink = metrics_sink
         self._failures = 0
         self.lost: str | None = None
-        """Description of the records that ``metrics.jsonl`` lacks for good; set by ``close``."""
+        """Description of the records that ``metrics.jsonl`` lacks permanently; set by ``close``."""
         self._warn = never_raising(warn)
         self._close_limit_s = close_limit_s
         self._closed = False
@@ -136,7 +136,7 @@ class Tracker:
             self._failures = 0
 
     def _close_metrics(self, sink: JsonlSink) -> None:
-        """Close the metrics sink with a last attempt to write; set ``lost`` and warn if records are lost for good."""
+        """Close the metrics sink with a last attempt to write; set ``lost`` and warn if records are lost."""
         why = ""
         try:
             sink.close()

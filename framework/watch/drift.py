@@ -232,4 +232,4 @@ def differing_pieces(grid: Grid, copies: Sequence[Sequence[int]]) -> str:
         return f"{ranks_at(grid, odd)} {verb} unlike {same}"
     parties = " and ".join(ranks_at(grid, ranks) for ranks in ordered)
     which = "which one is wrong" if total == 2 else "which ones are wrong"
-    return f"{parties} hold different bits, and of {total} copies it cannot be told {which}"
+    return f"{parties} hold different bits, and of {total} copies it is unknown {which}"

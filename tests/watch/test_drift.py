@@ -49,7 +49,7 @@ def test_which_ranks_are_to_blame() -> None:
         "ranks 4, 6 (pp1 dp0-1 tp0) and rank 5 (pp1 dp0 tp1) and rank 7"
     )
     assert differing_pieces(grid, [[7], [5]]) == (
-        "rank 5 (pp1 dp0 tp1) and rank 7 (pp1 dp1 tp1) hold different bits, and of 2 copies it cannot be told which "
+        "rank 5 (pp1 dp0 tp1) and rank 7 (pp1 dp1 tp1) hold different bits, and of 2 copies it is unknown which "
         "one is wrong"
     )
 
@@ -117,7 +117,7 @@ def flipped(rank: int, world_size: int, config_json: str, flips: list[Flip]) -> 
 
 
 TIED = "embedding.tokens.weight"
-UNDECIDED = " hold different bits, and of 2 copies it cannot be told which one is wrong"
+UNDECIDED = " hold different bits, and of 2 copies it is unknown which one is wrong"
 CASES: list[tuple[str, str, str, list[tuple[Flip, str]]]] = [
     (
         "dp2,pp2,tp2,mbs2",

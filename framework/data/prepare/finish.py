@@ -167,7 +167,7 @@ def complete(out: Path, request: Request, *, replace: bool) -> Fingerprint | Non
         raise DataError(
             "MW-DATA-044",
             f"{out} was prepared from something else:\n{describe_changes(changes)}\n"
-            f"name another folder, or build it anew with --replace",
+            f"name another folder, or rebuild it with --replace",
         )
     return None if fingerprints.damaged_files(out, known) else known
 

@@ -190,7 +190,7 @@ def _read_all(
     changed = next((file for file in files if file.has_changed()), None)
     if changed is not None:
         raise DataError(
-            "MW-DATA-051", f"{changed.path} was written to while it was being read: begin anew with --replace"
+            "MW-DATA-051", f"{changed.path} was written to while it was being read: start over with --replace"
         )
 
 

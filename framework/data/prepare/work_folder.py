@@ -89,7 +89,7 @@ class WorkFolder:
             request: inputs and options.
             dtype: type of the tokens.
             has_mask: the corpus has a mask of labels.
-            replace: begin anew if the state on the disk cannot be resumed.
+            replace: start over if the state on the disk cannot be resumed.
             may_skip: broken records may be skipped.
 
         Raises:
@@ -139,19 +139,19 @@ class WorkFolder:
         if changes:
             return (
                 f"{out} is half prepared from something else:\n{describe_changes(changes)}\n"
-                f"restore it to continue, name another folder, or begin anew with --replace"
+                f"restore it to continue, name another folder, or start over with --replace"
             )
         for path, size in self._sizes(state).items():
             actual = path.stat().st_size if path.exists() else 0
             if actual < size:
                 return (
-                    f"{path} has {actual:,} bytes where {size:,} were written: something else has changed it. Begin "
-                    f"anew with --replace"
+                    f"{path} has {actual:,} bytes where {size:,} were written: something else has changed it. Start "
+                    f"over with --replace"
                 )
         if state.skipped and not may_skip:
             return (
                 f"{state.skipped:,} broken records were left out so far: give --skip-broken again to continue, or "
-                f"begin anew with --replace"
+                f"start over with --replace"
             )
         return ""
 
@@ -254,7 +254,7 @@ def _open_truncated(path: Path, size: int) -> IO[bytes]:
 
 
 def _read(path: Path, kind: type[Any]) -> Any:
-    """Read a JSON file; None if it is missing or malformed, and the preparation begins anew."""
+    """Read a JSON file; None if it is missing or malformed, so that the preparation starts over."""
     try:
         return kind.model_validate_json(read_bytes(path))
     except (FileNotFoundError, ValidationError):

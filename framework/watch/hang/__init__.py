@@ -1,1 +1,1 @@
-"""Hangs: heartbeats of every rank, the watchdog that ends a run that stands still, and the diagnosis it prints."""
+"""Hangs: heartbeats of every rank, the watchdog that ends a stalled run, and the diagnosis it prints."""

@@ -86,7 +86,7 @@ def read_status(path: Path) -> Status:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise DataError(
-            "MW-WATCH-004", f"{path} is no status of a run: {where}: {first['msg']}. It is written anew as a run trains"
+            "MW-WATCH-004", f"{path} is no status of a run: {where}: {first['msg']}. A run that trains rewrites it"
         ) from None
 
 

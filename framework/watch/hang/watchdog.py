@@ -14,7 +14,7 @@ from 0.5 to 5 s. Each rank has two daemon threads. One uses the store, which may
 first, and reports for this rank alone if it is blocked.
 
 A process that was stopped as a whole and continues is not hanging: time in which the second thread did not run does not
-count. Code that holds Python's GIL for good (an endless loop in C) cannot be watched from within. The other ranks then
+count. Code that holds the GIL forever (an endless loop in C) cannot be detected from within. The other ranks then
 receive no heartbeats of that rank, and report it as silent.
 
 On CUDA the host runs ahead of the device: the activity of a rank is the operation that its host waits for.

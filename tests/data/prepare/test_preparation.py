@@ -451,14 +451,14 @@ def test_replace_begins_anew_where_it_cannot_go_on(tokenizer: Path, tmp_path: Pa
     last.write_bytes(last.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"b\.jsonl\.gz is damaged"):
         made(out, tokenizer, file, last, skip_broken=True)
-    with pytest.raises(DataError, match=r"9 broken records were left out so far.*begin anew with --replace"):
+    with pytest.raises(DataError, match=r"9 broken records were left out so far.*start over with --replace"):
         made(out, tokenizer, file)
     with pytest.raises(DataError, match=r"a\.jsonl:1 has no key 'text'"):
         made(out, tokenizer, file, replace=True)
     with pytest.raises(DataError, match=r"b\.jsonl\.gz is damaged"):
         made(out, tokenizer, file, last, skip_broken=True)
     (tmp_path / ".out.preparing/corpus/train.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"train\.bin has 0 bytes where .*Begin anew with --replace"):
+    with pytest.raises(DataError, match=r"train\.bin has 0 bytes where .*Start over with --replace"):
         made(out, tokenizer, file, skip_broken=True)
     made(out, tokenizer, file, skip_broken=True, replace=True)
     assert documents_in(out)["train"] == [f"{i}" for i in range(60) if i % 7]
