@@ -20,6 +20,9 @@ from meshwright.tools.interop.huggingface.restructure.export import SCHEME
 from meshwright.tools.interop.huggingface.restructure.export import export as export_restructured
 from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
 
+LINE_EVERY_S = 5.0
+"""Time between progress lines."""
+
 
 def run_conversion(options: argparse.Namespace, overrides: list[str]) -> int:
     """Import or export a model, and print a summary with the next commands."""
@@ -80,13 +83,12 @@ def convert(
 class ConversionProgress:
     """Progress printer: a line every few seconds on stderr, because a large model takes minutes."""
 
-    def __init__(self, every_s: float = 5.0) -> None:
-        self.every_s = every_s
+    def __init__(self) -> None:
         self.start_s = self.printed_s = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         now_s = time.monotonic()
-        if now_s - self.printed_s < self.every_s:
+        if now_s - self.printed_s < LINE_EVERY_S:
             return
         self.printed_s = now_s
         per_s = done / (now_s - self.start_s)

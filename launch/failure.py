@@ -105,7 +105,7 @@ def _later_failures(failures: Sequence[FailureRecord]) -> list[str]:
 
 def _describe_exit(rank: int, exit_code: int, logs: Path) -> str:
     """Return the exit of a rank without a failure record, and the end of its log."""
-    how = f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"left with exit code {exit_code}"
+    how = f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
     hint = ": if nobody sent it, the kernel was out of memory (see `dmesg`)" if exit_code == -signal.SIGKILL else ""
     lines = [f"rank {rank} {how}{hint}"]
     log = logs / f"rank-{rank}.log"

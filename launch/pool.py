@@ -192,7 +192,7 @@ def _gather(workers: list[Worker], timeout_s: float) -> list[Any]:
 
 def _describe_exit(pid: int) -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return f"died of {signal.Signals(-status).name}" if status < 0 else f"left with exit code {status}"
+    return f"died of {signal.Signals(-status).name}" if status < 0 else f"exited with code {status}"
 
 
 def _rank_error(failures: dict[int, WorkerFailure], rank: int) -> RankError:

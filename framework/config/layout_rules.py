@@ -44,7 +44,7 @@ def _processes(config: RunConfig) -> str | None:
             return None
         near = [pp * tp * i for i in (processes // (pp * tp), processes // (pp * tp) + 1) if i]
         return (
-            f"launch.processes = {processes} is no multiple of pp {pp} x tp {tp} = {pp * tp}, the ranks of one "
+            f"launch.processes = {processes} is not a multiple of pp {pp} x tp {tp} = {pp * tp}, the ranks of one "
             f"replica: set {' or '.join(map(str, near))}"
         )
     if processes == dp * pp * tp:

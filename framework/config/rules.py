@@ -103,7 +103,7 @@ def _keep_every(config: RunConfig) -> str | None:
             f"only: leave it out, or choose checkpoint.every = {kept}"
         )
     return (
-        f"checkpoint.keep_every = {kept} is no multiple of checkpoint.every = {every}: few of those steps would be "
+        f"checkpoint.keep_every = {kept} is not a multiple of checkpoint.every = {every}: few of those steps would be "
         f"saved at all; choose {math.lcm(every, kept)}, or checkpoint.every = {math.gcd(every, kept)}"
     )
 

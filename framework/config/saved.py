@@ -65,10 +65,10 @@ def write_snapshot(directory: Path, config: RunConfig) -> None:
         write_atomic(directory / name, text)
 
 
-def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
+def to_toml(config: RunConfig) -> str:
     """Return TOML text that :func:`~meshwright.config.load` reads back as ``config``.
 
-    ``defaults``: include keys at their default. Unset keys (None) have no form in TOML and are left out.
+    Keys at their default are left out, and so are unset keys (None), which TOML cannot write.
 
     Raises:
         ConfigError: An option contains a None inside a list.
@@ -76,7 +76,7 @@ def to_toml(config: RunConfig, *, defaults: bool = False) -> str:
     if (problem := null_problem((), config.model_dump(), "configuration")) is not None:
         raise problem
     parts: list[str] = []
-    for section, table in config.model_dump(exclude_defaults=not defaults, exclude_none=True).items():
+    for section, table in config.model_dump(exclude_defaults=True, exclude_none=True).items():
         inner = {f"{section}.{name}": value for name, value in table.items() if value and isinstance(value, dict)}
         own = {name: value for name, value in table.items() if f"{section}.{name}" not in inner}
         for heading, rows in {section: own, **inner}.items():

@@ -354,7 +354,7 @@ def test_the_job_survives_its_time_limit(
     assert found and 62 <= int(found[1]) <= 90, script
     assert idle.wait(job, ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"], 2 * LIMIT_S) == "COMPLETED", told(longer)
     restarts = int(idle.job(job)["Restarts"])
-    assert restarts >= 1 and told(longer).count("asked to end, and has saved step-") == restarts, told(longer)
+    assert restarts >= 1 and told(longer).count("ended on request, saved step-") == restarts, told(longer)
     first = {step: loss for step, loss in exact_losses(plain).items() if step <= 120}
     assert exact_losses(longer) == first
     starts = [json.loads(line)["step"] for line in (run_directory(config) / "starts.jsonl").read_text().splitlines()]

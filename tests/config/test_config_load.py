@@ -297,8 +297,8 @@ def test_all_problems_in_one_go(write: Write) -> None:
         ),
         (
             "[checkpoint]\nkeep_every = 150\nevery = 100",
-            "run.toml: checkpoint.keep_every = 150 is no multiple of checkpoint.every = 100: few of those steps would "
-            "be saved at all; choose 300, or checkpoint.every = 50",
+            "run.toml: checkpoint.keep_every = 150 is not a multiple of checkpoint.every = 100: few of those steps "
+            "would be saved at all; choose 300, or checkpoint.every = 50",
         ),
         (
             "[checkpoint]\nkeep_every = 100",
@@ -345,7 +345,7 @@ def test_all_problems_in_one_go(write: Write) -> None:
         ),
         (
             "[parallel]\npp = 2\ntp = 2\n[launch]\nprocesses = 6",
-            "run.toml: launch.processes = 6 is no multiple of pp 2 x tp 2 = 4, the ranks of one replica: set 4 or 8",
+            "run.toml: launch.processes = 6 is not a multiple of pp 2 x tp 2 = 4, the ranks of one replica: set 4 or 8",
         ),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_corpus_that_is_none(
             ["--launch.processes=3", "--parallel.dp=2", "--parallel.tp=2"],
         ),
         (
-            "launch.processes = 3 is no multiple of pp 2 x tp 1 = 2",
+            "launch.processes = 3 is not a multiple of pp 2 x tp 1 = 2",
             ["--launch.processes=3", "--parallel.dp=auto", "--parallel.pp=2"],
         ),
         ("5 layers", ["--parallel.pp=8"]),
