@@ -14,7 +14,7 @@ from meshwright.data.sources import AnySource, causal_corpora
 from meshwright.data.tokenizer import TOKENIZER_FILE, begin_id, load
 from meshwright.errors import ConfigError, DataError
 from meshwright.pipeline.values import IGNORED_LABEL
-from meshwright.tools.inference.token_bytes import beginnings, blank_of, bytes_of_tokens
+from meshwright.tools.inference.token_bytes import bytes_of_tokens, leading_blank_bytes, starts_of_texts
 
 WINDOWS_AT_ONCE = 256
 """Number of samples whose label bytes are counted together."""
@@ -101,7 +101,7 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize |
         return None
     tokenizer = load(Path(config.data.tokenizer))
     table = bytes_of_tokens(tokenizer)
-    blank, before = blank_of(tokenizer, table), _before_texts(source, tokenizer)
+    blank, before = leading_blank_bytes(tokenizer, table), _tokens_before_texts(source, tokenizer)
     num_samples = min(source.num_samples, batches * batch_numbers(config).global_batch)
     tokens = total = 0
     for start in range(0, num_samples, WINDOWS_AT_ONCE):
@@ -118,12 +118,12 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize |
         tokens += counted.size
         total += int(table[counted].sum())
         if blank:
-            first = beginnings(ids, labels, before, has_mask=any(each.mask for each in corpora))
+            first = starts_of_texts(ids, labels, before, has_mask=any(each.mask for each in corpora))
             total -= blank * int((table[labels[first]] > 0).sum())
     return TextSize(tokens, total)
 
 
-def _before_texts(source: AnySource, tokenizer: Tokenizer) -> set[int]:
+def _tokens_before_texts(source: AnySource, tokenizer: Tokenizer) -> set[int]:
     """Return the tokens after which a text begins: ends of documents, and tokens that precede each document."""
     corpora = causal_corpora(source)
     found = {each.eod_id for each in corpora}

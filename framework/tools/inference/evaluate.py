@@ -126,7 +126,7 @@ class EvaluationJob:
         config, mesh = forward.config, forward.mesh
         source = open_validation(config)
         assert source is not None  # it was opened before the ranks began
-        batches = batches_of(source, config, self.steps)
+        batches = num_batches(source, config, self.steps)
         logged = validation_steps(source.num_samples, batch_numbers(config).global_batch, config.train.validate_steps)
         numbers = batches_with_progress(batches, mesh.rank == 0)
         first = total_loss(forward, source, itertools.islice(numbers, min(logged, batches)))
@@ -170,7 +170,7 @@ def batches_with_progress(batches: int, is_printing: bool) -> Iterator[int]:
             tell(f"{batch + 1:,} of {batches:,} global batches, {format_duration(left_s)} left")
 
 
-def batches_of(source: AnySource, config: RunConfig, at_most: int | None) -> int:
+def num_batches(source: AnySource, config: RunConfig, at_most: int | None) -> int:
     """Return the number of global batches that cover every sample once, at most ``at_most``."""
     whole = -(-source.num_samples // batch_numbers(config).global_batch)
     return whole if at_most is None else min(whole, at_most)

@@ -168,8 +168,8 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: Sampl
         for _ in range(request.num_tokens):
             _run_forward(forward, rows, windows, logits, input_function)
             chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
-            if logits.found is not None and mesh.at.tp_rank == 0:
-                chosen.copy_(choose(logits.found, request, generators))
+            if logits.values is not None and mesh.at.tp_rank == 0:
+                chosen.copy_(choose(logits.values, request, generators))
             mesh.world.broadcast(chosen, mesh.grid.rank(Coordinates(mesh.grid.pp - 1, 0, 0))).wait()
             for index, token in enumerate(chosen.tolist()):
                 ended[index] = ended[index] or token in ends
@@ -208,7 +208,7 @@ class _LastLogits:
     """Vocabulary size of the tokenizer; the model's may be larger, padded for the device."""
     last: Tensor | None = None
     """(B,) int64: position of each row's last token."""
-    found: Tensor | None = None
+    values: Tensor | None = None
     """(B, V) logits; None: this rank has no last stage."""
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
@@ -224,11 +224,11 @@ class _LastLogits:
             parts = mine.new_empty((self.tp.size * mine.shape[0], mine.shape[1]))
             self.tp.all_gather(parts, mine).wait()
             mine = parts.view(self.tp.size, len(labels), -1).transpose(0, 1).flatten(1)[:, : self.vocab_size]
-        self.found = mine[:, : self.num_tokens]
+        self.values = mine[:, : self.num_tokens]
         return labels.new_zeros(labels.shape, dtype=torch.float32)
 
 
-class _Rows(NamedTuple):
+class _PromptBatch(NamedTuple):
     """Prompts as the one micro-batch of a step."""
 
     batch: Microbatch
@@ -264,7 +264,9 @@ def _run_forward(
     logits.last = torch.tensor([len(row) - 1 for row in seen], device=device)
     ids = ids.to(device)
     inputs = ids if input_function is None else input_function(ids)
-    forward.executor.validate(_Rows(Microbatch(inputs, torch.zeros_like(ids), torch.arange(len(rows), device=device))))
+    forward.executor.validate(
+        _PromptBatch(Microbatch(inputs, torch.zeros_like(ids), torch.arange(len(rows), device=device)))
+    )
 
 
 def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from meshwright.pipeline.values import IGNORED_LABEL
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-_BEFORE = "a"
+_PREFIX = "a"
 """Text before each token when it is decoded: decoders treat the first token of a text differently (its blank)."""
 
 
@@ -42,7 +42,7 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
             counts[number] = 1
         else:
             rest.append(number)
-    first = tokenizer.token_to_id(_BEFORE)
+    first = tokenizer.token_to_id(_PREFIX)
     before = rest[:1] if first is None else [first]
     own = len(tokenizer.decode(before).encode())
     for number, text in zip(rest, tokenizer.decode_batch([[*before, number] for number in rest]), strict=True):
@@ -50,14 +50,14 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
     return counts
 
 
-def blank_of(tokenizer: Tokenizer, table: NDArray[np.int64]) -> int:
+def leading_blank_bytes(tokenizer: Tokenizer, table: NDArray[np.int64]) -> int:
     """Return the bytes of the blank that some tokenizers add before each text. ``table``: of
     :func:`bytes_of_tokens`."""
     ids = tokenizer.encode("a", add_special_tokens=False).ids
     return max(0, int(table[ids].sum()) - 1)
 
 
-def beginnings(
+def starts_of_texts(
     tokens: NDArray[np.int64], labels: NDArray[np.int64], before: set[int], *, has_mask: bool
 ) -> NDArray[np.bool_]:
     """Return a mask (B, S) of the labels at the beginning of a separately encoded text.

@@ -15,7 +15,7 @@ from meshwright.tools.report.loss_curve import SMOOTHED_FROM, running_mean, smoo
 from meshwright.tools.report.run import RunContents
 from meshwright.tracking.record import GIB, StepRecord
 
-MOST_BAD = 200
+MAX_BAD = 200
 """Most marks of non-finite steps in one chart."""
 
 
@@ -101,7 +101,7 @@ def marks_of(run: RunContents) -> list[Mark]:
     """Build marks for restarts, and for steps that were skipped or whose loss is not finite."""
     marks = [Mark(attempt.from_step, "a start") for attempt in run.attempts[1:]]
     bad = [record.step for record in run.records if record.skipped or not math.isfinite(record.loss)]
-    return marks + [Mark(step, "not finite", bad=True) for step in bad[:MOST_BAD]]
+    return marks + [Mark(step, "not finite", bad=True) for step in bad[:MAX_BAD]]
 
 
 def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list[Markup]:
@@ -128,43 +128,31 @@ def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list
     return [drawn for drawn in charts if drawn]
 
 
-class FinalFigures(NamedTuple):
-    """Figures by which runs are compared, as text."""
-
-    steps: str
-    tokens: str
-    loss: str
-    validation: str
-    best: str
-    speed: str
-    step_s: str
-    memory: str
-    bubble: str
-    time: str
-    starts: str
-    layout: str
+FIGURES = (
+    "tokens",
+    "training loss, mean of the last 10 steps",
+    "validation loss, last",
+    "validation loss, best",
+    "tokens/s, median",
+    "seconds a step, median",
+    "memory at the peak",
+    "bubble, median",
+    "time in steps",
+)
+"""Figures of a run that has taken a step."""
 
 
-FINAL_NAMES = FinalFigures(
-    "steps", "tokens", "training loss, mean of the last 10 steps", "validation loss, last", "validation loss, best",
-    "tokens/s, median", "seconds a step, median", "memory at the peak", "bubble, median", "time in steps",
-    "starts", "layout",
-)  # fmt: skip
-
-
-def final(run: RunContents) -> FinalFigures:
-    """Return the final figures of a run; dashes if it has taken no step."""
+def final_figures(run: RunContents) -> dict[str, str]:
+    """Return the figures by which runs are compared, name -> text; dashes if the run has taken no step."""
     records = run.records
-    layout = layout_of(run)
+    setup = {"starts": str(len(run.attempts)), "layout": layout_of(run)}
     if not records:
-        nothing = dict.fromkeys(FinalFigures._fields, "–")
-        return FinalFigures(**nothing | {"steps": "0", "starts": str(len(run.attempts)), "layout": layout})
+        return {"steps": "0", **dict.fromkeys(FIGURES, "–"), **setup}
     validated = [(record.validation_loss, record.step) for record in records if record.validation_loss is not None]
     best = min((each for each in validated if math.isfinite(each[0])), default=None)
     last = [record.loss for record in records[-10:]]
     bubbles = [record.bubble_share for record in records if record.bubble_share is not None]
-    return FinalFigures(
-        f"{records[-1].step:,}" + (f" of {run.steps:,}" if run.steps else ""),
+    values = (
         f"{records[-1].tokens:,}",
         f"{sum(last) / len(last):.4f}",
         f"{validated[-1][0]:.4f} at step {validated[-1][1]:,}" if validated else "–",
@@ -174,9 +162,9 @@ def final(run: RunContents) -> FinalFigures:
         _memory(run),
         f"{median(bubbles):.1%}" if bubbles else "–",
         format_duration(sum(record.step_s for record in records)),
-        str(len(run.attempts)),
-        layout,
     )
+    steps = f"{records[-1].step:,}" + (f" of {run.steps:,}" if run.steps else "")
+    return {"steps": steps, **dict(zip(FIGURES, values, strict=True)), **setup}
 
 
 def _memory(run: RunContents) -> str:

@@ -25,14 +25,14 @@ from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.text import text
 from meshwright.tools.report.account import PARTS, account, mean_account, measured_costs, without_early_steps
 from meshwright.tools.report.checkpoints import CheckpointInfo
-from meshwright.tools.report.curves import FINAL_NAMES, comparison_charts, final, layout_of, of_run
+from meshwright.tools.report.curves import comparison_charts, final_figures, layout_of, of_run
 from meshwright.tools.report.run import Attempt, RunContents, clock
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
-MOST_DRAWN = 2000
+MAX_DRAWN = 2000
 """Most actions in a picture. With more, the page is large and the boxes hair-thin, so the schedule becomes text."""
-MOST_STRAGGLERS = 8
-MOST_ROWS = 60
+MAX_STRAGGLERS = 8
+MAX_ROWS = 60
 """Most rows of the tables of attempts and checkpoints; rows in the middle are left out."""
 
 
@@ -65,7 +65,7 @@ class Memory(NamedTuple):
 
 def page(runs: Sequence[RunContents]) -> str:
     """Return the HTML report of these runs."""
-    names = names_of(runs)
+    names, figures = names_of(runs), [final_figures(run) for run in runs]
     return render(
         TEMPLATE,
         title=f"meshwright: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if names[4:] else ""),
@@ -74,7 +74,7 @@ def page(runs: Sequence[RunContents]) -> str:
         runs=[view(run, name) for run, name in zip(runs, names, strict=True)],
         names=names,
         together=comparison_charts(runs, names) if runs[1:] else [],
-        final=list(zip(FINAL_NAMES, *(final(run) for run in runs), strict=True)),
+        final=[(name, *(each[name] for each in figures)) for name in figures[0]],
         differences=differences(runs) if runs[1:] else [],
     )
 
@@ -115,21 +115,21 @@ def view(run: RunContents, name: str) -> dict[str, Any]:
 
 def facts(run: RunContents) -> Iterator[tuple[str, str]]:
     """Yield the key figures at the top of the page, as (name, text)."""
-    found, model = final(run), run.config.get("model", {})
+    figures, model = final_figures(run), run.config.get("model", {})
     size = f", {run.checkpoints[-1].parameters:,} parameters" if run.checkpoints else ""
     yield "model", f"{model.get('builder', '?')}{size}"
     yield "layout", layout_of(run)
-    yield "step", found.steps if run.records else f"none yet of {run.steps or '?'}"
+    yield "step", figures["steps"] if run.records else f"none yet of {run.steps or '?'}"
     if run.records:
-        yield "training loss", found.loss
-        yield "validation loss", found.validation
-        yield "tokens", found.tokens
-        yield "throughput", f"{found.speed} tokens/s, {found.step_s} s a step"
+        yield "training loss", figures["training loss, mean of the last 10 steps"]
+        yield "validation loss", figures["validation loss, last"]
+        yield "tokens", figures["tokens"]
+        yield "throughput", f"{figures['tokens/s, median']} tokens/s, {figures['seconds a step, median']} s a step"
         mfus = [record.mfu for record in run.records if record.mfu is not None]
         if mfus:
             yield "MFU", f"{sorted(mfus)[len(mfus) // 2]:.1%}, median"
-        yield "memory", f"{found.memory}, at the peak"
-        yield "time in steps", found.time
+        yield "memory", f"{figures['memory at the peak']}, at the peak"
+        yield "time in steps", figures["time in steps"]
     yield "starts", f"{len(run.attempts)}"
     yield "checkpoints", f"{len(run.checkpoints)}"
 
@@ -176,7 +176,7 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
         )
         if trace.clock_error_s:
             caption += f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
-        return drawn("measured and simulated", [Panel(measured, readings=readings), Panel(simulated)], caption)
+        return draw_panels("measured and simulated", [Panel(measured, readings=readings), Panel(simulated)], caption)
     if run.resolved is None:
         return None
     try:
@@ -186,12 +186,12 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
     if schedule.pp == 1:
         return None
     caption = "No step was traced (tracking.trace_step), so this is the plan, with a backward as long as two forwards."
-    return drawn("simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], caption, Unit.TICKS)
+    return draw_panels("simulated, in ticks", [Panel(timeline_of(schedule, Costs()))], caption, Unit.TICKS)
 
 
-def drawn(title: str, panels: Sequence[Panel], caption: str, unit: Unit = Unit.SECONDS) -> SchedulePicture:
+def draw_panels(title: str, panels: Sequence[Panel], caption: str, unit: Unit = Unit.SECONDS) -> SchedulePicture:
     """Draw panels as a picture, or as text if they have too many actions or matplotlib is missing."""
-    if sum(len(panel.timeline.spans) for panel in panels) <= MOST_DRAWN:
+    if sum(len(panel.timeline.spans) for panel in panels) <= MAX_DRAWN:
         try:
             return SchedulePicture(title, Markup(svg_of(figure(panels, unit), f"the schedule, {title}")), "", caption)
         except UserError as error:
@@ -248,7 +248,7 @@ def stragglers(run: RunContents) -> list[tuple[str, str, str]]:
     for record in run.records:
         if record.straggler:
             found.setdefault(record.straggler, []).append(record.straggler_share or 0.0)
-    rows = sorted(found.items(), key=lambda each: -sum(each[1]))[:MOST_STRAGGLERS]
+    rows = sorted(found.items(), key=lambda each: -sum(each[1]))[:MAX_STRAGGLERS]
     return [(who, f"{len(shares):,}", f"{max(shares):.0%}") for who, shares in rows]
 
 
@@ -273,10 +273,10 @@ def attempt_row(attempt: Attempt, before: str) -> tuple[str, ...]:
 
 
 def shortened(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Leave out the rows in the middle if there are more than ``MOST_ROWS``."""
-    if len(rows) <= MOST_ROWS:
+    """Leave out the rows in the middle if there are more than ``MAX_ROWS``."""
+    if len(rows) <= MAX_ROWS:
         return rows
-    half = MOST_ROWS // 2
+    half = MAX_ROWS // 2
     return [*rows[:half], ("…", *[""] * (len(rows[0]) - 1)), *rows[-half:]]
 
 

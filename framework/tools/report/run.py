@@ -43,7 +43,7 @@ from meshwright.watch.hang.status import read_status, run_state
 from meshwright.watch.trace import LoadedTrace, newest
 from meshwright.watch.trace import read as read_trace
 
-MOST_REMARKS = 12
+MAX_REMARKS = 12
 MAX_TEXT_BYTES = 64 * MIB
 """Largest size of a small text file of a run, in bytes."""
 
@@ -141,7 +141,7 @@ def read_run(place: Path) -> RunContents:
         hang=_text(directory / "hang" / "report.txt"),
         peaks=_peaks(directory, remarks),
         unigram_entropy=_unigrams(resolved),
-        remarks=tuple(remarks[:MOST_REMARKS]),
+        remarks=tuple(remarks[:MAX_REMARKS]),
     )
 
 

@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.mesh.grid import Grid
 from meshwright.tools.report.curves import LOSS, loss_curves, marks_of, points
-from meshwright.tools.report.page import MOST_ROWS, differences, memory_of, page, time_totals
+from meshwright.tools.report.page import MAX_ROWS, differences, memory_of, page, time_totals
 from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
@@ -237,7 +237,7 @@ def test_several_runs_are_told_apart(tmp_path: Path) -> None:
 def test_many_starts_and_checkpoints_are_shortened(tmp_path: Path) -> None:
     starts = tuple((step, Grid(2, 2, 2)) for step in range(0, 100))
     text = page([read_run(make_run(tmp_path / "demo", 100, starts=starts, traced=False))])
-    assert text.count("pp2 dp2 tp2</td>") == MOST_ROWS and "<td>…</td>" in text
+    assert text.count("pp2 dp2 tp2</td>") == MAX_ROWS and "<td>…</td>" in text
 
 
 def test_ten_thousand_steps_are_a_small_file(tmp_path: Path) -> None:

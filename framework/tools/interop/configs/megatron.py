@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.megatron_keys import INDEXED_CORPUS, REST
-from meshwright.tools.interop.configs.megatron_model import MOST_LAYERS, model
+from meshwright.tools.interop.configs.megatron_model import MAX_LAYERS, model
 from meshwright.tools.interop.configs.megatron_optimizer import learning_rate, optimizer
 from meshwright.tools.interop.configs.shell import LAUNCHER
 from meshwright.tools.interop.configs.translation import Draft, DropReason
@@ -26,7 +26,7 @@ def translate(draft: Draft, ranks: int | None) -> None:
     Raises:
         ConfigError: Megatron-LM does not accept a value, or meshwright has no such model.
     """
-    num_layers = draft.count("num-layers", 1, most=MOST_LAYERS) if draft.own_model else model(draft)
+    num_layers = draft.count("num-layers", 1, maximum=MAX_LAYERS) if draft.own_model else model(draft)
     size = ranks or _ranks(draft)
     _layout(draft, size, num_layers)
     _recompute(draft, num_layers)
@@ -157,14 +157,14 @@ def _recompute(draft: Draft, num_layers: int | None) -> None:
             "recompute-num-layers", DropReason.DIFFERS, "the input of every layer is kept, not of one in this number"
         )
     elif method == "block" and number is not None:
-        pieces = draft.tree["parallel.pp"] * draft.tree.get("pipeline.interleave", 1)
-        if num_layers is None or num_layers % pieces or "pipeline.balance" in draft.tree:
+        num_stages = draft.tree["parallel.pp"] * draft.tree.get("pipeline.interleave", 1)
+        if num_layers is None or num_layers % num_stages or "pipeline.balance" in draft.tree:
             draft.drop(
                 "recompute-num-layers", DropReason.BY_HAND, "pipeline.recompute_layers, name patterns such as block1?"
             )
             return
-        each = num_layers // pieces
-        names = [f"block{i}" for i in range(num_layers) if i % each < number]
+        layers_per_stage = num_layers // num_stages
+        names = [f"block{i}" for i in range(num_layers) if i % layers_per_stage < number]
         if len(names) < num_layers:
             draft.put("pipeline.recompute_layers", names, f"the first {number} of each stage")
 
@@ -240,10 +240,10 @@ def _corpora(value: object) -> str | list[dict[str, object]] | None:
 def _weight(word: object) -> float | None:
     """Parse a finite number above 0; None if it is none."""
     try:
-        found = float(str(word))
+        weight = float(str(word))
     except ValueError:
         return None
-    return found if 0 < found < float("inf") else None
+    return weight if 0 < weight < float("inf") else None
 
 
 def _is_path(value: object) -> bool:

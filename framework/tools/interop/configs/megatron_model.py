@@ -25,7 +25,7 @@ OTHER = {
     "spec": "custom layers",
 }
 """Flags of models that neither builder supports -> the feature, for the error message."""
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary sizes of tokenizers that have only one version."""
 
@@ -48,7 +48,7 @@ def model(draft: Draft) -> int:
             "MW-INTEROP-008",
             f"{' and '.join(missing)}: not in the file: it does not hold Megatron-LM's flags, or not all of them",
         )
-    layers = draft.count("num-layers", 1, most=MOST_LAYERS)
+    layers = draft.count("num-layers", 1, maximum=MAX_LAYERS)
     hidden, heads = draft.count("hidden-size", 1), draft.count("num-attention-heads", 1)
     channels = draft.optional_count("kv-channels")
     if channels is not None and channels * heads != hidden:

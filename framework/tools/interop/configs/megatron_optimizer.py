@@ -14,16 +14,16 @@ def learning_rate(draft: Draft, samples: int | None) -> float:
 
     def in_steps(name: str) -> float | None:
         """Return ``--NAME-iters``, or ``--NAME-samples`` converted to steps; None if neither is given."""
-        found = draft.number(f"{name}-iters")
+        iterations = draft.number(f"{name}-iters")
         by_samples = draft.number(f"{name}-samples")
-        if found is None and by_samples is not None:
+        if iterations is None and by_samples is not None:
             if samples is None:
                 raise ConfigError(
                     "MW-INTEROP-006",
                     f"{draft.place(f'{name}-samples')}: converting samples to steps needs --global-batch-size",
                 )
-            found = by_samples / samples
-        return found
+            return by_samples / samples
+        return iterations
 
     steps = int(in_steps("train") or 0)
     if not steps:

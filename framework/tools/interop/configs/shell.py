@@ -45,18 +45,18 @@ def read_script(path: Path, text: str) -> dict[str, SourceKey]:
     except RecursionError:
         raise ConfigError("MW-INTEROP-023", f"{path}: its blocks are nested too deeply") from None
     launcher, program, words = _training_command(script)
-    found: dict[str, SourceKey] = {}
+    keys: dict[str, SourceKey] = {}
     if program is not None:
-        found[PROGRAM] = SourceKey(program.text, True, f"{path}:{program.line}")
+        keys[PROGRAM] = SourceKey(program.text, True, f"{path}:{program.line}")
     for prefix, arguments in ((LAUNCHER, launcher), ("", words)):
         for flag, values, line in _flags(arguments):
             value: object = True if not values else values[0] if len(values) == 1 else values
-            found[prefix + _key(flag)] = SourceKey(flag, value, f"{path}:{line}")
+            keys[prefix + _key(flag)] = SourceKey(flag, value, f"{path}:{line}")
     for group in script.skipped:
         for flag, values, line in _flags(group):
-            if _key(flag) not in found:
-                found[f"skipped.{flag}"] = SourceKey(" ".join([flag, *values]), True, f"{path}:{line}")
-    return found
+            if _key(flag) not in keys:
+                keys[f"skipped.{flag}"] = SourceKey(" ".join([flag, *values]), True, f"{path}:{line}")
+    return keys
 
 
 def _key(flag: str) -> str:

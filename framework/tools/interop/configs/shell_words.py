@@ -45,7 +45,7 @@ def tokens(text: str, path: Path) -> list[Token]:
     Raises:
         ConfigError: a quote or a ``$(`` is never closed.
     """
-    found: list[Token] = []
+    result: list[Token] = []
     at, line = 0, 1
     while at < len(text):
         char = text[at]
@@ -56,17 +56,17 @@ def tokens(text: str, path: Path) -> list[Token]:
         elif char == "#":
             at = (text.find("\n", at) + len(text) + 1) % (len(text) + 1)
         elif match := REDIRECT.match(text, at):
-            found.append(Token((), ">", line))
+            result.append(Token((), ">", line))
             at = match.end()
         elif operator := next((each for each in OPERATORS if text.startswith(each, at)), ""):
-            found.append(Token((), operator, line))
+            result.append(Token((), operator, line))
             at, line = at + len(operator), line + (operator == "\n")
         else:
             parts, end = _word(text, at, f"{path}:{line}")
-            found.append(Token(tuple(parts), "", line))
+            result.append(Token(tuple(parts), "", line))
             line += text.count("\n", at, end)
             at = end
-    return found
+    return result
 
 
 def _word(text: str, at: int, place: str) -> tuple[list[QuotedPart], int]:

@@ -128,35 +128,35 @@ class Draft:
 
     def integer(self, name: str, default: int | None = None) -> int | None:
         """Return a whole number; ``1e3`` is accepted."""
-        found = self.number(name, default)
-        if found is None:
+        raw = self.number(name, default)
+        if raw is None:
             return None
-        if found != int(found):
+        if raw != int(raw):
             raise self._wrong(name, "a whole number")
-        return int(found)
+        return int(raw)
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return a finite number, also from text, since YAML 1.1 reads ``3e-4`` as text."""
-        found = self.value(name, default)
-        if found is None:
+        raw = self.value(name, default)
+        if raw is None:
             return None
-        if isinstance(found, bool):
+        if isinstance(raw, bool):
             raise self._wrong(name, "a number")
         try:
-            value = float(found)
+            value = float(raw)
         except (TypeError, ValueError, OverflowError):
             raise self._wrong(name, "a number") from None
         if not math.isfinite(value):
             raise self._wrong(name, "a number")
         return value
 
-    def count(self, name: str, default: int, *, most: int = 10**9) -> int:
-        """Return a whole number from 1 to ``most``."""
-        found = self.integer(name, default)
-        assert found is not None
-        if not 1 <= found <= most:
-            raise self._wrong(name, f"a whole number from 1 to {most}")
-        return found
+    def count(self, name: str, default: int, *, maximum: int = 10**9) -> int:
+        """Return a whole number from 1 to ``maximum``."""
+        raw = self.integer(name, default)
+        assert raw is not None
+        if not 1 <= raw <= maximum:
+            raise self._wrong(name, f"a whole number from 1 to {maximum}")
+        return raw
 
     def optional_count(self, name: str) -> int | None:
         """Return a whole number from 1 up; None if the file has none."""
@@ -164,19 +164,19 @@ class Draft:
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """Return a boolean; a flag without a value is true."""
-        found = self.value(name, default)
-        if isinstance(found, str) and (found.lower() in ("true", "false") or found.startswith("$")):
-            return found.lower() != "false"
-        if not isinstance(found, bool):
+        raw = self.value(name, default)
+        if isinstance(raw, str) and (raw.lower() in ("true", "false") or raw.startswith("$")):
+            return raw.lower() != "false"
+        if not isinstance(raw, bool):
             raise self._wrong(name, "true or false")
-        return found
+        return raw
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """Return text; numbers are converted to text."""
-        found = self.value(name, default)
-        if isinstance(found, dict | list | bool):
+        raw = self.value(name, default)
+        if isinstance(raw, dict | list | bool):
             raise self._wrong(name, "text")
-        return None if found is None else str(found)
+        return None if raw is None else str(raw)
 
     def _wrong(self, name: str, wanted: str) -> ConfigError:
         if str(self.items[name].value).startswith("$"):
@@ -252,11 +252,11 @@ class Draft:
 
     def nested(self) -> dict[str, Any]:
         """Return the tree as nested sections."""
-        found: dict[str, Any] = {}
+        tree: dict[str, Any] = {}
         for key, value in self.tree.items():
             *tables, last = key.split(".")
-            table = found
+            table = tree
             for name in tables:
                 table = table.setdefault(name, {})
             table[last] = value
-        return found
+        return tree

@@ -35,7 +35,8 @@ def check_output_directory(out: Path) -> Path:
     above = next(parent for parent in out.absolute().parents if parent.exists())
     if not above.is_dir():
         raise CheckpointError(
-            "MW-INTEROP-041", f"{out} cannot be: {above} is a file. Name a directory that is new, or an empty one"
+            "MW-INTEROP-041",
+            f"{out} cannot be created: {above} is a file. Name a directory that is new, or an empty one",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(

@@ -52,8 +52,8 @@ class TensorMapping(NamedTuple):
                 target.copy_(torch.unflatten(section, 0, target.shape[:2]))
             return whole
         for target, name in zip(targets, self.theirs, strict=True):
-            found = self._transpose(read(name))
-            target.copy_(torch.unflatten(found, 0, target.shape[:2]) if self.rows else found)
+            part = self._transpose(read(name))
+            target.copy_(torch.unflatten(part, 0, target.shape[:2]) if self.rows else part)
         return whole
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:

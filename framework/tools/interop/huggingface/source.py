@@ -10,8 +10,7 @@ Damage is reported by file and tensor before any tensor data is read: the header
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,20 +45,16 @@ class SafetensorsDirectory:
         stored = self.tensors[name]
         try:
             with safe_open(stored.file, framework="pt", device="cpu") as file:
-                found = file.get_tensor(stored.key)
+                tensor = file.get_tensor(stored.key)
         except (SafetensorError, OSError) as error:
             raise ModelError("MW-INTEROP-082", f"{stored.file}: tensor {stored.key} cannot be read: {error}") from error
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(tensor, Tensor)
+        return tensor
 
     def num_bytes(self, name: str) -> int:
         """Return the size in bytes of a tensor, whose element type must be one of ``DTYPES``."""
         stored = self.tensors[name]
         return math.prod(stored.shape) * DTYPES[stored.dtype].itemsize
-
-    def dtypes(self, names: Iterable[str]) -> Counter[str]:
-        """Count the tensors of each element type."""
-        return Counter(self.tensors[name].dtype for name in names)
 
     def check(
         self,
@@ -153,16 +148,16 @@ def open_source(path: Path, alternative: str = "") -> SafetensorsDirectory | Non
             )
             continue
         try:
-            found = _header(path / file)
+            header = _header(path / file)
         except ModelError as error:
             problems.append(error.message)
             continue
         problems += [
             f"{path / file}: has no tensor {name}, which {INDEX} has there; get both files again"
             for name in names
-            if name not in found
+            if name not in header
         ]
-        for name, stored in found.items():
+        for name, stored in header.items():
             if placed.get(name, file) == file:
                 tensors[name] = stored
     if problems:
@@ -178,11 +173,11 @@ def _header(path: Path) -> dict[str, TensorLocation]:
         raise ModelError("MW-INTEROP-085", f"{path}: {error.strerror} (errno {error.errno})") from None
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            found = {}
+            locations = {}
             for key in file.keys():  # noqa: SIM118 - `file` is not a mapping
                 tensor = file.get_slice(key)
-                found[key] = TensorLocation(path, key, str(tensor.get_dtype()), tuple(tensor.get_shape()))
-            return found
+                locations[key] = TensorLocation(path, key, str(tensor.get_dtype()), tuple(tensor.get_shape()))
+            return locations
     except (SafetensorError, OSError) as error:
         raise ModelError(
             "MW-INTEROP-086",

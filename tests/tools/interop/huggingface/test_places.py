@@ -51,7 +51,7 @@ def test_a_link_is_followed_and_a_file_above_is_named(tmp_path: Path) -> None:
         (temporary / "file").write_text("whole")
     assert (tmp_path / "link" / "file").read_text() == "whole"
     (tmp_path / "plain").write_text("")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/plain/a/b cannot be: {tmp_path}/plain is a file"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/plain/a/b cannot be created: {tmp_path}/plain is a file"):
         check_output_directory(tmp_path / "plain" / "a" / "b")
 
 

@@ -62,29 +62,29 @@ def read_common(settings: Settings, *, length: int, kv_heads: int | None = None)
     settings.must_be("hidden_act", "silu", "swish")
     settings.must_be("partial_rotary_factor", 1.0)
     settings.must_be("is_causal", True)
-    heads = settings.number("num_attention_heads", most=MAX_WIDTH)
-    hidden = settings.number("hidden_size", most=MAX_WIDTH)
+    heads = settings.number("num_attention_heads", maximum=MAX_WIDTH)
+    hidden = settings.number("hidden_size", maximum=MAX_WIDTH)
     if kv_heads is None or "num_key_value_heads" in settings.fields:
         kv_heads = heads  # null means the same
     options = {
-        "vocab_size": settings.number("vocab_size", most=MAX_ROWS),
+        "vocab_size": settings.number("vocab_size", maximum=MAX_ROWS),
         "hidden_size": hidden,
-        "num_layers": settings.number("num_hidden_layers", most=MAX_LAYERS),
+        "num_layers": settings.number("num_hidden_layers", maximum=MAX_LAYERS),
         "num_heads": heads,
-        "num_kv_heads": settings.number("num_key_value_heads", kv_heads, most=MAX_WIDTH),
-        "ffn_size": settings.number("intermediate_size", most=MAX_WIDTH),
+        "num_kv_heads": settings.number("num_key_value_heads", kv_heads, maximum=MAX_WIDTH),
+        "ffn_size": settings.number("intermediate_size", maximum=MAX_WIDTH),
         "max_sequence_length": settings.number("max_position_embeddings", length),
         "norm_eps": settings.real("rms_norm_eps", 1e-6),
         "tied": settings.flag("tie_word_embeddings", False),
         "dropout": 0.0,
         **read_rope(settings),
     }
-    if settings.real("attention_dropout", 0.0, most=1.0):
+    if settings.real("attention_dropout", 0.0, maximum=1.0):
         settings.notes.append(
             f"{settings.place}: attention_dropout = {settings.fields['attention_dropout']} is not carried: training "
             f"drops nothing (model.options.dropout)"
         )
-    head_dim = settings.number("head_dim", max(1, hidden // heads), most=MAX_WIDTH)
+    head_dim = settings.number("head_dim", max(1, hidden // heads), maximum=MAX_WIDTH)
     if head_dim * heads != hidden:
         options["head_dim"] = head_dim
     return options
@@ -134,7 +134,7 @@ def _read_qwen(settings: Settings) -> dict[str, Any]:
     if "sliding_window" in settings.fields and settings.get("sliding_window") is None:
         settings.must_be("layer_types", *_layer_types(layers, sliding=False))
         return options
-    first = settings.number("max_window_layers", 28, least=0)
+    first = settings.number("max_window_layers", 28, minimum=0)
     types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     types = settings.get("layer_types") or types
     if types == ["sliding_attention"] * layers:

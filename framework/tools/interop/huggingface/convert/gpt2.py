@@ -51,22 +51,22 @@ def read(settings: Settings) -> dict[str, Any]:
     settings.must_be("add_cross_attention", False)
     settings.must_be("is_causal", True)
     settings.get("reorder_and_upcast_attn")  # same function, other rounding in half precision
-    hidden = settings.number("n_embd", 768, most=MAX_WIDTH)
-    dropouts = {name: settings.real(name, 0.1, most=1.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    hidden = settings.number("n_embd", 768, maximum=MAX_WIDTH)
+    dropouts = {name: settings.real(name, 0.1, maximum=1.0) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     if len(set(dropouts.values())) > 1:
         values = ", ".join(f"{name} = {value}" for name, value in dropouts.items())
         settings.notes.append(
             f"{settings.place}: {values}: meshwright has one for all, model.options.dropout = {dropouts['resid_pdrop']}"
         )
     return {
-        "vocab_size": settings.number("vocab_size", 50257, most=MAX_ROWS),
+        "vocab_size": settings.number("vocab_size", 50257, maximum=MAX_ROWS),
         "hidden_size": hidden,
-        "num_layers": settings.number("n_layer", 12, most=MAX_LAYERS),
-        "num_heads": settings.number("n_head", 12, most=MAX_WIDTH),
-        "max_sequence_length": settings.number("n_positions", 1024, most=MAX_ROWS),
+        "num_layers": settings.number("n_layer", 12, maximum=MAX_LAYERS),
+        "num_heads": settings.number("n_head", 12, maximum=MAX_WIDTH),
+        "max_sequence_length": settings.number("n_positions", 1024, maximum=MAX_ROWS),
         "dropout": dropouts["resid_pdrop"],
         "tied": settings.flag("tie_word_embeddings", True),
-        "ffn_size": settings.number("n_inner", 4 * hidden, most=4 * MAX_WIDTH),
+        "ffn_size": settings.number("n_inner", 4 * hidden, maximum=4 * MAX_WIDTH),
         "norm_eps": settings.real("layer_norm_epsilon", 1e-5),
     }
 

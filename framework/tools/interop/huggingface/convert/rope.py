@@ -25,7 +25,7 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     section = "rope_scaling" if rope is not outer else "rope_parameters"
     inner = Settings({name: value for name, value in rope.items() if name != "type"}, settings.place)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    options: dict[str, Any] = {"rope_theta": inner.real("rope_theta", theta, least=MIN_THETA)}
+    options: dict[str, Any] = {"rope_theta": inner.real("rope_theta", theta, minimum=MIN_THETA)}
     inner.get("rope_type")
     inner.must_be("partial_rotary_factor", 1.0)
     if kind == "llama3":

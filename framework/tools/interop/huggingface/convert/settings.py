@@ -120,23 +120,23 @@ class Settings:
         value = self.fields.get(name)
         return default if value is None else value
 
-    def number(self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_INTEGER) -> int:
-        """Return a field that must be a whole number from ``least`` to ``most``."""
+    def number(self, name: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
+        """Return a field that must be a whole number from ``minimum`` to ``maximum``."""
         value = self.get(name, default)
-        if not _is_integer(value) or not least <= value <= most:
+        if not _is_integer(value) or not minimum <= value <= maximum:
             problem = "is missing" if value is None else f"= {json.dumps(value)}"
-            limit = f"to {most}" if _is_integer(value) and value > most else "up"
-            self.problems.append(f"{name} {problem}: a whole number from {least} {limit} is needed")
-            return max(least, 1)
+            limit = f"to {maximum}" if _is_integer(value) and value > maximum else "up"
+            self.problems.append(f"{name} {problem}: a whole number from {minimum} {limit} is needed")
+            return max(minimum, 1)
         return int(value)
 
-    def real(self, name: str, default: float, *, least: float = 0.0, most: float = math.inf) -> float:
-        """Return a field that must be a finite number from ``least`` to ``most``."""
+    def real(self, name: str, default: float, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
+        """Return a field that must be a finite number from ``minimum`` to ``maximum``."""
         value = self.get(name, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most or not math.isfinite(value):
-            limit = "up" if most == math.inf else f"to {most:g}"
-            self.problems.append(f"{name} = {json.dumps(value)}: a number from {least:g} {limit} is needed")
+        if not is_number or not minimum <= value <= maximum or not math.isfinite(value):
+            limit = "up" if maximum == math.inf else f"to {maximum:g}"
+            self.problems.append(f"{name} = {json.dumps(value)}: a number from {minimum:g} {limit} is needed")
             return default
         return float(value)
 

@@ -77,22 +77,22 @@ def read(settings: Settings) -> dict[str, Any]:
     for name in ("is_decoder", "n_positions"):
         settings.get(name)  # without effect
     tied = settings.flag("tie_word_embeddings", True)
-    num_layers = settings.number("num_layers", 6, most=MAX_LAYERS)
-    padding_id = settings.number("pad_token_id", 0, least=-1, most=MAX_ROWS)
+    num_layers = settings.number("num_layers", 6, maximum=MAX_LAYERS)
+    padding_id = settings.number("pad_token_id", 0, minimum=-1, maximum=MAX_ROWS)
     return {
-        "vocab_size": settings.number("vocab_size", 32128, most=MAX_ROWS),
-        "hidden_size": settings.number("d_model", 512, most=MAX_WIDTH),
+        "vocab_size": settings.number("vocab_size", 32128, maximum=MAX_ROWS),
+        "hidden_size": settings.number("d_model", 512, maximum=MAX_WIDTH),
         "num_layers": num_layers,
-        "num_heads": settings.number("num_heads", 8, most=MAX_WIDTH),
-        "head_dim": settings.number("d_kv", 64, most=MAX_WIDTH),
-        "ffn_size": settings.number("d_ff", 2048, most=MAX_WIDTH),
-        "num_decoder_layers": settings.number("num_decoder_layers", num_layers, most=MAX_LAYERS),
+        "num_heads": settings.number("num_heads", 8, maximum=MAX_WIDTH),
+        "head_dim": settings.number("d_kv", 64, maximum=MAX_WIDTH),
+        "ffn_size": settings.number("d_ff", 2048, maximum=MAX_WIDTH),
+        "num_decoder_layers": settings.number("num_decoder_layers", num_layers, maximum=MAX_LAYERS),
         "gated": form == "gated-gelu",
         "tied": tied,
         "scaled": settings.flag("scale_decoder_outputs", tied and "scale_decoder_outputs" not in settings.fields),
-        "dropout": settings.real("dropout_rate", 0.1, most=1.0),
-        "num_buckets": settings.number("relative_attention_num_buckets", 32, most=MAX_WIDTH),
-        "max_distance": settings.number("relative_attention_max_distance", 128, most=MAX_WIDTH),
+        "dropout": settings.real("dropout_rate", 0.1, maximum=1.0),
+        "num_buckets": settings.number("relative_attention_num_buckets", 32, maximum=MAX_WIDTH),
+        "max_distance": settings.number("relative_attention_max_distance", 128, maximum=MAX_WIDTH),
         "padding_id": padding_id,
         "norm_eps": settings.real("layer_norm_epsilon", 1e-6),
     }

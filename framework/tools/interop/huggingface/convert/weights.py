@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -79,7 +80,7 @@ def check_tensors(
 
 def dtype_notes(source: SafetensorsDirectory, rules: Sequence[TensorMapping], config: RunConfig) -> list[str]:
     """Return notes on the treatment of mixed element types, and of float16, which is no training dtype."""
-    counted = source.dtypes(name for rule in rules for name in rule.theirs)
+    counted = Counter(source.tensors[name].dtype for rule in rules for name in rule.theirs)
     notes = []
     if len(counted) > 1:
         counts = ", ".join(f"{number:,} {dtype}" for dtype, number in counted.most_common())

@@ -38,7 +38,7 @@ def cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
             module = model.get_submodule(name)
         except AttributeError as error:
             raise ModelError(
-                "MW-INTEROP-073", f"{place}: its pipeline plan names {name}, and the model has none"
+                "MW-INTEROP-073", f"{place}: its pipeline plan names {name}, which the model does not have"
             ) from error
         if isinstance(module, nn.ModuleList):
             in_lists |= {f"{name}.{index}" for index in range(len(module))}
@@ -70,7 +70,8 @@ def cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
         repeated = [name for name in planned if order.count(name) != 1]
         raise ModelError(
             "MW-INTEROP-076",
-            f"{place}: its forward calls {repeated[0]} {order.count(repeated[0])} times, not once: no pipeline",
+            f"{place}: its forward calls {repeated[0]} {order.count(repeated[0])} times, not once: it cannot be cut "
+            f"into stages",
         )
     names: dict[str, str] = {}
     layers = OrderedDict[str, nn.Module]()

@@ -15,7 +15,7 @@ from meshwright.tools.interop.huggingface.restructure.library import import_tran
 FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Configuration keys that may hold the number of layers."""
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 LEADING_TO_CODE = frozenset(
     {"auto_map", "custom_generate"}
     | {
@@ -72,11 +72,11 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             "MW-INTEROP-054", f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}"
         )
     merged = _with_floats(raw) | dict(overrides)
-    too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MOST_LAYERS]
+    too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MAX_LAYERS]
     if too_many:
         raise ModelError(
             "MW-INTEROP-055",
-            f"{path / CONFIG}: {too_many[0]} = {merged[too_many[0]]}: no model has more than {MOST_LAYERS} layers",
+            f"{path / CONFIG}: {too_many[0]} = {merged[too_many[0]]}: no model has more than {MAX_LAYERS} layers",
         )
     layers = merged.get("num_hidden_layers")
     if isinstance(merged.get("layer_types"), list) and isinstance(layers, int) and "layer_types" not in overrides:

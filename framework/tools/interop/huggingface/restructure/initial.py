@@ -65,7 +65,7 @@ class ParameterInitialiser:
         if module.get_submodule(owner)._parameters[attribute] is not parameter or tensor._version == before:
             raise ModelError(
                 "MW-INTEROP-065",
-                f"{type(module.get_submodule(owner)).__name__} gives {theirs} its first value in __init__, and "
-                f"_init_weights does not: it cannot be drawn by name. Save a model with its weights into the directory "
+                f"{type(module.get_submodule(owner)).__name__} initialises {theirs} in __init__, and not in "
+                f"_init_weights: it cannot be drawn by name. Save a model with its weights into the directory "
                 f"(save_pretrained), and train from those",
             )
