@@ -108,7 +108,7 @@ def test_any_field_may_be_nonsense_and_is_refused_in_words(name: str) -> None:
         ({"qk_norm": True, "head_dim": 16}, "qwen3"),
         (
             {"qk_norm": True, "mlp_bias": True},
-            "fit no model of transformers that is known here: llama: .*qk_norm = true",
+            "fit no supported model of transformers: llama: .*qk_norm = true",
         ),
         ({"out_bias": True}, "qwen2: model.options.qkv_bias = false"),
     ],
