@@ -67,11 +67,10 @@ def cut(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]:
             f"modules than a call: {type(error).__name__}: {error}",
         ) from error
     if sorted(order) != sorted(planned):
-        repeated = [name for name in planned if order.count(name) != 1]
+        name = next(name for name in planned if order.count(name) != 1)
         raise ModelError(
             "MW-INTEROP-076",
-            f"{place}: its forward calls {repeated[0]} {order.count(repeated[0])} times, not once: it cannot be cut "
-            f"into stages",
+            f"{place}: its forward calls {name} {order.count(name)} times, not once: it cannot be cut into stages",
         )
     names: dict[str, str] = {}
     layers = OrderedDict[str, nn.Module]()
