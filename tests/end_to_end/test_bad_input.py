@@ -181,7 +181,7 @@ def test_a_world_of_another_size_under_torchrun(
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (["sample", "{runs}/nowhere", "--prompt=x"], "nowhere: name a run directory"),
+        (["sample", "{runs}/nowhere", "--prompt=x"], "nowhere does not exist: name a run directory"),
         (["plot", "{runs}/nowhere"], "metrics.jsonl"),
         (["verify", "{file}", "--layouts", "dp3,tp4"], "12 ranks"),
         (["verify", "{file}", "--layouts", "dp2,banana"], "banana"),
