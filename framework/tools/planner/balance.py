@@ -86,11 +86,11 @@ def cuts(blueprint: Blueprint) -> list[Cut]:
 def rows(blueprint: Blueprint) -> list[BalanceRow]:
     """Return all layers, first to last, with equal neighbours of a stage as one row."""
     placed = [(blueprint.layer_costs[layer], stage) for stage, run in enumerate(blueprint.stages) for layer in run]
-    found = []
+    table = []
     for (cost, stage), alike in groupby(placed, key=lambda each: (each[0]._replace(name=""), each[1])):
         names = [layer.name for layer, _ in alike]
-        found.append(BalanceRow(names[0], names[-1], len(names), cost, stage))
-    return found
+        table.append(BalanceRow(names[0], names[-1], len(names), cost, stage))
+    return table
 
 
 def describe(blueprint: Blueprint) -> str:
@@ -141,13 +141,13 @@ def _stage_lines(blueprint: Blueprint, shared: bool) -> list[tuple[str, ...]]:
     lines = [("stage", *(["pp_rank"] if shared else []), "layers", "parameters", "of the time")]
     for stage, layers in enumerate(blueprint.stages):
         names = [blueprint.layer_costs[layer].name for layer in layers]
-        held = {blueprint.model.canonical(name) for name, _ in blueprint.stage_layers(stage).named_parameters()}
+        parameters = {blueprint.model.canonical(name) for name, _ in blueprint.stage_layers(stage).named_parameters()}
         lines.append(
             (
                 str(stage),
                 *([str(blueprint.schedule.rank_of(stage))] if shared else []),
                 names[0] if len(names) == 1 else f"{names[0]}..{names[-1]} ({len(names)})",
-                f"{sum(torch.Size(blueprint.infos[name].global_shape).numel() for name in held):,}",
+                f"{sum(torch.Size(blueprint.infos[name].global_shape).numel() for name in parameters):,}",
                 _share(sum(blueprint.layer_costs[layer].time_s for layer in layers), total_s),
             )
         )

@@ -1,11 +1,11 @@
-"""The rates of the machine at hand, measured by as many processes at once as will share it, as a hardware file.
+"""Measured rates of this machine as a hardware file. As many processes measure at once as will share the machine.
 
-products    (n, n) x (n, n), small to large                    FLOPs -> FLOPs a second
-copies      x + y, gelu, softmax, layer norm, of tensors       bytes -> bytes a second
-            that no cache holds
-operations  a small network, forward and backward              what each operation takes besides
-a layer     forward and backward, by these rates and really    the share of them that it reaches
-messages    of each kind, each behind a computation            latency, bytes a second
+products    (n, n) x (n, n), small to large                    FLOPs -> FLOPs per second
+copies      x + y, gelu, softmax, layer norm, of tensors       bytes -> bytes per second
+            larger than any cache
+operations  a small network, forward and backward              start-up seconds of an operation
+a layer     forward and backward, predicted and measured       fraction of the rates that it reaches
+messages    each kind, each after a computation                latency, bytes per second
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from meshwright.mesh.comm import Group, Transfer
 from meshwright.tools.planner.hardware import Hardware, Link, Message, Rate
 from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.operations import Tape, WorkKind
+from meshwright.tools.planner.operations import WorkKind, WorkRecorder
 from meshwright.tools.planner.profile import LayerProfiler, counting_group
 from meshwright.tools.planner.rates import PerformanceModel
 
@@ -43,6 +43,7 @@ ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 """Elementwise operations, limited by memory or by a function; all have equal weight."""
 AIM_S = 0.06
+"""Seconds of one timed run."""
 REPEATS = 5
 SUMMED = 2**19
 """Number of elements of the message that measures a link's rate."""
@@ -65,13 +66,13 @@ def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
     start = time.perf_counter()
     run()
     times = max(1, int(aim_s / max(time.perf_counter() - start, 1e-7)))
-    found = []
+    seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
         for _ in range(times):
             run()
-        found.append((time.perf_counter() - start) / times)
-    return min(found)
+        seconds.append((time.perf_counter() - start) / times)
+    return min(seconds)
 
 
 def measure_device(dtype: torch.dtype) -> DeviceRates:
@@ -82,17 +83,17 @@ def measure_device(dtype: torch.dtype) -> DeviceRates:
         products.append(Rate(size=2.0 * side**3, per_s=2.0 * side**3 / fastest_s(lambda a=a, b=b: a @ b)))  # type: ignore[misc]
     copies = []
     for elements in COPIED:
-        of_each = elements * dtype.itemsize
-        number = min(MOST_IN_POOL, max(2, POOL_BYTES // of_each))
-        turns = cycle(torch.ones(number, elements, dtype=dtype))
-        seconds = [fastest_s(partial(_on_next, kind, turns), AIM_S / 4) for kind in ELEMENTWISE]
-        moved = 2.0 * of_each
+        tensor_bytes = elements * dtype.itemsize
+        number = min(MOST_IN_POOL, max(2, POOL_BYTES // tensor_bytes))
+        pool = cycle(torch.ones(number, elements, dtype=dtype))
+        seconds = [fastest_s(partial(_run_on_next, operation, pool), AIM_S / 4) for operation in ELEMENTWISE]
+        moved = 2.0 * tensor_bytes
         copies.append(Rate(size=moved, per_s=moved * len(ELEMENTWISE) / sum(seconds)))
     return DeviceRates(products, copies, _operation_s(dtype, products, copies))
 
 
-def _on_next(kind: Callable[[torch.Tensor], torch.Tensor], turns: Iterator[torch.Tensor]) -> torch.Tensor:
-    return kind(next(turns))
+def _run_on_next(operation: Callable[[torch.Tensor], torch.Tensor], pool: Iterator[torch.Tensor]) -> torch.Tensor:
+    return operation(next(pool))
 
 
 class _Block(nn.Module):
@@ -141,34 +142,33 @@ def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[
         layers(x).sum().backward()
 
     step()
-    with Tape(counting_group(1)) as tape:
+    with WorkRecorder(counting_group(1)) as recorder:
         step()
-    spent = fastest_s(step)
-    computed = sum(
+    measured_s = fastest_s(step)
+    computed_s = sum(
         (products[0].size / products[0].per_s if op.kind is WorkKind.PRODUCT else copies[0].size / copies[0].per_s)
-        for op in tape.ops
+        for op in recorder.ops
     )
-    return max(0.0, (spent - computed) / len(tape.ops))
+    return max(0.0, (measured_s - computed_s) / len(recorder.ops))
 
 
 def measure_links(group: Group) -> dict[Message, Link]:
     """Measure each kind of message between the ranks of ``group``. Collective and blocking.
 
-    A collective follows a product, as in a run: the compute cores also carry it, and it waits for the slowest rank. The
-    products' own time is subtracted. A "send" is timed alone, around a ring.
+    A collective follows a product, as in a run: compute cores also carry it, and it blocks for the slowest rank.
+    The products' own time is subtracted. A "send" is timed alone, around a ring.
     """
-    before, n = torch.randn(BEFORE_SIDE, BEFORE_SIDE), group.size
-    ahead, behind = (group.rank + 1) % n, (group.rank - 1) % n
+    factor, n = torch.randn(BEFORE_SIDE, BEFORE_SIDE), group.size
+    following, previous = (group.rank + 1) % n, (group.rank - 1) % n
 
-    def passed_on(whole: torch.Tensor) -> None:
-        sent, received = group.exchange(
-            [Transfer(whole, ahead, True), Transfer(torch.empty_like(whole), behind, False)], lambda: "a message"
-        )
-        for handle in (sent, received):
+    def send_around(whole: torch.Tensor) -> None:
+        transfers = [Transfer(whole, following, True), Transfer(torch.empty_like(whole), previous, False)]
+        for handle in group.exchange(transfers, lambda: "a message"):
             if handle is not None:
                 handle.wait()
 
-    messages: dict[Message, tuple[Callable[[torch.Tensor], object], float, int]] = {  # what, share on the wire, hops
+    # kind -> (function, fraction of the tensor on the wire, hops)
+    messages: dict[Message, tuple[Callable[[torch.Tensor], object], float, int]] = {
         "all_reduce": (lambda whole: group.all_reduce(whole).wait(), 2 * (n - 1) / n, 2 * (n - 1)),
         "all_gather": (
             lambda whole: group.all_gather(whole, whole[: len(whole) // n].clone()).wait(),
@@ -180,29 +180,29 @@ def measure_links(group: Group) -> dict[Message, Link]:
             (n - 1) / n,
             n - 1,
         ),
-        "send": (passed_on, 1.0, 1),
+        "send": (send_around, 1.0, 1),
     }
 
-    def timed(say: Callable[[torch.Tensor], object] | None, elements: int, *, computes: bool = True) -> float:
-        found = []
+    def timed(send: Callable[[torch.Tensor], object] | None, elements: int, *, computes: bool = True) -> float:
+        seconds = []
         for _ in range(REPEATS):
             whole = torch.zeros(elements)
             group.barrier()
             start = time.perf_counter()
             for _ in range(MESSAGES):
                 if computes:
-                    before @ before
-                if say is not None:
-                    say(whole)
-            found.append((time.perf_counter() - start) / MESSAGES)
-        return sorted(found)[REPEATS // 2]
+                    factor @ factor
+                if send is not None:
+                    send(whole)
+            seconds.append((time.perf_counter() - start) / MESSAGES)
+        return sorted(seconds)[REPEATS // 2]
 
     links: dict[Message, Link] = {}
     products_s = timed(None, n)
-    for name, (say, on_wire, hops) in messages.items():
+    for name, (send, on_wire, hops) in messages.items():
         computes = name != "send"
         small_s, large_s = (
-            timed(say, elements, computes=computes) - computes * products_s for elements in (n, SUMMED // n * n)
+            timed(send, elements, computes=computes) - computes * products_s for elements in (n, SUMMED // n * n)
         )
         rate = SUMMED // n * n * 4 * on_wire / max(large_s - small_s, 1e-6)
         links[name] = Link(bytes_per_s=rate, latency_s=max(small_s, 1e-7) / hops)
@@ -219,18 +219,18 @@ def build_hardware(
 ) -> Hardware:
     """Build the hardware description from the median process. ``ranks``: number per node of this kind."""
 
-    def middle(rates: Sequence[list[Rate]]) -> list[Rate]:
+    def median(rates: Sequence[list[Rate]]) -> list[Rate]:
         return [
             Rate(size=same[0].size, per_s=sorted(rate.per_s for rate in same)[len(same) // 2])
             for same in zip(*rates, strict=True)
         ]
 
     first = next(iter(measured[0]))
-    products = middle([each[first].products for each in measured])
-    copies = middle([each[first].copies for each in measured])
+    products = median([each[first].products for each in measured])
+    copies = median([each[first].copies for each in measured])
     operation_s = sorted(each[first].operation_s for each in measured)[len(measured) // 2]
     flops = {
-        dtype: max(rate.per_s for rate in middle([each[dtype].products for each in measured])) for dtype in measured[0]
+        dtype: max(rate.per_s for rate in median([each[dtype].products for each in measured])) for dtype in measured[0]
     }
     return Hardware(
         name=f"this machine, {cores()} cores",

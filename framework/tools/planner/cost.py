@@ -1,4 +1,4 @@
-"""Time of a step: stages from their layers, the simulated schedule, and what gradients, weights and optimizer add.
+"""Time of a step: stages from their layers, the simulated schedule, exposed collectives over dp, the optimizer.
 
 layers   -> StageTime F, B (I, W) of one micro-batch, its message to the next stage
 schedule -> Timeline  meshwright.schedule.analysis
@@ -123,10 +123,10 @@ def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: Gr
 
 @lru_cache(maxsize=1024)
 def _by_rank(pp: int, num_stages: int, placement: Placement) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(pp)]
+    stages: list[list[int]] = [[] for _ in range(pp)]
     for stage in range(num_stages):
-        found[placement.pp_rank(stage, pp)].append(stage)
-    return found
+        stages[placement.pp_rank(stage, pp)].append(stage)
+    return stages
 
 
 def stages_by_rank(schedule: Schedule) -> list[list[int]]:

@@ -10,7 +10,7 @@ Results are cached in ``ModelCache.results``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from meshwright.schedule.action import Placement, Schedule
 from meshwright.schedule.analysis import peak_activations
@@ -73,14 +73,17 @@ def _steady_chunks(choice: Choice) -> int:
 
 def compute_schedule(cache: ModelCache, choice: Choice) -> Schedule:
     """Return the choice's schedule of computations, or an equivalent one with fewer micro-batches."""
-    name, pp, chunks, interleave = choice.schedule, choice.pp, _steady_chunks(choice), choice.interleave
-    return cache.cached(("computed", name, pp, chunks, interleave), lambda: build(name, pp, chunks, interleave))
+    return _cached_schedule(cache, choice, build)
 
 
 def lowered_schedule(cache: ModelCache, choice: Choice) -> Schedule:
     """Return the choice's lowered schedule, or an equivalent one with fewer micro-batches."""
-    name, pp, chunks, interleave = choice.schedule, choice.pp, _steady_chunks(choice), choice.interleave
-    return cache.cached(("lowered", name, pp, chunks, interleave), lambda: build_lowered(name, pp, chunks, interleave))
+    return _cached_schedule(cache, choice, build_lowered)
+
+
+def _cached_schedule(cache: ModelCache, choice: Choice, builder: Callable[[str, int, int, int], Schedule]) -> Schedule:
+    numbers = choice.schedule, choice.pp, _steady_chunks(choice), choice.interleave
+    return cache.cached((builder, *numbers), lambda: builder(*numbers))
 
 
 def _approximate_layout(cache: ModelCache, choice: Choice) -> LayoutModel:
@@ -115,10 +118,10 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
         by_rank = stages_by_rank(layout.schedule)
         for rank in ranks:
             stages = by_rank[rank]
-            held = sum(sum(held_at_rest(layout.config, layout.elements[stage])[:3]) for stage in stages)
+            at_rest = sum(sum(held_at_rest(layout.config, layout.elements[stage])[:3]) for stage in stages)
             kept = sum(layout.footprints[s].kept + layout.footprints[s].inputs for s in stages) / len(stages)
             temporary = max(max(p.bytes for p in layout.footprints[s].backward) for s in stages)
-            most = max(most, held + kept * num_in_flight[rank] + max(temporary, 0))
+            most = max(most, at_rest + kept * num_in_flight[rank] + max(temporary, 0))
         return most
 
     def cached_peak(of: Choice) -> float:
@@ -128,17 +131,9 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
     return int(_extrapolated(choice, cached_peak))
 
 
-def least_bytes(cache: ModelCache, choice: Choice) -> int:
-    """Return the bytes of a rank at rest if all pipeline ranks hold the same."""
-    config = with_choice(cache.config, choice)
+def least_bytes(cache: ModelCache, choice: Choice) -> tuple[int, int]:
+    """Return the bytes of a rank at rest, on the device and on the host, if all pipeline ranks hold the same."""
     total = cache.total_elements(choice.tp, choice.sequence)
     share = type(total)(*(number // choice.pp for number in total))
-    return sum(held_at_rest(config, share)[:3])
-
-
-def least_host_bytes(cache: ModelCache, alike: Sequence[Choice]) -> int:
-    """Return the same in host memory, for the choice that shards most."""
-    most = max(alike, key=lambda each: (each.zero, each.shard_factor))
-    total = cache.total_elements(most.tp, most.sequence)
-    share = type(total)(*(number // most.pp for number in total))
-    return held_at_rest(with_choice(cache.config, most), share)[3]
+    *device_bytes, host_bytes = held_at_rest(with_choice(cache.config, choice), share)
+    return sum(device_bytes), host_bytes

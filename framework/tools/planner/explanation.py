@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.terminal.format import format_size
+from meshwright.tools.planner.cost import stages_by_rank
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, usable_bytes
 
@@ -17,7 +18,8 @@ def strategy(cache: ModelCache, plan: Plan) -> list[str]:
     elements = cache.total_elements(1, False).trained
     width = DTYPES[cache.config.train.dtype].itemsize
     states = elements * (width + 4 + (12 if width == 2 else 8))
-    largest = max(sum(numel for _, numel, _, _ in each) for each in cache.split(1, False)[2].values())
+    layers = cache.split(1, False).parameters.values()
+    largest_bytes = max(sum(parameter.num_elements for parameter in layer) for layer in layers) * (width + 4)
     lines = [
         f"weights, gradients and AdamW of {elements:,} parameters are {format_size(states)}; a device has room for "
         f"{format_size(room)}, a node for {format_size(room * hardware.devices_per_node)}"
@@ -28,12 +30,12 @@ def strategy(cache: ModelCache, plan: Plan) -> list[str]:
         lines.append("fits one node, not one device: ZeRO-1 to -3 inside the node, or tensor parallelism there")
     else:
         lines.append("fits no node: pipeline stages across nodes, or ZeRO-3 over many of them")
-    if largest * (width + 4) > room:
+    if largest_bytes > room:
         lines.append(
-            f"the largest layer, {format_size(largest * (width + 4))} alone, fits no device: tensor parallelism needed"
+            f"the largest layer, {format_size(largest_bytes)} alone, fits no device: tensor parallelism needed"
         )
-    elif largest * (width + 4) > room / 2:
-        lines.append(f"the largest layer takes {format_size(largest * (width + 4))}: tensor parallelism makes room")
+    elif largest_bytes > room / 2:
+        lines.append(f"the largest layer takes {format_size(largest_bytes)}: tensor parallelism makes room")
     if plan.nodes > 1:
         ratio = hardware.node_link.bytes_per_s / hardware.cluster_link.bytes_per_s
         lines.append(
@@ -49,7 +51,7 @@ def why(first: RankedLayout, other: RankedLayout) -> str:
         "in its bubble and messages between stages": _idle(other) - _idle(first),
         "in computing": _busy(other) - _busy(first),
         "in messages of tensor parallelism": _tp(other) - _tp(first),
-        "in sums and gathering over replicas": _replicas(other) - _replicas(first),
+        "in sums and gathering over replicas": _dp(other) - _dp(first),
         "in the optimizer": other.time.optimizer - first.time.optimizer,
     }
     lost = other.time.total - first.time.total
@@ -73,43 +75,42 @@ def _signed(seconds: float) -> str:
     return ("+" if seconds >= 0 else "") + duration(seconds, 3)
 
 
-def _tp(found: RankedLayout) -> float:
-    return max(_of_rank(found, "tp")) * found.choice.chunks
+def _tp(layout: RankedLayout) -> float:
+    """Return the seconds of tensor-parallel messages on the rank with most."""
+    return max(_by_rank(layout, "tp")) * layout.choice.chunks
 
 
-def _busy(found: RankedLayout) -> float:
-    whole = [sum(each) for each in zip(_of_rank(found, "forward"), _of_rank(found, "backward"), strict=True)]
-    halves = _of_rank(found, "weight_half")
-    return max(a + b for a, b in zip(whole, halves, strict=True)) * found.choice.chunks - _tp(found)
+def _busy(layout: RankedLayout) -> float:
+    """Return the seconds of computation on the busiest rank."""
+    parts = (_by_rank(layout, field) for field in ("forward", "backward", "weight_half"))
+    return max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks - _tp(layout)
 
 
-def _of_rank(found: RankedLayout, field: str) -> list[float]:
-    schedule = found.layout.schedule
-    return [
-        sum(getattr(found.time.stages[stage], field) for stage in schedule.stages_of(rank))
-        for rank in range(schedule.pp)
-    ]
+def _by_rank(layout: RankedLayout, field: str) -> list[float]:
+    """Sum a field of StageTime over the stages of each pipeline rank."""
+    times = layout.time.stages
+    return [sum(getattr(times[stage], field) for stage in own) for own in stages_by_rank(layout.layout.schedule)]
 
 
-def _idle(found: RankedLayout) -> float:
-    return found.time.pipeline - _busy(found) - _tp(found)
+def _idle(layout: RankedLayout) -> float:
+    return layout.time.pipeline - _busy(layout) - _tp(layout)
 
 
-def _replicas(found: RankedLayout) -> float:
-    return found.time.reduce + found.time.gather
+def _dp(layout: RankedLayout) -> float:
+    return layout.time.reduce + layout.time.gather
 
 
-def sanity(cache: ModelCache, found: RankedLayout) -> list[str]:
+def sanity(cache: ModelCache, layout: RankedLayout) -> list[str]:
     """Compare counted figures with rules of thumb, where the model's options are those of a transformer."""
-    options, config = cache.config.model.options, found.config
-    elements = max(sum(found.layout.elements[s].trained for s in stages) for stages in _stages(found))
-    fullest = max(found.memory, key=lambda each: each.at_rest + each.host)
-    held, hosted = fullest.at_rest + fullest.host, fullest.host
+    options, config, model = cache.config.model.options, layout.config, layout.layout
+    elements = max(sum(model.elements[stage].trained for stage in own) for own in stages_by_rank(model.schedule))
+    fullest = max(layout.memory, key=lambda each: each.at_rest + each.host)
+    num_bytes, host_bytes = fullest.at_rest + fullest.host, fullest.host
     zero = f"by ZeRO-{config.parallel.zero}" if config.parallel.zero else "without ZeRO"
     lines = [
-        f"16 bytes a parameter: {format_size(16 * elements)} on the rank with most; here {format_size(held)}, "
-        f"{held / elements:.3g} bytes a parameter {zero}"
-        + (f", {format_size(hosted)} of it in the host's memory" if hosted else "")
+        f"16 bytes a parameter: {format_size(16 * elements)} on the rank with most; here {format_size(num_bytes)}, "
+        f"{num_bytes / elements:.3g} bytes a parameter {zero}"
+        + (f", {format_size(host_bytes)} of it in the host's memory" if host_bytes else "")
     ]
     parts = {name: getattr(fullest, name) / elements for name in ("weights", "gradients", "optimizer", "host")}
     lines.append("of these bytes: " + ", ".join(f"{name} {number:.3g}" for name, number in parts.items() if number))
@@ -119,7 +120,7 @@ def sanity(cache: ModelCache, found: RankedLayout) -> list[str]:
         h, a, layers, t = options["hidden_size"], options["num_heads"], options["num_layers"], config.parallel.tp
         wide = DTYPES[config.train.dtype].itemsize / 2  # the formula is for 16 bits
         low, high = wide * 2 * s * b * h * layers / t, wide * s * b * h * layers * (34 + 5 * a * s / h) / t
-        kept = sum(each.kept for each in found.layout.footprints)
+        kept = sum(each.kept for each in model.footprints)
         between = "within" if low <= kept <= high else "outside"
         lines.append(
             f"2 s b h L < activations < s b h L (34 + 5 a s / h), over tp: {format_size(round(low))} .. "
@@ -127,7 +128,3 @@ def sanity(cache: ModelCache, found: RankedLayout) -> list[str]:
             f"all stages: {between}"
         )
     return lines
-
-
-def _stages(found: RankedLayout) -> list[tuple[int, ...]]:
-    return [found.layout.schedule.stages_of(rank) for rank in range(found.layout.schedule.pp)]

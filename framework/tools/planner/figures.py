@@ -1,31 +1,23 @@
-"""Figures of a plan, for a page or a file: memory of each rank, time against memory, the simulated step."""
+"""Figures of a plan, for a page or a file: memory of each rank, time against memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.schedule.analysis import Timeline
-from meshwright.tools.picture.figure import figure
-from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.planner.explanation import duration
-from meshwright.tools.planner.memory import RankMemory
+from meshwright.tools.planner.memory import CATEGORIES, RankMemory
 from meshwright.tools.planner.plan import Plan, usable_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CATEGORIES = {
-    "weights": "#4c78a8",
-    "gradients": "#9ecae9",
-    "optimizer": "#54a24b",
-    "activations": "#f2a33c",
-    "messages": "#b279a2",
-    "temporaries": "#bab0ac",
-}
-COLOURS = ["#4c78a8", "#e07b39", "#54a24b", "#b279a2", "#2aa198", "#9c755f"]
+CATEGORY_COLOURS = ("#4c78a8", "#9ecae9", "#54a24b", "#f2a33c", "#b279a2", "#bab0ac")
+"""Colours of the memory categories, in their order."""
+COLOURS = ("#4c78a8", "#e07b39", "#54a24b", "#b279a2", "#2aa198", "#9c755f")
 """Colours of dots: mid-tones that stand out in light mode and, inverted, in dark mode."""
+LIMIT_COLOUR = "#c44e52"
 MOST_BARS = 64
 LEAST_BARS = 8
 """Number of bars with space reserved, so that a single bar is not too wide."""
@@ -40,32 +32,27 @@ def _unit(most: int) -> tuple[str, int]:
     return next(((name, size) for name, size in (("GiB", 2**30), ("MiB", 2**20)) if most >= size), ("KiB", 2**10))
 
 
-def memory_bars(memory: Sequence[RankMemory], room: int | None = None) -> Figure:
-    """Draw a stacked memory bar for each pipeline rank, and a line at a device's usable memory."""
-    from matplotlib.figure import Figure as Drawn
-
+def memory_bars(memory: Sequence[RankMemory], room: int) -> Figure:
+    """Draw a stacked memory bar for each pipeline rank, and a line at ``room``, a device's usable bytes."""
     shown = list(enumerate(memory))
     if len(shown) > MOST_BARS:
         shown = [*shown[: MOST_BARS // 2], *shown[-MOST_BARS // 2 :]]
-    drawn = Drawn(figsize=(8, 3.2), layout="constrained")
-    axes = drawn.subplots()
+    drawn, axes = _new_figure(3.2)
     fullest = max(each.total for each in memory)
     unit, size = _unit(fullest)
     below = [0.0] * len(shown)
     labels = [str(rank) for rank, _ in shown]
-    for category, colour in CATEGORIES.items():
+    for category, colour in zip(CATEGORIES, CATEGORY_COLOURS, strict=True):
         parts = [getattr(each, category) / size for _, each in shown]
         axes.bar(labels, parts, bottom=below, color=colour, label=category, width=0.8)
         below = [a + b for a, b in zip(below, parts, strict=True)]
-    if room is not None and room > FAR * fullest:
-        axes.set_title(_far(room), loc="right", color="#c44e52", fontsize=9)
-    elif room is not None:
-        axes.axhline(room / size, color="#c44e52", linewidth=1.2, linestyle="--")
+    if not _title_far_limit(axes, room, fullest):
+        axes.axhline(room / size, color=LIMIT_COLOUR, linewidth=1.2, linestyle="--")
         axes.annotate(
             f"room {room / size:.3g} {unit}",
             (1, room / size),
             xycoords=("axes fraction", "data"),
-            color="#c44e52",
+            color=LIMIT_COLOUR,
             va="bottom",
             ha="right",
             fontsize=9,
@@ -74,7 +61,6 @@ def memory_bars(memory: Sequence[RankMemory], room: int | None = None) -> Figure
     axes.set_xlabel("pipeline rank")
     axes.set_ylabel(f"{unit} at the highest point")
     axes.set_xlim(-0.6, max(len(shown), LEAST_BARS) - 0.4)
-    axes.spines[["top", "right"]].set_visible(False)
     if len(shown) > 20:
         axes.set_xticks(range(0, len(shown), max(1, len(shown) // 16)))
     drawn.legend(loc="outside upper center", ncols=7, frameon=False, fontsize=9)
@@ -83,29 +69,26 @@ def memory_bars(memory: Sequence[RankMemory], room: int | None = None) -> Figure
 
 def trade_off(plan: Plan) -> Figure:
     """Plot step time against memory, one point per layout that fits; the best ones are numbered."""
-    from matplotlib.figure import Figure as Drawn
     from matplotlib.ticker import FuncFormatter, LogLocator
 
-    drawn = Drawn(figsize=(8, 4.2), layout="constrained")
-    axes = drawn.subplots()
-    fullest = max([*(needed for _, needed, _ in plan.trade_off), *(found.peak_bytes for found in plan.best)])
+    drawn, axes = _new_figure(4.2)
+    fullest = max([*(needed for _, needed, _ in plan.trade_off), *(layout.peak_bytes for layout in plan.best)])
     unit, size = _unit(fullest)
     tps = sorted({choice.tp for _, _, choice in plan.trade_off})
     for index, tp in enumerate(tps):
         points = [(needed / size, seconds) for seconds, needed, choice in plan.trade_off if choice.tp == tp]
         x, y = [point[0] for point in points], [point[1] for point in points]
         axes.scatter(x, y, s=9, color=COLOURS[index % len(COLOURS)], label=f"tp {tp}", alpha=0.8)
-    if (room := usable_bytes(plan.hardware)) > FAR * fullest:
-        axes.set_title(_far(room), loc="right", color="#c44e52", fontsize=9)
-    else:
-        axes.axvline(room / size, color="#c44e52", linewidth=1, linestyle="--")
+    room = usable_bytes(plan.hardware)
+    if not _title_far_limit(axes, room, fullest):
+        axes.axvline(room / size, color=LIMIT_COLOUR, linewidth=1, linestyle="--")
         axes.annotate(
             f"room {room / size:.3g} {unit}",
             (room / size, 1),
             xycoords=("data", "axes fraction"),
             xytext=(-3, 0),
             textcoords="offset points",
-            color="#c44e52",
+            color=LIMIT_COLOUR,
             va="top",
             ha="right",
             rotation=90,
@@ -116,24 +99,36 @@ def trade_off(plan: Plan) -> Figure:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda seconds, _: duration(seconds)))
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    _number(drawn, axes, [(found.peak_bytes / size, found.time.total) for found in plan.best])
+    _number(drawn, axes, [(layout.peak_bytes / size, layout.time.total) for layout in plan.best])
     axes.set_xlabel(f"{unit} of the fullest rank")
     axes.set_ylabel("time of a step")
-    axes.spines[["top", "right"]].set_visible(False)
     drawn.legend(loc="outside upper center", ncols=7, frameon=False, fontsize=9)
     return drawn
 
 
-def _far(room: int) -> str:
-    """Return the label of a memory limit beyond the axis."""
+def _new_figure(height: float) -> tuple[Figure, Axes]:
+    """Return a figure of this height in inches, and its axes without the upper and right border."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(8, height), layout="constrained")
+    axes = drawn.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    return drawn, axes
+
+
+def _title_far_limit(axes: Axes, room: int, fullest: int) -> bool:
+    """Write a memory limit far above the peak into the title instead of a line; return False for any other limit."""
+    if room <= FAR * fullest:
+        return False
     unit, size = _unit(room)
-    return f"room {room / size:.3g} {unit}, far beyond"
+    axes.set_title(f"room {room / size:.3g} {unit}, far beyond", loc="right", color=LIMIT_COLOUR, fontsize=9)
+    return True
 
 
 def _number(drawn: Figure, axes: Axes, points: Sequence[tuple[float, float]]) -> None:
     """Draw a ring and a number at each point; close points share one label below the lowest of them."""
     x, y = zip(*points, strict=True)
-    axes.scatter(x, y, s=42, facecolor="none", edgecolor="#c44e52", linewidth=1.2)
+    axes.scatter(x, y, s=42, facecolor="none", edgecolor=LIMIT_COLOUR, linewidth=1.2)
     drawn.draw_without_rendering()
     placed: list[tuple[float, float, list[int]]] = []
     for number, point in enumerate(points, start=1):
@@ -151,7 +146,7 @@ def _number(drawn: Figure, axes: Axes, points: Sequence[tuple[float, float]]) ->
             textcoords="offset points",
             ha="center",
             fontsize=9,
-            color="#c44e52",
+            color=LIMIT_COLOUR,
         )
 
 
@@ -164,8 +159,3 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-
-
-def schedule_picture(timeline: Timeline) -> Figure:
-    """Draw the simulated step."""
-    return figure([Panel(timeline)], Unit.SECONDS)

@@ -1,7 +1,7 @@
 """Hardware of a cluster: rates of a device and of its links, from a small TOML file.
 
 configs/clusters/{a100,h100,h200,b200}.toml     data sheets, and the rates that large products reach
-meshwright calibrate --out FILE                           measured on this machine, with curves by size
+meshwright calibrate --out FILE                 measured on this machine, with curves by size
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class Hardware(Section):
     """Measured products, smallest first; empty: the formula for tiles."""
     copies: list[Rate] = []
     """Measured elementwise operations, smallest first; empty: ``memory_bytes_per_s``."""
-
     messages: dict[Message, Link] = {}
     """Measured links by kind of message, carried by CPU cores; latency per hop. Empty: the links above."""
 
@@ -97,11 +96,11 @@ class Hardware(Section):
             ConfigError: ``flops_per_s`` has no such dtype.
         """
         if dtype not in self.flops_per_s:
-            told = ", ".join(self.flops_per_s) or "none"
+            dtypes = ", ".join(self.flops_per_s) or "none"
             raise ConfigError(
                 "MW-PLANNER-001",
-                f'hardware {self.name}: [flops_per_s] has no {dtype}, which train.dtype = "{dtype}" asks for; it has '
-                f"{told}: add the rate, or take --train.dtype={next(iter(self.flops_per_s), 'float32')}",
+                f'hardware {self.name}: [flops_per_s] has no {dtype}, needed for train.dtype = "{dtype}"; it has '
+                f"{dtypes}: add the rate, or set --train.dtype={next(iter(self.flops_per_s), 'float32')}",
             )
 
 
@@ -112,7 +111,7 @@ def interpolated_seconds(curve: list[Rate], size: float) -> float:
         return size / curve[-1].per_s
     at = bisect.bisect_left([rate.size for rate in curve], size)
     if at == 0:
-        return times[0]  # of so small ones the time is to be started, and the same for all
+        return times[0]  # the start-up time, the same for all small operations
     share = (size - curve[at - 1].size) / (curve[at].size - curve[at - 1].size)
     return times[at - 1] + share * (times[at] - times[at - 1])
 
@@ -136,10 +135,10 @@ def read_hardware(name: str) -> Hardware:
     if not path.is_file():
         close = difflib.get_close_matches(path.stem.lower(), known(), 1)
         hint = f"did you mean {close[0]}? " if close else ""
-        there = "this is a folder" if name and path.is_dir() else "no hardware of that name, and no such file"
+        problem = "this is a folder" if name and path.is_dir() else "no hardware of that name, and no such file"
         raise ConfigError(
             "MW-PLANNER-002",
-            f"--cluster {name or repr(name)}: {there}; {hint}known are {', '.join(known())}; or name a TOML file, "
+            f"--cluster {name or repr(name)}: {problem}; {hint}known are {', '.join(known())}; or name a TOML file, "
             f"such as `meshwright calibrate --out FILE.toml` writes",
         )
     try:

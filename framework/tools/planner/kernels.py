@@ -1,4 +1,4 @@
-"""Execution options of layers, and the kernels that they choose: fused attention, norm and cross-entropy on a tape."""
+"""Execution options of layers, and the kernels that they choose: fused attention, norm and cross-entropy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.model.meter import AttentionKernel, fused_attention
 from meshwright.model.recorder import stored_bytes
-from meshwright.tools.planner.operations import Tape
+from meshwright.tools.planner.operations import WorkRecorder
 
 
 class ExecutionOptions(NamedTuple):
@@ -46,14 +46,14 @@ class ExecutionOptions(NamedTuple):
 
 
 class KernelMode(TorchFunctionMode):
-    """Context in which ``F.scaled_dot_product_attention`` is one operation on the tape, as on a real device.
+    """Context in which ``F.scaled_dot_product_attention`` is recorded as one operation, as on a real device.
 
     Unless attention is fused, it is computed as two products and a softmax of all scores.
     """
 
-    def __init__(self, tape: Tape, execution: ExecutionOptions) -> None:
+    def __init__(self, recorder: WorkRecorder, execution: ExecutionOptions) -> None:
         super().__init__()
-        self.tape, self.execution = tape, execution
+        self.recorder, self.execution = recorder, execution
         self._called: Any = None
         self._recomputable: set[int] = set()
 
@@ -67,20 +67,20 @@ class KernelMode(TorchFunctionMode):
         self._called = func
         result = func(*args, **(kwargs or {}))
         if func is F.silu:
-            self._recomputable.add(self.tape.number_of(result))
+            self._recomputable.add(self.recorder.number_of(result))
         return result
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the saved form of a tensor: only shape and dtype if it is a SiLU output in a product."""
         is_factor = self._called is Tensor.mul and not tensor.is_leaf
-        if is_factor and self.tape.number_of(tensor) in self._recomputable:
+        if is_factor and self.recorder.number_of(tensor) in self._recomputable:
             return tensor.shape, tensor.dtype
         return tensor
 
     @staticmethod
-    def unpack(kept: Any) -> Tensor:
+    def unpack(saved: Any) -> Tensor:
         """Restore a saved tensor; one saved as shape and dtype becomes an empty meta tensor."""
-        return kept if isinstance(kept, Tensor) else torch.empty(kept[0], dtype=kept[1], device="meta")
+        return saved if isinstance(saved, Tensor) else torch.empty(saved[0], dtype=saved[1], device="meta")
 
     def _attend(
         self,
@@ -95,10 +95,12 @@ class KernelMode(TorchFunctionMode):
         needs_more = dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad)
         fused = self.execution.fused_attention
         if fused and (self.execution.fuses_any_attention or not needs_more):
-            self.tape.attended.append((round(stored_bytes(query)), round(stored_bytes(key) + stored_bytes(value))))
+            self.recorder.attended.append((round(stored_bytes(query)), round(stored_bytes(key) + stored_bytes(value))))
             transposed = self.execution.any_order or self.execution.saves_inputs
             new_output = partial(_attention_output, transposed)
-            kernel = AttentionKernel(self.tape.add, self.tape.add, is_causal, self.execution.context, new_output)
+            kernel = AttentionKernel(
+                self.recorder.add, self.recorder.add, is_causal, self.execution.context, new_output
+            )
             return fused_attention(kernel, query, key, value, attn_mask)
         if fused:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **rest)
@@ -109,8 +111,8 @@ class KernelMode(TorchFunctionMode):
         probabilities = scores.softmax(-1)
         if self.execution.drops_probabilities:
             probabilities = torch.native_dropout(probabilities, 0.1, True)[0]
-        mixed: Tensor = probabilities @ value
-        return mixed
+        output: Tensor = probabilities @ value
+        return output
 
 
 def _attention_output(transposed: bool, query: Tensor, value: Tensor) -> Tensor:
@@ -139,8 +141,8 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    found: Tensor = _FusedNorm.apply(x, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _FusedNorm.apply(x, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+    return output
 
 
 class FusedCrossEntropy(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Run of one layer on the meta device, under an operation tape: the source of its profile."""
+"""Run of one layer on the meta device, under an operation recorder: the source of its profile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from meshwright.mesh.fake import CountingGroup
 from meshwright.pipeline.plan import SplitBackward, accumulate_deferred, recompute_parts, recomputed
 from meshwright.tools.planner.kernels import ExecutionOptions, FusedCrossEntropy, KernelMode
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile, OutputTensor
-from meshwright.tools.planner.operations import Tape
+from meshwright.tools.planner.operations import WorkRecorder
 
 
 class _ForwardRecord(NamedTuple):
@@ -48,7 +48,7 @@ class _BackwardRecord(NamedTuple):
 
 
 class LayerRun:
-    """Forward and backward of one layer under an operation tape."""
+    """Forward and backward of one layer under an operation recorder."""
 
     def __init__(
         self,
@@ -68,25 +68,25 @@ class LayerRun:
         """
         self.name, self.layer, self.tp, self.execution, self.loss = name, layer, tp, execution, loss
         self.split = SplitBackward() if splits_backward else None
-        self.tape = Tape(self.tp)
-        self.kernels = KernelMode(self.tape, self.execution)
+        self.recorder = WorkRecorder(self.tp)
+        self.kernels = KernelMode(self.recorder, self.execution)
         self.root: Tensor | None = None
         """Tensor whose backward starts the layer's; None if no output needs a gradient."""
         self.run: Any = layer
         if "" in recompute:
-            self.run = partial(recomputed, layer, self._second_forward)
+            self.run = partial(recomputed, layer, self._recompute_context)
         elif recompute:
-            recompute_parts("", layer, [part.removeprefix(".") for part in recompute], self._second_forward)
+            recompute_parts("", layer, [part.removeprefix(".") for part in recompute], self._recompute_context)
 
     @contextmanager
-    def _second_forward(self) -> Iterator[None]:
+    def _recompute_context(self) -> Iterator[None]:
         """Enter the kernel and split-backward modes again for a recomputed layer: backward runs outside them."""
-        with KernelMode(self.tape, self.execution), self.split or nullcontext():
+        with KernelMode(self.recorder, self.execution), self.split or nullcontext():
             yield
 
     def profile(self, value: Any) -> tuple[LayerProfile, Any]:
         """Run the layer on ``value``; return its profile, and its output as the next layer's input."""
-        tape, layer = self.tape, self.layer
+        recorder, layer = self.recorder, self.layer
         for parameter in layer.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_free_gradient)  # type: ignore[no-untyped-call]
@@ -95,29 +95,29 @@ class LayerRun:
         saves = saved_tensors_hooks(self.kernels.pack, self.kernels.unpack)
         hooks = saves if self.execution.saves_inputs else nullcontext()
         stop = set_checkpoint_early_stop(not self.execution.recomputes_whole)
-        with self.kernels, tape, self.split or nullcontext(), hooks, stop:
+        with self.kernels, recorder, self.split or nullcontext(), hooks, stop:
             forward = self._forward(leaves, tree)
-            alive = tape.alive()
-            kept = tape.live - sum(size for number, size in forward.inputs if number in alive)
-            kept -= 0 if self.root is None else self.root.untyped_storage().nbytes()
+            alive = recorder.alive()
+            kept_bytes = recorder.live - sum(size for number, size in forward.inputs if number in alive)
+            kept_bytes -= 0 if self.root is None else self.root.untyped_storage().nbytes()
             if self.execution.accumulates and self.loss is None:
                 tokens = {leaf.shape[:-1].numel() * ranks for leaf in leaves for ranks in (1, self.tp.size)}
                 weights = {tuple(p.shape) for p in layer.parameters() if p.dim() == 2}
-                tape.accumulated = weights | {shape[::-1] for shape in weights}, tokens
+                recorder.accumulated = weights | {shape[::-1] for shape in weights}, tokens
             backward = self._backward(leaves)
         for leaf in leaves:
             leaf.grad = None
         index_of = {number: index for index, (number, _) in enumerate(forward.inputs)}
-        work = partial(tape.work, fused=self.execution.fused, any_order=self.execution.any_order)
-        found = LayerProfile(
+        work = partial(recorder.work, fused=self.execution.fused, any_order=self.execution.any_order)
+        profile = LayerProfile(
             self.name,
             forward=work(0, forward.num_ops),
             backward=work(forward.num_ops, backward.num_ops),
-            weight_half=work(backward.num_ops, len(tape.ops)),
+            weight_half=work(backward.num_ops, len(recorder.ops)),
             forward_messages=forward.messages,
             backward_messages=backward.messages,
             num_parameters=sum(parameter.numel() for parameter in layer.parameters()),
-            kept_bytes=kept,
+            kept_bytes=kept_bytes,
             inputs_kept=tuple(number in alive for number, _ in forward.inputs),
             outputs=tuple(OutputTensor(s, index_of.get(n), n in alive, needs) for n, s, needs in forward.outputs),
             forward_peak=forward.peak,
@@ -127,55 +127,55 @@ class LayerRun:
             weight_peak=backward.weight_peak,
             attended=forward.attended,
         )
-        return found, tree_map(_like, forward.specs, is_leaf=lambda leaf: isinstance(leaf, _Spec))
+        return profile, tree_map(_like, forward.specs, is_leaf=lambda leaf: isinstance(leaf, _Spec))
 
     def _forward(self, leaves: list[Tensor], tree: Any) -> _ForwardRecord:
-        tape = self.tape
-        given = [_with_own_storage(leaf) for leaf in leaves]
-        inputs = [(tape.number_of(leaf), leaf.untyped_storage().nbytes()) for leaf in given]
-        base = tape.live
-        tape.restart_peak()
+        recorder = self.recorder
+        own_leaves = [_with_own_storage(leaf) for leaf in leaves]
+        inputs = [(recorder.number_of(leaf), leaf.untyped_storage().nbytes()) for leaf in own_leaves]
+        base = recorder.live
+        recorder.restart_peak()
         try:
-            output = self.run(tree_unflatten(given, tree))
+            output = self.run(tree_unflatten(own_leaves, tree))
             end = output if self.loss is None else self._loss(output)
         except Exception as error:
             loss = ", or the loss of what it returns," if self.loss is not None else ""
             raise ModelError(
                 "MW-PLANNER-006",
                 f"layer {self.name} ({type(self.layer).__name__}){loss} cannot be run without values, on the meta "
-                f"device in the training dtype, to see what it holds: {type(error).__name__}: {error}",
+                f"device in the training dtype, to measure its memory: {type(error).__name__}: {error}",
             ) from error
-        peak, num_ops = tape.peak - base, len(tape.ops)
+        peak, num_ops = recorder.peak - base, len(recorder.ops)
         results = [leaf for leaf in tree_leaves(end) if isinstance(leaf, Tensor)]
         roots = [leaf for leaf in results if leaf.requires_grad]
-        self.root = _OutputGradients.apply(tape, *roots) if roots else None  # type: ignore[no-untyped-call]
+        self.root = _OutputGradients.apply(recorder, *roots) if roots else None  # type: ignore[no-untyped-call]
         return _ForwardRecord(
             inputs=inputs,
-            outputs=[(tape.number_of(x), x.untyped_storage().nbytes(), x.requires_grad) for x in results],
+            outputs=[(recorder.number_of(x), x.untyped_storage().nbytes(), x.requires_grad) for x in results],
             specs=tree_map(_spec_of, output),
             peak=peak,
             num_ops=num_ops,
             messages=self._messages(),
-            attended=tuple(tape.attended),
+            attended=tuple(recorder.attended),
         )
 
     def _backward(self, leaves: list[Tensor]) -> _BackwardRecord:
-        tape, before = self.tape, self.tape.live
-        tape.restart_peak()
+        recorder, before = self.recorder, self.recorder.live
+        recorder.restart_peak()
         deferred: Any = None
         if self.root is not None:
             with nullcontext() if self.split is None else self.split.deferring() as deferred:
                 self.root.backward()  # type: ignore[no-untyped-call]
-        peak, peak_from_outside = tape.peak - before, tape.peak_unwatched - before
-        found = _BackwardRecord(peak, peak_from_outside, len(tape.ops), self._messages())
+        peak, peak_from_outside = recorder.peak - before, recorder.peak_unwatched - before
+        record = _BackwardRecord(peak, peak_from_outside, len(recorder.ops), self._messages())
         if deferred is None:
-            return found
+            return record
         self.root = None
-        deferred_bytes = tape.live - sum(0 if x.grad is None else x.grad.untyped_storage().nbytes() for x in leaves)
-        tape.restart_peak()
-        before = tape.live
+        deferred_bytes = recorder.live - sum(0 if x.grad is None else x.grad.untyped_storage().nbytes() for x in leaves)
+        recorder.restart_peak()
+        before = recorder.live
         accumulate_deferred(deferred)
-        return found._replace(deferred_bytes=deferred_bytes, weight_peak=tape.peak - before)
+        return record._replace(deferred_bytes=deferred_bytes, weight_peak=recorder.peak - before)
 
     def _loss(self, output: Any) -> Tensor:
         assert self.loss is not None
@@ -193,7 +193,7 @@ class LayerRun:
 
 
 class _OwnStorage(torch.autograd.Function):
-    """Identity that gives an input leaf its own storage, so that the tape sees if the layer keeps it."""
+    """Identity that gives an input leaf its own storage, to detect whether the layer saves it for backward."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -209,11 +209,11 @@ def _with_own_storage(leaf: Tensor) -> Tensor:
 
 
 class _OutputGradients(torch.autograd.Function):
-    """Source of the output gradients: created in backward and watched by the tape, with no other reference."""
+    """Source of the output gradients: created in backward and watched by the recorder, with no other reference."""
 
     @staticmethod
-    def forward(ctx: Any, tape: Tape, *outputs: Tensor) -> Tensor:
-        ctx.tape = tape
+    def forward(ctx: Any, recorder: WorkRecorder, *outputs: Tensor) -> Tensor:
+        ctx.recorder = recorder
         ctx.specs = [(output.shape, output.dtype) for output in outputs]
         return torch.empty((), device="meta")
 
@@ -221,7 +221,7 @@ class _OutputGradients(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in ctx.specs]
         for gradient in gradients:
-            ctx.tape.watch(gradient)
+            ctx.recorder.watch(gradient)
         return (None, *gradients)
 
 

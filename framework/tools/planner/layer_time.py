@@ -107,8 +107,8 @@ def overlapped_calls(layer: LayerProfile, traits: FrameworkTraits) -> tuple[dict
         return forward, backward | {"reduce_scatter": max(0.0, scatters - gathers)}
     if not traits.overlaps_tp_with_weight_gradients:
         return {}, {}
-    found = {name: forward.get(name, 0.0) for name in ("all_reduce", "reduce_scatter")}
-    return {}, found | {"all_gather": max(0.0, backward.get("all_gather", 0.0) - scatters)}
+    reductions = {name: forward.get(name, 0.0) for name in ("all_reduce", "reduce_scatter")}
+    return {}, reductions | {"all_gather": max(0.0, backward.get("all_gather", 0.0) - scatters)}
 
 
 def context_exchange_s(layer: LayerProfile, context: GroupLink, traits: FrameworkTraits) -> tuple[float, float]:

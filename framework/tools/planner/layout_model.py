@@ -44,16 +44,16 @@ class LayoutModel:
         first: dict[tuple[Footprint, ...], int] = {}
         last: dict[tuple[Footprint, ...], int] = {}
         for rank in range(self.schedule.pp):
-            held = tuple(self.footprints[stage] for stage in self.schedule.stages_of(rank))
-            first.setdefault(held, rank)
-            last[held] = rank
+            own = tuple(self.footprints[stage] for stage in self.schedule.stages_of(rank))
+            first.setdefault(own, rank)
+            last[own] = rank
         return sorted({*first.values(), *last.values()})
 
     def memory(self, pp_rank: int, backend: Backend) -> RankMemory:
         """Return the peak memory of a pipeline rank."""
-        held = [held_at_rest(self.config, self.elements[stage]) for stage in self.schedule.stages_of(pp_rank)]
-        weights, gradients, optimizer, host = (sum(column) for column in zip(*held, strict=True))
+        at_rest = [held_at_rest(self.config, self.elements[stage]) for stage in self.schedule.stages_of(pp_rank)]
+        weights, gradients, optimizer, host = map(sum, zip(*at_rest, strict=True))
         if self.config.optimizer.name == "adamw8bit":
             optimizer += table_bytes(self.config.train.dtype == "float64")
-        peak = walk(self.schedule, pp_rank, self.footprints, ReductionBuffers(self.config, backend), backend)
+        peak = walk(self.schedule, pp_rank, self.footprints, ReductionBuffers(self.config, backend))
         return RankMemory(weights, gradients, optimizer, *peak[:3], host, peak.at)

@@ -1,6 +1,6 @@
 """Peak memory of a rank, by category: layer profiles combined along its row of the schedule.
 
-at rest       weights, gradients, optimizer        by the ZeRO stage, as meshwright.tools.summary counts them
+at rest       weights, gradients, optimizer        by the ZeRO stage (meshwright.tools.summary)
 along the row activations    of every micro-batch from its F to its B (or, split, to W)
               messages       received for a later action, or still being sent
               temporaries    peak of the running action, and reductions over replicas in progress
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshwright.blueprint import DTYPES
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
 from meshwright.tools.planner.footprint import BackwardPoint, Footprint
@@ -40,6 +41,10 @@ class RankMemory(NamedTuple):
     def total(self) -> int:
         """Bytes of all categories on the device."""
         return self.at_rest + self.activations + self.messages + self.temporaries
+
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations", "messages", "temporaries")
+"""Fields of :class:`RankMemory` that add up to its total."""
 
 
 class Backend(NamedTuple):
@@ -77,7 +82,7 @@ class ReductionBuffers(NamedTuple):
     @property
     def narrow(self) -> int:
         """Bytes per element of the compute dtype."""
-        return {"bfloat16": 2, "float32": 4, "float64": 8}[self.config.train.dtype]
+        return DTYPES[self.config.train.dtype].itemsize
 
     @property
     def wide(self) -> int:
@@ -92,19 +97,18 @@ class ReductionBuffers(NamedTuple):
         parallel = self.config.parallel
         if shard_factor(self.config) == 1:
             return 0
-        if parallel.zero == 3:  # what came, and what is computed with; then the gradient and what is summed
+        if parallel.zero == 3:  # received shards and gathered weights; then the gradient and its reduce-scatter input
             return 2 * self.narrow * point.elements
         if not reduces:
             return 0
-        there, bucket = point.elements_before * self.wide, bucket_bytes(self.config)
+        gradient_bytes, bucket = point.elements_before * self.wide, bucket_bytes(self.config)
         copies = 1 if self.backend.copies_reduce_scatter else 0
-        if parallel.zero == 2 and reduces_each_microbatch(
-            self.config
-        ):  # a bucket is there, whole, from its first gradient on
-            opened = min(whole * self.wide, 2 * bucket) if there or at_once else 0
-            complete = there >= bucket or point.elements == 0
-            return opened + (min(whole * self.wide, bucket) * copies if complete else 0)
-        return (there if point.elements == 0 else there // bucket * bucket) * copies
+        if parallel.zero == 2 and reduces_each_microbatch(self.config):
+            # a whole bucket is allocated at its first gradient
+            allocated = min(whole * self.wide, 2 * bucket) if gradient_bytes or at_once else 0
+            is_complete = gradient_bytes >= bucket or point.elements == 0
+            return allocated + (min(whole * self.wide, bucket) * copies if is_complete else 0)
+        return (gradient_bytes if point.elements == 0 else gradient_bytes // bucket * bucket) * copies
 
     def after(self, elements: int) -> int:
         """Return the temporary bytes between the last backward and REDUCE, for ``elements`` gradients."""
@@ -115,16 +119,14 @@ class ReductionBuffers(NamedTuple):
         return elements * self.wide if self.backend.copies_reduce_scatter else 0
 
 
-def walk(
-    schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], sums: ReductionBuffers, backend: Backend
-) -> ActionMemory:
+def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buffers: ReductionBuffers) -> ActionMemory:
     """Walk along a row and return its moment of peak memory; approximate for a schedule that is not lowered."""
     last = schedule.last_backwards(pp_rank)
-    each = reduces_each_microbatch(sums.config)
+    reduces_each = reduces_each_microbatch(buffers.config)
     sends: deque[tuple[int, Action]] = deque()
-    gone: set[Action] = set()
-    """Forwards whose backward is done while their output is still being sent."""
-    activations = messages = under_way = 0
+    released: set[Action] = set()
+    """Sends of forwards whose backward is done while their output is still being sent."""
+    activations = messages = reductions = 0
     highest = ActionMemory(0, 0, 0, "rest")
     for item in _row(schedule, pp_rank, last):
         group = actions_of(item)
@@ -134,20 +136,20 @@ def walk(
             of = footprints[stage]
             if action.kind is Kind.F:
                 largest = BackwardPoint(0, max(point.elements for point in of.backward), 0)
-                peak = of.forward_peak + sums.at(largest, 0, reduces=False)
+                peak = of.forward_peak + buffers.at(largest, 0, reduces=False)
             else:
-                reduces = action in last or (each and action.kind is not Kind.I)
+                reduces = action in last or (reduces_each and action.kind is not Kind.I)
                 second, whole = action.kind is Kind.W, of.backward[-1].elements_before
                 points = of.weight_half if second else of.backward
-                peak = max(p.bytes + sums.at(p, whole, reduces=reduces, at_once=second) for p in points)
-            moment = ActionMemory(activations, messages, under_way + peak, str(action))
+                peak = max(p.bytes + buffers.at(p, whole, reduces=reduces, at_once=second) for p in points)
+            moment = ActionMemory(activations, messages, reductions + peak, str(action))
             if moment.total > highest.total:
                 highest = moment
             if action in last:
-                under_way += sums.after(of.backward[-1].elements_before)
+                reductions += buffers.after(of.backward[-1].elements_before)
             activations, messages = _after(schedule, action, of, activations, messages)
             if action.kind in (Kind.B, Kind.I) and any(send == _sent(action) for _, send in sends):
-                gone.add(_sent(action))
+                released.add(_sent(action))
                 messages += of.outputs
             continue
         for action in group:
@@ -163,12 +165,12 @@ def walk(
             elif action.kind is Kind.SEND_F:
                 sends.append((of.outputs, action))
             elif action.kind is Kind.REDUCE:
-                under_way -= sums.after(of.backward[-1].elements_before)
-        while sends and (not backend.holds_sends or len(sends) > 2 * schedule.pp):
+                reductions -= buffers.after(of.backward[-1].elements_before)
+        while sends and (not buffers.backend.holds_sends or len(sends) > 2 * schedule.pp):
             size, action = sends.popleft()
-            if action.kind is Kind.SEND_B or action in gone:
+            if action.kind is Kind.SEND_B or action in released:
                 messages -= size
-            gone.discard(action)
+            released.discard(action)
     return highest
 
 

@@ -1,4 +1,4 @@
-"""Cache of what the layouts of one model share: its layers, their profiles, costs and stages.
+"""Cache of the data that all layouts of one model share: its layers, their profiles, costs and stages.
 
 A :class:`ModelCache` holds one model and caches results: equal layers are profiled once, and layouts share what they
 have in common. A search can thus evaluate hundreds of layouts of a 405B-parameter model in seconds.
@@ -96,13 +96,12 @@ class ModelCache:
         """Name of the first equal layer, for each layer: equal outline and sharding kinds, no own tie."""
         first: dict[Any, str] = {}
         tied = {name.partition(".")[0] for names in self.model.tied for name in names}
-        found = []
-        for name, layer in self.model.layers.named_children():
-            key = (outline_of(layer), name if name in tied else "", self._patterns_of(name))
-            found.append(first.setdefault(key, name))
-        return found
+        return [
+            first.setdefault((outline_of(layer), name if name in tied else "", self._kinds_of(name)), name)
+            for name, layer in self.model.layers.named_children()
+        ]
 
-    def _patterns_of(self, name: str) -> tuple[str, ...]:
+    def _kinds_of(self, name: str) -> tuple[str, ...]:
         """Return the sharding plan's kind for each module of a layer; "" if no pattern matches."""
         parts = [part for part, _ in self.model.layers.get_submodule(name).named_modules(prefix=name)]
         return tuple(
@@ -151,14 +150,14 @@ class ModelCache:
         return self.cached(("split", tp, sequence), lambda: self._split(tp, sequence))
 
     def _split(self, tp: int, sequence: bool) -> SplitLayers:
-        kept = nn.Sequential()
+        originals = nn.Sequential()
         for name in dict.fromkeys(self.representatives):
-            kept.add_module(name, self.model.layers.get_submodule(name))
-        layers, group = copy.deepcopy(kept), counting_group(tp)
+            originals.add_module(name, self.model.layers.get_submodule(name))
+        layers, group = copy.deepcopy(originals), counting_group(tp)
         infos = sharding.apply(
             layers,
             plan=self.model.plan,
-            tied=[names for names in self.model.tied if all(n.partition(".")[0] in kept._modules for n in names)],
+            tied=[names for names in self.model.tied if all(n.partition(".")[0] in layers._modules for n in names)],
             group=group,
             sequence=sequence,
             divisible=self.model.divisible,
@@ -226,7 +225,8 @@ class ModelCache:
         """
         schedule = schedule or self.draw(config)
         layers = self.profiles(config, splits_backward=schedule.splits_backward)
-        stages = self.cut(_of_samples(config, 1) if approximate else config, schedule.num_stages)
+        batch = config.batch.model_copy(update={"micro_batch_size": 1})
+        stages = self.cut(config.model_copy(update={"batch": batch}) if approximate else config, schedule.num_stages)
         tp = config.parallel.tp
         parameters = self.split(tp, config.parallel.sequence and tp > 1).parameters
         key = ("elements", tp, tuple(run.start for run in stages))
@@ -238,14 +238,14 @@ class ModelCache:
         elements = []
         for run in stages:
             counted: set[str] = set()
-            found = [0, 0, 0]
+            counts = [0, 0, 0]
             for index in run:
                 for rest, numel, in_blocks, trained in parameters.get(self.representatives[index], []):
                     name = self.model.canonical(f"{self.names[index]}.{rest}")
                     if name not in counted:
                         counted.add(name)
-                        found[(0 if in_blocks else 1) if trained else 2] += numel
-            elements.append(Elements(*found))
+                        counts[(0 if in_blocks else 1) if trained else 2] += numel
+            elements.append(Elements(*counts))
         return elements
 
     def cut(self, config: RunConfig, num_stages: int) -> list[range]:
@@ -256,15 +256,11 @@ class ModelCache:
 
     def _footprints(self, layers: tuple[LayerProfile, ...], stages: list[range]) -> list[Footprint]:
         def combine() -> list[Footprint]:
-            found = []
+            combined = []
             for index, run in enumerate(stages):
                 received = layers[run.start - 1].outputs if index else ()
                 inputs = [(tensor.bytes, tensor.needs_gradient) for tensor in received]
-                found.append(footprint(layers[run.start : run.stop], inputs, last=index == len(stages) - 1))
-            return found
+                combined.append(footprint(layers[run.start : run.stop], inputs, last=index == len(stages) - 1))
+            return combined
 
         return self.cached(("footprints", id(layers), tuple(run.start for run in stages)), combine)
-
-
-def _of_samples(config: RunConfig, size: int) -> RunConfig:
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": size})})

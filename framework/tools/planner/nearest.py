@@ -7,15 +7,15 @@ none fits into memory       more --nodes, shorter sequences; else a known device
 from __future__ import annotations
 
 import dataclasses
-import math
 from itertools import islice
+from typing import NamedTuple
 
 from meshwright.errors import UserError
-from meshwright.tools.planner.choices import MICRO_BATCH_SIZES, MOST_CHUNKS, Choice, choices
+from meshwright.tools.planner.choices import MICRO_BATCH_SIZES, MOST_CHUNKS, Choice, choices, divisors
 from meshwright.tools.planner.hardware import Hardware, known, read_hardware
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan
-from meshwright.tools.planner.search import BEST, search
+from meshwright.tools.planner.search import search
 
 DOUBLINGS = 6
 """Most doublings of the number of nodes, and most halvings of the sequence length."""
@@ -25,55 +25,61 @@ TRIED = 2
 """Most candidates of one kind to try; a candidate keeps the rules but may not fit into memory."""
 
 
-def search_with_offload(cache: ModelCache, hardware: Hardware, nodes: int, best: int = BEST) -> Plan:
+def search_with_offload(cache: ModelCache, hardware: Hardware, nodes: int, best: int) -> Plan:
     """Search, and if nothing fits into memory, search again with the optimizer offloaded to the host."""
-    found = search(cache, hardware, nodes, best=best)
-    if found.best or found.closest is None:
-        return found
+    plan = search(cache, hardware, nodes, best=best)
+    if plan.best or plan.closest is None:
+        return plan
     offloaded = search(cache, hardware, nodes, best=best, offload=True)
-    return offloaded if offloaded.best or offloaded.closest is not None else found
+    return offloaded if offloaded.best or offloaded.closest is not None else plan
 
 
-def nearest(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> list[str]:
-    """Return options, such as ``--nodes 4``, that each make the search succeed. ``found``: the failed search."""
-    if found.closest is None:
-        ways = [
-            _other_batch(cache, hardware, nodes, -1),
-            _other_batch(cache, hardware, nodes, 1),
-            _fewer(cache, hardware, nodes),
-        ]
-        both = None if any(ways) else _more_with_other_batch(cache, hardware, nodes)
+class _Request(NamedTuple):
+    """Model and batch, and the cluster on which a plan is requested."""
+
+    cache: ModelCache
+    hardware: Hardware
+    nodes: int
+
+    @property
+    def samples(self) -> int:
+        """Global batch in samples."""
+        samples = self.cache.config.batch.global_batch
+        assert samples is not None
+        return samples
+
+    def with_samples(self, samples: int) -> _Request:
+        """Return the request with another global batch."""
+        batch = self.cache.config.batch.model_copy(update={"chunks": samples, "global_batch": samples})
+        config = self.cache.config.model_copy(update={"batch": batch})
+        cache = dataclasses.replace(self.cache, config=config)
+        cache.__dict__["model"] = self.cache.model
+        return self._replace(cache=cache)
+
+    def is_solvable(self) -> bool:
+        """Check if some layout keeps the rules and fits."""
+        return bool(search_with_offload(self.cache, self.hardware, self.nodes, best=1).best)
+
+    def replica_sizes(self) -> set[int]:
+        """Return the numbers of ranks, pp x tp, of which the model and a node allow one replica."""
+        offered = choices(self.with_samples(self.hardware.devices_per_node).cache, self.hardware, 1)
+        tps = {each.tp for each in offered if isinstance(each, Choice)}
+        return {tp * pp for tp in tps for pp in range(1, len(self.cache.names) + 1)}
+
+
+def nearest(cache: ModelCache, hardware: Hardware, nodes: int, failed: Plan) -> list[str]:
+    """Return options, such as ``--nodes 4``, that each make the ``failed`` search succeed."""
+    request = _Request(cache, hardware, nodes)
+    if failed.closest is None:
+        ways = [_other_batch(request, -1), _other_batch(request, 1), _fewer(request)]
+        both = None if any(ways) else _more_with_other_batch(request)
         return [each for each in (*ways, both) if each]
-    more = _more_nodes(cache, hardware, nodes)
-    ways = [f"--nodes {more}" if more else None, _shorter(cache, hardware, nodes)]
+    more = _more_nodes(request)
+    ways = [f"--nodes {more}" if more else None, _shorter(request)]
     if any(ways):
         return [each for each in ways if each]
-    larger = _larger(cache, hardware, nodes) or _roomier(cache, hardware, nodes)
+    larger = _larger(request) or _roomier(request)
     return [larger] if larger else []
-
-
-def _samples(cache: ModelCache) -> int:
-    samples = cache.config.batch.global_batch
-    assert samples is not None
-    return samples
-
-
-def _serves(cache: ModelCache, hardware: Hardware, nodes: int, samples: int) -> bool:
-    """Check if a plan with this global batch, in samples, has a layout that fits."""
-    return bool(search_with_offload(_with_samples(cache, samples), hardware, nodes, best=1).best)
-
-
-def _with_samples(cache: ModelCache, samples: int) -> ModelCache:
-    batch = cache.config.batch.model_copy(update={"chunks": samples, "global_batch": samples})
-    other = dataclasses.replace(cache, config=cache.config.model_copy(update={"batch": batch}))
-    other.__dict__["model"] = cache.model
-    return other
-
-
-def _tps(cache: ModelCache, hardware: Hardware) -> list[int]:
-    """Return the tensor-parallel degrees that the model and a node allow."""
-    offered = choices(_with_samples(cache, hardware.devices_per_node), hardware, 1)
-    return sorted({each.tp for each in offered if isinstance(each, Choice)})
 
 
 def _width(per_replica: int) -> int | None:
@@ -81,45 +87,41 @@ def _width(per_replica: int) -> int | None:
     return next((size for size in MICRO_BATCH_SIZES if per_replica <= size * MOST_CHUNKS), None)
 
 
-def _batches(cache: ModelCache, hardware: Hardware, nodes: int, way: int) -> list[int]:
+def _batches(request: _Request, way: int) -> list[int]:
     """Return global batches that keep the rules, the nearest first; ``way``: -1 below, 1 above."""
-    samples, size, found = _samples(cache), nodes * hardware.devices_per_node, set()
-    pipelines = {tp * pp for tp in _tps(cache, hardware) for pp in range(1, len(cache.names) + 1)}
-    for dp in {size // ranks for ranks in pipelines if size % ranks == 0}:
+    samples, size, batches = request.samples, request.nodes * request.hardware.devices_per_node, set()
+    for dp in {size // ranks for ranks in request.replica_sizes() if size % ranks == 0}:
         per_replica = samples // dp + 1 if way > 0 else min((samples - 1) // dp, MOST_CHUNKS * MICRO_BATCH_SIZES[-1])
         width = _width(per_replica)
         if width is not None and per_replica:
-            found.add(dp * (per_replica + (-per_replica % width if way > 0 else -(per_replica % width))))
-    return sorted(found, reverse=way < 0)
+            batches.add(dp * (per_replica + (-per_replica % width if way > 0 else -(per_replica % width))))
+    return sorted(batches, reverse=way < 0)
 
 
-def _other_batch(cache: ModelCache, hardware: Hardware, nodes: int, way: int) -> str | None:
+def _other_batch(request: _Request, way: int) -> str | None:
     """Return the nearest global batch below or above that keeps the rules and fits into memory."""
-    near = islice(_batches(cache, hardware, nodes, way), TRIED)
-    return next((f"--global-batch {each}" for each in near if _serves(cache, hardware, nodes, each)), None)
+    near = islice(_batches(request, way), TRIED)
+    return next((f"--global-batch {each}" for each in near if request.with_samples(each).is_solvable()), None)
 
 
-def _fewer(cache: ModelCache, hardware: Hardware, nodes: int) -> str | None:
+def _fewer(request: _Request) -> str | None:
     """Return the largest smaller number of nodes, or of devices on one node, that works with this global batch."""
-    samples = _samples(cache)
-    for fewer in islice(_sizes_below(cache, hardware, nodes), TRIED):
-        if _serves(cache, hardware, fewer, samples):
+    for fewer in islice(_sizes_below(request), TRIED):
+        if request._replace(nodes=fewer).is_solvable():
             return f"--nodes {fewer}"
-    for devices in range(hardware.devices_per_node - 1, 0, -1):
-        part = hardware.model_copy(update={"devices_per_node": devices})
-        if hardware.devices_per_node % devices == 0 and 1 in _sizes_below(cache, part, 2):
-            return f"--nodes 1 --devices-per-node {devices}" if _serves(cache, part, 1, samples) else None
+    for devices in reversed(divisors(request.hardware.devices_per_node)[:-1]):
+        part = request._replace(hardware=request.hardware.model_copy(update={"devices_per_node": devices}), nodes=1)
+        if 1 in _sizes_below(part._replace(nodes=2)):
+            return f"--nodes 1 --devices-per-node {devices}" if part.is_solvable() else None
     return None
 
 
-def _sizes_below(cache: ModelCache, hardware: Hardware, nodes: int) -> list[int]:
+def _sizes_below(request: _Request) -> list[int]:
     """Return smaller numbers of nodes on which some layout keeps the rules, the largest first."""
-    samples, per_node = _samples(cache), hardware.devices_per_node
-    small = [each for each in range(1, math.isqrt(samples) + 1) if samples % each == 0]
-    replicas = [dp for dp in {*small, *(samples // each for each in small)} if _fills(samples // dp)]
-    pipelines = {tp * pp for tp in _tps(cache, hardware) for pp in range(1, len(cache.names) + 1)}
-    sizes = {ranks * dp for ranks in pipelines for dp in replicas if ranks * dp % per_node == 0}
-    return sorted((size // per_node for size in sizes if size < nodes * per_node), reverse=True)
+    samples, per_node = request.samples, request.hardware.devices_per_node
+    replicas = [dp for dp in divisors(samples) if _fills(samples // dp)]
+    sizes = {ranks * dp for ranks in request.replica_sizes() for dp in replicas if ranks * dp % per_node == 0}
+    return sorted((size // per_node for size in sizes if size < request.nodes * per_node), reverse=True)
 
 
 def _fills(per_replica: int) -> bool:
@@ -127,11 +129,10 @@ def _fills(per_replica: int) -> bool:
     return width is not None and per_replica % width == 0
 
 
-def _more_nodes(cache: ModelCache, hardware: Hardware, nodes: int) -> int | None:
+def _more_nodes(request: _Request) -> int | None:
     """Return the smallest number of nodes found to be enough, by doubling and then bisection."""
-    samples = _samples(cache)
-    doubled = (nodes << doublings for doublings in range(1, DOUBLINGS + 1))
-    enough = next((each for each in doubled if _serves(cache, hardware, each, samples)), None)
+    doubled = (request.nodes << doublings for doublings in range(1, DOUBLINGS + 1))
+    enough = next((each for each in doubled if request._replace(nodes=each).is_solvable()), None)
     if enough is None:
         return None
     too_few = enough // 2
@@ -139,56 +140,57 @@ def _more_nodes(cache: ModelCache, hardware: Hardware, nodes: int) -> int | None
         between = (too_few + enough) // 2
         if between == too_few:
             break
-        if _serves(cache, hardware, between, samples):
+        if request._replace(nodes=between).is_solvable():
             enough = between
         else:
             too_few = between
     return enough
 
 
-def _more_with_other_batch(cache: ModelCache, hardware: Hardware, nodes: int) -> str | None:
+def _more_with_other_batch(request: _Request) -> str | None:
     """Return more nodes and another global batch, for requests that no global batch alone can solve."""
-    for more in (nodes << doublings for doublings in range(1, DOUBLINGS + 1)):
-        if (way := _other_batch(cache, hardware, more, 1)) is not None:
+    for more in (request.nodes << doublings for doublings in range(1, DOUBLINGS + 1)):
+        if (way := _other_batch(request._replace(nodes=more), 1)) is not None:
             return f"--nodes {more} {way}"
     return None
 
 
-def _shorter(cache: ModelCache, hardware: Hardware, nodes: int) -> str | None:
+def _shorter(request: _Request) -> str | None:
     """Return the longest sequence that fits, among half of the current length, a quarter, and so on."""
-    data = cache.config.data
+    cache, data = request.cache, request.cache.config.data
     if data.builder is not None:
         return None
     for halvings in range(1, DOUBLINGS + 1):
         length = data.sequence_length // 2**halvings
         config = cache.config.model_copy(update={"data": data.model_copy(update={"sequence_length": length})})
         try:
-            if length and _serves(ModelCache(config, cache.execution), hardware, nodes, _samples(cache)):
+            if length and request._replace(cache=ModelCache(config, cache.execution)).is_solvable():
                 return f"--data.sequence_length={length}"
         except UserError:  # too short for its task, or for what a layer does with it
             return None
     return None
 
 
-def _larger(cache: ModelCache, hardware: Hardware, nodes: int) -> str | None:
+def _larger(request: _Request) -> str | None:
     """Return the known hardware with the least memory that is enough and more than the current one's."""
+    hardware = request.hardware
     others = [
         (each.memory_bytes, name, each) for name in known() if (each := read_hardware(name)).kind == hardware.kind
     ]
     for memory_bytes, name, other in sorted(others, key=lambda each: each[:2]):
-        if memory_bytes > hardware.memory_bytes and cache.config.train.dtype in other.flops_per_s:
+        if memory_bytes > hardware.memory_bytes and request.cache.config.train.dtype in other.flops_per_s:
             box = other.model_copy(update={"devices_per_node": hardware.devices_per_node})
-            if _serves(cache, box, nodes, _samples(cache)):
+            if request._replace(hardware=box).is_solvable():
                 alike = other.devices_per_node == hardware.devices_per_node
                 return f"--cluster {name}" + ("" if alike else f" --devices-per-node {hardware.devices_per_node}")
     return None
 
 
-def _roomier(cache: ModelCache, hardware: Hardware, nodes: int) -> str | None:
+def _roomier(request: _Request) -> str | None:
     """Return the memory that would be enough, in doublings of the current one's; no real device may have it."""
     for doublings in range(1, 2 * DOUBLINGS + 1):
-        memory_bytes = hardware.memory_bytes << doublings
-        box = hardware.model_copy(update={"memory_bytes": memory_bytes})
-        if _serves(cache, box, nodes, _samples(cache)):
+        memory_bytes = request.hardware.memory_bytes << doublings
+        box = request.hardware.model_copy(update={"memory_bytes": memory_bytes})
+        if request._replace(hardware=box).is_solvable():
             return f"memory_bytes = {memory_bytes} in the file of --cluster, which is {2**doublings} times as much"
     return None

@@ -1,4 +1,4 @@
-"""Operation tape: records work and live bytes of a computation that runs on the meta device.
+"""Recorder of the work and the live bytes of a computation that runs on the meta device.
 
     op          FLOPs   bytes   storages read and written        -> Work: kinds of operations, to be timed on a device
     storages    created by an operation, freed with their last reference  -> live and peak bytes
@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 @dataclass
-class Op:
+class RecordedOp:
     """One recorded operation."""
 
     kind: WorkKind
@@ -69,14 +69,14 @@ class Op:
     """True if the operation only copies its input into another memory layout."""
 
 
-class Tape(OperationRecorder):  # type: ignore[no-untyped-call]
+class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
     """Context that records operations. Only storages created inside it count as live."""
 
     def __init__(self, group: CountingGroup) -> None:
-        """Create an empty tape; ``group.repeats`` is the number of loop passes that one recorded pass represents."""
+        """Create an empty recorder; ``group.repeats`` is the number of loop passes that a recorded pass stands for."""
         super().__init__()
         self.group = group
-        self.ops: list[Op] = []
+        self.ops: list[RecordedOp] = []
         self.attended: list[tuple[int, int]] = []
         self.accumulated: tuple[set[tuple[int, ...]], set[int]] = set(), set()
         """Products of these weight shapes over these numbers of tokens need no new memory: they accumulate in place."""
@@ -87,12 +87,12 @@ class Tape(OperationRecorder):  # type: ignore[no-untyped-call]
         """Peak live bytes without watched storages."""
         self._watched_numbers: set[int] = set()
         self._sizes: dict[int, int] = {}
-        tape = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def release(number: int) -> None:
-            alive = tape()
-            if alive is not None:
-                alive._release(number)
+            recorder = reference()
+            if recorder is not None:
+                recorder._release(number)
 
         self._storages = StorageRegistry(release)
 
@@ -132,17 +132,17 @@ class Tape(OperationRecorder):  # type: ignore[no-untyped-call]
         self, flops: float, num_bytes: float, done_share: float = 1.0, shape: tuple[int, int, int, int] = (1, 0, 0, 0)
     ) -> None:
         """Record the fused attention kernel (see :class:`meshwright.model.meter.FusedAttentionMode`)."""
-        self.ops.append(Op(WorkKind.ATTENTION, flops * done_share, num_bytes, shape))
+        self.ops.append(RecordedOp(WorkKind.ATTENTION, flops * done_share, num_bytes, shape))
 
     def record(self, operation: Operation) -> None:
         """Record an operation that has run, and the live bytes after it."""
-        packet, given = operation.packet, operation.inputs
-        reads = {self.number_of(tensor): stored_bytes(tensor) for tensor in given}
+        packet, inputs = operation.packet, operation.inputs
+        reads = {self.number_of(tensor): stored_bytes(tensor) for tensor in inputs}
         writes: dict[int, float] = {}
         for tensor in operation.outputs:
             number = self._storages.find(tensor)
             if number is None:
-                inner = given[0].shape[-1] if given and given[0].dim() == 2 else 0
+                inner = inputs[0].shape[-1] if inputs and inputs[0].dim() == 2 else 0
                 is_added = (
                     packet is aten.mm and inner in self.accumulated[1] and tuple(tensor.shape) in self.accumulated[0]
                 )
@@ -156,7 +156,7 @@ class Tape(OperationRecorder):  # type: ignore[no-untyped-call]
         if flops or num_bytes:
             product = flops > 0
             self.ops.append(
-                Op(
+                RecordedOp(
                     WorkKind.PRODUCT if product else WorkKind.MEMORY,
                     flops,
                     num_bytes,
@@ -171,13 +171,13 @@ class Tape(OperationRecorder):  # type: ignore[no-untyped-call]
 
     def work(self, start: int, stop: int, *, fused: bool, any_order: bool) -> tuple[Work, ...]:
         """Count the operations ``start`` to ``stop`` (exclusive), grouped by kind, FLOPs, bytes and shape."""
-        ops: Iterable[Op] = _fuse(self.ops, start, stop) if fused else self.ops[start:stop]
+        ops: Iterable[RecordedOp] = _fuse(self.ops, start, stop) if fused else self.ops[start:stop]
         if any_order:
             ops = [op for op in ops if not op.copies]
         counted: Counter[tuple[WorkKind, float, float, tuple[int, int, int, int]]] = Counter()
         for op in ops:
             counted[op.kind, op.flops, op.bytes, op.shape] += op.times
-        return tuple(Work(*what, times=times) for what, times in counted.items())
+        return tuple(Work(*key, times=times) for key, times in counted.items())
 
 
 def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:
@@ -190,13 +190,13 @@ def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:
     return 1, side, side, side
 
 
-def _fuse(ops: list[Op], start: int, stop: int) -> Iterator[Op]:
+def _fuse(ops: list[RecordedOp], start: int, stop: int) -> Iterator[RecordedOp]:
     """Group neighbouring operations that consume each other's results; intermediates within a group cost no bytes."""
     used_later: dict[int, int] = {}
     for position, op in enumerate(ops):
         for number in op.reads:
             used_later[number] = position
-    group: list[Op] = []
+    group: list[RecordedOp] = []
     for position in range(start, stop):
         op = ops[position]
         made = {number for member in group for number in member.writes}
@@ -204,17 +204,17 @@ def _fuse(ops: list[Op], start: int, stop: int) -> Iterator[Op]:
             group.append(op)
             continue
         if group:
-            yield _as_one(group, position, used_later)
+            yield _merge(group, position, used_later)
             group = []
         if op.fusable:
             group = [op]
         else:
             yield op
     if group:
-        yield _as_one(group, stop, used_later)
+        yield _merge(group, stop, used_later)
 
 
-def _as_one(group: list[Op], end: int, used_later: dict[int, int]) -> Op:
+def _merge(group: list[RecordedOp], end: int, used_later: dict[int, int]) -> RecordedOp:
     if len(group) == 1:
         return group[0]
     made: dict[int, float] = {}
@@ -227,4 +227,4 @@ def _as_one(group: list[Op], end: int, used_later: dict[int, int]) -> Op:
             made[number] = max(made.get(number, 0.0), size)
     out = sum(size for number, size in made.items() if used_later.get(number, -1) >= end)
     last = max(group[-1].writes.values(), default=0.0)
-    return Op(WorkKind.MEMORY, 0.0, sum(read.values()) + max(out, last), times=group[0].times)
+    return RecordedOp(WorkKind.MEMORY, 0.0, sum(read.values()) + max(out, last), times=group[0].times)

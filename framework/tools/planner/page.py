@@ -5,14 +5,17 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.grid import nodes_of
 from meshwright.terminal.format import format_size
 from meshwright.tools.page.render import render, svg_of
+from meshwright.tools.picture.figure import figure
+from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.planner.explanation import duration, sanity, strategy, why
-from meshwright.tools.planner.figures import memory_bars, schedule_picture, trade_off
+from meshwright.tools.planner.figures import memory_bars, trade_off
+from meshwright.tools.planner.memory import CATEGORIES
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, tokens_per_second, usable_bytes
-from meshwright.tools.planner.text import CATEGORIES
+from meshwright.tools.planner.text import memory_rows
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
 MOST_DRAWN = 4096
@@ -22,11 +25,7 @@ MOST_DRAWN = 4096
 def page(cache: ModelCache, plan: Plan) -> str:
     """Return the page as HTML text. The plan must have at least one layout that fits."""
     first, room = plan.best[0], usable_bytes(plan.hardware)
-    grid = Grid(first.choice.pp, first.choice.dp, first.choice.tp)
-    spans = len(first.time.timeline.spans)
-    rejected: dict[str, int] = {}
-    for each in plan.rejected:
-        rejected[each.rule] = rejected.get(each.rule, 0) + each.times
+    timeline = first.time.timeline
     return render(
         TEMPLATE,
         title=f"{plan.base.run.name} on {plan.size:,} x {plan.hardware.name}",
@@ -44,18 +43,15 @@ def page(cache: ModelCache, plan: Plan) -> str:
         why=why(first, plan.best[1]) if len(plan.best) > 1 else "",
         sanity=sanity(cache, first),
         categories=CATEGORIES,
-        memory=[
-            (rank, [format_size(getattr(each, name)) for name in CATEGORIES], format_size(each.total), each.at)
-            for rank, each in enumerate(first.memory)
-        ],
+        memory=memory_rows(first),
         memory_svg=svg_of(memory_bars(first.memory, room), "memory of each rank, by category"),
         trade_off_svg=svg_of(trade_off(plan), "time of a step against memory"),
-        schedule_svg=svg_of(schedule_picture(first.time.timeline), "the schedule, simulated")
-        if first.choice.pp > 1 and spans <= MOST_DRAWN
+        schedule_svg=svg_of(figure([Panel(timeline)], Unit.SECONDS), "the schedule, simulated")
+        if first.choice.pp > 1 and len(timeline.spans) <= MOST_DRAWN
         else "",
         shades=first.choice.interleave > 1,
-        placement=html.unescape(grid.draw(nodes_of(plan.nodes, plan.hardware.devices_per_node))),
-        rejected=sorted(rejected.items(), key=lambda each: -each[1]),
+        placement=html.unescape(first.layout.grid.draw(nodes_of(plan.nodes, plan.hardware.devices_per_node))),
+        rejected=plan.rejections_by_rule().most_common(),
     )
 
 

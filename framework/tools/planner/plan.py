@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from meshwright.blueprint import batch_numbers
@@ -62,6 +63,13 @@ class Plan:
         """Number of devices."""
         return self.nodes * self.hardware.devices_per_node
 
+    def rejections_by_rule(self) -> Counter[str]:
+        """Count the rejected layouts by the rule that they break."""
+        times: Counter[str] = Counter()
+        for each in self.rejected:
+            times[each.rule] += each.times
+        return times
+
 
 def backend_of(hardware: Hardware) -> Backend:
     """Return the communication backend of a hardware: gloo on CPU, NCCL on GPUs."""
@@ -97,7 +105,7 @@ def ranked_layout(
     return RankedLayout(choice, layout.config, layout, time, memory, mfu)
 
 
-def tokens_per_second(found: RankedLayout, cache: ModelCache) -> float:
+def tokens_per_second(layout: RankedLayout, cache: ModelCache) -> float:
     """Return the throughput of all devices together, in tokens/s."""
-    batch = batch_numbers(found.config)
-    return batch.global_batch * cache.example(1).tokens_per_sample / found.time.total
+    batch = batch_numbers(layout.config)
+    return batch.global_batch * cache.example(1).tokens_per_sample / layout.time.total

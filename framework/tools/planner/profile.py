@@ -1,6 +1,6 @@
 """Profiles of layers for one micro-batch on one tp rank, measured by running the real modules on the meta device.
 
-    plain model on meta -> split over tp -> one layer after the other, forward and backward, on a Tape
+    plain model on meta -> split over tp -> one layer after the other, forward and backward, under a WorkRecorder
 
     LayerProfile   work      operations of forward and backward, to be timed on a device
                    messages  collectives of its tp group
@@ -59,8 +59,8 @@ class LayerProfiler:
         Args:
             layers: (name, module), split over tp already, in the training dtype, on meta. A module that represents
                 several layers is repeated.
-            inputs: of one micro-batch, on meta; full tensors, as every tp rank gets them.
-            labels: of that micro-batch; None leaves the loss out.
+            inputs: Inputs of one micro-batch, on meta; full tensors, as every tp rank receives them.
+            labels: Labels of that micro-batch; None leaves the loss out.
             recompute: names of the layers and modules that are recomputed in backward (activation checkpointing).
 
         Raises:
@@ -68,7 +68,7 @@ class LayerProfiler:
         """
         value = inputs
         draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"), is_recompute=True)
-        found = []
+        profiles = []
         outlines: dict[int, Any] = {}
         for index, (name, original) in enumerate(layers):
             if id(original) not in outlines:
@@ -80,16 +80,18 @@ class LayerProfiler:
                 outline_of_value(value),
                 None if own_labels is None else outline_of_value(own_labels),
                 parts,
+                self.execution,
+                self.tp.size,
+                splits_backward,
             )
-            key = (*key, self.execution, self.tp.size, splits_backward)
             if key not in self.results:
                 loss = None if own_labels is None else partial(self._loss, own_labels)
                 layer = _copy_on_meta(original, draw)
                 run = LayerRun(name, layer, self.tp, self.execution, loss, parts, splits_backward)
                 self.results[key] = run.profile(value)
             profile, value = self.results[key]
-            found.append(profile if profile.name == name else replace(profile, name=name))
-        return tuple(found)
+            profiles.append(profile if profile.name == name else replace(profile, name=name))
+        return tuple(profiles)
 
     def _loss(self, labels: Tensor, output: Any) -> Tensor:
         return self.loss(output, labels.to("meta"))

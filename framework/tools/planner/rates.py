@@ -104,7 +104,7 @@ class FrameworkTraits(NamedTuple):
 MEASURED = RateFractions(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0, waits=0.0, operation_s=0.0)
 """Fractions for measured rates, which need no reduction."""
 CPU_TRAITS = FrameworkTraits(overlaps_reduce=False, overlaps_gather=False)
-"""Habits of devices whose compute cores also carry the messages."""
+"""Traits of devices whose compute cores also carry the messages."""
 
 TILE = (128, 128)
 QUERY_TILE = 128

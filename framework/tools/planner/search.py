@@ -1,4 +1,4 @@
-"""All layouts of a model on a cluster: those that cannot be run with the rule and the number, the others by time.
+"""Search of all layouts of a model on a cluster: rejected ones with their rule and number, the others by time.
 
 degrees, batch, schedule, ZeRO stage, recompute        every combination that the rules allow     choices.py
   -> time and memory by formula                         all of them
@@ -23,7 +23,6 @@ from meshwright.tools.planner.estimates import (
     estimate_bytes,
     estimate_s,
     least_bytes,
-    least_host_bytes,
     lowered_schedule,
 )
 from meshwright.tools.planner.hardware import Hardware
@@ -51,15 +50,15 @@ def search(cache: ModelCache, hardware: Hardware, nodes: int, *, best: int = BES
     """Search all layouts of the cache's model and batch on ``nodes`` nodes."""
     hardware.check_dtype(cache.config.train.dtype)
     plan = Plan(cache.config, hardware, nodes, [], [], 0, 0)
-    found = _Search(cache, hardware, plan, usable_bytes(hardware))
-    found.estimate_all(offload)
-    plan.best = found.rank(best)
-    plan.num_fitting -= len(found.failed)
-    plan.trade_off = [(e.seconds, e.bytes, e.choice) for e in found.estimates if e.choice not in found.failed]
-    for reason, large in found.too_large.items():
-        plan.rejected.append(_memory_rejection(reason, large, found.room))
-    if not plan.best and found.too_large:
-        plan.closest = min(chain.from_iterable(found.too_large.values()), key=lambda each: each[0])
+    run = _Search(cache, hardware, plan, usable_bytes(hardware))
+    run.estimate_all(offload)
+    plan.best = run.rank(best)
+    plan.num_fitting -= len(run.failed)
+    plan.trade_off = [(e.seconds, e.bytes, e.choice) for e in run.estimates if e.choice not in run.failed]
+    for reason, large in run.too_large.items():
+        plan.rejected.append(_memory_rejection(reason, large, run.room))
+    if not plan.best and run.too_large:
+        plan.closest = min(chain.from_iterable(run.too_large.values()), key=lambda each: each[0])
     return plan
 
 
@@ -118,8 +117,9 @@ class _Search:
 
     def _fits_host(self, alike: Sequence[Choice]) -> bool:
         """Check that the offloaded optimizer fits into the memory of a node's host."""
-        needed, available = least_host_bytes(self.cache, alike), self.hardware.host_memory_bytes
-        needed *= self.hardware.devices_per_node
+        most_sharded = max(alike, key=lambda each: (each.zero, each.shard_factor))
+        needed = least_bytes(self.cache, most_sharded)[1] * self.hardware.devices_per_node
+        available = self.hardware.host_memory_bytes
         if needed > available:
             text = f"{format_size(needed)} of a node's host, which has {format_size(available)}"
             rule = f"memory, the optimizer on the host: {text}"
@@ -129,7 +129,7 @@ class _Search:
     def _estimate(self, alike: Sequence[Choice]) -> bool:
         """Estimate choices that differ only in sharding and recompute; return True if any fits."""
         least = max(alike, key=lambda each: (each.zero, each.recompute == "full", each.shard_factor))
-        at_rest = least_bytes(self.cache, least)
+        at_rest, _ = least_bytes(self.cache, least)
         if at_rest > self.room:
             self.too_large["weights, gradients and optimizer alone"] += [(at_rest, least)] * len(alike)
             return False
@@ -156,28 +156,28 @@ class _Search:
     def rank(self, number: int) -> list[RankedLayout]:
         """Return up to ``number`` layouts that fit, ordered by time."""
         waiting = sorted(self.estimates)
-        found: list[RankedLayout] = []
+        ranked: list[RankedLayout] = []
         fitting: dict[Shape, list[Choice]] = defaultdict(list)
         num_evaluated = 0
         while True:
-            slowest = found[number - 1].time.total if len(found) >= number else math.inf
-            if waiting and waiting[0].seconds <= slowest and (num_evaluated < MOST_EVALUATED or not found):
+            slowest = ranked[number - 1].time.total if len(ranked) >= number else math.inf
+            if waiting and waiting[0].seconds <= slowest and (num_evaluated < MOST_EVALUATED or not ranked):
                 choice = heapq.heappop(waiting).choice
                 if _is_skipped(choice, fitting[choice.shape]):
                     self.skipped[choice.shape].append(choice)
                 elif each := self._evaluate(choice):
                     num_evaluated += 1
                     fitting[choice.shape].append(choice)
-                    insort(found, each, key=lambda each: each.time.total)
+                    insort(ranked, each, key=lambda each: each.time.total)
                 else:
                     self._drop(choice, waiting)
-            elif not found or self._first_fits(found):
+            elif not ranked or self._first_fits(ranked):
                 break
             else:
-                first = found.pop(0).choice
+                first = ranked.pop(0).choice
                 fitting[first.shape].remove(first)
                 self._drop(first, waiting)
-        return found[:number]
+        return ranked[:number]
 
     def _evaluate(self, choice: Choice) -> RankedLayout | None:
         """Evaluate a layout: time from its computations, memory from a walk with approximate message positions.
@@ -190,15 +190,16 @@ class _Search:
             return None
         return ranked_layout(self.cache, self.performance, choice, layout, memory)
 
-    def _first_fits(self, found: list[RankedLayout]) -> bool:
+    def _first_fits(self, ranked: list[RankedLayout]) -> bool:
         """Lower the fastest layout as it will run, and replace its estimate if it still fits."""
-        choice, config = found[0].choice, found[0].config
-        if found[0].layout.schedule.is_lowered:
+        first = ranked[0]
+        if first.layout.schedule.is_lowered:
             return True
-        whole = evaluate(self.cache, self.hardware, config, choice, lowered_schedule(self.cache, choice))
-        if self._is_too_large(choice, whole.peak_bytes):
+        schedule = lowered_schedule(self.cache, first.choice)
+        whole = evaluate(self.cache, self.hardware, first.config, first.choice, schedule)
+        if self._is_too_large(first.choice, whole.peak_bytes):
             return False
-        found[0] = whole
+        ranked[0] = whole
         return True
 
     def _is_too_large(self, choice: Choice, needed: int) -> bool:

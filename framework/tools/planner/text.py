@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from meshwright.config import RunConfig
-from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh.grid import nodes_of
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.picture.text import text as schedule_text
 from meshwright.tools.planner.explanation import sanity, strategy, why
+from meshwright.tools.planner.memory import CATEGORIES
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
 
 MOST_RULES = 14
 WIDTH = 110
-CATEGORIES = ("weights", "gradients", "optimizer", "activations", "messages", "temporaries")
 
 
-def describe(cache: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
+def describe(cache: ModelCache, plan: Plan) -> str:
     """Return a plan as text."""
     config, hardware = plan.base, plan.hardware
     lines = [
@@ -39,25 +38,19 @@ def describe(cache: ModelCache, plan: Plan, *, width: int = WIDTH) -> str:
     lines += ["", *table(cache, plan.best), ""]
     if len(plan.best) > 1:
         lines += [why(first, plan.best[1]), ""]
-    grid = Grid(first.config.parallel.pp, first.choice.dp, first.config.parallel.tp)
-    lines += [grid.draw(nodes_of(plan.nodes, hardware.devices_per_node)), ""]
-    lines += [
-        "memory of a rank, the first layout, at its highest point",
-        *memory_table(first),
-        *sanity(cache, first),
-    ]
-    if first.config.parallel.pp > 1 and first.config.parallel.pp <= 16:
-        rows = schedule_text(first.time.timeline, width).splitlines()
-        lines += ["", *rows]
+    lines += [first.layout.grid.draw(nodes_of(plan.nodes, hardware.devices_per_node)), ""]
+    lines += ["memory of a rank, the first layout, at its highest point", *memory_table(first), *sanity(cache, first)]
+    if 1 < first.choice.pp <= 16:
+        lines += ["", *schedule_text(first.time.timeline, WIDTH).splitlines()]
     return "\n".join(lines)
 
 
-def table(cache: ModelCache, found: Sequence[RankedLayout]) -> list[str]:
+def table(cache: ModelCache, layouts: Sequence[RankedLayout]) -> list[str]:
     """Format one line per layout."""
     rows: list[tuple[str, ...]] = [
         ("", "step s", "MFU", "tokens/s", "memory", "pp", "dp", "tp", "schedule", "batch", "ZeRO", "sp", "recompute")
     ]
-    for number, each in enumerate(found, start=1):
+    for number, each in enumerate(layouts, start=1):
         c = each.choice
         schedule = "-" if c.pp == 1 else c.schedule + (f" x{c.interleave}" if c.schedule == "interleaved_1f1b" else "")
         zero = str(c.zero) + (f"/{c.shard_factor}" if c.zero and c.shard_factor < c.dp else "")
@@ -81,33 +74,35 @@ def table(cache: ModelCache, found: Sequence[RankedLayout]) -> list[str]:
     return format_table(rows, ">>>>>>>><><<<")
 
 
-def memory_table(found: RankedLayout) -> list[str]:
+def memory_rows(layout: RankedLayout) -> list[tuple[str, ...]]:
+    """Format the memory of each pipeline rank as one row: bytes by category, their sum, the action at the peak."""
+    return [
+        (str(rank), *(format_size(getattr(each, name)) for name in CATEGORIES), format_size(each.total), each.at)
+        for rank, each in enumerate(layout.memory)
+    ]
+
+
+def memory_table(layout: RankedLayout) -> list[str]:
     """Format one line per pipeline rank; with more than nine ranks, only the first and last four."""
-    rows: list[tuple[str, ...]] = [("pp_rank", *CATEGORIES, "in all", "at")]
-    ranks = list(enumerate(found.memory))
-    shown = ranks if len(ranks) <= 9 else [*ranks[:4], *ranks[-4:]]
-    for rank, each in shown:
-        parts = [format_size(getattr(each, category)) for category in CATEGORIES]
-        rows.append((str(rank), *parts, format_size(each.total), each.at))
-    lines = format_table(rows, ">>>>>>>><")
-    if len(ranks) > len(shown):
-        lines.insert(5, f"... {len(ranks) - len(shown)} more between")
-    hosted = max(each.host for each in found.memory)
-    return [*lines, f"and {format_size(hosted)} in the host's memory"] if hosted else lines
+    rows = memory_rows(layout)
+    shown = rows if len(rows) <= 9 else [*rows[:4], *rows[-4:]]
+    lines = format_table([("pp_rank", *CATEGORIES, "in all", "at"), *shown], ">>>>>>>><")
+    if len(rows) > len(shown):
+        lines.insert(5, f"... {len(rows) - len(shown)} more between")
+    host_bytes = max(each.host for each in layout.memory)
+    return [*lines, f"and {format_size(host_bytes)} in the host's memory"] if host_bytes else lines
 
 
 def rejections(plan: Plan) -> list[str]:
     """List the broken rules, most frequent first, each with an example."""
-    times: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    for each in plan.rejected:
-        times[each.rule] += each.times
-        examples.setdefault(each.rule, each.example)
+    times = plan.rejections_by_rule()
     if not times:
         return []
-    rows = [(f"{number:,} x", rule, f"such as {examples[rule]}") for rule, number in times.most_common(MOST_RULES)]
-    left = len(times) - len(rows)
-    lines = [f"  {number:>8}  {rule}; {example}" for number, rule, example in rows]
+    examples = {each.rule: each.example for each in reversed(plan.rejected)}  # the first example of each rule
+    lines = [
+        f"  {f'{number:,} x':>8}  {rule}; such as {examples[rule]}" for rule, number in times.most_common(MOST_RULES)
+    ]
+    left = len(times) - len(lines)
     return ["rejected", *lines, *([f"  and by {left} more rules"] if left > 0 else [])]
 
 

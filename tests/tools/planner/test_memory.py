@@ -46,7 +46,7 @@ def highest(
 ) -> ActionMemory:
     """Of a rank without replicas."""
     schedule = lower(build_schedule(name, pp, chunks, 1))
-    return walk(schedule, rank, footprints, ReductionBuffers(config(), by), by)
+    return walk(schedule, rank, footprints, ReductionBuffers(config(), by))
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -66,8 +66,8 @@ def test_a_split_backward_keeps_notes_between_its_halves() -> None:
 def test_gloo_holds_what_is_sent_and_nccl_does_not() -> None:
     schedule = lower(build_schedule("1f1b", 2, 6, 1))
     last = [alone(2)[0], alone(2)[1]._replace(input_gradients=70, inputs=0, outputs=0)]
-    by_nccl = walk(schedule, 1, last, ReductionBuffers(config(), NCCL), NCCL)
-    by_gloo = walk(schedule, 1, last, ReductionBuffers(config(), GLOO), GLOO)
+    by_nccl = walk(schedule, 1, last, ReductionBuffers(config(), NCCL))
+    by_gloo = walk(schedule, 1, last, ReductionBuffers(config(), GLOO))
     assert by_nccl.total == KEPT
     assert by_gloo.messages == by_gloo.total - KEPT == 70 * 4  # 2 x pp that are still being sent
     assert any(action.kind is Kind.SEND_B for row in schedule.rows for item in row for action in _actions(item))

@@ -13,7 +13,7 @@ from meshwright.pipeline.values import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
-from meshwright.tools.planner.operations import Tape, Work, WorkKind
+from meshwright.tools.planner.operations import Work, WorkKind, WorkRecorder
 from meshwright.tools.planner.profile import LayerProfiler, counting_group
 from tests.support.processes import Live
 from tests.tools.planner.small import cache
@@ -231,8 +231,10 @@ def test_one_pass_of_a_loop_stands_for_all(monkeypatch: pytest.MonkeyPatch, rows
         monkeypatch.setattr(module, "_chunks", chunks)
         logits = torch.empty(1, rows, 48, device="meta", requires_grad=True)
         labels = torch.empty(1, rows, dtype=torch.int64, device="meta")
-        with Tape(group) as tape:
+        with WorkRecorder(group) as recorder:
             vocab_parallel_cross_entropy(logits, labels, group, 96).sum().backward()
-        found.append((sum(op.bytes * op.times for op in tape.ops), sum(op.times for op in tape.ops), len(tape.ops)))
+        found.append(
+            (sum(op.bytes * op.times for op in recorder.ops), sum(op.times for op in recorder.ops), len(recorder.ops))
+        )
     assert found[0][:2] == pytest.approx(found[1][:2], rel=0.03)
     assert found[0][2] < found[1][2]
