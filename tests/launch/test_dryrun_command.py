@@ -57,7 +57,7 @@ def test_a_seeded_fault_is_exit_code_1(config: str, capsys: pytest.CaptureFixtur
         (["missing:pp:3"], "on rank 1 that group is this rank alone, without rank 3"),
         (
             ["missing:dp:0", "missing:dp:1"],
-            "the dp group [0 1] has fallen into 0 and 1: each part communicates by itself",
+            "the dp group [0 1] is split into 0 and 1: each part communicates separately",
         ),
         (["schedule:2=gpipe"], "rank 2 runs gpipe and the others 1f1b"),
     ],

@@ -13,8 +13,9 @@ unless a rank deviates, so messages are compared in the first column and in thos
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 from meshwright.mesh.grid import Axis, Coordinates
@@ -69,7 +70,7 @@ def _members(job: Job, views: GroupViews) -> Iterator[Disagreement]:
             yield Disagreement(
                 "members",
                 tuple(sorted({first, outsider, *left_out})),
-                f"rank {first} counts itself into the {axis} group {format_ranks(group)}, and on rank {outsider} that "
+                f"rank {first} has the {axis} group {format_ranks(group)}, but on rank {outsider} that "
                 f"group is {format_ranks(other) if len(other) > 1 else 'this rank alone'}, without rank "
                 f"{format_ranks(left_out)}",
             )
@@ -78,9 +79,9 @@ def _members(job: Job, views: GroupViews) -> Iterator[Disagreement]:
             yield Disagreement(
                 "members",
                 whole,
-                f"the {axis} group {format_ranks(whole)} has fallen into "
-                f"{' and '.join(map(format_ranks, sorted(parts)))}: each part communicates by itself, "
-                f"with other numbers",
+                f"the {axis} group {format_ranks(whole)} is split into "
+                f"{' and '.join(map(format_ranks, sorted(parts)))}: each part communicates separately, "
+                f"and their numbers differ",
             )
 
 
@@ -122,19 +123,16 @@ def _collectives(job: Job, views: GroupViews) -> Iterator[Disagreement]:
             continue
         compared.add(key)
         first, *others = sorted(positions.values())
-        mine = sequence(first)
+        expected = sequence(first)
         for other in others:
-            theirs = sequence(other)
-            differing = (
-                n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if _signature(a) != _signature(b)
-            )
-            number = next(differing, min(len(mine), len(theirs)) if len(mine) != len(theirs) else None)
+            actual = sequence(other)
+            number = _first_difference(map(_signature, expected), map(_signature, actual))
             if number is not None:
                 yield Disagreement(
                     "collectives",
                     (first.rank, other.rank),
                     f"number {number + 1} of the {axis_of(job.grid, group)} group {format_ranks(group)} is "
-                    f"{_describe(mine, number)} on rank {first.rank} and {_describe(theirs, number)} on rank "
+                    f"{_describe(expected, number)} on rank {first.rank} and {_describe(actual, number)} on rank "
                     f"{other.rank}",
                 )
 
@@ -159,7 +157,7 @@ def _rows(job: Job) -> Iterator[Disagreement]:
             yield Disagreement(
                 "schedule",
                 (rank,),
-                f"rank {rank} runs {own.name} and the others {schedule.name}: no rank blocks for ever, but ranks "
+                f"rank {rank} runs {own.name} and the others {schedule.name}: no rank blocks forever, but ranks "
                 f"compare their schedules at start, and exit there",
             )
         for problem in problems[:4]:
@@ -191,19 +189,19 @@ def _messages(job: Job, views: GroupViews) -> Iterator[Disagreement]:
                     received[peer, rank].append(record)
         for channel in sorted(sent.keys() | received.keys()):
             sends, receives = sent[channel], received[channel]
-            for number in range(max(len(sends), len(receives))):
-                if _message(sends, number) != _message(receives, number):
-                    yield Disagreement(
-                        "messages",
-                        channel,
-                        f"number {number + 1} from rank {channel[0]} to rank {channel[1]}: sent is "
-                        f"{_describe(sends, number)}, awaited is {_describe(receives, number)}",
-                    )
-                    break
+            number = _first_difference(*([_signature(record)[1:] for record in end] for end in (sends, receives)))
+            if number is not None:
+                yield Disagreement(
+                    "messages",
+                    channel,
+                    f"number {number + 1} from rank {channel[0]} to rank {channel[1]}: sent: "
+                    f"{_describe(sends, number)}, expected: {_describe(receives, number)}",
+                )
 
 
-def _message(messages: list[CommunicationRecord], number: int) -> tuple[int, str] | None:
-    return _signature(messages[number])[1:] if number < len(messages) else None
+def _first_difference(ours: Iterable[object], theirs: Iterable[object]) -> int | None:
+    """Return the index of the first unequal pair, None if all are equal; a missing element equals no other."""
+    return next((index for index, (a, b) in enumerate(zip_longest(ours, theirs)) if a != b), None)
 
 
 def _signature(record: CommunicationRecord) -> tuple[str, int, str]:

@@ -47,7 +47,7 @@ def find_deadlock(job: Job, views: GroupViews) -> tuple[Ranks, str] | None:
         peers = sorted({*call.sends, *call.receives}) or [member for member in call.group if member != rank]
         lines.append(f"rank {rank} in {call.activity} for {format_ranks(peers)}")
     more = f", and {len(blocked) - MOST_LISTED} more" if len(blocked) > MOST_LISTED else ""
-    return tuple(blocked), f"these wait for ever: {'; '.join(lines)}{more}"
+    return tuple(blocked), f"these ranks block forever: {'; '.join(lines)}{more}"
 
 
 def _ranks_to_run(job: Job) -> list[int]:
@@ -65,17 +65,17 @@ def _smallest_other(indices: set[int], degree: int) -> int:
 
 
 def _blocking_calls(job: Job, views: GroupViews, rank: int) -> list[_BlockingCall]:
-    profile, found = job.profile_of(rank), []
+    profile, calls = job.profile_of(rank), []
     in_activity = groupby(profile.communication, key=lambda r: id(r.activity) if r.call.peer is not None else None)
     for message_key, run in in_activity:
         records = list(run)
         if message_key is None:
-            found += [_BlockingCall(r.activity, (), (), views.group(r.call.group, profile, rank)) for r in records]
+            calls += [_BlockingCall(r.activity, (), (), views.group(r.call.group, profile, rank)) for r in records]
             continue
         peers = [(r.call.operation, p) for r in records if views.can_reach(rank, p := views.peer(r, rank))]
         sends, receives = (tuple(p for o, p in peers if o == operation) for operation in ("send", "receive"))
-        found.append(_BlockingCall(records[0].activity, sends, receives, ()))
-    return found
+        calls.append(_BlockingCall(records[0].activity, sends, receives, ()))
+    return calls
 
 
 class _Run:

@@ -36,12 +36,12 @@ from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
 from meshwright.step import StepFeed, all_reduce_sums
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile, build_profile
-from meshwright.tools.dryrun.recorder import Recorder
+from meshwright.tools.dryrun.recorder import StepRecorder
 
 
 @dataclass
 class FakeSource:
-    """Samples of the right shape. A :class:`meshwright.data.sources.Source`."""
+    """Source (:class:`meshwright.data.sources.Source`) of samples of the right shape, all zero."""
 
     example: MetaMicrobatch
 
@@ -68,7 +68,7 @@ class StageTensors(NamedTuple):
 class RecordingStage:
     """Wrapper of a stage that records the tensors it receives and returns."""
 
-    def __init__(self, stage: Stage, recorder: Recorder, draw: Draw, tensors: dict[Action, StageTensors]) -> None:
+    def __init__(self, stage: Stage, recorder: StepRecorder, draw: Draw, tensors: dict[Action, StageTensors]) -> None:
         self._stage, self._recorder, self._draw, self._tensors = stage, recorder, draw, tensors
 
     def __getattr__(self, name: str) -> Any:
@@ -118,21 +118,26 @@ class SharedBlueprint(NamedTuple):
     def for_rank(self, pp_rank: int) -> Blueprint:
         """Return the blueprint with private copies of the layers of a pipeline rank; other layers are shared."""
         blueprint, model = self.blueprint, self.blueprint.model
-        mine = {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
+        own = _own_layers(blueprint, pp_rank)
         memo: dict[int, Any] = {id(model.draw): model.draw}
         layers = nn.Sequential()
         for index, (name, layer) in enumerate(model.layers.named_children()):
-            layers.add_module(name, copy.deepcopy(layer, memo) if index in mine else layer)
+            layers.add_module(name, copy.deepcopy(layer, memo) if index in own else layer)
         return replace(blueprint, model=replace(model, layers=layers))
+
+
+def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:
+    """Return the indices of the layers of a pipeline rank."""
+    return {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
 
 
 def share_blueprint(config: RunConfig, tp_rank: int = 0) -> SharedBlueprint:
     """Draw the blueprint of many ranks once."""
     tp = PlaceholderGroup("tp", tuple(range(config.parallel.tp)), tp_rank)
-    return SharedBlueprint(draw_blueprint(on_cpu(config), tp), tp)
+    return SharedBlueprint(draw_blueprint(without_offload_directory(config), tp), tp)
 
 
-def on_cpu(config: RunConfig) -> RunConfig:
+def without_offload_directory(config: RunConfig) -> RunConfig:
     """Return the configuration for the dry run, without an offload directory.
 
     ``train.device`` stays, because the stages must be those of the real device.
@@ -144,7 +149,7 @@ def on_cpu(config: RunConfig) -> RunConfig:
 class StepRecording(NamedTuple):
     """Everything that was recorded in a dry run of one step, as input of a replay."""
 
-    recorder: Recorder
+    recorder: StepRecorder
     first: int
     """Number of operations before the step."""
     roles: dict[int, Category]
@@ -165,11 +170,11 @@ def profile_rank(config: RunConfig, rank: int, shared: SharedBlueprint | None = 
     )
 
 
-def record_step(config: RunConfig, rank: int, shared: SharedBlueprint | None = None) -> StepRecording:
+def record_step(config: RunConfig, rank: int, shared: SharedBlueprint | None) -> StepRecording:
     """Run the dry run of :func:`profile_rank` and return all records."""
-    recorder = Recorder()
-    config = on_cpu(config)
-    with fake_mesh(grid_of(config), rank, recorder.begin) as mesh:
+    recorder = StepRecorder()
+    config = without_offload_directory(config)
+    with fake_mesh(grid_of(config), rank, recorder.begin_activity) as mesh:
         shared = share_blueprint(config, mesh.at.tp_rank) if shared is None else shared
         shared.tp.become(mesh.tp)
         blueprint = shared.for_rank(mesh.at.pp_rank)
@@ -184,7 +189,7 @@ def record_step(config: RunConfig, rank: int, shared: SharedBlueprint | None = N
             for index, stage in parts.executor.stages.items():
                 parts.executor.stages[index] = RecordingStage(stage, recorder, blueprint.model.draw, stage_tensors)  # type: ignore[assignment]
             gc.collect()
-            gc.disable()  # Python's collector would release storages at moments of its own
+            gc.disable()  # Python's collector would release storages at arbitrary moments
             try:
                 _step(parts)
             finally:
@@ -195,7 +200,7 @@ def record_step(config: RunConfig, rank: int, shared: SharedBlueprint | None = N
 
 
 @contextmanager
-def _on_fake_tensors(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> Iterator[set[int]]:
+def _on_fake_tensors(blueprint: Blueprint, pp_rank: int, recorder: StepRecorder) -> Iterator[set[int]]:
     """Make tensors fake and record all operations inside the context; yield the storages of the model's buffers.
 
     The real buffers of this rank's layers are replaced by fake ones. The storages are those of the whole model, since
@@ -206,14 +211,13 @@ def _on_fake_tensors(blueprint: Blueprint, pp_rank: int, recorder: Recorder) -> 
     for owner in blueprint.model.owners.values():
         real |= {id(buffer): buffer for buffer in owner.module.buffers() if not buffer.is_meta}
     fake = {key: mode.from_tensor(buffer) for key, buffer in real.items()}
-    mine = {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
-    for index in mine:
+    for index in _own_layers(blueprint, pp_rank):
         for module in blueprint.model.layers[index].modules():
             for name, buffer in module._buffers.items():
                 if id(buffer) in fake:
                     module._buffers[name] = fake[id(buffer)]
     constants = {recorder.number_of(buffer) for buffer in fake.values()}
-    with mode, recorder, recorder.watching_sizes():
+    with mode, recorder, recorder.recording_resizes():
         yield constants
 
 
@@ -241,7 +245,7 @@ def _step(parts: Parts) -> None:
     parts.executor.run(StepFeed(parts, parts.source, 0), step)
 
 
-def _roles(parts: Parts, recorder: Recorder) -> dict[int, Category]:
+def _roles(parts: Parts, recorder: StepRecorder) -> dict[int, Category]:
     """Return storage number -> category, for the storages that persist between steps."""
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -259,9 +263,9 @@ def _roles(parts: Parts, recorder: Recorder) -> dict[int, Category]:
                 gradients.append(bucket.flat_gradient)
     for state in parts.optimizer.inner.state.values():
         optimizer += [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-    found = dict.fromkeys(recorder.numbers_of(optimizer), Category.OPTIMIZER)
-    found |= dict.fromkeys(recorder.numbers_of(gradients), Category.GRADIENTS)
-    return found | dict.fromkeys(recorder.numbers_of(weights), Category.WEIGHTS)
+    roles = dict.fromkeys(recorder.numbers_of(optimizer), Category.OPTIMIZER)
+    roles |= dict.fromkeys(recorder.numbers_of(gradients), Category.GRADIENTS)
+    return roles | dict.fromkeys(recorder.numbers_of(weights), Category.WEIGHTS)
 
 
 def _on_host(config: RunConfig) -> frozenset[Category]:

@@ -58,35 +58,29 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
     blueprint, pp, per_stage = shared.blueprint, grid.pp, grid.dp * grid.tp
     kinds = [_kind(blueprint, pp_rank) for pp_rank in range(pp)]
     representatives = [kinds.index(kind) for kind in kinds]
-    found: dict[int, RankProfile] = {}
+    profiles: dict[int, RankProfile] = {}
     if batch_numbers(config).chunks > CHUNKS:
         short = _with_few_chunks(config)
         shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
         for first in dict.fromkeys(representatives):
             try:
                 run = record_step(short, first * per_stage, shared_short)
-                templates = build_templates(run, first * per_stage, shared_short.blueprint.schedule, first)
+                templates = build_templates(run, shared_short.blueprint.schedule, first)
                 for pp_rank in [r for r in range(pp) if representatives[r] == first]:
-                    found[pp_rank] = replay(templates, config, pp_rank * per_stage, shared, blueprint.schedule)
-            except ReplayError as reason:
-                report(f"pipeline rank {first} and those like it are run as a whole: {reason}")
+                    profiles[pp_rank] = replay(templates, config, pp_rank * per_stage, shared, blueprint.schedule)
+            except ReplayError as error:
+                report(f"pipeline rank {first} and its equals run all micro-batches, without a replay: {error}")
             gc.collect()
     for pp_rank in range(pp):
-        if pp_rank not in found:
-            found[pp_rank] = profile_rank(config, pp_rank * per_stage, shared)
-    return Job(config, grid, blueprint, [found[pp_rank] for pp_rank in range(pp)], representatives)
+        if pp_rank not in profiles:
+            profiles[pp_rank] = profile_rank(config, pp_rank * per_stage, shared)
+    return Job(config, grid, blueprint, [profiles[pp_rank] for pp_rank in range(pp)], representatives)
 
 
 def _with_few_chunks(config: RunConfig) -> RunConfig:
     batch = batch_numbers(config)
-    dp = batch.global_batch // batch.chunks // batch.micro_batch_size
-    return config.model_copy(
-        update={
-            "batch": config.batch.model_copy(
-                update={"chunks": CHUNKS, "global_batch": CHUNKS * dp * batch.micro_batch_size}
-            )
-        }
-    )
+    update = {"chunks": CHUNKS, "global_batch": CHUNKS * batch.global_batch // batch.chunks}
+    return config.model_copy(update={"batch": config.batch.model_copy(update=update)})
 
 
 def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
@@ -95,7 +89,7 @@ def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
     A stage with a weight that several stages hold has a key of its own.
     """
     tied = {stage for stages in blueprint.stage_of_parameter().values() if len(stages) > 1 for stage in stages}
-    found: list[Any] = []
+    stages: list[Any] = []
     last = len(blueprint.stages) - 1
     recomputed = set(blueprint.recomputed)
     for stage in blueprint.schedule.stages_of(pp_rank):
@@ -109,8 +103,8 @@ def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
         ends = (stage == 0, stage == last, stage if stage in tied else None)
         before = blueprint.boundaries[stage - 1] if stage else None
         after = blueprint.boundaries[stage] if stage < last else None
-        found.append((layers, ends, before and before.leaves, after and after.leaves))
-    return repr(found)
+        stages.append((layers, ends, before and before.leaves, after and after.leaves))
+    return repr(stages)
 
 
 def set_rank_schedule(job: Job, rank: int, schedule: str) -> None:

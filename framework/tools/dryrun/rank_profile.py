@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshwright.mesh.fake import InterceptedOperation
 from meshwright.schedule.action import Action, Kind
-from meshwright.tools.dryrun.recorder import ActivityStart, Recorder, StorageLife, live_bytes
+from meshwright.tools.dryrun.recorder import ActivityStart, StepRecorder, StorageLife, live_bytes
 
 
 class Category(StrEnum):
@@ -33,7 +33,7 @@ class Category(StrEnum):
     MESSAGES = "messages"
     """Values between stages: sent and not completed, or received and not yet used."""
     BUCKETS = "buckets"
-    """Gradients in communication, and results of a backward that have not been passed on."""
+    """Gradients in communication, and results of a backward that have not been sent."""
     TEMPORARIES = "temporaries"
     """Tensors made and released in the same action."""
     CONSTANTS = "constants"
@@ -81,58 +81,59 @@ class RankProfile:
 
 
 def build_profile(
-    recorder: Recorder,
+    recorder: StepRecorder,
     rank: int,
     pp_rank: int,
     first: int,
     roles: Mapping[int, Category],
-    host_categories: Collection[Category] = (),
+    host_categories: Collection[Category],
 ) -> RankProfile:
     """Build the profile of a rank from the records after operation ``first``.
 
     Args:
-        roles: storage number -> category, for storages from before the step.
-        host_categories: categories of those in host memory, which the device's peak does not count.
+        roles: Storage number -> category, for storages from before the step.
+        host_categories: Categories of those in host memory, which the device's peak does not count.
     """
     last = recorder.now
-    begun = [each for each in recorder.begun if each.at >= first] or [ActivityStart(first, "nothing")]
-    away = {number for number, role in roles.items() if role in host_categories}
+    starts = [start for start in recorder.activities if start.at >= first] or [ActivityStart(first, "nothing")]
+    on_host = {number for number, role in roles.items() if role in host_categories}
     lives = [life for life in recorder.lives if life.died >= first]
-    live = live_bytes((life for life in lives if life.number not in away), first, last)
+    live = live_bytes((life for life in lives if life.number not in on_host), first, last)
     at = max(range(len(live)), key=live.__getitem__) + first
-    ends = [*(each.at - 1 for each in begun[1:]), last]
-    spans = list(zip(begun, ends, strict=True))
-    current = next((each for each, end in spans if each.at <= at <= end), begun[0])
-    sent = {number for said in recorder.said if said.heard.peer is not None for number in said.storages}
+    ends = [*(start.at - 1 for start in starts[1:]), last]
+    spans = list(zip(starts, ends, strict=True))
+    current = next((start for start, end in spans if start.at <= at <= end), starts[0])
+    messages = (record for record in recorder.communication if record.call.peer is not None)
+    sent = {number for record in messages for number in record.storages}
     resized = {number for number, num_lives in Counter(life.number for life in lives).items() if num_lives > 1}
 
     def held(moment: int) -> dict[Category, int]:
-        found: Counter[Category] = Counter()
+        num_bytes: Counter[Category] = Counter()
         for life in lives:
             if life.born <= moment <= life.died and life.num_bytes:
-                found[_category(life, first, spans, roles, sent, resized)] += life.num_bytes
-        return {category: found[category] for category in Category if found[category]}
+                num_bytes[_category(life, first, spans, roles, sent, resized)] += life.num_bytes
+        return {category: num_bytes[category] for category in Category if num_bytes[category]}
 
     communication = []
     position = 0
-    for each in recorder.said:
-        if each.at <= first:
+    for record in recorder.communication:
+        if record.at <= first:
             continue
-        while position + 1 < len(begun) and begun[position + 1].at < each.at:
+        while position + 1 < len(starts) and starts[position + 1].at < record.at:
             position += 1
-        communication.append(CommunicationRecord(begun[position].what, each.heard))
+        communication.append(CommunicationRecord(starts[position].activity, record.call))
     at_peak = held(at)
     return RankProfile(
         rank,
         pp_rank,
         live[at - first],
-        current.what,
+        current.activity,
         at_peak,
         held(first),
         sum(at_peak.get(category, 0) for category in host_categories),
-        max(live_bytes(lives, first, last)) if away else live[at - first],
+        max(live_bytes(lives, first, last)) if on_host else live[at - first],
         communication,
-        [Peak(each.what, max(live[each.at - first : end + 1 - first])) for each, end in spans],
+        [Peak(start.activity, max(live[start.at - first : end + 1 - first])) for start, end in spans],
     )
 
 
@@ -150,11 +151,11 @@ def _category(
         return Category.GATHERED
     if life.first <= first:
         return Category.OTHER
-    begun, end = next((each, end) for each, end in reversed(spans) if each.at < life.first)
+    start, end = next((start, end) for start, end in reversed(spans) if start.at < life.first)
     if life.number in sent:
         return Category.MESSAGES
     if life.died <= end:
         return Category.TEMPORARIES
-    if isinstance(begun.what, Action) and begun.what.kind not in (Kind.F, Kind.I):
+    if isinstance(start.activity, Action) and start.activity.kind not in (Kind.F, Kind.I):
         return Category.BUCKETS
     return Category.ACTIVATIONS

@@ -1,17 +1,19 @@
-"""Recorder of one rank's storage lifetimes and communication, operation by operation.
+"""StepRecorder of one rank's storage lifetimes and communication, operation by operation.
 
     operation      1   2   3   4   5          a storage lives from the operation that made it to the last one before
     storage  a     |-----------|              its release; live bytes after operation t are those of all alive at t
     storage  b         |-------------->       resized: one life ends, another begins with the new size
 
 It records real tensors and fake ones, whose storages have the right size and no memory. A hook costs a few
-microseconds; everything else is computed from the records afterwards.
+microseconds; all figures are computed from the records afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -24,39 +26,37 @@ ALIVE = 2**62
 _DEVICE = torch.ops.prim.device.default
 
 
+@dataclass(slots=True, eq=False)
 class StorageLife:
     """Lifetime of a storage at one size."""
 
-    __slots__ = ("born", "died", "first", "num_bytes", "number")
-
-    def __init__(self, number: int, num_bytes: int, born: int, first: int) -> None:
-        self.number = number
-        """Number of the storage, the same for all its lives."""
-        self.num_bytes = num_bytes
-        self.born = born
-        """First operation after which this life exists."""
-        self.died = ALIVE
-        """Last operation after which this life exists."""
-        self.first = first
-        """Operation that made the storage, at its first size."""
+    number: int
+    """Number of the storage, the same for all its lives."""
+    num_bytes: int
+    born: int
+    """First operation after which this life exists."""
+    first: int
+    """Operation that made the storage, at its first size."""
+    died: int = ALIVE
+    """Last operation after which this life exists."""
 
 
 class RecordedCommunication(NamedTuple):
-    """Communication operation, its time and the storages of its tensors."""
+    """Communication operation, its operation number and the storages of its tensors."""
 
     at: int
-    heard: InterceptedOperation
+    call: InterceptedOperation
     storages: tuple[int, ...]
 
 
 class ActivityStart(NamedTuple):
-    """Start of an activity ``what`` of the rank; ``at`` counts as an operation."""
+    """Start of an activity of the rank, which counts as an operation."""
 
     at: int
-    what: object
+    activity: object
 
 
-class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]
+class StepRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
     """Dispatch mode that records storages and communication.
 
     Enter it before anything is built, above a FakeTensorMode if there is one.
@@ -68,11 +68,11 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]
         self.now = 0
         """Number of operations so far."""
         self.lives: list[StorageLife] = []
-        self.said: list[RecordedCommunication] = []
-        self.begun: list[ActivityStart] = []
+        self.communication: list[RecordedCommunication] = []
+        self.activities: list[ActivityStart] = []
         self._current: dict[int, StorageLife] = {}
-        """Storage number -> its present life."""
-        self._storages = StorageRegistry(self._end, first_number)
+        """Storage number -> its current life."""
+        self._storages = StorageRegistry(self._end_life, first_number)
         self._interceptor = OperationInterceptor()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,30 +88,31 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]
         self.now += 1
         for tensor in operation.outputs:
             if tensor.device.type != "meta":
-                self._look(tensor)
-        heard = self._interceptor.intercept(operation.function, operation.args)
-        if heard is not None:
+                self._record_storage(tensor)
+        call = self._interceptor.intercept(operation.function, operation.args)
+        if call is not None:
             numbers = tuple(self.number_of(tensor) for tensor in operation.inputs)
-            self.said.append(RecordedCommunication(self.now, heard, numbers))
+            self.communication.append(RecordedCommunication(self.now, call, numbers))
 
-    def begin(self, what: object) -> None:
+    def begin_activity(self, activity: object) -> None:
         """Record the start of an activity of the rank."""
-        self.now += 1  # a release before the first operation of ``what`` belongs to ``what``
-        self.begun.append(ActivityStart(self.now, what))
+        self.now += 1  # a release before the first operation of the activity belongs to it
+        self.activities.append(ActivityStart(self.now, activity))
 
-    def _look(self, tensor: Tensor) -> None:
+    def _record_storage(self, tensor: Tensor) -> None:
+        """Record the storage of a tensor if it is new or has another size."""
         num_bytes = tensor.untyped_storage().nbytes()
         number = self._storages.find(tensor)
         if number is None:
-            self._begin(self._storages.add(tensor), num_bytes)
+            self._begin_life(self._storages.add(tensor), num_bytes)
         elif self._current[number].num_bytes != num_bytes:
             self._resize(number, num_bytes, self.now)
 
-    def _begin(self, number: int, num_bytes: int) -> None:
+    def _begin_life(self, number: int, num_bytes: int) -> None:
         self._current[number] = life = StorageLife(number, num_bytes, self.now, self.now)
         self.lives.append(life)
 
-    def _end(self, number: int) -> None:
+    def _end_life(self, number: int) -> None:
         self._current.pop(number).died = self.now
 
     def _resize(self, number: int, num_bytes: int, at: int) -> None:
@@ -126,11 +127,11 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]
         return self._storages.next_number()
 
     def number_of(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage; a storage that no operation has shown before gets its number now."""
+        """Return the number of a tensor's storage; a storage not recorded before is recorded now."""
         number = self._storages.find(tensor)
         if number is None:
             number = self._storages.add(tensor)
-            self._begin(number, tensor.untyped_storage().nbytes())
+            self._begin_life(number, tensor.untyped_storage().nbytes())
         return number
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> set[int]:
@@ -138,7 +139,7 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]
         return {number for number in map(self._storages.find, tensors) if number is not None}
 
     @contextmanager
-    def watching_sizes(self) -> Iterator[None]:
+    def recording_resizes(self) -> Iterator[None]:
         """Record manual storage resizes inside the context.
 
         They are not dispatched operations; torch's fully_shard frees memory by them.
@@ -146,14 +147,14 @@ class Recorder(OperationRecorder):  # type: ignore[no-untyped-call]
         storage_class: Any = torch.UntypedStorage
         resize = storage_class.resize_
 
-        def noted(storage: Any, size: int) -> Any:
-            found = resize(storage, size)
+        def recording_resize(storage: Any, size: int) -> Any:
+            result = resize(storage, size)
             number = self._storages.find_storage(storage)
             if number is not None and self._current[number].num_bytes != size:
                 self._resize(number, size, self.now + 1)
-            return found
+            return result
 
-        storage_class.resize_ = noted
+        storage_class.resize_ = recording_resize
         try:
             yield
         finally:
@@ -167,8 +168,4 @@ def live_bytes(lives: Iterable[StorageLife], first: int, last: int) -> list[int]
         if life.died >= first and life.born <= last:
             changes[max(life.born, first) - first] += life.num_bytes
             changes[min(life.died, last) + 1 - first] -= life.num_bytes
-    total, found = 0, []
-    for change in changes[:-1]:
-        total += change
-        found.append(total)
-    return found
+    return list(accumulate(changes[:-1]))

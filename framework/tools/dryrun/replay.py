@@ -25,14 +25,16 @@ from meshwright.pipeline.values import TensorSpec, ValueSpec
 from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.tools.dryrun.fake_step import FakeSource, SharedBlueprint, grid_of
 from meshwright.tools.dryrun.rank_profile import RankProfile, build_profile
-from meshwright.tools.dryrun.recorder import ALIVE, ActivityStart, RecordedCommunication, Recorder, StorageLife
+from meshwright.tools.dryrun.recorder import ALIVE, ActivityStart, RecordedCommunication, StepRecorder, StorageLife
 from meshwright.tools.dryrun.templates import Template, Templates, key_of, roles_of
 
 
 class TemplatePlayer:
     """Player of one rank's templates; it writes lifetimes and collectives into a recorder."""
 
-    def __init__(self, templates: Templates, recorder: Recorder, grid: Grid, pp_rank: int, schedule: Schedule) -> None:
+    def __init__(
+        self, templates: Templates, recorder: StepRecorder, grid: Grid, pp_rank: int, schedule: Schedule
+    ) -> None:
         self.templates, self.recorder = templates, recorder
         self._grid, self._pp_rank = grid, pp_rank
         self.stages, self._roles = schedule.stages_of(pp_rank), roles_of(schedule, pp_rank)
@@ -54,34 +56,34 @@ class TemplatePlayer:
     def play(
         self,
         action: Action,
-        made: Sequence[TensorSpec | None] = (),
-        dropped: list[tuple[int, Tensor]] | None = None,
+        output_specs: Sequence[TensorSpec | None] = (),
+        releases: list[tuple[int, Tensor]] | None = None,
     ) -> list[Tensor | None]:
         """Play one action and return a tensor for each spec, made at its recorded offset.
 
         Args:
-            made: specs of the returned tensors; None: no new tensor.
-            dropped: (offset, tensor) pairs to release during the action; emptied.
+            output_specs: Specs of the returned tensors; None: no new tensor.
+            releases: (offset, tensor) pairs to release during the action; emptied.
         """
         kind, position, _ = key_of(action, self.stages, self._roles)
         template, microbatch, recorder = self.template(action), action.microbatch, self.recorder
-        base = recorder.begun[-1].at
+        start = recorder.activities[-1].at
         for life, offset in self._same.pop((kind, position, microbatch), ()):
-            life.died = base + offset
-        for waiting in list(self._later[kind, position]):
-            waiting[0] -= 1
-            if waiting[0] == 0:
-                waiting[1].died = base + waiting[2]
-                self._later[kind, position].remove(waiting)
+            life.died = start + offset
+        for pending in list(self._later[kind, position]):
+            pending[0] -= 1
+            if pending[0] == 0:
+                pending[1].died = start + pending[2]
+                self._later[kind, position].remove(pending)
         numbers: dict[int, int] = defaultdict(recorder.next_number)
         for storage in template.storages:
             release = storage.release
-            life = StorageLife(numbers[storage.number], storage.num_bytes, base + storage.born, base + storage.born)
+            life = StorageLife(numbers[storage.number], storage.num_bytes, start + storage.born, start + storage.born)
             recorder.lives.append(life)
             if release.kind is None:
                 continue
             if release.times == -1 and release.kind is kind:
-                life.died = base + release.offset
+                life.died = start + release.offset
             elif release.times == -1:
                 self._same[release.kind, position, microbatch].append((life, release.offset))
             else:
@@ -90,26 +92,27 @@ class TemplatePlayer:
         for offset, call in template.communication:
             if call.peer is None:
                 call = call._replace(group=self._group(call.group))
-                recorder.said.append(RecordedCommunication(base + offset, call, ()))
-        tensors: list[Tensor | None] = [None] * len(made)
-        left = sorted(dropped or (), key=lambda drop: -drop[0])
-        if dropped:
-            dropped.clear()
-        for index in sorted(range(len(made)), key=lambda i: template.output_offsets[i]):
-            spec = made[index]
+                recorder.communication.append(RecordedCommunication(start + offset, call, ()))
+        tensors: list[Tensor | None] = [None] * len(output_specs)
+        remaining = sorted(releases or (), key=lambda release: -release[0])
+        if releases:
+            releases.clear()
+        for index in sorted(range(len(output_specs)), key=lambda i: template.output_offsets[i]):
+            spec = output_specs[index]
             if spec is not None:
                 at = max(template.output_offsets[index] - 1, 0)
-                self._drop(left, base, at)
-                recorder.now = base + at
+                self._release(remaining, start, at)
+                recorder.now = start + at
                 tensors[index] = torch.empty(spec.shape, dtype=spec.dtype)
-        self._drop(left, base, template.num_operations)
-        recorder.now = base + template.num_operations
+        self._release(remaining, start, template.num_operations)
+        recorder.now = start + template.num_operations
         return tensors
 
-    def _drop(self, drops: list[tuple[int, Tensor]], base: int, until: int) -> None:
-        while drops and drops[-1][0] <= until:
-            self.recorder.now = base + drops[-1][0]
-            drops.pop()
+    def _release(self, releases: list[tuple[int, Tensor]], start: int, until: int) -> None:
+        """Release the tensors whose offset is at most ``until``, last in the list first."""
+        while releases and releases[-1][0] <= until:
+            self.recorder.now = start + releases[-1][0]
+            releases.pop()
 
     def _group(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return this rank's counterpart of a group of the recorded rank."""
@@ -148,37 +151,36 @@ class ReplayedStage:
         action = Action(Kind.F, self.index, microbatch)
         template = self._player.template(action)
         specs = self.output_spec.leaves if self.output_spec is not None else ()
-        made = [None if index >= 0 else spec for spec, index in zip(specs, template.output_sources, strict=True)]
-        created = self._player.play(action, made)
-        found = [
+        new_specs = [None if index >= 0 else spec for spec, index in zip(specs, template.output_sources, strict=True)]
+        created = self._player.play(action, new_specs)
+        outputs = [
             received[index] if tensor is None else tensor
             for tensor, index in zip(created, template.output_sources, strict=True)
         ]
         self._hold(action, received)
-        for tensor, kept in zip(found, template.outputs_kept, strict=True):
+        for tensor, kept in zip(outputs, template.outputs_kept, strict=True):
             if kept:  # held until the end of its backward
                 self._held[microbatch, Kind.B].append((ALIVE, tensor))
-        return LossPart(torch.empty((), device="meta"), torch.empty((), device="meta")) if self.is_last else found
+        return LossPart(torch.empty((), device="meta"), torch.empty((), device="meta")) if self.is_last else outputs
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Play the whole backward; return the gradients of the stage's inputs."""
-        return self._back(Kind.B, microbatch, gradients)
+        return self._backward(Kind.B, microbatch, gradients)
 
     def backward_input(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Play the input-gradient half of the backward; return the gradients of the stage's inputs."""
-        return self._back(Kind.I, microbatch, gradients)
+        return self._backward(Kind.I, microbatch, gradients)
 
-    def _back(self, kind: Kind, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
+    def _backward(self, kind: Kind, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         specs = self.input_spec.with_gradient if self.input_spec is not None else ()
         action = Action(kind, self.index, microbatch)
         self._hold(action, gradients or [])
-        drops = self._drops(microbatch, kind)
-        found = self._player.play(action, list(specs), drops)
-        return [tensor for tensor in found if tensor is not None]
+        tensors = self._player.play(action, list(specs), self._releases(microbatch, kind))
+        return [tensor for tensor in tensors if tensor is not None]
 
     def backward_weight(self, microbatch: int) -> None:
         """Play the weight-gradient half of the backward."""
-        self._player.play(Action(Kind.W, self.index, microbatch), dropped=self._drops(microbatch, Kind.W))
+        self._player.play(Action(Kind.W, self.index, microbatch), releases=self._releases(microbatch, Kind.W))
 
     def _hold(self, action: Action, received: Sequence[Tensor]) -> None:
         """Hold received tensors until the later action of their micro-batch that releases them."""
@@ -187,7 +189,8 @@ class ReplayedStage:
             if release.kind is not None and release.kind is not action.kind:
                 self._held[action.microbatch, release.kind].append((release.offset, tensor))
 
-    def _drops(self, microbatch: int, kind: Kind) -> list[tuple[int, Tensor]]:
+    def _releases(self, microbatch: int, kind: Kind) -> list[tuple[int, Tensor]]:
+        """Remove and return the (offset, tensor) pairs that an action releases."""
         held = self._held.pop((microbatch, kind), [])
         return held + (self._held.pop((microbatch, Kind.B), []) if kind is Kind.I else [])
 
@@ -231,8 +234,8 @@ def replay(
 ) -> RankProfile:
     """Replay one step of ``rank``, whose stages must equal those of the templates."""
     grid, blueprint = grid_of(config), shared.blueprint
-    recorder = Recorder(1 + max(life.number for life in templates.run.recorder.lives))
-    with fake_mesh(grid, rank, recorder.begin) as mesh, FakeTensorMode(), recorder:
+    recorder = StepRecorder(1 + max(life.number for life in templates.run.recorder.lives))
+    with fake_mesh(grid, rank, recorder.begin_activity) as mesh, FakeTensorMode(), recorder:
         player = TemplatePlayer(templates, recorder, grid, mesh.at.pp_rank, schedule)
         stages: Mapping[int, Any] = {
             index: ReplayedStage(
@@ -248,5 +251,5 @@ def replay(
         replicas = {index: ReplayedReplica(player, index) for index in stages}
         executor = Executor(schedule, mesh.pp, dict(stages), mesh.device, replicas=replicas)
         executor.run(_Feed(FakeSource(blueprint.example), config), lambda result: player.play(Action(Kind.STEP)))
-        recorder.begun.insert(0, ActivityStart(0, "before"))
+        recorder.activities.insert(0, ActivityStart(0, "before"))
         return build_profile(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.host_categories)

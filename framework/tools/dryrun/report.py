@@ -50,7 +50,7 @@ def wire_bytes(job: Job, profile: RankProfile, nodes: Sequence[str]) -> dict[str
 
     A ring visits its group in order, so the share of bytes between nodes is the share of ring links between nodes.
     """
-    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    num_bytes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     crossing: dict[tuple[int, ...], float] = {}
     for _, call in profile.communication:
         if call.peer is not None:
@@ -60,10 +60,10 @@ def wire_bytes(job: Job, profile: RankProfile, nodes: Sequence[str]) -> dict[str
                 ring = zip(call.group, call.group[1:] + call.group[:1], strict=True)
                 crossing[call.group] = sum(nodes[a] != nodes[b] for a, b in ring) / len(call.group)
             share = crossing[call.group]
-        both = found[axis_of(job.grid, call.group, to_peer=call.peer is not None)]
+        both = num_bytes[axis_of(job.grid, call.group, to_peer=call.peer is not None)]
         both[0] += call.wire_bytes * (1 - share)
         both[1] += call.wire_bytes * share
-    return {axis: WireTraffic(*both) for axis, both in found.items()}
+    return {axis: WireTraffic(*both) for axis, both in num_bytes.items()}
 
 
 def simulate_schedule(job: Job) -> Timeline:
@@ -138,7 +138,7 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
     lines += [
         "all ranks    agree",
         "  every group has the same members on all of its ranks, all of them issue the same collectives in one order,",
-        "  each send has a matching receive, and no rank blocks for ever",
+        "  each send has a matching receive, and no rank blocks forever",
     ]
     return "\n".join(lines)
 
@@ -185,9 +185,8 @@ def _overflow(peak_bytes: int, time: StepTimeEstimate | None) -> str:
     if time is None or peak_bytes <= time.memory_bytes:
         return ""
     room = format_size(time.memory_bytes)
-    return (
-        f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; `plan` looks for what fits"
-    )
+    hint = "`plan` searches for layouts that fit"
+    return f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; {hint}"
 
 
 def _count(number: int, what: str) -> str:

@@ -79,12 +79,12 @@ def roles_of(schedule: Schedule, pp_rank: int) -> dict[tuple[int, int], str]:
     for _, action in schedule.actions(pp_rank):
         if action.kind in _BACKWARDS and action.stage is not None and action.microbatch is not None:
             order[action.kind, action.stage].append(action.microbatch)
-    found: dict[tuple[int, int], str] = defaultdict(str)
+    roles: dict[tuple[int, int], str] = defaultdict(str)
     for (kind, stage), microbatches in sorted(order.items()):
         for number, microbatch in enumerate(microbatches):
             role = "first" if number == 0 else "last" if number == len(microbatches) - 1 else "inner"
-            found[stage, microbatch] += f"{kind} {role} "
-    return found
+            roles[stage, microbatch] += f"{kind} {role} "
+    return roles
 
 
 def key_of(action: Action, stages: Sequence[int], roles: Mapping[tuple[int, int], str]) -> Key:
@@ -101,10 +101,9 @@ class Templates(NamedTuple):
     before: tuple[tuple[StorageLife, Release, int], ...]
     """Storages from before the step: lifetime, release, and position of the stage whose action releases it."""
     run: StepRecording
-    rank: int
 
 
-def build_templates(run: StepRecording, rank: int, schedule: Schedule, pp_rank: int) -> Templates:
+def build_templates(run: StepRecording, schedule: Schedule, pp_rank: int) -> Templates:
     """Build the templates from a recording with :data:`CHUNKS` micro-batches.
 
     Raises:
@@ -112,17 +111,17 @@ def build_templates(run: StepRecording, rank: int, schedule: Schedule, pp_rank: 
     """
     builder, stages, roles = _Builder(run), schedule.stages_of(pp_rank), roles_of(schedule, pp_rank)
     storages = builder.storages()
-    found: dict[Key, Template] = {}
+    by_key: dict[Key, Template] = {}
     for action in builder.places:
         template, key = builder.template(action, storages[action]), key_of(action, stages, roles)
-        if found.setdefault(key, template) != template:
+        if by_key.setdefault(key, template) != template:
             raise ReplayError(f"{action} is not like another {action.kind} of its stage")
     before = []
     for life in run.recorder.lives:
         if life.born <= run.first and life.died >= run.first and life.num_bytes:
             release, stage = builder.release(life, None) if life.died > run.first else (NEVER, None)
             before.append((life, release, stages.index(stage) if stage is not None else 0))
-    return Templates(found, tuple(before), run, rank)
+    return Templates(by_key, tuple(before), run)
 
 
 class _Builder:
@@ -130,9 +129,9 @@ class _Builder:
 
     def __init__(self, run: StepRecording) -> None:
         self.run, self.recorder = run, run.recorder
-        begun = [each for each in self.recorder.begun if each.at > run.first]
-        ends = [*(each.at for each in begun[1:]), self.recorder.now + 1]
-        self.spans = [(each.at, end, each.what) for each, end in zip(begun, ends, strict=True)]
+        starts = [start for start in self.recorder.activities if start.at > run.first]
+        ends = [*(start.at for start in starts[1:]), self.recorder.now + 1]
+        self.spans = [(start.at, end, start.activity) for start, end in zip(starts, ends, strict=True)]
         self.places: dict[Action, tuple[int, int]] = {}
         """Action -> its first operation, and that of the next activity."""
         for start, end, action in self.spans:
@@ -152,34 +151,34 @@ class _Builder:
         """
         if life.died >= self.recorder.now:
             return NEVER, None
-        ender = self.activity_at(life.died)
-        if not isinstance(ender, Action) or ender not in self.places:
-            raise ReplayError(f"a storage of {maker} is released in {ender}")
-        end = self.places[ender][0]
+        releaser = self.activity_at(life.died)
+        if not isinstance(releaser, Action) or releaser not in self.places:
+            raise ReplayError(f"a storage of {maker} is released in {releaser}")
+        key, end = (releaser.kind, releaser.stage), self.places[releaser][0]
         offset = life.died - end
-        if maker is not None and (ender.stage, ender.microbatch) == (maker.stage, maker.microbatch):
-            return Release(ender.kind, -1, offset), ender.stage
-        if maker is not None and ender.stage not in (maker.stage, None):
-            raise ReplayError(f"a storage of {maker} is released in {ender}")
+        if maker is not None and (releaser.stage, releaser.microbatch) == (maker.stage, maker.microbatch):
+            return Release(releaser.kind, -1, offset), releaser.stage
+        if maker is not None and releaser.stage not in (maker.stage, None):
+            raise ReplayError(f"a storage of {maker} is released in {releaser}")
         made = self.places[maker][0] if maker is not None else 0
-        starts = [start for a, (start, _) in self.places.items() if (a.kind, a.stage) == (ender.kind, ender.stage)]
-        return Release(ender.kind, sum(made < start <= end for start in starts), offset), ender.stage
+        starts = [start for action, (start, _) in self.places.items() if (action.kind, action.stage) == key]
+        return Release(releaser.kind, sum(made < start <= end for start in starts), offset), releaser.stage
 
     def storages(self) -> dict[Action, list[TemplateStorage]]:
-        """Return the storages that each action has made, without those that it received, returned or merely reads."""
+        """Return the storages that each action has made, without those that it received, returned or only reads."""
         tensors = self.run.stage_tensors.values()
-        apart = {number for each in tensors for number in (*each.outputs, *each.inputs, *each.sample_indices)}
-        found: dict[Action, list[TemplateStorage]] = defaultdict(list)
+        excluded = {number for each in tensors for number in (*each.outputs, *each.inputs, *each.sample_indices)}
+        by_maker: dict[Action, list[TemplateStorage]] = defaultdict(list)
         numbers: dict[int, int] = {}
         for life in self.recorder.lives:
-            if life.born <= self.run.first or life.number in apart or not life.num_bytes:
+            if life.born <= self.run.first or life.number in excluded or not life.num_bytes:
                 continue
             maker = self.activity_at(life.born)
             if isinstance(maker, Action) and maker in self.places:
                 number = numbers.setdefault(life.number, len(numbers))
                 born, release = life.born - self.places[maker][0], self.release(life, maker)[0]
-                found[maker].append(TemplateStorage(born, life.num_bytes, release, number))
-        return found
+                by_maker[maker].append(TemplateStorage(born, life.num_bytes, release, number))
+        return by_maker
 
     def template(self, action: Action, storages: Sequence[TemplateStorage]) -> Template:
         """Return the template of one action."""
@@ -189,7 +188,7 @@ class _Builder:
         return Template(
             end - start - 1,
             tuple(sorted(storage._replace(number=storage.number - first_number) for storage in storages)),
-            tuple((said.at - start, said.heard) for said in self.recorder.said if start < said.at < end),
+            tuple((each.at - start, each.call) for each in self.recorder.communication if start < each.at < end),
             tuple(self.first_births[number] - start for number in tensors.outputs),
             tensors.outputs_kept,
             tuple(tensors.inputs.index(n) if n in tensors.inputs else -1 for n in tensors.outputs),
@@ -198,7 +197,7 @@ class _Builder:
 
     def _input_release(self, number: int, action: Action) -> Release:
         died = self.last_deaths[number]
-        ender = self.activity_at(died)
-        if isinstance(ender, Action) and ender in self.places and ender.microbatch == action.microbatch:
-            return Release(ender.kind, -1, died - self.places[ender][0])
+        releaser = self.activity_at(died)
+        if isinstance(releaser, Action) and releaser in self.places and releaser.microbatch == action.microbatch:
+            return Release(releaser.kind, -1, died - self.places[releaser][0])
         return NEVER

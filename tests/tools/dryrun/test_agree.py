@@ -48,7 +48,7 @@ def test_a_group_without_one_of_its_members_is_named(job: Job, axis: str) -> Non
     job.missing_members.append((axis, 6))
     found = disagreements(job)
     assert found[0].kind == "members"
-    assert f"rank 6 counts itself into the {axis} group" in found[0].text
+    assert f"rank 6 has the {axis} group" in found[0].text
     assert "without rank 6" in found[0].text
     assert found[-1].kind == "hang"
 
@@ -72,7 +72,7 @@ def test_a_message_of_another_size_is_named(job: Job) -> None:
     (found,) = disagreements(job)
     assert found.kind == "messages"
     assert found.ranks == (0, 4)
-    assert "awaited is receive of 12 bytes" in found.text
+    assert "expected: receive of 12 bytes" in found.text
 
 
 def test_a_collective_of_another_kind_is_named(job: Job) -> None:
