@@ -1,1 +1,1 @@
-"""Pages that need nothing else: one HTML file, no network, readable on a phone and in the dark."""
+"""Self-contained HTML pages: one file, no network, readable on a phone and in dark mode."""

@@ -111,7 +111,7 @@ def chart(
 
 def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]], frame: Frame) -> Markup:
     """Return the SVG paths, back to front."""
-    drawn = [Markup('<path class="grid" d="{}"/>').format(_across(frame.y))]
+    drawn = [Markup('<path class="grid" d="{}"/>').format(_grid_lines(frame.y))]
     for mark in marks:
         look = "mark bad" if mark.bad else "mark"
         drawn.append(Markup('<path class="{}" d="M{} 0V{}"/>').format(look, frame.left(mark.x), SIDE))
@@ -121,28 +121,28 @@ def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tupl
         colour, points = curve.colour % NUM_COLOURS, thin(curve.points)
         line = Markup('<path class="line {} c{}" data-name="{}" d="{}"/>')
         drawn.append(line.format(curve.look.replace("dots", ""), colour, curve.name, _path(points, frame)))
-        dots = points if "dots" in curve.look else _alone(points)
+        dots = points if "dots" in curve.look else _isolated(points)
         if 0 < len(dots) <= MOST_DOTS:
             drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(dots, frame, dots=True)))
     return Markup("").join(drawn)
 
 
-def _alone(points: Sequence[Point]) -> list[Point]:
+def _isolated(points: Sequence[Point]) -> list[Point]:
     """Return the points between two gaps, which a line would hardly show."""
-    there = [False, *(math.isfinite(y) for _, y in points), False]
-    return [point for i, point in enumerate(points, 1) if there[i] and not there[i - 1] and not there[i + 1]]
+    finite = [False, *(math.isfinite(y) for _, y in points), False]
+    return [point for i, point in enumerate(points, 1) if finite[i] and not finite[i - 1] and not finite[i + 1]]
 
 
 def _key(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]]) -> Markup:
     """Return the legend, each name once; "" if it has fewer than two entries."""
     span = Markup('<span class="{}">{}</span>')
-    told = [
+    entries = [
         span.format(f"{curve.look} c{curve.colour % NUM_COLOURS}", curve.name)
         for curve in {curve.name: curve for curve in curves if curve.name and curve.points}.values()
     ]
-    told += [span.format("mark bad" if bad else "mark", name) for name, bad in sorted({mark[1:] for mark in marks})]
-    told += [span.format("level", name) for _, name in levels]
-    return Markup("").join(told) if told[1:] else Markup("")
+    entries += [span.format("mark bad" if bad else "mark", name) for name, bad in sorted({mark[1:] for mark in marks})]
+    entries += [span.format("level", name) for _, name in levels]
+    return Markup("").join(entries) if entries[1:] else Markup("")
 
 
 class Frame(NamedTuple):
@@ -178,8 +178,8 @@ class ChartAxis(NamedTuple):
         """Format a tick with enough digits to differ from its neighbour, and the unit letter of the largest tick."""
         if self.is_log:
             return short(10**tick)
-        apart = self.ticks[1] - self.ticks[0] if self.ticks[1:] else 0.0
-        return short(tick, apart, max(map(abs, self.ticks)))
+        spacing = self.ticks[1] - self.ticks[0] if self.ticks[1:] else 0.0
+        return short(tick, spacing, max(map(abs, self.ticks)))
 
 
 def axis(
@@ -225,35 +225,35 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return inside[:: -(-len(inside) // (MOST_LABELS + 1)) or 1]
 
 
-def short(value: float, apart: float = 0.0, largest: float = 0.0) -> str:
+def short(value: float, spacing: float = 0.0, largest: float = 0.0) -> str:
     """Format a number: ``0``, ``0.05``, ``3e-04``, ``1,200``, ``25k``, ``3.5M``.
 
-    For axis labels: ``apart`` is their distance and ``largest`` the largest of them.
+    For axis labels: ``spacing`` is their distance and ``largest`` the largest of them.
     """
-    if value == 0 or abs(value) < 1e-9 * apart:
+    if value == 0 or abs(value) < 1e-9 * spacing:
         return "0"
     size, letter = 1.0, ""
     for least, unit, name in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if max(abs(value), largest) >= least:
             size, letter = unit, name
             break
-    value, apart = value / size, apart / size
+    value, spacing = value / size, spacing / size
     if abs(value) < 1e-3 and not letter:
-        return f"{value:.{1 + round(math.log10(max(largest, apart) / apart)) if apart else 2}g}"
-    if not apart:
+        return f"{value:.{1 + round(math.log10(max(largest, spacing) / spacing)) if spacing else 2}g}"
+    if not spacing:
         return f"{value:,.4g}{letter}"
-    digits = max(0, -math.floor(math.log10(apart) + 1e-9))
-    if abs(apart * 10**digits - round(apart * 10**digits)) > 1e-6:  # 2.5, 0.25
+    digits = max(0, -math.floor(math.log10(spacing) + 1e-9))
+    if abs(spacing * 10**digits - round(spacing * 10**digits)) > 1e-6:  # 2.5, 0.25
         digits += 1
     return f"{value:,.{digits}f}{letter}"
 
 
-def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Reduce a curve to about ``most`` points: the lowest and highest of neighbours, and all ends of gaps."""
-    if len(points) <= most:
+def thin(points: Sequence[Point]) -> list[Point]:
+    """Reduce a curve to about ``MOST_POINTS`` points: the lowest and highest of neighbours, and all ends of gaps."""
+    if len(points) <= MOST_POINTS:
         return list(points)
-    width = -(-2 * len(points) // most)
-    kept: list[Point] = [points[0]]
+    width = -(-2 * len(points) // MOST_POINTS)
+    thinned: list[Point] = [points[0]]
     for first in range(0, len(points), width):
         together = points[first : first + width]
         finite = [index for index, (_, y) in enumerate(together) if math.isfinite(y)]
@@ -261,10 +261,10 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
         chosen = {heights[min(heights)], heights[max(heights)]} if heights else set()
         if len(finite) < len(together):
             chosen.add(next(index for index, (_, y) in enumerate(together) if not math.isfinite(y)))
-        kept += [together[index] for index in sorted(chosen)]
-    if kept[-1] != points[-1]:
-        kept.append(points[-1])
-    return kept
+        thinned += [together[index] for index in sorted(chosen)]
+    if thinned[-1] != points[-1]:
+        thinned.append(points[-1])
+    return thinned
 
 
 def _path(points: Sequence[Point], frame: Frame, *, dots: bool = False) -> str:
@@ -273,26 +273,26 @@ def _path(points: Sequence[Point], frame: Frame, *, dots: bool = False) -> str:
     A single point, and each of ``dots``, is a line of length zero: with round ends, it shows as a dot.
     """
     drawn: list[str] = []
-    open_ = alone = False
+    is_open = is_single = False
     for x, y in points:
         if not math.isfinite(y):
-            drawn += ["h0"] * alone
-            open_ = alone = False
+            drawn += ["h0"] * is_single
+            is_open = is_single = False
             continue
-        drawn.append(f"{'L' if open_ else 'M'}{frame.left(x)} {frame.top(y)}{'h0' if dots else ''}")
-        alone = not open_ and not dots
-        open_ = not dots
-    return "".join([*drawn, *(["h0"] * alone)])
+        drawn.append(f"{'L' if is_open else 'M'}{frame.left(x)} {frame.top(y)}{'h0' if dots else ''}")
+        is_single = not is_open and not dots
+        is_open = not dots
+    return "".join([*drawn, *(["h0"] * is_single)])
 
 
-def _across(y_axis: ChartAxis) -> str:
+def _grid_lines(y_axis: ChartAxis) -> str:
     return "".join(f"M0 {round(SIDE * (1 - y_axis.share(tick)))}H{SIDE}" for tick in y_axis.ticks)
 
 
-def _labels(of: ChartAxis, side: str) -> Markup:
-    """Return the labels at their positions: y from the top, x from the left."""
+def _labels(ticked: ChartAxis, side: str) -> Markup:
+    """Return the labels of an axis at their positions: y from the top, x from the left."""
     spans = []
-    for tick in of.ticks:
-        share = 1 - of.share(tick) if side == "top" else of.share(tick)
-        spans.append(Markup('<span style="{}:{}%">{}</span>').format(side, f"{100 * share:.4g}", of.label(tick)))
+    for tick in ticked.ticks:
+        share = 1 - ticked.share(tick) if side == "top" else ticked.share(tick)
+        spans.append(Markup('<span style="{}:{}%">{}</span>').format(side, f"{100 * share:.4g}", ticked.label(tick)))
     return Markup("").join(spans)

@@ -1,4 +1,4 @@
-"""The time axis of a figure: all of the time, or of a long run its two ends."""
+"""Time axis of a figure: the whole time, or the two ends of a long run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshwright.schedule.analysis import typical_shortest
 from meshwright.tools.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
 
 MOST_COLUMNS = 240
-"""Columns of the shortest kind of computation that can be distinguished. A longer run is abridged to its two ends."""
+"""Largest length of an unabridged axis, in columns: times of the shortest kind of computation."""
 
 
 class TimeAxis(NamedTuple):
-    """From time to the figure's columns. Without a cut ``first_end == second_start``."""
+    """Mapping from time to the figure's columns. Without a cut, ``first_end == second_start``."""
 
     start: float
     first_end: float
@@ -31,19 +31,19 @@ class TimeAxis(NamedTuple):
 
     @property
     def parts(self) -> list[tuple[float, float, float]]:
-        """(from, to) in time, and what is added to a time to have its place on the axis."""
+        """Visible parts as (from, to, offset) in time; time plus offset is the position on the axis."""
         first = (self.start, self.first_end, -self.start)
         by = self.first_end + self.gap - self.second_start - self.start
         return [first, (self.second_start, self.end, by)] if self.gap else [first]
 
     def pieces(self, start: float, end: float) -> list[tuple[float, float]]:
         """Return the visible parts of a span: (from, to) on the axis; none, one or, across the cut, two."""
-        seen = [(max(start, first) + by, min(end, last) + by) for first, last, by in self.parts]
-        return [(first, last) for first, last in seen if last > first]
+        pieces = [(max(start, first) + by, min(end, last) + by) for first, last, by in self.parts]
+        return [(first, last) for first, last in pieces if last > first]
 
 
 def time_axis(spans: Sequence[Span]) -> TimeAxis:
-    """Build the axis: all of the time, or of a long run its two ends, where the pipeline fills and drains."""
+    """Build the axis: the whole time, or the two ends of a long run, where the pipeline fills and drains."""
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     column = typical_shortest(spans)
     busiest = max(Counter(span.rank for span in spans).values())

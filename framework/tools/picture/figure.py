@@ -1,4 +1,4 @@
-"""A timeline as a figure for a paper, SVG or PNG: a row per rank, a box per computation, what is idle left blank.
+"""Figure of a timeline for a paper, SVG or PNG: a row per rank, a box per computation, idle time blank.
 
     caption      1f1b pp=4 chunks=8: bubble 27.3 % of total time; peak activations 4 3 2 1
     rank 0      [0][1][2][3]          [  0  ][4][  1  ] ...
@@ -6,9 +6,9 @@
                 |------|------|------|      time (ticks) or (ms)
     legend       forward  backward ...      a kind with several stages on a rank has a shade for each
 
-Several panels share one time axis (a measured step above its simulation). A run of too many columns keeps its first and
-its last ones, with a gap between; of more ranks than there is room for the first and the last are drawn.
-matplotlib is imported only where something is drawn.
+Several panels share one time axis (a measured step above its simulation). A long run is reduced to its first and last
+columns, with a gap between them; many ranks are reduced to the first and the last. matplotlib is imported only inside
+the functions that draw.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ if TYPE_CHECKING:
 PNG_DPI = 200
 MOST_RANKS = 64
 ABOVE, BETWEEN, BELOW, RIGHT = 0.28, 0.42, 0.46, 0.1
-"""Inches: for the first title, from one panel to the next, for the time axis, at the right."""
+"""Margins in inches: above the first panel, between panels, below the last one, at the right."""
 STYLE: dict[Any, Any] = {"hatch.linewidth": 0.45, "svg.fonttype": "none", "svg.hashsalt": "meshwright"}
-"""matplotlib's own settings, in force only while a figure is made or saved."""
+"""Settings of matplotlib, active only while a figure is drawn or saved."""
 
 
 def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
     """Draw the panels one below the other over one time axis.
 
-    Raises UserError where matplotlib is missing.
+    Raises:
+        UserError: matplotlib is missing.
     """
     require_matplotlib()
     import matplotlib
@@ -78,8 +79,8 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
     left = max(len(name) for name in names) * LETTER_WIDTH * ROW_FONT / POINTS + 0.1
     width = left + plot_width + RIGHT
     points_per_time = plot_width * POINTS / axis.length
-    told = [*entries_of(shown), *([READINGS] if any(panel.readings for panel in panels) else [])]
-    lines = lines_of(told, width - left)
+    entries = [*entries_of(shown), *([READINGS] if any(panel.readings for panel in panels) else [])]
+    lines = lines_of(entries, width - left)
     height = ABOVE + sum(rows) * row_inches + BETWEEN * (len(panels) - 1) + BELOW + len(lines) * LINE
     with matplotlib.rc_context(STYLE):
         drawn = Figure(figsize=(width, height), facecolor="white")
@@ -111,14 +112,14 @@ def save(drawn: Figure, path: Path) -> None:
 
 
 def stage_places(timeline: Timeline) -> Mapping[tuple[int, int | None], tuple[int, int]]:
-    """Return (rank, stage) -> (index, count) of the stage among those of its rank, which is its shade."""
-    held: dict[int, set[int]] = defaultdict(set)
+    """Return (rank, stage) -> (index, count) of the stage among those of its rank, which set its shade."""
+    stages_by_rank: dict[int, set[int]] = defaultdict(set)
     for span in timeline.spans:
         if span.action.kind in COMPUTE and span.action.stage is not None:
-            held[span.rank].add(span.action.stage)
+            stages_by_rank[span.rank].add(span.action.stage)
     return {
         (rank, stage): (place, len(stages))
-        for rank, stages in held.items()
+        for rank, stages in stages_by_rank.items()
         for place, stage in enumerate(sorted(stages))
     }
 
@@ -128,7 +129,7 @@ def _boxes(timeline: Timeline) -> list[Span]:
 
 
 def _drawn_ranks(timeline: Timeline) -> list[int | None]:
-    """Return the ranks that get a row, None for those that are left out."""
+    """Return the ranks that have a row, with None in place of omitted ones."""
     ranks: list[int | None] = list(timeline.ranks)
     half = MOST_RANKS // 2
     return ranks if len(ranks) <= MOST_RANKS else [*ranks[: half - 1], None, *ranks[-half:]]
@@ -167,8 +168,10 @@ def _paint(
     points_per_time: float,
     font: float,
 ) -> None:
-    """Draw the boxes, and the numbers of those kinds into whose boxes they fit. In an SVG a box is
-    ``NAME-rank0-1F2``."""
+    """Draw the boxes, and the numbers of the kinds whose boxes are wide enough.
+
+    The id of a box in an SVG is ``NAME-rank0-1F2``.
+    """
     from matplotlib.patches import Rectangle
 
     rows = {rank: row for row, rank in enumerate(_drawn_ranks(timeline)) if rank is not None}
@@ -201,7 +204,7 @@ def _paint(
 
 
 def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:
-    """Draw a dark line at the foot of the box in which samples were read."""
+    """Draw a dark line at the bottom of the row for each time in which samples were read."""
     rows = {rank: row for row, rank in enumerate(_drawn_ranks(panel.timeline)) if rank is not None}
     for reading in panel.readings:
         for first, last in axis.pieces(reading.start, reading.end) if reading.rank in rows else ():
@@ -210,7 +213,7 @@ def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:
 
 
 def _numbered(spans: Iterable[Span], points_per_time: float, font: float) -> set[Kind]:
-    """Return the kinds into whose typical box their longest number fits. Boxes of other kinds have no numbers."""
+    """Return the kinds whose longest number fits into their typical box. Boxes of other kinds have no numbers."""
     lengths: dict[Kind, list[float]] = defaultdict(list)
     digits: dict[Kind, int] = defaultdict(int)
     for span in spans:
@@ -218,13 +221,13 @@ def _numbered(spans: Iterable[Span], points_per_time: float, font: float) -> set
         digits[span.action.kind] = max(digits[span.action.kind], len(label(span.action)))
     return {
         kind
-        for kind, found in lengths.items()
-        if digits[kind] and median(found) * points_per_time >= DIGIT_WIDTH * font * digits[kind] + 1
+        for kind, of_kind in lengths.items()
+        if digits[kind] and median(of_kind) * points_per_time >= DIGIT_WIDTH * font * digits[kind] + 1
     }
 
 
 def _time_labels(axes: Axes, axis: TimeAxis, unit: Unit, *, named: bool) -> None:
-    """Round times below the axis, on both sides of a cut, counted from the first start."""
+    """Write round times below the axis, on both sides of a cut, counted from the first start."""
     from matplotlib.ticker import MaxNLocator
 
     size, name = (1.0, "ticks") if unit is Unit.TICKS else unit_of_seconds(axis.end - axis.start)

@@ -1,4 +1,4 @@
-"""The legend of a figure: a patch for each kind, of each shade that it has there."""
+"""Legend of a figure: a patch for each kind and shade in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 
     @property
     def inches(self) -> float:
-        """Its width."""
+        """Width in inches."""
         return (LETTER_WIDTH * len(self.name) + 4.0) * LEGEND_FONT / POINTS
 
 
@@ -40,7 +40,7 @@ def entries_of(panels: Iterable[Iterable[Span]]) -> list[Entry]:
             stages[index, span.rank, span.action.kind].add(span.action.stage)
     entries: list[Entry] = []
     for kind, paint in PAINTS.items():
-        count = max((len(held) for (*_, of), held in stages.items() if of is kind), default=0)
+        count = max((len(own) for (*_, each), own in stages.items() if each is kind), default=0)
         if count and kind in COMPUTE:
             name = f"{kind}, {paint.name}" + " (the darker, the later a stage of the rank)" * (
                 count > 1 and not entries
@@ -62,7 +62,7 @@ def lines_of(entries: Sequence[Entry], width: float) -> list[list[Entry]]:
 
 
 def add_legend(drawn: Figure, lines: Sequence[Sequence[Entry]], left: float) -> None:
-    """Write it at the bottom of the figure; ``left``: where it begins, in inches."""
+    """Draw the legend at the bottom of the figure, ``left`` inches from its edge."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

@@ -27,7 +27,7 @@ class Paint(NamedTuple):
     """Colours of the boxes of a kind: from the rank's first stage (``light``) to its last (``dark``)."""
 
     name: str
-    """For the legend."""
+    """Name in the legend."""
     light: str
     dark: str
     letters: str

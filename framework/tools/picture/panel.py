@@ -1,4 +1,4 @@
-"""Panels: timelines as a figure or a trace shows them."""
+"""Panels: timelines of a figure or a trace."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class Panel(NamedTuple):
 
     timeline: Timeline
     caption: str = ""
-    """Above it; empty: its name, bubble share and peak activations."""
+    """Caption above the timeline; empty: name, bubble share and peak activations."""
     readings: tuple[Reading, ...] = ()

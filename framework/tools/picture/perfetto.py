@@ -1,11 +1,11 @@
-"""A timeline as a Chrome trace: JSON that ui.perfetto.dev, chrome://tracing and speedscope open.
+"""Chrome trace of a timeline: JSON for ui.perfetto.dev, chrome://tracing and speedscope.
 
     process   a panel ("measured", "simulated")
     threads   rank 0, and below it "rank 0 sends", "rank 0 data": one of each per pipeline rank
     slices    an action with its stage and micro-batch, waiting for a message, samples read       "X"
     arrows    from a send to the computation that used the message                               "s" -> "f"
 
-Times are microseconds. A tick becomes a millisecond: what takes no time in a schedule still has to be seen.
+Times are microseconds. A tick becomes a millisecond, so that events without duration are visible.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from meshwright.tools.picture.panel import Panel, Unit
 
 MICROSECONDS = {Unit.TICKS: 1e3, Unit.SECONDS: 1e6}
 LEAST_US = 1.0
-"""A slice of no length is not seen: a send gets this much."""
+"""Least length of a send: a slice without length would be invisible."""
 TRACKS = ("", " sends", " data")
-"""Threads of each rank: what it does in turn, what it has posted, and the samples it read meanwhile."""
+"""Threads of each rank: its actions in order, the sends it has posted, its reading of samples."""
 
 Event = dict[str, Any]
 
@@ -36,12 +36,16 @@ def chrome_trace(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> str:
 
 def _process(pid: int, panel: Panel, scale: float) -> list[Event]:
     timeline = panel.timeline
-    events = [_name("process_name", pid, 0, name=panel.caption or timeline.name), _sort("process", pid, 0, pid)]
+    events = [
+        _metadata("process_name", pid, 0, name=panel.caption or timeline.name),
+        _metadata("process_sort_index", pid, 0, sort_index=pid),
+    ]
     for rank in timeline.ranks:
         for track, name in enumerate(TRACKS):
             tid = _tid(rank, track)
             if track < TRACKS.index(" data") or any(span.rank == rank for span in panel.readings):
-                events += [_name("thread_name", pid, tid, name=f"rank {rank}{name}"), _sort("thread", pid, tid, tid)]
+                events.append(_metadata("thread_name", pid, tid, name=f"rank {rank}{name}"))
+                events.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
     start = min(span.start for span in timeline.spans)
 
     def slice_(rank: int, track: int, name: str, kind: str, begin: float, end: float, **args: object) -> Event:
@@ -55,7 +59,7 @@ def _process(pid: int, panel: Panel, scale: float) -> list[Event]:
         if is_send:
             end = max(end, begin + LEAST_US / scale)
         elif end <= begin:
-            continue  # a message that was there when it was needed, or a reduction that costs nothing
+            continue  # a message that had already arrived, or a reduction without duration
         name = f"wait for {action}" if action.kind in RECEIVES else str(action)
         events.append(slice_(span.rank, int(is_send), name, str(action.kind), begin, end, **args))
     for read in panel.readings:
@@ -86,9 +90,5 @@ def _tid(rank: int, track: int) -> int:
     return rank * len(TRACKS) + track + 1
 
 
-def _name(what: str, pid: int, tid: int, **args: str) -> Event:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
-
-
-def _sort(what: str, pid: int, tid: int, index: int) -> Event:
-    return {"ph": "M", "name": f"{what}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": index}}
+def _metadata(event: str, pid: int, tid: int, **args: object) -> Event:
+    return {"ph": "M", "name": event, "pid": pid, "tid": tid, "args": args}
