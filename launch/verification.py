@@ -41,7 +41,8 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
         if traits.couples_samples and not whole:  # the number of samples in a micro-batch is part of the model
             global_batch = max(global_batch, SAMPLES_PER_SIZE * own)
         if traits.couples_samples and words:
-            put(f"micro_batch_size {own}, as the run has it: the samples of one see each other{traits.of_coupling}")
+            why = f"the samples of a micro-batch depend on each other{traits.of_coupling}"
+            put(f"micro_batch_size {own}, as the run has it: {why}")
             layouts = [
                 layout if "mbs" in text else layout._replace(micro_batch_size=own)
                 for text, layout in zip(words, layouts, strict=True)

@@ -20,7 +20,7 @@ from meshwright.config import Launch, Run, RunConfig
 from meshwright.launch.local import launch
 from meshwright.schedule.action import COMPUTE
 from meshwright.tools.verify import layout_config, parse_layout
-from meshwright.tools.verify.compare import BARS, compare
+from meshwright.tools.verify.compare import TOLERANCES, compare
 from meshwright.tools.verify.rank import merge, run_layout
 from tests.gpu import on_gpu
 from tests.tools.verify.cases import References, model_config, size_for
@@ -70,7 +70,7 @@ def test_one_gpu_gives_the_numbers_of_one_plain_process_on_cpu(
     size = size_for(parse_layout("mbs2"))
     expected = references.expected(model_config(model, size), size.global_batch, STEPS, dtype)
     found = merge([on_device(run_layout, 0, 1, config_for(model, dtype=dtype).model_dump_json(), STEPS, True)])
-    row = compare("cuda", found, found, expected.findings, BARS[dtype], expected.rounding)
+    row = compare("cuda", found, found, expected.findings, TOLERANCES[dtype], expected.rounding)
     assert row.passed, row.problems
     assert row.initial_equal and row.samples_equal
 
@@ -83,7 +83,7 @@ def test_with_offload_too(dtype: str, on_device: Callable[..., Any], references:
     expected = references.expected(model_config("gpt2", size), size.global_batch, STEPS, dtype)
     config = config_for("gpt2", layout, dtype=dtype)
     found = merge([on_device(run_layout, 0, 1, config.model_dump_json(), STEPS, True)])
-    row = compare("cuda", found, found, expected.findings, BARS[dtype], expected.rounding)
+    row = compare("cuda", found, found, expected.findings, TOLERANCES[dtype], expected.rounding)
     assert row.passed, row.problems
 
 
@@ -204,7 +204,7 @@ def test_layouts_over_nccl_give_the_numbers_of_one_plain_process_on_cpu(
     size = size_for(parsed)
     expected = references.expected(model_config(model, size), size.global_batch, STEPS, dtype)
     found = merge(by_ranks(on_gpu.findings_to_file, config_for(model, layout, dtype), tmp_path))
-    row = compare(layout, found, found, expected.findings, BARS[dtype], expected.rounding)
+    row = compare(layout, found, found, expected.findings, TOLERANCES[dtype], expected.rounding)
     assert row.passed, row.problems
 
 

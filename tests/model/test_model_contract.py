@@ -273,7 +273,7 @@ def test_a_buffer_made_out_of_a_parameter() -> None:
 def test_a_layer_with_a_state_of_its_own(pool: RankPool) -> None:
     """Kept where meta tensors do not show it: verify's probe sees it, and a run does in its first step."""
     config = config_of("with_layer", kind="running_mean")
-    with pytest.raises(ModelError, match=r"layer 1 \(RunningMean\) gives other numbers when it is given the same"):
+    with pytest.raises(ModelError, match=r"layer 1 \(RunningMean\) returns other numbers for the same samples"):
         verify(config, [parse_layout("pp1")], pool, global_batch=4, steps=1, dtype="float32", random_tokens=True)
     text = layout_config(config, parse_layout("pp1"), 4, "float32").model_dump_json()
     with pytest.raises(RankError, match="layer 1 changes its buffer mean"):

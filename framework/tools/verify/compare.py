@@ -1,9 +1,9 @@
-"""Comparison of a layout's findings with the reference: distances, tolerances, and descriptions of the problems."""
+"""Comparison of a layout's numbers with the reference: distances, tolerances, and descriptions of the problems."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class Tolerance(NamedTuple):
     """Tolerance of the gradient norms of later steps."""
 
 
-BARS = {
+TOLERANCES = {
     "float64": Tolerance(1e-12, 1e-10, 1e-9, 1e-9, 1e-8),
     "float32": Tolerance(1e-6, 1e-5, 1e-4, 1e-4, 1e-3),
     "bfloat16": Tolerance(1e-2, 2e-2, None, 1e-2, 2e-2),
@@ -38,13 +38,17 @@ SAME_ROUNDING = Tolerance(1e-6, 1e-5, None, 1e-2, 2e-2)
 """bfloat16 tolerances of layouts that round every activation as the plain run does (tp = 1, one sample at a time).
 Gradients are summed in float32 on both sides, so a faulty sum in bfloat16 (off by a percent) exceeds them.
 """
+ROUNDING_MARGIN = 4.0
+"""Allowed distance of a layout from the reference, in units of the reference's distance from exact arithmetic."""
+MOST_ROUND = 0.5
+"""Largest allowed share of float32 master weights without bits beyond bfloat16's; by chance it is 2**-16."""
 
 
-def bar_of(dtype: str, layout: Layout) -> Tolerance:
+def tolerance_of(dtype: str, layout: Layout) -> Tolerance:
     """Return the tolerances of a precision, for a layout."""
     if dtype == "bfloat16" and layout.tp == 1 and layout.micro_batch_size == 1:
         return SAME_ROUNDING
-    return BARS[dtype]
+    return TOLERANCES[dtype]
 
 
 def relative(found: float, expected: float) -> float:
@@ -73,16 +77,12 @@ def relative_distances(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
     return distances
 
 
-ROUNDING_MARGIN = 4.0
-"""Allowed distance of a layout from the reference, in units of the reference's distance from exact arithmetic."""
-
-
 def compare(
     layout: str,
     found: RunNumbers,
     again: RunNumbers | None,
     expected: RunNumbers,
-    bar: Tolerance,
+    tolerance: Tolerance,
     rounding: Mapping[str, float] | None = None,
     noise: Mapping[str, float] | None = None,
 ) -> VerdictRow:
@@ -93,10 +93,9 @@ def compare(
     tolerance is raised to ``ROUNDING_MARGIN`` times ``rounding``.
 
     Args:
-        again: findings of a second run of the layout; None: run once.
-        rounding: per parameter, the distance of the reference's weights from those of a float64 run.
-        noise: per parameter, the distance that rounding alone may put between two gradients; the tolerance is at least
-            this.
+        again: Numbers of a second run of the layout; None: run once.
+        rounding: Distance of the reference's weights from those of a float64 run, per parameter.
+        noise: Distance of two gradients by rounding alone, per parameter; the tolerance is at least this.
     """
     gradients = relative_distances(found.gradients, expected.gradients)
     weights = relative_distances(found.weights, expected.weights)
@@ -105,10 +104,10 @@ def compare(
     initial, samples = _in_initial(found, expected), _in_samples(found, expected)
     repetition = [] if again is None else _in_repetition(found, again)
     problems = [*initial, *samples]
-    problems += _in_numbers(found, expected, bar, gradients, noise or {})
-    problems += _in_weights(found, expected, bar, weights, rounding or {})
+    problems += _in_numbers(found, expected, tolerance, gradients, noise or {})
+    problems += _in_weights(found, expected, tolerance, weights, rounding or {})
     problems += [*_in_masters(found, expected), *repetition]
-    losses = [relative(*pair) for pair in zip(found.losses, expected.losses, strict=True)]
+    losses = _relative_differences(found.losses, expected.losses)
     gradient_name = max(gradients, key=lambda name: gradients[name], default="")
     weights_name = max(weights, key=lambda name: weights[name], default="")
     return VerdictRow(
@@ -117,25 +116,29 @@ def compare(
         samples_equal=not samples,
         loss=losses[0],
         losses=max(losses),
-        norms=max(relative(*pair) for pair in zip(found.grad_norms, expected.grad_norms, strict=True)),
+        norms=max(_relative_differences(found.grad_norms, expected.grad_norms)),
         gradient=gradients.get(gradient_name, 0.0),
         gradient_name=gradient_name,
         weights=weights.get(weights_name, 0.0),
         weights_name=weights_name,
-        validation=max(relative(*pair) for pair in zip(found.validation, expected.validation, strict=True)),
+        validation=max(_relative_differences(found.validation, expected.validation)),
         repeats=None if again is None else not repetition,
         problems=problems,
     )
 
 
-def moments_of(steps: int) -> list[str]:
-    """Return names for the entries of ``Findings.tokens``."""
-    found = []
+def _relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:
+    return [relative(*pair) for pair in zip(found, expected, strict=True)]
+
+
+def passes_of(steps: int) -> list[str]:
+    """Return the names of the passes over samples, in the order of ``RunNumbers.tokens``."""
+    names = []
     for step in range(1, steps + 1):
-        found.append(f"step {step}")
+        names.append(f"step {step}")
         if step in validated_after(steps):
-            found.append(f"validation after step {step}")
-    return found
+            names.append(f"validation after step {step}")
+    return names
 
 
 def _in_initial(found: RunNumbers, expected: RunNumbers) -> list[str]:
@@ -146,16 +149,16 @@ def _in_initial(found: RunNumbers, expected: RunNumbers) -> list[str]:
     if unequal:
         problems.append(f"initial weights differ, first {unequal[0]} ({len(unequal)} of {len(expected.initial)})")
     if extra:
-        problems.append(f"the layout has parameters that the model has not, first {extra[0]}")
+        problems.append(f"the layout has parameters that the model lacks, first {extra[0]}")
     return problems
 
 
 def _in_samples(found: RunNumbers, expected: RunNumbers) -> list[str]:
     """Compare the samples that were read in each step and validation pass."""
-    moments = moments_of(len(expected.losses))
-    for moment, ours, theirs in zip(moments, found.tokens, expected.tokens, strict=True):
+    names = passes_of(len(expected.losses))
+    for name, ours, theirs in zip(names, found.tokens, expected.tokens, strict=True):
         if ours != theirs:
-            return [f"samples differ, first in {moment}"]
+            return [f"samples differ, first in {name}"]
     return []
 
 
@@ -165,78 +168,93 @@ def _in_repetition(first: RunNumbers, second: RunNumbers) -> list[str]:
         return []
     for step, losses in enumerate(zip(first.losses, second.losses, strict=True), start=1):
         if losses[0] != losses[1]:
-            return [f"run twice, the loss differs from step {step} on"]
-    return ["run twice, norms or validation differ"]
+            return [f"a second run of the layout has another loss from step {step} on"]
+    return ["a second run of the layout has other gradient norms or validation losses"]
 
 
-def _bits(findings: RunNumbers) -> list[str]:
-    return [value.hex() for value in (*findings.losses, *findings.grad_norms, *findings.validation)]
+def _bits(numbers: RunNumbers) -> list[str]:
+    return [value.hex() for value in (*numbers.losses, *numbers.grad_norms, *numbers.validation)]
 
 
 def _in_numbers(
-    found: RunNumbers, expected: RunNumbers, bar: Tolerance, gradients: Mapping[str, float], noise: Mapping[str, float]
+    found: RunNumbers,
+    expected: RunNumbers,
+    tolerance: Tolerance,
+    gradients: Mapping[str, float],
+    noise: Mapping[str, float],
 ) -> list[str]:
     """Compare losses and gradient norms of all steps, the gradients of step 1, and the validation losses."""
-    problems = []
-    for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
-        limit, off = bar.loss if step == 1 else max(bar.later, bar.loss), relative(ours, theirs)
-        if not off <= limit:
-            problems.append(_apart(f"loss of step {step}", ours, theirs, limit))
-            break
-    limits = {name: max(bar.gradient, noise.get(name, 0.0)) for name in gradients}
-    missed = [name for name, distance in gradients.items() if not distance <= limits[name]]
-    if missed:
-        first = missed[0]
-        problems.append(
-            f"gradients of step 1 differ in {len(missed)} of {len(gradients)} parameters, first {first}: "
-            f"{gradients[first]:.1e} of its norm, the bar is {limits[first]:.0e}{_ratio(found, expected, first)}"
-        )
-    for step, (ours, theirs) in enumerate(zip(found.grad_norms, expected.grad_norms, strict=True), start=1):
-        limit = max(limits.values(), default=bar.gradient) if step == 1 else max(bar.later_norm, bar.gradient)
-        if not relative(ours, theirs) <= limit:
-            problems.append(_apart(f"gradient norm of step {step}", ours, theirs, limit))
-            break
-    steps = validated_after(len(expected.losses))
-    for step, ours, theirs in zip(steps, found.validation, expected.validation, strict=True):
-        if not relative(ours, theirs) <= max(bar.later, bar.loss):
-            problems.append(_apart(f"validation loss after step {step}", ours, theirs, max(bar.later, bar.loss)))
-            break
-    return problems
-
-
-def _apart(what: str, ours: float, theirs: float, limit: float) -> str:
-    return f"{what} is {ours!r}, the reference's {theirs!r}: {relative(ours, theirs):.1e} apart, the bar is {limit:.0e}"
-
-
-def _in_weights(
-    found: RunNumbers, expected: RunNumbers, bar: Tolerance, weights: Mapping[str, float], rounding: Mapping[str, float]
-) -> list[str]:
-    """Compare the weights after the last step."""
-    if bar.weights is None:
-        return []
-    limits = {name: max(bar.weights, ROUNDING_MARGIN * rounding.get(name, 0.0)) for name in weights}
-    missed = [name for name, distance in weights.items() if not distance <= limits[name]]
-    if not missed:
-        return []
+    steps = range(1, len(expected.losses) + 1)
+    later = max(tolerance.later, tolerance.loss)
+    limits = {name: max(tolerance.gradient, noise.get(name, 0.0)) for name in gradients}
+    norm = max(limits.values(), default=tolerance.gradient)
+    later_norm = max(tolerance.later_norm, tolerance.gradient)
     return [
-        f"weights after {len(expected.losses)} steps differ in {len(missed)} of {len(weights)} parameters, first "
-        f"{missed[0]}: {weights[missed[0]]:.1e} of its norm, the bar is {limits[missed[0]]:.0e}"
-        f"{_first_step(found, expected, bar.weights)}"
+        *_first_beyond("loss of step", steps, found.losses, expected.losses, tolerance.loss, later),
+        *_parameters_beyond("gradients of step 1", gradients, limits, lambda first: _ratio(found, expected, first)),
+        *_first_beyond("gradient norm of step", steps, found.grad_norms, expected.grad_norms, norm, later_norm),
+        *_first_beyond(
+            "validation loss after step",
+            validated_after(len(steps)),
+            found.validation,
+            expected.validation,
+            later,
+            later,
+        ),
     ]
 
 
-MOST_ROUND = 0.5
-"""Largest allowed share of float32 master weights without bits beyond bfloat16's; by chance it is 2**-16."""
+def _first_beyond(
+    what: str, steps: Sequence[int], found: Sequence[float], expected: Sequence[float], first: float, later: float
+) -> list[str]:
+    """Describe the first number that exceeds its tolerance: ``first`` in step 1, ``later`` in all other steps."""
+    for step, ours, theirs in zip(steps, found, expected, strict=True):
+        limit, distance = first if step == 1 else later, relative(ours, theirs)
+        if not distance <= limit:
+            return [
+                f"{what} {step} is {ours!r}, the reference's {theirs!r}: {distance:.1e} apart, tolerance {limit:.0e}"
+            ]
+    return []
+
+
+def _parameters_beyond(
+    what: str, distances: Mapping[str, float], limits: Mapping[str, float], explain: Callable[[str], str]
+) -> list[str]:
+    """Describe the parameters that exceed their tolerance. ``explain`` returns an addition for the first of them."""
+    missed = [name for name, distance in distances.items() if not distance <= limits[name]]
+    if not missed:
+        return []
+    first = missed[0]
+    return [
+        f"{what} differ in {len(missed)} of {len(distances)} parameters, first {first}: {distances[first]:.1e} of its "
+        f"norm, tolerance {limits[first]:.0e}{explain(first)}"
+    ]
+
+
+def _in_weights(
+    found: RunNumbers,
+    expected: RunNumbers,
+    tolerance: Tolerance,
+    weights: Mapping[str, float],
+    rounding: Mapping[str, float],
+) -> list[str]:
+    """Compare the weights after the last step."""
+    limit = tolerance.weights
+    if limit is None:
+        return []
+    limits = {name: max(limit, ROUNDING_MARGIN * rounding.get(name, 0.0)) for name in weights}
+    what = f"weights after {len(expected.losses)} steps"
+    return _parameters_beyond(what, weights, limits, lambda _: _first_step(found, expected, limit))
 
 
 def _in_masters(found: RunNumbers, expected: RunNumbers) -> list[str]:
     """Check that master weights have more bits than the weights, and that the weights are the rounded masters."""
     problems = []
     moved = [n for n, master in expected.masters.items() if _round_share(master) < MOST_ROUND / 2]
-    lacking = [n for n in moved if n not in found.masters or _round_share(found.masters[n]) > MOST_ROUND]
-    if lacking:
+    rounded = [n for n in moved if n not in found.masters or _round_share(found.masters[n]) > MOST_ROUND]
+    if rounded:
         problems.append(
-            f"master weights of {lacking[0]} ({len(lacking)} of {len(expected.masters)} parameters) have no bits "
+            f"master weights of {rounded[0]} ({len(rounded)} of {len(expected.masters)} parameters) have no bits "
             f"beyond bfloat16 after {len(expected.losses)} steps: the optimizer must step float32 weights"
         )
     stale = [
@@ -270,9 +288,9 @@ def _ratio(found: RunNumbers, expected: RunNumbers, name: str) -> str:
     return ""
 
 
-def _first_step(found: RunNumbers, expected: RunNumbers, bar: float) -> str:
+def _first_step(found: RunNumbers, expected: RunNumbers, tolerance: float) -> str:
     """Describe the first step whose loss exceeds the tolerance."""
     for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
-        if not relative(ours, theirs) <= bar:
+        if not relative(ours, theirs) <= tolerance:
             return f"; the loss first differs in step {step}"
     return "; every step's loss is within it"

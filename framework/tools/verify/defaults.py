@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
-from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
-from meshwright.errors import UserError
-from meshwright.tools.verify.layouts import Layout, is_possible, layout_config, own_layout
+from meshwright.tools.verify.layouts import Layout, is_possible, own_layout, refusal
 from meshwright.tools.verify.pairs import LayoutChoice, choose
 from meshwright.tools.verify.traits import Traits
 
@@ -24,15 +23,8 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
     first = [
         layout for layout in first if layout.size <= max_ranks and is_possible(layout, traits, global_batch, length)
     ]
-
-    def refusal(layout: Layout) -> str | None:
-        try:
-            draw_blueprint(layout_config(config, layout, global_batch, "float64"))
-        except UserError as error:
-            return error.message.splitlines()[0]
-        return None
-
-    return choose(first, traits, global_batch, length, max_ranks, micro_batch_sizes, refusal)
+    refusal_of = partial(refusal, config, global_batch=global_batch)
+    return choose(first, traits, global_batch, length, max_ranks, micro_batch_sizes, refusal_of)
 
 
 def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
@@ -45,10 +37,10 @@ def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
         switches = (layout.schedule, layout.sequence, layout.offload, layout.recompute, layout.shard > 0)
         return {*enumerate(switches), ("zero", layout.zero if layout.dp > 1 else None), ("once", layout.reduces_once)}
 
-    left = set[tuple[object, object]]().union(*map(choices, layouts))
-    found: list[Layout] = []
-    while left:
-        best = max(layouts, key=lambda layout: (len(choices(layout) & left), -layout.size))
-        found.append(best)
-        left -= choices(best)
-    return found
+    uncovered = set[tuple[object, object]]().union(*map(choices, layouts))
+    chosen: list[Layout] = []
+    while uncovered:
+        best = max(layouts, key=lambda layout: (len(choices(layout) & uncovered), -layout.size))
+        chosen.append(best)
+        uncovered -= choices(best)
+    return chosen

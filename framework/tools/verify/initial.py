@@ -31,21 +31,21 @@ LARGE = 4_000_000
 """Number of parameters above which the builder is called 3 times instead of 5, and on suspicion 6 instead of 20."""
 
 
-def wanted_values(config: RunConfig, draw: int) -> dict[str, Tensor]:
-    """Return the initial values of the untouched module under one seed, by name. Meta parameters are left out."""
+def builder_values(config: RunConfig, draw: int) -> dict[str, Tensor]:
+    """Return the initial values of the untouched module under one seed, by name, without parameters on meta."""
     with seeded(config.run.seed, "verify initial values", draw):
         layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
         initialise = getattr(layers, "initialise", None)
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for name, parameter in layers.named_parameters(remove_duplicate=False):
             if initialise is not None:
                 full = torch.empty(parameter.shape, dtype=torch.float32)
                 with torch.no_grad():
                     initialise(name, full)
-                found[name] = full
+                values[name] = full
             elif not parameter.is_meta:
-                found[name] = _real(parameter.detach())
-    return found
+                values[name] = _real(parameter.detach())
+    return values
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -57,44 +57,44 @@ def initial_problems(config: RunConfig, model: PlainModel) -> list[str]:
     """Return a sentence for each parameter whose initial value does not match the builder's."""
     size = sum(parameter.numel() for parameter in model.layers.parameters())
     few, many = (3, 6) if size > LARGE else (5, 20)
-    draws = [wanted_values(config, draw) for draw in range(few)]
+    draws = [builder_values(config, draw) for draw in range(few)]
     problems = []
     for name in draws[0]:
         if model.canonical(name) != name:
             continue
         found = _real(model.initial(name))
-        said = difference(found, [draw[name] for draw in draws])
-        if said and len(draws) < many:  # a random sign can be equal in five draws by chance
-            draws += [wanted_values(config, draw) for draw in range(few, many)]
-            said = difference(found, [draw[name] for draw in draws])
-        if said:
+        problem = difference(found, [draw[name] for draw in draws])
+        if problem and len(draws) < many:  # a random sign can be equal in five draws by chance
+            draws += [builder_values(config, draw) for draw in range(few, many)]
+            problem = difference(found, [draw[name] for draw in draws])
+        if problem:
             problems.append(
-                f"initial value of {name}: {said}. Set it in the module's reset_parameters(), or give the model an "
+                f"initial value of {name}: {problem}. Set it in the module's reset_parameters(), or give the model an "
                 f"attribute initialise(name, tensor)"
             )
     return problems
 
 
-def difference(found: Tensor, wanted: list[Tensor]) -> str:
+def difference(found: Tensor, draws: list[Tensor]) -> str:
     """Describe how ``found`` differs from the builder's draws; return "" if both may have one distribution."""
-    if found.shape != wanted[0].shape:
-        return f"has shape {tuple(found.shape)}, the builder's {tuple(wanted[0].shape)}"
-    found = found.to(wanted[0].dtype).flatten().double()
-    all_wanted = torch.stack([each.flatten() for each in wanted]).double()
-    constant = (all_wanted == all_wanted[0]).all(0)
-    random = all_wanted[:, ~constant]
+    if found.shape != draws[0].shape:
+        return f"has shape {tuple(found.shape)}, the builder's {tuple(draws[0].shape)}"
+    found = found.to(draws[0].dtype).flatten().double()
+    values = torch.stack([each.flatten() for each in draws]).double()
+    constant = (values == values[0]).all(0)
+    random = values[:, ~constant]
     if not random.numel() or _is_continuous(random):
-        off = constant & (found != all_wanted[0])
+        off = constant & (found != values[0])
         if bool(off.any()):
             at = int(off.nonzero()[0])
             count = int(off.sum())
             return (
                 f"{count} of {found.numel()} elements that the builder makes constant differ, the first is "
-                f"{float(found[at]):.6g}, the builder's {float(all_wanted[0, at]):.6g}"
+                f"{float(found[at]):.6g}, the builder's {float(values[0, at]):.6g}"
             )
         found = found[~constant]
     else:
-        random = all_wanted
+        random = values
     if random.numel() < FEWEST:
         return ""
     for what, statistic, error in (("mean", _mean, _mean_error), ("std", _log_std, _log_std_error)):

@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, get_args
 
+from meshwright.blueprint import draw_blueprint
 from meshwright.config import Pipeline, RunConfig
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, UserError
 from meshwright.schedule.load import read_schedule
 from meshwright.tools.verify.traits import Traits
 
 SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
-WORDS = (
+LAYOUT_WORDS = (
     "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
     "step (parallel.reduce), offload, sequence, selective or full (recompute), "
     + ", ".join(SCHEDULES)
     + ", file (pipeline.schedule_file)"
 )
-OWN = "file"
-"""Word in place of a schedule's name for the one in ``pipeline.schedule_file``."""
+SCHEDULE_FILE = "file"
+"""Word for the schedule in ``pipeline.schedule_file``, in place of a schedule's name."""
 
 
 class Layout(NamedTuple):
@@ -48,7 +49,7 @@ class Layout(NamedTuple):
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages, derived from the schedule's name; ``pp`` for a schedule file."""
-        if self.schedule == OWN:
+        if self.schedule == SCHEDULE_FILE:
             return self.pp
         return self.pp * Pipeline(schedule=self.schedule, interleave=self.interleave or None).stages_per_rank  # type: ignore[arg-type]
 
@@ -71,23 +72,27 @@ def parse_layout(text: str) -> Layout:
     """
     layout = Layout()
     for word in filter(None, re.split(r"[,\s]+", text)):
-        found = re.fullmatch(r"(dp|pp|tp|mbs|zero|interleave|shard)(\d+)", word)
-        if found:
-            key = {"mbs": "micro_batch_size"}.get(found[1], found[1])
-            value = int(found[2])
+        numbered = re.fullmatch(r"(dp|pp|tp|mbs|zero|interleave|shard)(\d+)", word)
+        if numbered:
+            key = {"mbs": "micro_batch_size"}.get(numbered[1], numbered[1])
+            value = int(numbered[2])
             if (value < 1 and key != "zero") or (key == "zero" and value > 3):
-                raise ConfigError("MW-VERIFY-002", f"--layouts {text!r}: {word} is out of range; the words are {WORDS}")
+                raise ConfigError(
+                    "MW-VERIFY-002", f"--layouts {text!r}: {word} is out of range; the words are {LAYOUT_WORDS}"
+                )
             layout = Layout(**{**layout._asdict(), key: value})
         elif word in ("selective", "full"):
             layout = layout._replace(recompute=word)
-        elif word in (*SCHEDULES, OWN):
+        elif word in (*SCHEDULES, SCHEDULE_FILE):
             layout = layout._replace(schedule=word)
         elif word == "step":
             layout = layout._replace(reduces_once=True)
         elif word in ("sequence", "offload"):
             layout = Layout(**{**layout._asdict(), word: True})
         else:
-            raise ConfigError("MW-VERIFY-003", f"--layouts {text!r}: unknown word {word!r}; the words are {WORDS}")
+            raise ConfigError(
+                "MW-VERIFY-003", f"--layouts {text!r}: unknown word {word!r}; the words are {LAYOUT_WORDS}"
+            )
     return layout
 
 
@@ -102,14 +107,14 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
     if global_batch % replicas:
         raise ConfigError(
             "MW-VERIFY-004",
-            f"layout {layout}: global_batch {global_batch} is no multiple of micro_batch_size "
+            f"layout {layout}: global_batch {global_batch} is not a multiple of micro_batch_size "
             f"{layout.micro_batch_size} x dp {layout.dp}",
         )
     if layout.shard and layout.dp % layout.shard:
         divisors = ", ".join(str(number) for number in range(1, layout.dp + 1) if layout.dp % number == 0)
         raise ConfigError(
             "MW-VERIFY-005",
-            f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose of {divisors}",
+            f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose one of {divisors}",
         )
     return config.model_copy(
         update={
@@ -142,7 +147,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
 def _pipeline_config(pipeline: Pipeline, layout: Layout) -> Pipeline:
     """Return the pipeline section for a layout. A balance list for another number of stages becomes ``time``."""
     recompute = layout.recompute
-    if layout.schedule == OWN:
+    if layout.schedule == SCHEDULE_FILE:
         if pipeline.schedule_file is None:
             raise ConfigError("MW-VERIFY-006", f"layout {layout}: the configuration has no pipeline.schedule_file")
         return pipeline.model_copy(update={"recompute": recompute})
@@ -151,6 +156,15 @@ def _pipeline_config(pipeline: Pipeline, layout: Layout) -> Pipeline:
     if isinstance(pipeline.balance, list) and len(pipeline.balance) != layout.pp * changed.stages_per_rank:
         return changed.model_copy(update={"balance": "time"})
     return changed
+
+
+def refusal(config: RunConfig, layout: Layout, global_batch: int) -> str | None:
+    """Return the reason why a model cannot have a layout, as far as the meta device shows it, or None."""
+    try:
+        draw_blueprint(layout_config(config, layout, global_batch, "float64"))
+    except UserError as error:
+        return error.message.splitlines()[0]
+    return None
 
 
 def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_length: int) -> bool:
@@ -178,13 +192,13 @@ def own_layout(config: RunConfig, global_batch: int) -> Layout:
         micro -= 1
     schedule: str = config.pipeline.schedule
     if config.pipeline.schedule_file is not None:
-        schedule, chunks = OWN, read_schedule(config.pipeline.schedule_file).chunks
+        schedule, chunks = SCHEDULE_FILE, read_schedule(config.pipeline.schedule_file).chunks
         micro = max(1, global_batch // (dp * chunks))
         if micro * dp * chunks != global_batch:
             raise ConfigError(
                 "MW-VERIFY-007",
                 f"{config.pipeline.schedule_file} is for chunks={chunks}, which with dp {dp} does not divide the "
-                f"{global_batch} samples of a step here: give verify its --layouts",
+                f"{global_batch} samples of a step of verify: choose other --layouts",
             )
     return Layout(
         dp,

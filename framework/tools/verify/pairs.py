@@ -30,7 +30,7 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
     def of_dp(zero: int) -> bool:
         return layout.dp > 1 and layout.zero == zero
 
-    found = {
+    uses = {
         "dp": layout.dp > 1,
         "dp > 2": layout.dp > 2,
         "pp > 2": layout.pp > 2,
@@ -57,7 +57,7 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
         "split backward": layout.pp > 1 and layout.schedule in ("zb_h1", "zb_h2"),
         "V": layout.pp > 1 and has_v,
     }
-    return frozenset(name for name, is_there in found.items() if is_there)
+    return frozenset(name for name, is_used in uses.items() if is_used)
 
 
 class Shared(NamedTuple):
@@ -107,16 +107,16 @@ Pair = tuple[str, str]
 
 def wanted_pairs() -> dict[Pair, str]:
     """Return each pair with its reason; a feature paired with itself means the feature on its own."""
-    found: dict[Pair, str] = {(name, name): "the feature by itself" for name in FEATURES}
+    reasons: dict[Pair, str] = {(name, name): "the feature by itself" for name in FEATURES}
     for shared in SHARED:
-        found |= dict.fromkeys(itertools.product(shared.some, shared.others), shared.why)
-    return found
+        reasons |= dict.fromkeys(itertools.product(shared.some, shared.others), shared.why)
+    return reasons
 
 
 def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]:
     """Return all layouts to choose from, smallest first."""
     degrees = [d for d in itertools.product((1, 2, 4), repeat=3) if d[0] * d[1] * d[2] <= max_ranks]
-    found = []
+    layouts = []
     for (dp, pp, tp), schedule, zero, sequence, size, recompute, shard, once, offload in itertools.product(
         sorted(degrees, key=lambda d: d[0] * d[1] * d[2]),
         ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"),
@@ -136,8 +136,8 @@ def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]
             or (sequence and tp == 1)
         )
         if not has_no_effect:
-            found.append(Layout(dp, pp, tp, schedule, zero, sequence, size, 0, recompute, shard, once, offload))
-    return found
+            layouts.append(Layout(dp, pp, tp, schedule, zero, sequence, size, 0, recompute, shard, once, offload))
+    return layouts
 
 
 def is_full(layout: Layout, global_batch: int) -> bool:
@@ -160,15 +160,15 @@ def choose(
     sequence_length: int,
     max_ranks: int,
     micro_batch_sizes: Sequence[int],
-    refusal: Callable[[Layout], str | None],
+    refusal_of: Callable[[Layout], str | None],
 ) -> LayoutChoice:
     """Choose layouts that cover every pair of any possible layout, by a deterministic greedy search.
 
     Each round takes the candidate with the most uncovered pairs, then the fewest ranks, then the first in order.
 
     Args:
-        first: layouts that are taken in any case.
-        refusal: returns the reason why this model cannot have a layout, or None.
+        first: Layouts that are taken in any case.
+        refusal_of: Function that returns the reason why this model cannot have a layout, or None.
     """
     possible = [
         layout
@@ -189,12 +189,12 @@ def choose(
         if best is None or not gains[best]:
             break
         possible.remove(best)
-        why = refusal(best)
-        if why is None:
+        reason = refusal_of(best)
+        if reason is None:
             layouts.append(best)
             covered |= masks[best]
         else:
-            refused[best] = why
+            refused[best] = reason
     missing = {pair for pair, number in numbers.items() if not covered & number}
     return LayoutChoice(_needed(layouts, len(first), masks), _uncovered_lines(missing, masks, numbers, refused))
 

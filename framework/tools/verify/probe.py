@@ -1,8 +1,8 @@
 """Probe of the plain model, run twice and in parts: it finds hidden state and dependence between samples.
 
-A layer that returns different numbers for the same samples draws or counts by itself, and no layout could repeat it. A
-layer whose numbers for a sample depend on the other samples makes the micro-batch size a part of the model: every
-layout must then use the run's own size.
+A layer that returns different numbers for the same samples has hidden random numbers or state, and no layout could
+reproduce it. A layer whose numbers for a sample depend on the other samples makes the micro-batch size a part of the
+model: every layout must then use the run's own size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SAMPLES = 4
 """Number of samples in the first forward."""
 PARTS = (2, 1)
 """Numbers of samples in the forwards after it. One size alone may by chance leave an expert's capacity unchanged."""
-BAR = 1e-9
+TOLERANCE = 1e-9
 """Relative distance, in float64, beyond which outputs differ; rounding by another order of summation stays below it."""
 
 
@@ -55,26 +55,26 @@ def find_coupling(config: RunConfig, source: Source) -> str:
         if any(map(_differ, first.leaves, second.leaves)):
             raise ModelError(
                 "MW-VERIFY-008",
-                f"{first.where} gives other numbers when it is given the same samples again: it draws random numbers, "
-                f"or counts or keeps something, outside of parameters and buffers. Use nn.Dropout for noise; keep what "
-                f"changes in a buffer (register_buffer)",
+                f"{first.where} returns other numbers for the same samples: it draws random numbers or keeps state "
+                f"outside of parameters and buffers. Use nn.Dropout for noise, a buffer (register_buffer) for state",
             )
     for size in PARTS:
         for start in range(0, SAMPLES, size):
-            found = _first_that_differs(run, whole, inputs, indices, slice(start, start + size))
-            if found:
-                return found
+            coupling = _first_coupled(run, whole, inputs, indices, slice(start, start + size))
+            if coupling:
+                return coupling
     return ""
 
 
-def _first_that_differs(run: PlainRun, whole: list[Output], inputs: Any, indices: Tensor, rows: slice) -> str:
+def _first_coupled(run: PlainRun, whole: list[Output], inputs: Any, indices: Tensor, rows: slice) -> str:
+    """Return the first layer whose output for the samples ``rows`` differs without the other samples, or ""."""
     try:
         alone = outputs(run, tree_map(lambda leaf: leaf[rows], inputs), indices[rows])
-    except Exception:  # it needs as many samples as it was given: they see each other
+    except Exception:  # the model needs the full number of samples, so they depend on each other
         return whole[-1].where
-    for among, single in zip(whole, alone, strict=False):
-        if any(_differ(_rows(a, b, rows), b) for a, b in zip(among.leaves, single.leaves, strict=True)):
-            return among.where
+    for full, part in zip(whole, alone, strict=False):
+        if any(_differ(_rows(a, b, rows), b) for a, b in zip(full.leaves, part.leaves, strict=True)):
+            return full.where
     return ""
 
 
@@ -83,14 +83,14 @@ def outputs(run: PlainRun, inputs: Any, sample_indices: Tensor) -> list[Output]:
 
     ``sample_indices``: (B,) int64, global.
     """
-    found: list[Output] = []
+    recorded: list[Output] = []
     names = {layer: f"layer {name} ({type(layer).__name__})" for name, layer in run.layers.named_children()}
 
-    def keep(layer: nn.Module, _: Any, value: Any) -> None:
+    def record(layer: nn.Module, _: Any, value: Any) -> None:
         leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-        found.append(Output(names[layer], [leaf.detach().clone() for leaf in leaves]))
+        recorded.append(Output(names[layer], [leaf.detach().clone() for leaf in leaves]))
 
-    hooks = [layer.register_forward_hook(keep) for layer in names]
+    hooks = [layer.register_forward_hook(record) for layer in names]
     before = {name: run.layers.get_buffer(name).clone() for name in run.running}
     try:
         with run.dropout.installed(), torch.no_grad():
@@ -101,7 +101,7 @@ def outputs(run: PlainRun, inputs: Any, sample_indices: Tensor) -> list[Output]:
             hook.remove()
         for name, buffer in before.items():
             run.layers.get_buffer(name).copy_(buffer)
-    return found
+    return recorded
 
 
 def _rows(whole: Tensor, part: Tensor, rows: slice) -> Tensor:
@@ -119,4 +119,4 @@ def _differ(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return not torch.equal(a, b)
     scale = float(torch.nan_to_num(b).abs().max()) if b.numel() else 0.0
-    return not torch.allclose(a, b, rtol=0.0, atol=BAR * max(scale, 1e-300), equal_nan=True)
+    return not torch.allclose(a, b, rtol=0.0, atol=TOLERANCE * max(scale, 1e-300), equal_nan=True)

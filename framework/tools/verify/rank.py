@@ -1,4 +1,4 @@
-"""One rank of one layout: trained through the same parts and steps as a real run, with its findings."""
+"""One rank of one layout, trained through the same parts and steps as a real run, and its numbers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from meshwright.step import take_step, total_loss
 from meshwright.tools.verify.reference import RunNumbers, checksum, validated_after, widened
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
 
-Part = tuple[ParameterInfo, Any]
+TensorSlice = tuple[ParameterInfo, Tensor]
 
 
 class RankFindings(NamedTuple):
-    """Findings of one rank: its numbers, and the tensor slices that it contributes to the whole tensors."""
+    """Numbers of one rank, and the tensor slices that it contributes to the whole tensors."""
 
     losses: list[float]
     grad_norms: list[float]
     tokens: list[dict[int, int]]
-    initial: list[Part]
-    gradients: list[Part]
-    weights: list[Part]
-    masters: list[Part]
+    initial: list[TensorSlice]
+    gradients: list[TensorSlice]
+    weights: list[TensorSlice]
+    masters: list[TensorSlice]
     validation: list[float]
 
 
@@ -64,7 +64,7 @@ def count_logits(config: RunConfig) -> int:
 
 @dataclass
 class RecordingSource:
-    """Source that records the samples this rank has actually read, not those it should have read."""
+    """Source that records the samples that this rank has actually read."""
 
     source: Source
     seen: dict[int, int] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class RecordingSource:
 
 
 def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
-    """Train one rank of one layout through the same parts and steps as a training run, and return its findings."""
+    """Train one rank of one layout through the same parts and steps as a training run, and return its numbers."""
     config = parse(config_json)
     mesh = open_mesh(Grid(*config.parallel.degrees), config.train.device)
     recorder = RecordingSource(open_verify_source(config, random_tokens))
@@ -87,11 +87,11 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
     findings = RankFindings([], [], [], [], [], [], [], [])
     findings.initial.extend(_weights(parts))
 
-    def keep(parts: Parts, factor: float) -> None:
+    def record_gradients(parts: Parts, factor: float) -> None:
         if parts.state.step == 0:
             findings.gradients.extend(_full_tensors(parts, lambda bucket: bucket.shard_gradient, factor))
 
-    parts.on_gradients = keep
+    parts.on_gradients = record_gradients
     for step in range(1, steps + 1):
         recorder.seen = {}
         stats = take_step(parts)
@@ -100,51 +100,48 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
         findings.grad_norms.append(stats.grad_norm)
         if step in validated_after(steps):
             recorder.seen = {}
-            found = total_loss(parts, recorder, [steps])
+            total = total_loss(parts, recorder, [steps])
             findings.tokens.append(recorder.seen)
-            findings.validation.append(found.loss_sum / max(found.num_tokens, 1))
+            findings.validation.append(total.loss_sum / max(total.num_tokens, 1))
     findings.weights.extend(_weights(parts))
     if config.train.dtype == "bfloat16":
         findings.masters.extend(_full_tensors(parts, lambda bucket: bucket.master))
     return findings
 
 
-def _stands_for(parts: Parts, bucket: ShardedParameters) -> bool:
-    return bucket.kind.owns(parts.mesh.at.tp_rank) and parts.mesh.at.dp_rank == 0
+def _slices(parts: Parts, bucket: ShardedParameters, flat: Tensor) -> list[TensorSlice]:
+    """Return the slices of a full flat tensor that this rank contributes: none if another rank holds the same."""
+    if parts.mesh.at.dp_rank != 0 or not bucket.kind.owns(parts.mesh.at.tp_rank):
+        return []
+    views = [(slot.member.info, flat[slot.start : slot.stop]) for slot in bucket.slots]
+    return [(info, _copy(info.unpadded(view.view(info.local_shape)))) for info, view in views]
 
 
-def _parts_of(bucket: ShardedParameters, flat: Tensor) -> list[Part]:
-    parts = [(slot.member.info, flat[slot.start : slot.stop]) for slot in bucket.slots]
-    return [(info, _copy(info.unpadded(part.view(info.local_shape)))) for info, part in parts]
-
-
-def _weights(parts: Parts) -> list[Part]:
+def _weights(parts: Parts) -> list[TensorSlice]:
     """Return the weights this rank contributes, frozen ones and running buffers included; all-gathers over dp."""
-    found: list[Part] = []
+    slices: list[TensorSlice] = []
     for replica in parts.replicas.values():
         replica.wait_for_weights()
         for bucket in replica.buckets:
-            weights = full_weights(bucket)
-            if _stands_for(parts, bucket):
-                found += _parts_of(bucket, weights)
+            slices += _slices(parts, bucket, full_weights(bucket))
         for member in replica.frozen:
             if parts.mesh.at.dp_rank == 0 and member.kind.owns(parts.mesh.at.tp_rank):
-                found.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
+                slices.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
     if parts.mesh.at.dp_rank == 0 and parts.mesh.at.tp_rank == 0:
         buffers = widened(parts.running())
-        found += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
-    return found
+        slices += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
+    return slices
 
 
-def _full_tensors(parts: Parts, shard_of: Callable[[ShardedParameters], Tensor], factor: float = 1.0) -> list[Part]:
+def _full_tensors(
+    parts: Parts, shard_of: Callable[[ShardedParameters], Tensor], factor: float = 1.0
+) -> list[TensorSlice]:
     """Return the slices that this rank contributes to a kind of tensors, times ``factor``; all-gathers over dp."""
-    found: list[Part] = []
+    slices: list[TensorSlice] = []
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            flat = full_tensor(bucket, shard_of(bucket)) * factor
-            if _stands_for(parts, bucket):
-                found += _parts_of(bucket, flat)
-    return found
+            slices += _slices(parts, bucket, full_tensor(bucket, shard_of(bucket)) * factor)
+    return slices
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -152,10 +149,10 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.cpu() if tensor.is_cuda else tensor.clone()
 
 
-def assemble(parts: Sequence[tuple[ParameterInfo, Tensor]]) -> dict[str, Tensor]:
-    """Assemble whole tensors from the ranks' slices. Elements of no rank are NaN, so that the comparison fails."""
+def assemble(slices: Sequence[TensorSlice]) -> dict[str, Tensor]:
+    """Assemble whole tensors from the ranks' slices. Missing elements are NaN, so that the comparison fails."""
     whole_tensors: dict[str, Tensor] = {}
-    for info, tensor in parts:
+    for info, tensor in slices:
         full = whole_tensors.setdefault(info.name, torch.full(info.global_shape, float("nan"), dtype=tensor.dtype))
         if info.slice is None:
             full.copy_(tensor)
@@ -165,7 +162,7 @@ def assemble(parts: Sequence[tuple[ParameterInfo, Tensor]]) -> dict[str, Tensor]
 
 
 def merge(ranks: Sequence[RankFindings]) -> RunNumbers:
-    """Merge the findings of all ranks into those of the layout."""
+    """Merge the numbers of all ranks into those of the layout."""
     tokens: list[dict[int, int]] = [{} for _ in ranks[0].tokens]
     for rank in ranks:
         for step, checksums in enumerate(rank.tokens):
@@ -174,9 +171,9 @@ def merge(ranks: Sequence[RankFindings]) -> RunNumbers:
         ranks[0].losses,
         ranks[0].grad_norms,
         tokens,
-        assemble([part for rank in ranks for part in rank.initial]),
-        assemble([part for rank in ranks for part in rank.gradients]),
-        assemble([part for rank in ranks for part in rank.weights]),
-        assemble([part for rank in ranks for part in rank.masters]),
+        assemble([each for rank in ranks for each in rank.initial]),
+        assemble([each for rank in ranks for each in rank.gradients]),
+        assemble([each for rank in ranks for each in rank.weights]),
+        assemble([each for rank in ranks for each in rank.masters]),
         ranks[0].validation,
     )

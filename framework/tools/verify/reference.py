@@ -2,9 +2,9 @@
 torch's own loss, clipping and optimizer.
 
 No parallel code runs here: no stage, schedule, bucket or sharding, and no rebuilt model. Hooks, parametrizations,
-buffers and ``nn.Dropout`` modules are the user's own. Two things are put in from outside: initial values, by name, and
+buffers and ``nn.Dropout`` modules are the user's own. The framework provides two inputs: initial values, by name, and
 dropout masks, by their published definition (:mod:`meshwright.tools.verify.dropout`). The reference shares with the
-layouts only the definitions of what must be equal: initial values, samples, and the learning rate of a step.
+layouts only the definitions of equal inputs: initial values, samples, and the learning rate of a step.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class PlainRun:
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of weights and running buffers, by canonical name."""
-        found = {name: p.detach().clone() for name, p in {**self.parameters, **self.frozen}.items()}
-        return found | widened(running_values(self.layers, self.running))
+        weights = {name: p.detach().clone() for name, p in {**self.parameters, **self.frozen}.items()}
+        return weights | widened(running_values(self.layers, self.running))
 
     def microbatches(self, step: int) -> list[tuple[Any, Tensor, Tensor]]:
         """Return (inputs, labels, sample indices (B,)) of the micro-batches of a global batch, in order."""
@@ -150,8 +150,8 @@ class PlainRun:
         output = self.layers(cast_floats(inputs, self.dtype))
         labels = cast_floats(labels, self.dtype)
         if self.loss is not None:
-            found: Tensor = self.loss(output, labels)
-            return found[labels != IGNORED_LABEL].sum()
+            losses: Tensor = self.loss(output, labels)
+            return losses[labels != IGNORED_LABEL].sum()
         logits = output if output.dtype == torch.float64 else output.float()
         return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
@@ -169,7 +169,7 @@ class PlainRun:
             total += float(loss_sum.detach())
             (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
             if self.dtype == torch.bfloat16:  # a long bfloat16 sum would lose most of its bits
-                self._add_up()
+                self._accumulate()
         if divisor != num_tokens:
             for master in self.masters.values():
                 assert master.grad is not None
@@ -188,7 +188,8 @@ class PlainRun:
         findings.grad_norms.append(float(norm))
         findings.tokens.append(checksums(batch))
 
-    def _add_up(self) -> None:
+    def _accumulate(self) -> None:
+        """Add the gradients of the weights to the float32 gradients of the master weights, and clear them."""
         for name, parameter in self.parameters.items():
             gradient = self.masters[name].grad
             assert gradient is not None
@@ -240,7 +241,7 @@ def _explained(config: RunConfig) -> Iterator[None]:
         raise ModelError(
             "MW-VERIFY-009",
             f"the plain run of {config.model.builder} failed{error_place(error)}: {type(error).__name__}: {error}. "
-            f"verify holds layouts against the model in plain torch: call the builder and train its module in a loop "
+            f"verify compares layouts with the model in plain torch: call the builder and train its module in a loop "
             f"of one sample at a time, until that works",
         ) from error
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.terminal.format import format_table
+
 HEADER = (
     *("layout", "init", "samples", "loss 1", "losses", "norms", "gradient", "weights", "validation", "again"),
     "verdict",
@@ -79,22 +81,21 @@ class Report(NamedTuple):
 
     def table(self) -> str:
         """Return the report as text: a row per layout, then the problems."""
-        cells = [HEADER, *(row.cells() for row in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        cells = [row.cells() for row in self.rows]
+        rule = ["-" * max(map(len, column)) for column in zip(HEADER, *cells, strict=True)]
+        lines = format_table([HEADER, rule, *cells], "<" * len(HEADER))
         for row in self.rows:
             lines += [f"{row.layout}: {problem}" for problem in (*row.problems, *[row.failure] * bool(row.failure))]
         return "\n".join([self.title, "", *lines, *self.problems, "", self._verdict()])
 
     def _verdict(self) -> str:
         different = sum(bool(row.problems) for row in self.rows)
-        without = sum(bool(row.failure) for row in self.rows)
-        said = []
+        failed = sum(bool(row.failure) for row in self.rows)
+        parts = []
         if different:
-            said.append(f"{different} of {len(self.rows)} layouts differ")
-        if without:
-            said.append(f"{without} of {len(self.rows)} layouts could not be run")
+            parts.append(f"{different} of {len(self.rows)} layouts differ")
+        if failed:
+            parts.append(f"{failed} of {len(self.rows)} layouts could not be run")
         if self.problems:
-            said.append(f"{len(self.problems)} initial values are not the builder's")
-        return "; ".join(said) or f"all {len(self.rows)} layouts agree"
+            parts.append(f"{len(self.problems)} initial values are not the builder's")
+        return "; ".join(parts) or f"all {len(self.rows)} layouts agree"

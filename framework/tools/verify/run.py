@@ -1,4 +1,4 @@
-"""Driver of verify: run each layout on a pool of ranks, the plain model in this process, and compare."""
+"""Driver of verify: each layout runs on a pool of ranks, the plain model in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshwright.blueprint import DTYPES, draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.model.build import build_model
-from meshwright.tools.verify.compare import SAME_ROUNDING, bar_of, compare, relative_distances
+from meshwright.tools.verify.compare import SAME_ROUNDING, compare, relative_distances, tolerance_of
 from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
@@ -35,20 +35,20 @@ class Pool(Protocol):
         """Run ``function(rank, world_size, *args)`` on each rank and return the results in rank order."""
 
 
-def groupings(global_batch: int) -> list[int]:
+def micro_batch_sizes_of(global_batch: int) -> list[int]:
     """Return up to four micro-batch sizes above 1 that divide the global batch, smallest first."""
     return [size for size in range(2, global_batch + 1) if global_batch % size == 0][:4]
 
 
 class Reference(NamedTuple):
-    """Findings of the plain run and its own rounding error."""
+    """Numbers of the plain run and its own rounding error."""
 
     findings: RunNumbers
     rounding: dict[str, float]
     """Rounding error of the weights, per parameter; filled for float32 only."""
     noise: dict[str, float]
     """Rounding error of the gradients, per parameter; filled for bfloat16 only."""
-    passed_s: float
+    duration_s: float
 
     def noise_in(self, layout: Layout, tied: Collection[str]) -> dict[str, float]:
         """Return the gradient noise that applies to a layout.
@@ -56,7 +56,7 @@ class Reference(NamedTuple):
         Where all activations are rounded as in the plain run, only the ``tied`` weights have noise: torch sums their
         gradients in bfloat16, pipeline stages sum them in float32.
         """
-        alike = bar_of("bfloat16", layout) is SAME_ROUNDING
+        alike = tolerance_of("bfloat16", layout) is SAME_ROUNDING
         return {name: value for name, value in self.noise.items() if not alike or name in tied}
 
 
@@ -69,12 +69,12 @@ def reference_of(
     A single run may by chance round such an element well, hence several runs.
 
     Args:
-        others: micro-batch sizes of the further runs. The samples are the same; the order of summation differs, as it
+        others: Micro-batch sizes of the further runs. The samples are the same; the order of summation differs, as it
             does between layouts.
     """
     start_s = time.monotonic()
     found = run_reference(plain, source, steps, DTYPES[dtype], micro_batch_size)
-    passed_s = time.monotonic() - start_s
+    duration_s = time.monotonic() - start_s
 
     def rounding_errors(steps: int, tensors_of: Callable[[RunNumbers], dict[str, Tensor]]) -> dict[str, float]:
         """Return, per parameter, the largest distance of the runs from a float64 run."""
@@ -88,7 +88,7 @@ def reference_of(
         rounding = rounding_errors(steps, lambda run: run.weights)
     if dtype == "bfloat16":  # two gradients of step 1 may lie apart by twice their rounding error
         noise = {name: 2.0 * error for name, error in rounding_errors(1, lambda run: run.gradients).items()}
-    return Reference(found, rounding, noise, passed_s)
+    return Reference(found, rounding, noise, duration_s)
 
 
 def failure_of(error: Exception) -> str:
@@ -120,7 +120,7 @@ class Verification:
         self.config, self.global_batch, self.steps, self.dtype = config, global_batch, steps, dtype
         self.random_tokens = random_tokens
         self.plain = layout_config(config, Layout(), global_batch, dtype)
-        draw_blueprint(self.plain)  # a model that no layout supports gives one error instead of one per layout
+        draw_blueprint(self.plain)  # one error for a model that no layout supports, instead of one per layout
         self.source = open_verify_source(self.plain, random_tokens)
         self.traits = probe_coupling(traits_of(self.plain), self.plain, self.source)
         model = build_model(self.plain.model.builder, self.plain.model.options, self.plain.run.seed)
@@ -128,7 +128,7 @@ class Verification:
         self._reference = functools.cache(self._run_reference)
 
     def _run_reference(self, micro_batch_size: int) -> Reference:
-        others = () if self.traits.couples_samples else groupings(self.global_batch)
+        others = () if self.traits.couples_samples else micro_batch_sizes_of(self.global_batch)
         return reference_of(self.plain, self.source, self.steps, self.dtype, micro_batch_size, others)
 
     def compare_layout(self, layout: Layout, pool: Pool, *, is_repeated: bool = True) -> VerdictRow:
@@ -137,32 +137,32 @@ class Verification:
         A layout that is refused, raises, hangs or loses a rank gives a row with the reason.
 
         Args:
-            is_repeated: run the layout twice; the runs must agree bit for bit.
+            is_repeated: True to run the layout twice; the runs must agree bit for bit.
         """
-        # samples that see each other in their micro-batch must have the same company in the plain run
+        # samples that depend on each other need the same micro-batches in the plain run
         expected = self._reference(layout.micro_batch_size if self.traits.couples_samples else 1)
-        timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * expected.passed_s)
+        timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * expected.duration_s)
         try:
-            laid_out = layout_config(self.config, layout, self.global_batch, self.dtype)
-            draw_blueprint(laid_out)  # refuse an impossible layout before any rank starts
-            arguments = (laid_out.model_dump_json(), self.steps, self.random_tokens)
-            runs = []
-            for _ in range(2 if is_repeated else 1):
-                runs.append(pool.run(run_layout, layout.size, *arguments, timeout_s=timeout_s))
+            config = layout_config(self.config, layout, self.global_batch, self.dtype)
+            draw_blueprint(config)  # refuse an impossible layout before any rank starts
+            arguments = (config.model_dump_json(), self.steps, self.random_tokens)
+            runs = [
+                pool.run(run_layout, layout.size, *arguments, timeout_s=timeout_s)
+                for _ in range(2 if is_repeated else 1)
+            ]
         except Exception as error:  # a defect of one layout, in whatever form
             return VerdictRow(str(layout), failure=failure_of(error))
-        found = [merge(findings) for findings in runs]
-        again = found[1] if is_repeated else None
-        bar, noise = bar_of(self.dtype, layout), expected.noise_in(layout, self.tied)
-        return compare(str(layout), found[0], again, expected.findings, bar, expected.rounding, noise)
+        found, again = merge(runs[0]), merge(runs[1]) if is_repeated else None
+        tolerance, noise = tolerance_of(self.dtype, layout), expected.noise_in(layout, self.tied)
+        return compare(str(layout), found, again, expected.findings, tolerance, expected.rounding, noise)
 
     def report(self, rows: list[VerdictRow]) -> Report:
         """Return the report of these rows."""
         data = self.config.data
-        of_tokens = "" if data.builder is not None else f" of {data.sequence_length} tokens"
+        length = "" if data.builder is not None else f" of {data.sequence_length} tokens"
         title = (
             f"{self.config.model.builder}, {self.traits.num_parameters:,} parameters, {self.dtype}, {self.steps} steps "
-            f"of {self.global_batch} samples{of_tokens}, against one plain process"
+            f"of {self.global_batch} samples{length}, against one plain process"
         )
         return Report(title, rows, self.problems)
 

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
-from meshwright.errors import UserError
 from meshwright.model.build import find_builder
-from meshwright.tools.verify.layouts import Layout, layout_config
+from meshwright.tools.verify.layouts import Layout, layout_config, refusal
 from meshwright.tools.verify.rank import open_verify_source
 from meshwright.tools.verify.reference import PlainRun
 
@@ -61,7 +59,7 @@ class PreparedModel(NamedTuple):
     """Configuration as verify trains it, and sentences that describe the changes."""
 
     config: RunConfig
-    said: list[str]
+    notes: list[str]
 
 
 def make_small(config: RunConfig, sequence_length: int) -> PreparedModel:
@@ -70,28 +68,24 @@ def make_small(config: RunConfig, sequence_length: int) -> PreparedModel:
     even = {**small, "vocab_size": small["vocab_size"] + 1} if "vocab_size" in small else small
     length = min(config.data.sequence_length, sequence_length)
     shorter = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": length})})
-    if _why_not(_with_options(shorter, small)) and not _why_not(_with_options(shorter, even)):
+    if _refusal(_with_options(shorter, small)) and not _refusal(_with_options(shorter, even)):
         small = even
     changes = [
         f"{name} {value} -> {small[name]}" for name, value in config.model.options.items() if small[name] != value
     ]
     if length != config.data.sequence_length:
         changes.append(f"sequence_length {config.data.sequence_length} -> {length}")
-    said = f"shrunk for this machine, on random tokens (--whole for all of it): {', '.join(changes) or 'nothing'}"
-    return PreparedModel(_with_options(shorter, small), [said])
+    note = f"shrunk for this machine, on random tokens (--whole for full size): {', '.join(changes) or 'nothing'}"
+    return PreparedModel(_with_options(shorter, small), [note])
 
 
 def _with_options(config: RunConfig, options: dict[str, Any]) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"options": options})})
 
 
-def _why_not(config: RunConfig) -> str | None:
-    """Return the reason why one rank cannot train this model, as far as the meta device shows it, or None."""
-    try:
-        draw_blueprint(layout_config(config, Layout(), 1, "float64"))
-    except UserError as error:
-        return error.message.splitlines()[0]
-    return None
+def _refusal(config: RunConfig) -> str | None:
+    """Return the reason why one rank cannot train this model, or None."""
+    return refusal(config, Layout(), 1)
 
 
 def with_dropout(builder: str, options: dict[str, Any], p: float) -> nn.Sequential:
@@ -119,7 +113,7 @@ def turn_dropout_on(config: RunConfig) -> PreparedModel:
     off = [n for n, value in {**defaults, **options}.items() if "dropout" in n.lower() and _is_zero(value)]
     candidates = []
     if off:
-        candidates.append((_with_options(config, {**options, **dict.fromkeys(off, DROPOUT)}), f"{', '.join(off)}"))
+        candidates.append((_with_options(config, {**options, **dict.fromkeys(off, DROPOUT)}), ", ".join(off)))
     try:
         modules = [module.p for module in _dropouts(find_builder(builder)(**options))]
     except Exception:  # the next build of the model raises the error for it
@@ -128,23 +122,23 @@ def turn_dropout_on(config: RunConfig) -> PreparedModel:
         wrapped = {"builder": WITH_DROPOUT, "options": {"builder": builder, "options": options, "p": DROPOUT}}
         model = config.model.model_copy(update=wrapped)
         candidates.append((config.model_copy(update={"model": model}), "nn.Dropout.p"))
-    why = None
+    reason = None
     for changed, what in candidates:
-        why = why_no_dropout(changed)
-        if why is None:
+        reason = dropout_refusal(changed)
+        if reason is None:
             return PreparedModel(changed, [f"dropout turned on: {what} 0 -> {DROPOUT}"])
-    return PreparedModel(config, [f"dropout stays off: {why}"] if why else [])
+    return PreparedModel(config, [f"dropout stays off: {reason}"] if reason else [])
 
 
 def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
 
 
-def why_no_dropout(config: RunConfig) -> str | None:
+def dropout_refusal(config: RunConfig) -> str | None:
     """Return the reason why a model cannot be verified with its dropout on, or None."""
-    why = _why_not(config)
-    if why is not None:
-        return why
+    reason = _refusal(config)
+    if reason is not None:
+        return reason
     plain = layout_config(config, Layout(), 1, "float32")
     try:
         run = PlainRun(plain, open_verify_source(plain, True), torch.float32, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,17 +17,17 @@ from meshwright.seeding import derive
 
 
 class VerifySource(NamedTuple):
-    """Samples by global index; sample i ignores its first ``7 i mod m`` labels, m the next odd number from S/2 on.
+    """Samples by global index; sample i ignores its first ``7 i mod m`` labels, m being S/2 or the next odd number.
 
-    So samples count unevenly from the first step, and so do two or four replicas, since m is odd. A loss averaged per
-    micro-batch, or per replica, then differs from the mean over labels. Of samples with one label each, three in eight
-    are ignored: 1, 1, 0 and 1 among four replicas of two. Labels that are no integers all count.
+    The number of labels that count therefore differs between samples and, since m is odd, between two or four replicas.
+    A loss averaged per micro-batch, or per replica, then differs from the mean over labels. Of samples with one label
+    each, three in eight are ignored: 1, 1, 0 and 1 among four replicas of two. Labels that are not integers all count.
     """
 
     sample: Callable[[int], tuple[Any, Tensor]]
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
-        """Return (inputs, labels) of these sample indices, some labels of each set to IGNORED_LABEL."""
+        """Return (inputs, labels) of these sample indices, with some labels of each set to IGNORED_LABEL."""
         rows = [self.sample(index) for index in indices]
         labels = torch.stack([row[1] for row in rows])
         for row, index in enumerate(indices):
@@ -66,12 +67,8 @@ def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callab
 
 
 def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
-    """Return a sampler as in :func:`random_sample` with span corruption, for encoder-decoder models."""
-
-    def draw(vocab_size: int, length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-        return random_sample(seed, vocab_size, length)
-
-    return span_corruption_sampler(draw, seed, vocab_size, sequence_length)
+    """Return a sampler like :func:`random_sample` with span corruption, for encoder-decoder models."""
+    return span_corruption_sampler(partial(random_sample, seed), seed, vocab_size, sequence_length)
 
 
 def own_sample(source: Source) -> Callable[[int], tuple[Any, Tensor]]:

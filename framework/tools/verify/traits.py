@@ -28,7 +28,7 @@ class Traits(NamedTuple):
     is_sequence: bool
     """True if each sample has a row of labels, so sequence parallelism is possible."""
     couples_samples: bool
-    """True if samples of a micro-batch affect each other; the micro-batch size is then part of the model."""
+    """True if samples of a micro-batch depend on each other; the micro-batch size is then part of the model."""
     has_running: bool
     """True if forward changes buffers; only one replica is then possible."""
     impossible: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Traits(NamedTuple):
     has_selective: bool = False
     """True if the model names parts for selective recompute (activation checkpointing)."""
     coupling: str = ""
-    """Layer in which samples affect each other, if running the model revealed it; else ""."""
+    """Layer in which samples depend on each other, if running the model revealed it; else ""."""
     vocab_sizes: tuple[int, ...] = ()
     """Row counts of the weights that are sharded as a vocabulary; tp pads them."""
 
@@ -51,30 +51,31 @@ class Traits(NamedTuple):
 
     def left_out(self) -> list[str]:
         """Return reasons why some of the default layouts are missing, one sentence each."""
-        found = list(self.impossible)
+        reasons = list(self.impossible)
         if self.has_running:
-            found.append("dp, tp and recompute: forward changes buffers, which needs one replica that runs it once")
+            reasons.append("dp, tp and recompute: forward changes buffers, which needs one replica that runs it once")
         elif not self.is_sharded and not self.impossible:
-            found.append("tp: the model has no sharding_plan")
+            reasons.append("tp: the model has no sharding_plan")
         if self.is_sharded and not self.is_sequence and not self.impossible and not self.has_running:
-            found.append("sequence parallelism: a sample has one label, not a sequence of them")
+            reasons.append("sequence parallelism: a sample has one label, not a sequence of them")
         if self.couples_samples:
-            found.append(f"other micro-batch sizes: the samples of one see each other{self.of_coupling}")
-        return found
+            why = f"the samples of a micro-batch depend on each other{self.of_coupling}"
+            reasons.append(f"other micro-batch sizes: {why}")
+        return reasons
 
 
 def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
     """Return the row count of each weight that the sharding plan cuts as a vocabulary."""
-    found = set()
+    sizes = set()
     for name, module in model.layers.named_modules():
         kinds = {kind for pattern, kind in model.plan.items() if fnmatchcase(name, pattern)}
         if "vocab" in kinds and isinstance(getattr(module, "weight", None), Tensor):
-            found.add(int(module.weight.shape[0]))
-    return tuple(sorted(found))
+            sizes.add(int(module.weight.shape[0]))
+    return tuple(sorted(sizes))
 
 
 def probe_coupling(traits: Traits, config: RunConfig, source: Source) -> Traits:
-    """Return the traits with those that only a run in plain torch shows: layers in which samples affect each other.
+    """Run the model in plain torch, and return the traits with the layer in which samples depend on each other.
 
     Raises:
         ModelError: a layer returns different numbers for the same samples.
@@ -94,7 +95,7 @@ def traits_of(config: RunConfig) -> Traits:
     trained = {model.canonical(n): p.numel() for n, p in model.layers.named_parameters() if p.requires_grad}
     try:
         running = running_buffers(model.layers, shapes.inputs)
-    except Exception:  # the layouts' blueprints say what does not fit
+    except Exception:  # the layouts' blueprints raise the error for it
         running = []
     return Traits(
         num_layers=len(model.layers),

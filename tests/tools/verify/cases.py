@@ -13,9 +13,9 @@ from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
 from meshwright.tools.verify import Layout, VerdictRow, compare, layout_config
-from meshwright.tools.verify.compare import bar_of
+from meshwright.tools.verify.compare import tolerance_of
 from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
-from meshwright.tools.verify.run import Reference, groupings, reference_of
+from meshwright.tools.verify.run import Reference, micro_batch_sizes_of, reference_of
 
 DECODERS = ("gpt2", "llama")
 MODELS = (*DECODERS, "t5")
@@ -101,7 +101,7 @@ class References:
         key = (config.model_dump_json(), global_batch, steps, dtype)
         if key not in self._found:
             plain = layout_config(config, Layout(), global_batch, dtype)
-            others = groupings(global_batch)
+            others = micro_batch_sizes_of(global_batch)
             self._found[key] = reference_of(plain, open_verify_source(plain, True), steps, dtype, 1, others)
         return self._found[key]
 
@@ -124,7 +124,7 @@ def prove(
     text = layout_config(config, layout, global_batch, dtype).model_dump_json()
     found = merge(pool.run(run_layout, layout.size, text, steps, True))
     again = merge(pool.run(run_layout, layout.size, text, steps, True)) if twice else None
-    return compare(str(layout), found, again, expected.findings, bar_of(dtype, layout), expected.rounding, noise)
+    return compare(str(layout), found, again, expected.findings, tolerance_of(dtype, layout), expected.rounding, noise)
 
 
 DEGREES = [d for d in itertools.product(range(1, 9), repeat=3) if d[0] * d[1] * d[2] <= 8]

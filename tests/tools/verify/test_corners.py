@@ -172,12 +172,12 @@ def test_more_stages_than_layers() -> None:
 
 def test_a_batch_that_dp_does_not_divide() -> None:
     said = refused(model_config("gpt2", SMALL), "dp2,mbs2", 6)
-    assert "global_batch 6 is no multiple of micro_batch_size 2 x dp 2" in said
+    assert "global_batch 6 is not a multiple of micro_batch_size 2 x dp 2" in said
 
 
 def test_shards_that_dp_does_not_divide_into() -> None:
     said = refused(model_config("gpt2", SMALL), "dp4,shard3", 4)
-    assert "shard3 does not divide dp 4: choose of 1, 2, 4" in said
+    assert "shard3 does not divide dp 4: choose one of 1, 2, 4" in said
 
 
 def test_a_shard_factor_is_left_out_where_dp_is_what_the_ranks_allow() -> None:
@@ -190,7 +190,7 @@ def test_a_shard_factor_is_left_out_where_dp_is_what_the_ranks_allow() -> None:
 
 
 def test_a_batch_smaller_than_dp() -> None:
-    assert "global_batch 2 is no multiple" in refused(model_config("gpt2", SMALL), "dp4", 2)
+    assert "global_batch 2 is not a multiple" in refused(model_config("gpt2", SMALL), "dp4", 2)
 
 
 def test_a_sequence_that_tp_does_not_divide() -> None:

@@ -121,21 +121,21 @@ def test_every_schedule_zero_stage_and_switch_is_run_twice() -> None:
 def test_verify_turns_dropout_on_and_makes_the_vocabulary_odd() -> None:
     config = load(str(ROOT / "configs/demo.toml"), [])
     small = make_small(config, 32)
-    assert small.config.model.options["vocab_size"] == 499 and "vocab_size 4096 -> 499" in small.said[0]
+    assert small.config.model.options["vocab_size"] == 499 and "vocab_size 4096 -> 499" in small.notes[0]
     on = turn_dropout_on(small.config)
-    assert on.config.model.options["dropout"] == 0.1 and on.said == ["dropout turned on: dropout 0 -> 0.1"]
+    assert on.config.model.options["dropout"] == 0.1 and on.notes == ["dropout turned on: dropout 0 -> 0.1"]
     assert turn_dropout_on(on.config).config == on.config, "what is on stays as it is"
 
 
 def test_dropout_modules_without_an_option_are_turned_on() -> None:
     config = config_of("tests.tools.verify.models:quiet_dropout", {"vocab_size": 17}, 8)
     on = turn_dropout_on(config)
-    assert on.said == ["dropout turned on: nn.Dropout.p 0 -> 0.1"] and traits_of(on.config).has_dropout
+    assert on.notes == ["dropout turned on: nn.Dropout.p 0 -> 0.1"] and traits_of(on.config).has_dropout
 
 
 def test_dropout_stays_off_where_the_model_then_draws_by_itself() -> None:
     config = config_of("tests.tools.verify.models:functional_dropout", {"vocab_size": 17, "dropout": 0.0}, 8)
     on = turn_dropout_on(config)
     assert on.config == config
-    (said,) = on.said
+    (said,) = on.notes
     assert said.startswith("dropout stays off: layer ") and "draws from torch's random generator" in said

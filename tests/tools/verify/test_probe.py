@@ -29,9 +29,7 @@ def test_samples_that_see_each_other(how: str, found: str) -> None:
 
 
 def test_a_layer_that_counts_its_calls() -> None:
-    with pytest.raises(
-        ModelError, match=r"layer 3 \(Block\) gives other numbers when it is given the same samples again"
-    ):
+    with pytest.raises(ModelError, match=r"layer 3 \(Block\) returns other numbers for the same samples"):
         coupling("counting")
 
 
@@ -44,5 +42,8 @@ def test_they_are_proven_at_the_size_of_the_run(tmp_path: Path, capfd: pytest.Ca
     )
     assert main(["verify", str(path), "--steps", "1", "--layouts", "dp2"]) == 0
     said = capfd.readouterr().out
-    assert "micro_batch_size 4, as the run has it: the samples of one see each other (layer 3 (Block))" in said
+    assert (
+        "micro_batch_size 4, as the run has it: the samples of a micro-batch depend on each other (layer 3 (Block))"
+        in said
+    )
     assert "dp2,pp1,tp1,1f1b,zero1,mbs4" in said and "same numbers" in said

@@ -44,7 +44,7 @@ from meshwright.tools.verify import (
     traits_of,
     turn_dropout_on,
 )
-from meshwright.tools.verify.compare import bar_of
+from meshwright.tools.verify.compare import tolerance_of
 from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.traits import Traits
@@ -367,7 +367,9 @@ def told_by(fault: Fault, layout: Layout, pool: RankPool) -> list[str]:
     text = layout_config(demo().config, layout, GLOBAL_BATCH, fault.dtype).model_dump_json()
     found = merge(pool.run(run_broken, layout.size, fault.broken.__name__, text, STEPS))
     tied = {"embedding.tokens.weight": 1.0} if fault.dtype == "bfloat16" else {}
-    return compare(str(layout), found, None, expected(fault.dtype), bar_of(fault.dtype, layout), None, tied).problems
+    return compare(
+        str(layout), found, None, expected(fault.dtype), tolerance_of(fault.dtype, layout), None, tied
+    ).problems
 
 
 def test_each_layout_that_sees_a_fault_is_a_default() -> None:

@@ -37,7 +37,7 @@ from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.schedule.action import Action
 from meshwright.seeding import SeededDropout, seeded
 from meshwright.tools.verify import compare, layout_config, parse_layout
-from meshwright.tools.verify.compare import BARS
+from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
 from tests.tools.verify.cases import LATER, References, model_config, size_for
 
@@ -384,10 +384,10 @@ TRAPS = [
     Trap(
         tie_lost,
         "pp1",
-        ("has parameters that the model has not, first head.weight", "first embedding.tokens.weight"),
+        ("has parameters that the model lacks, first head.weight", "first embedding.tokens.weight"),
         (LOSS, INITIAL),
     ),
-    Trap(tie_lost, "pp2", ("has parameters that the model has not, first head.weight",), (LOSS, INITIAL)),
+    Trap(tie_lost, "pp2", ("has parameters that the model lacks, first head.weight",), (LOSS, INITIAL)),
     Trap(only_the_last_microbatch, "pp1", (GRADIENTS, NORM), (LOSS,)),
     Trap(only_the_last_microbatch, "dp2,pp2", (GRADIENTS, NORM), (LOSS,)),
     Trap(reduced_per_microbatch, "dp2,zero0", (GRADIENTS, NORM), (LOSS,)),
@@ -454,7 +454,7 @@ def problems(trap: Trap, broken: str | None, pool: RankPool, references: Referen
     expected = references.expected(config, size.global_batch, trap.steps, "float64")
     text = layout_config(config, layout, size.global_batch, "float64").model_dump_json()
     found = merge(pool.run(run_broken, layout.size, broken, text, trap.steps, True))
-    return compare(str(layout), found, None, expected.findings, BARS["float64"]).problems
+    return compare(str(layout), found, None, expected.findings, TOLERANCES["float64"]).problems
 
 
 @pytest.mark.parametrize(
