@@ -124,7 +124,7 @@ def span_corruption_sampler(
     """
     shape = lengths(sequence_length)
     if vocab_size <= shape.sentinels + 1:
-        raise ConfigError("MW-VERIFY-010", f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
+        raise ConfigError("MW-DATA-104", f"a vocabulary of {vocab_size} has no room for {shape.sentinels} sentinels")
     text = draw(vocab_size - shape.sentinels, shape.window)
 
     def sample(index: int) -> tuple[Any, Tensor]:
