@@ -142,8 +142,7 @@ def without_offload_directory(config: RunConfig) -> RunConfig:
 
     ``train.device`` stays, because the stages must be those of the real device.
     """
-    parallel = config.parallel.model_copy(update={"offload_directory": None})
-    return config.model_copy(update={"parallel": parallel})
+    return config.replace(parallel={"offload_directory": None})
 
 
 class StepRecording(NamedTuple):

@@ -79,8 +79,7 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
 
 def _with_few_chunks(config: RunConfig) -> RunConfig:
     batch = batch_numbers(config)
-    update = {"chunks": CHUNKS, "global_batch": CHUNKS * batch.global_batch // batch.chunks}
-    return config.model_copy(update={"batch": config.batch.model_copy(update=update)})
+    return config.replace(batch={"chunks": CHUNKS, "global_batch": CHUNKS * batch.global_batch // batch.chunks})
 
 
 def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
@@ -113,7 +112,7 @@ def set_rank_schedule(job: Job, rank: int, schedule: str) -> None:
     Raises:
         UserError: there is no such schedule for these degrees.
     """
-    pipeline = job.config.pipeline.model_copy(update={"schedule": schedule, "schedule_file": None, "interleave": None})
-    config = RunConfig.model_validate(job.config.model_dump() | {"pipeline": pipeline.model_dump()})
+    changed = job.config.replace(pipeline={"schedule": schedule, "schedule_file": None, "interleave": None})
+    config = RunConfig.model_validate(changed.model_dump())
     job.own_profiles[rank] = profile_rank(config, rank)
     job.own_schedules[rank] = draw_schedule(config)

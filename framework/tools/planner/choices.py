@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, shard_factor
 from meshwright.errors import UserError
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright.tools.planner.hardware import Hardware
@@ -108,30 +108,21 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
     }
     batch = {"micro_batch_size": choice.micro_batch_size, "chunks": choice.chunks}
     batch["global_batch"] = choice.micro_batch_size * choice.chunks * choice.dp
-    return base.model_copy(
-        update={
-            "parallel": base.parallel.model_copy(update=parallel),
-            "pipeline": base.pipeline.model_copy(update=pipeline),
-            "batch": base.batch.model_copy(update=batch),
-            "launch": base.launch.model_copy(update={"processes": choice.pp * choice.dp * choice.tp}),
-        }
-    )
+    launch = {"processes": choice.pp * choice.dp * choice.tp}
+    return base.replace(parallel=parallel, pipeline=pipeline, batch=batch, launch=launch)
 
 
 def choice_of(config: RunConfig) -> Choice:
     """Return the layout of a resolved configuration."""
     parallel, pipeline, batch = config.parallel, config.pipeline, batch_numbers(config)
-    assert isinstance(parallel.dp, int)
     return Choice(
-        parallel.pp,
-        parallel.dp,
-        parallel.tp,
+        *parallel.degrees,
         pipeline.schedule,
         pipeline.stages_per_rank,
         batch.micro_batch_size,
         batch.chunks,
         parallel.zero,
-        (parallel.shard_factor or parallel.dp) if parallel.zero else 1,
+        shard_factor(config),
         parallel.sequence,
         pipeline.recompute,
         parallel.offload,
@@ -170,7 +161,7 @@ def choices(
                 continue
             if global_batch % dp:
                 near = [each for each in divisors(global_batch) if each <= dp]
-                rule = f"global batch {global_batch} is not a multiple of dp {dp} (of {near[-1]}, for one)"
+                rule = f"global batch {global_batch} is not a multiple of dp {dp} (nearest smaller divisor: {near[-1]})"
                 yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
                 continue
             of_degrees = partial(Choice, pp=pp, dp=dp, tp=tp, sequence=sequence, offload=offload)
@@ -193,7 +184,7 @@ def _of_degrees(
             continue
         chunks = per_replica // size
         if chunks > MOST_CHUNKS:
-            yield Rejection(f"{chunks} micro-batches in a step (most looked at: {MOST_CHUNKS})", f"dp {dp}", 1)
+            yield Rejection(f"{chunks} micro-batches in a step (the search stops at {MOST_CHUNKS})", f"dp {dp}", 1)
             continue
         for schedule, interleave in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             if pp * interleave > num_layers:

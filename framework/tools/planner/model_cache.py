@@ -225,8 +225,8 @@ class ModelCache:
         """
         schedule = schedule or self.draw(config)
         layers = self.profiles(config, splits_backward=schedule.splits_backward)
-        batch = config.batch.model_copy(update={"micro_batch_size": 1})
-        stages = self.cut(config.model_copy(update={"batch": batch}) if approximate else config, schedule.num_stages)
+        cut_config = config.replace(batch={"micro_batch_size": 1}) if approximate else config
+        stages = self.cut(cut_config, schedule.num_stages)
         tp = config.parallel.tp
         parameters = self.split(tp, config.parallel.sequence and tp > 1).parameters
         key = ("elements", tp, tuple(run.start for run in stages))

@@ -50,8 +50,7 @@ class _Request(NamedTuple):
 
     def with_samples(self, samples: int) -> _Request:
         """Return the request with another global batch."""
-        batch = self.cache.config.batch.model_copy(update={"chunks": samples, "global_batch": samples})
-        config = self.cache.config.model_copy(update={"batch": batch})
+        config = self.cache.config.replace(batch={"chunks": samples, "global_batch": samples})
         cache = dataclasses.replace(self.cache, config=config)
         cache.__dict__["model"] = self.cache.model
         return self._replace(cache=cache)
@@ -162,7 +161,7 @@ def _shorter(request: _Request) -> str | None:
         return None
     for halvings in range(1, DOUBLINGS + 1):
         length = data.sequence_length // 2**halvings
-        config = cache.config.model_copy(update={"data": data.model_copy(update={"sequence_length": length})})
+        config = cache.config.replace(data={"sequence_length": length})
         try:
             if length and request._replace(cache=ModelCache(config, cache.execution)).is_solvable():
                 return f"--data.sequence_length={length}"

@@ -28,7 +28,7 @@ def describe(cache: ModelCache, plan: Plan) -> str:
         f"batch      {config.batch.global_batch:,} samples of {cache.example(1).tokens_per_sample:,} "
         f"{cache.example(1).unit}",
         *(f"{'strategy' if i == 0 else '':10} {line}" for i, line in enumerate(strategy(cache, plan))),
-        f"search     {plan.num_choices:,} layouts keep the rules, {plan.num_fitting:,} of them fit",
+        f"search     {plan.num_choices:,} legal layouts, {plan.num_fitting:,} of them fit",
         "",
         *rejections(plan),
     ]
@@ -39,7 +39,7 @@ def describe(cache: ModelCache, plan: Plan) -> str:
     if len(plan.best) > 1:
         lines += [why(first, plan.best[1]), ""]
     lines += [first.layout.grid.draw(nodes_of(plan.nodes, hardware.devices_per_node)), ""]
-    lines += ["memory of a rank, the first layout, at its highest point", *memory_table(first), *sanity(cache, first)]
+    lines += ["peak memory of each rank in the first layout", *memory_table(first), *sanity(cache, first)]
     if 1 < first.choice.pp <= 16:
         lines += ["", *schedule_text(first.time.timeline, WIDTH).splitlines()]
     return "\n".join(lines)
@@ -86,7 +86,7 @@ def memory_table(layout: RankedLayout) -> list[str]:
     """Format one line per pipeline rank; with more than nine ranks, only the first and last four."""
     rows = memory_rows(layout)
     shown = rows if len(rows) <= 9 else [*rows[:4], *rows[-4:]]
-    lines = format_table([("pp_rank", *CATEGORIES, "in all", "at"), *shown], ">>>>>>>><")
+    lines = format_table([("pp_rank", *CATEGORIES, "total", "at"), *shown], ">>>>>>>><")
     if len(rows) > len(shown):
         lines.insert(5, f"... {len(rows) - len(shown)} more between")
     host_bytes = max(each.host for each in layout.memory)
@@ -108,10 +108,4 @@ def rejections(plan: Plan) -> list[str]:
 
 def chosen_config(plan: Plan, name: str) -> RunConfig:
     """Return the best layout as a configuration for `meshwright train`."""
-    first = plan.best[0].config
-    return first.model_copy(
-        update={
-            "run": first.run.model_copy(update={"name": name}),
-            "launch": first.launch.model_copy(update={"processes": "auto"}),
-        }
-    )
+    return plan.best[0].config.replace(run={"name": name}, launch={"processes": "auto"})

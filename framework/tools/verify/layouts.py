@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import Pipeline, RunConfig
@@ -116,46 +116,40 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "MW-VERIFY-005",
             f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose one of {divisors}",
         )
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(
-                update={
-                    "dp": layout.dp,
-                    "pp": layout.pp,
-                    "tp": layout.tp,
-                    "zero": layout.zero,
-                    "shard_factor": layout.shard or None,
-                    "reduce": "step" if layout.reduces_once else None,
-                    "sequence": layout.sequence,
-                    "offload": layout.offload,
-                    "offload_directory": config.parallel.offload_directory if layout.offload else None,
-                }
-            ),
-            "pipeline": _pipeline_config(config.pipeline, layout),
-            "batch": config.batch.model_copy(
-                update={
-                    "micro_batch_size": layout.micro_batch_size,
-                    "chunks": global_batch // replicas,
-                    "global_batch": global_batch,
-                }
-            ),
-            "train": config.train.model_copy(update={"dtype": dtype, "device": device, "compile": False}),
-        }
+    return config.replace(
+        parallel={
+            "dp": layout.dp,
+            "pp": layout.pp,
+            "tp": layout.tp,
+            "zero": layout.zero,
+            "shard_factor": layout.shard or None,
+            "reduce": "step" if layout.reduces_once else None,
+            "sequence": layout.sequence,
+            "offload": layout.offload,
+            "offload_directory": config.parallel.offload_directory if layout.offload else None,
+        },
+        pipeline=_pipeline_values(config.pipeline, layout),
+        batch={
+            "micro_batch_size": layout.micro_batch_size,
+            "chunks": global_batch // replicas,
+            "global_batch": global_batch,
+        },
+        train={"dtype": dtype, "device": device, "compile": False},
     )
 
 
-def _pipeline_config(pipeline: Pipeline, layout: Layout) -> Pipeline:
-    """Return the pipeline section for a layout. A balance list for another number of stages becomes ``time``."""
-    recompute = layout.recompute
+def _pipeline_values(pipeline: Pipeline, layout: Layout) -> dict[str, Any]:
+    """Return the values of the pipeline section for a layout. A balance list of another length becomes ``time``."""
+    values: dict[str, Any] = {"recompute": layout.recompute}
     if layout.schedule == SCHEDULE_FILE:
         if pipeline.schedule_file is None:
             raise ConfigError("MW-VERIFY-006", f"layout {layout}: the configuration has no pipeline.schedule_file")
-        return pipeline.model_copy(update={"recompute": recompute})
-    update = {"schedule": layout.schedule, "schedule_file": None, "recompute": recompute}
-    changed = pipeline.model_copy(update={**update, "interleave": layout.interleave or None})
-    if isinstance(pipeline.balance, list) and len(pipeline.balance) != layout.pp * changed.stages_per_rank:
-        return changed.model_copy(update={"balance": "time"})
-    return changed
+        return values
+    values |= {"schedule": layout.schedule, "schedule_file": None, "interleave": layout.interleave or None}
+    stages_per_rank = pipeline.model_copy(update=values).stages_per_rank
+    if isinstance(pipeline.balance, list) and len(pipeline.balance) != layout.pp * stages_per_rank:
+        values["balance"] = "time"
+    return values
 
 
 def refusal(config: RunConfig, layout: Layout, global_batch: int) -> str | None:

@@ -67,7 +67,7 @@ def make_small(config: RunConfig, sequence_length: int) -> PreparedModel:
     small = shrink(config.model.options)
     even = {**small, "vocab_size": small["vocab_size"] + 1} if "vocab_size" in small else small
     length = min(config.data.sequence_length, sequence_length)
-    shorter = config.model_copy(update={"data": config.data.model_copy(update={"sequence_length": length})})
+    shorter = config.replace(data={"sequence_length": length})
     if _refusal(_with_options(shorter, small)) and not _refusal(_with_options(shorter, even)):
         small = even
     changes = [
@@ -80,7 +80,7 @@ def make_small(config: RunConfig, sequence_length: int) -> PreparedModel:
 
 
 def _with_options(config: RunConfig, options: dict[str, Any]) -> RunConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"options": options})})
+    return config.replace(model={"options": options})
 
 
 def _refusal(config: RunConfig) -> str | None:
@@ -120,8 +120,7 @@ def turn_dropout_on(config: RunConfig) -> PreparedModel:
         return PreparedModel(config, [])
     if modules and not any(modules):
         wrapped = {"builder": WITH_DROPOUT, "options": {"builder": builder, "options": options, "p": DROPOUT}}
-        model = config.model.model_copy(update=wrapped)
-        candidates.append((config.model_copy(update={"model": model}), "nn.Dropout.p"))
+        candidates.append((config.replace(model=wrapped), "nn.Dropout.p"))
     reason = None
     for changed, what in candidates:
         reason = dropout_refusal(changed)
