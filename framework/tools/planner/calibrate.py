@@ -10,11 +10,14 @@ messages    each kind, each after a computation                latency, bytes pe
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
+from statistics import median_high
 from typing import NamedTuple
 
 import torch
@@ -63,16 +66,9 @@ class DeviceRates(NamedTuple):
 def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
     """Return the seconds of one call: the fastest of ``REPEATS`` runs of about ``aim_s``, as load only slows."""
     run()
-    start = time.perf_counter()
-    run()
-    times = max(1, int(aim_s / max(time.perf_counter() - start, 1e-7)))
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(times):
-            run()
-        seconds.append((time.perf_counter() - start) / times)
-    return min(seconds)
+    timer = timeit.Timer(run, setup=gc.enable)  # timeit turns the garbage collector off, a run does not
+    times = max(1, int(aim_s / max(timer.timeit(1), 1e-7)))
+    return min(timer.repeat(REPEATS, times)) / times
 
 
 def measure_device(dtype: torch.dtype) -> DeviceRates:
@@ -195,7 +191,7 @@ def measure_links(group: Group) -> dict[Message, Link]:
                 if send is not None:
                     send(whole)
             seconds.append((time.perf_counter() - start) / MESSAGES)
-        return sorted(seconds)[REPEATS // 2]
+        return median_high(seconds)
 
     links: dict[Message, Link] = {}
     products_s = timed(None, n)
@@ -219,19 +215,13 @@ def build_hardware(
 ) -> Hardware:
     """Build the hardware description from the median process. ``ranks``: number per node of this kind."""
 
-    def median(rates: Sequence[list[Rate]]) -> list[Rate]:
-        return [
-            Rate(size=same[0].size, per_s=sorted(rate.per_s for rate in same)[len(same) // 2])
-            for same in zip(*rates, strict=True)
-        ]
+    def median_curve(curves: Sequence[list[Rate]]) -> list[Rate]:
+        by_size = zip(*curves, strict=True)
+        return [Rate(size=same[0].size, per_s=median_high(rate.per_s for rate in same)) for same in by_size]
 
     first = next(iter(measured[0]))
-    products = median([each[first].products for each in measured])
-    copies = median([each[first].copies for each in measured])
-    operation_s = sorted(each[first].operation_s for each in measured)[len(measured) // 2]
-    flops = {
-        dtype: max(rate.per_s for rate in median([each[dtype].products for each in measured])) for dtype in measured[0]
-    }
+    copies = median_curve([each[first].copies for each in measured])
+    products = {dtype: median_curve([each[dtype].products for each in measured]) for dtype in measured[0]}
     return Hardware(
         name=f"this machine, {cores()} cores",
         kind="cpu",
@@ -239,12 +229,12 @@ def build_hardware(
         memory_bytes=memory_bytes // ranks,
         processors=cores(),
         memory_bytes_per_s=copies[-1].per_s,
-        flops_per_s=flops,
+        flops_per_s={dtype: max(rate.per_s for rate in curve) for dtype, curve in products.items()},
         node_link=links["all_reduce"],
         cluster_link=links["all_reduce"],
         host_link=Link(bytes_per_s=copies[-1].per_s, latency_s=0.0),
-        operation_s=operation_s,
-        products=products,
+        operation_s=median_high(each[first].operation_s for each in measured),
+        products=products[first],
         copies=copies,
         messages=links,
     )
