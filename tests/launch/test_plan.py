@@ -106,7 +106,13 @@ def test_the_best_ten_are_listed_by_time_and_the_first_is_explained(planned: Tol
     gain = re.search(r"the first beats the second by ([\d.]+) (us|ms|s): \+", planned.out)
     assert gain is not None
     assert float(gain[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[gain[2]] == pytest.approx(times[1] - times[0], rel=0.1)
-    for said in ("2 x this machine", "fits one device: plain replicas", "memory of a rank", "1 node of 2", "rejected"):
+    for said in (
+        "2 x this machine",
+        "fits one device: plain replicas",
+        "peak memory of each rank",
+        "1 node of 2",
+        "rejected",
+    ):
         assert said in planned.out
 
 
@@ -149,8 +155,12 @@ IMPOSSIBLE = {
     "hardware as a file": ("--cluster H200.toml --devices-per-node 1", "did you mean h200?", ["--cluster h200"]),
     "a folder for hardware": ("--cluster {0}/folder", "this is a folder; known are a100", []),
     "batch that does not divide": ("--nodes 7 --global-batch 3", "global batch 3 is not a multiple of dp 14", None),
-    "replicas for no sample": ("--nodes 64", "is not a multiple of dp 128 (of 2, for one)", None),
-    "devices that nobody divides": ("--devices-per-node 7 --global-batch 3", "of dp 7 (of 3, for one)", None),
+    "replicas for no sample": ("--nodes 64", "is not a multiple of dp 128 (nearest smaller divisor: 2)", None),
+    "devices that nobody divides": (
+        "--devices-per-node 7 --global-batch 3",
+        "of dp 7 (nearest smaller divisor: 3)",
+        None,
+    ),
     "too many micro-batches": ("--global-batch 1000003", "is not a multiple of dp 2", ["--global-batch 131072"]),
     "more nodes than there are": ("--nodes 1000000000", "1,048,576 devices at most, such as --nodes 524288", []),
     "nothing fits": (
@@ -218,7 +228,7 @@ def test_what_cannot_be_is_one_message_with_what_can(case: str, folder: Path) ->
             again = with_option(again, option, value)
         done = told(*again)
         assert done.code == 0, done.err
-        assert "memory of a rank, the first layout" in done.out
+        assert "peak memory of each rank in the first layout" in done.out
 
 
 def test_a_configuration_without_samples_is_told_how_many(folder: Path) -> None:

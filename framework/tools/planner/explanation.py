@@ -48,15 +48,15 @@ def strategy(cache: ModelCache, plan: Plan) -> list[str]:
 def why(first: RankedLayout, other: RankedLayout) -> str:
     """Explain why the first layout is faster than the other, in seconds by cause."""
     parts = {
-        "in its bubble and messages between stages": _idle(other) - _idle(first),
-        "in computing": _busy(other) - _busy(first),
-        "in messages of tensor parallelism": _tp(other) - _tp(first),
-        "in sums and gathering over replicas": _dp(other) - _dp(first),
+        "in bubble and messages between stages": _idle(other) - _idle(first),
+        "in computation": _busy(other) - _busy(first),
+        "in tensor-parallel messages": _tp(other) - _tp(first),
+        "in gradient reduction and weight all-gathers": _dp(other) - _dp(first),
         "in the optimizer": other.time.optimizer - first.time.optimizer,
     }
     lost = other.time.total - first.time.total
     if lost < ALIKE_SHARE * first.time.total:
-        return f"the first and the second take alike, {duration(first.time.total)} of a step"
+        return f"the first and the second take the same time, {duration(first.time.total)} per step"
     what, most = max(parts.items(), key=lambda each: each[1])
     gain, least = min(parts.items(), key=lambda each: each[1])
     text = f"the first beats the second by {duration(lost, 3)}: {_signed(most)} {what}"
@@ -106,14 +106,14 @@ def sanity(cache: ModelCache, layout: RankedLayout) -> list[str]:
     elements = max(sum(model.elements[stage].trained for stage in own) for own in stages_by_rank(model.schedule))
     fullest = max(layout.memory, key=lambda each: each.at_rest + each.host)
     num_bytes, host_bytes = fullest.at_rest + fullest.host, fullest.host
-    zero = f"by ZeRO-{config.parallel.zero}" if config.parallel.zero else "without ZeRO"
+    zero = f"with ZeRO-{config.parallel.zero}" if config.parallel.zero else "without ZeRO"
     lines = [
-        f"16 bytes a parameter: {format_size(16 * elements)} on the rank with most; here {format_size(num_bytes)}, "
-        f"{num_bytes / elements:.3g} bytes a parameter {zero}"
+        f"16 bytes per parameter: {format_size(16 * elements)} on the rank with most; here {format_size(num_bytes)}, "
+        f"{num_bytes / elements:.3g} bytes per parameter {zero}"
         + (f", {format_size(host_bytes)} of it in the host's memory" if host_bytes else "")
     ]
     parts = {name: getattr(fullest, name) / elements for name in ("weights", "gradients", "optimizer", "host")}
-    lines.append("of these bytes: " + ", ".join(f"{name} {number:.3g}" for name, number in parts.items() if number))
+    lines.append("of these: " + ", ".join(f"{name} {number:.3g}" for name, number in parts.items() if number))
     needed = ("hidden_size", "num_heads", "num_layers")
     if all(isinstance(options.get(name), int) for name in needed):
         s, b = config.data.sequence_length, batch_numbers(config).micro_batch_size

@@ -59,7 +59,7 @@ def memory_bars(memory: Sequence[RankMemory], room: int) -> Figure:
         )
         axes.set_ylim(top=1.1 * max(room / size, *below))
     axes.set_xlabel("pipeline rank")
-    axes.set_ylabel(f"{unit} at the highest point")
+    axes.set_ylabel(f"{unit} at the peak")
     axes.set_xlim(-0.6, max(len(shown), LEAST_BARS) - 0.4)
     if len(shown) > 20:
         axes.set_xticks(range(0, len(shown), max(1, len(shown) // 16)))

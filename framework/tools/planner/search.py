@@ -65,7 +65,7 @@ def search(cache: ModelCache, hardware: Hardware, nodes: int, *, best: int = BES
 def _memory_rejection(reason: str, large: Sequence[tuple[int, Choice]], room: int) -> Rejection:
     least, choice = min(large, key=lambda each: each[0])
     closest = f" (the closest by {format_size(least - room)})" if least < UNKNOWN_BYTES else ""
-    rule = f"memory, {reason}: more than the {format_size(room)} of a device that may be used{closest}"
+    rule = f"memory, {reason}: more than the usable {format_size(room)} of a device{closest}"
     return Rejection(rule, str(choice), len(large))
 
 
@@ -110,7 +110,7 @@ class _Search:
             tried.add((pp, dp, tp, size))
             smaller = (pp, dp, tp, size // 2)
             if smaller in tried and smaller not in fits:
-                reason = "with half the samples in a micro-batch already"
+                reason = "already with half the samples per micro-batch"
                 self.too_large[reason] += [(UNKNOWN_BYTES, each) for each in alike]
             elif self._estimate(alike):
                 fits.add((pp, dp, tp, size))
@@ -135,7 +135,7 @@ class _Search:
             return False
         needed = estimate_bytes(self.cache, least)
         if needed > self.room:
-            self.too_large["activations besides"] += [(needed, least)] * len(alike)
+            self.too_large["with activations"] += [(needed, least)] * len(alike)
             return False
         fitting: list[Choice] = []
         for each in alike:
@@ -143,7 +143,7 @@ class _Search:
                 self.plan.num_fitting += 1
                 self.skipped[each.shape].append(each)
             elif (needed := estimate_bytes(self.cache, each)) > self.room:
-                self.too_large["activations besides"].append((needed, each))
+                self.too_large["with activations"].append((needed, each))
             else:
                 self.plan.num_fitting += 1
                 fitting.append(each)
@@ -204,7 +204,7 @@ class _Search:
 
     def _is_too_large(self, choice: Choice, needed: int) -> bool:
         if needed > self.room:
-            self.too_large["at the highest point of a step"].append((needed, choice))
+            self.too_large["at the peak of a step"].append((needed, choice))
         return needed > self.room
 
     def _drop(self, choice: Choice, waiting: list[_Estimate]) -> None:
