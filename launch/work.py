@@ -24,8 +24,7 @@ from meshwright.run.observers import Checkpoints, PeakMemory, RunFilesCheck, Val
 from meshwright.run.resume import prepare, record_start, resume
 from meshwright.step import validate
 from meshwright.system.process import GiveUp, StopRequest, end_process
-from meshwright.terminal.output import print_warning
-from meshwright.terminal.output import say as speak
+from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
 from meshwright.tracking.observer import Records, open_tracker
@@ -71,20 +70,20 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
     """Build the parts, resume, train and close the mesh; ``config`` is resolved."""
     directory = files.directory
     parts = build(config, mesh)
-    say = speak if mesh.rank == 0 else _print_nothing
-    say(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
+    log = print_lines if mesh.rank == 0 else _print_nothing
+    log(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     if corpus := describe_source(parts.source, config.train.steps * batch_numbers(config).global_batch):
-        say(corpus)
+        log(corpus)
     request = StopRequest()
-    resume(parts, directory, say)
-    record_start(parts, files, corpus_times(parts.source), say)
+    resume(parts, directory, log)
+    record_start(parts, files, corpus_times(parts.source), log)
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps
     watchdog = Watchdog(mesh, directory / STATUS, config.launch.timeout_s, steps, lambda: parts.state.step, give_up)
     with request:  # to the end: a signal after the last step, or after the first signal, changes nothing
         try:
             with watchdog, mesh.activity.during("training"), tracker:
-                _train(parts, files, tracker, request, say)
+                _train(parts, files, tracker, request, log)
         except Preempted:
             close_mesh(mesh)
             raise
@@ -95,31 +94,31 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
         )
 
 
-def _train(parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]) -> None:
+def _train(parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, log: Callable[[str], None]) -> None:
     """Train, or print the validation loss of a run that has taken all its steps."""
     steps, step = parts.config.train.steps, parts.state.step
     if step < steps:
-        train(parts, observe(parts, files, tracker, request, say))
+        train(parts, observe(parts, files, tracker, request, log))
         return
     taken = f"its {steps} steps" if step == steps else f"{step} steps and train.steps = {steps}"
     if parts.validation is not None:  # the same number as on the layout that trained
         with parts.mesh.activity.during("validating"):
-            say(describe_validation(parts, validate(parts)))
-    say(f"the run has taken {taken}: raise train.steps to continue, or choose another run.name to train anew")
+            log(describe_validation(parts, validate(parts)))
+    log(f"the run has taken {taken}: raise train.steps to continue, or choose another run.name to train anew")
 
 
 def observe(
-    parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, say: Callable[[str], None]
+    parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, log: Callable[[str], None]
 ) -> list[Observer]:
     """Return the observers of a run, and connect ``request`` to the step's flag STOP.
 
     Their order is fixed: most of them communicate, and each may use the results of those before it.
     """
-    checkpoints = Checkpoints(parts, files, request, say)
+    checkpoints = Checkpoints(parts, files, request, log)
     return [
         RunFilesCheck(checkpoints.saver),  # lost files of the run's directory
-        Timing(parts, files.directory, say),  # the traced step, stragglers
-        Validation(validate, lambda loss: say(describe_validation(parts, loss))),
+        Timing(parts, files.directory, log),  # the traced step, stragglers
+        Validation(validate, lambda loss: log(describe_validation(parts, loss))),
         Records(tracker),  # metrics.jsonl, console, wandb
         DriftCheck(),  # equality of replicas, before they are saved
         PeakMemory(files.directory),  # memory.json

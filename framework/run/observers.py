@@ -83,8 +83,8 @@ class PeakMemory(Observer):
 class Checkpoints(Observer):
     """Observer that saves checkpoints when due, after a stop request, and after the last step."""
 
-    def __init__(self, parts: Parts, files: RunFiles, request: StopRequest, say: Callable[[str], None]) -> None:
-        self.saver, self._request = Saver(parts, files.directory, say, files=files), request
+    def __init__(self, parts: Parts, files: RunFiles, request: StopRequest, log: Callable[[str], None]) -> None:
+        self.saver, self._request = Saver(parts, files.directory, log, files=files), request
         parts.flags[STOP] = request.is_requested
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:

@@ -44,7 +44,7 @@ def prepare(blueprint: Blueprint, data_fingerprint: Mapping[str, str], warn: War
     )
 
 
-def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
+def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
     """Resume from the newest checkpoint that verifies, if there is one. Collective over all ranks.
 
     Raises:
@@ -76,15 +76,15 @@ def resume(parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
     parts.state.samples_seen = manifest.samples_seen
     parts.state.tokens_seen = saved_count(manifest, "tokens_seen")
     if manifest.step == 0:
-        say(f"starting from the weights of {path}")
+        log(f"starting from the weights of {path}")
     else:
-        say(f"resuming from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
+        log(f"resuming from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
     for change in changes:
-        say(f"  changed: {change}")
+        log(f"  changed: {change}")
 
 
 def record_start(
-    parts: Parts, files: RunFiles, corpus_times: Mapping[str, int] | None, say: Callable[[str], None]
+    parts: Parts, files: RunFiles, corpus_times: Mapping[str, int] | None, log: Callable[[str], None]
 ) -> None:
     """Record this start in the run's directory, on rank 0: configuration, log of starts, placement of the ranks.
 
@@ -99,7 +99,7 @@ def record_start(
     write_snapshot(files.directory, config)
     if parts.state.step < config.train.steps:
         parts.restarts = starts.record_start(
-            files.directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times, say
+            files.directory, parts.state.step, mesh.grid, mesh.nodes, corpus_times, log
         )
     files.remember()
 

@@ -47,7 +47,7 @@ class Saver:
         self,
         parts: Parts,
         directory: Path,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         warn: Warn = print_warning,
         files: RunFiles | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Saver:
         self.parts = parts
         self.directory = directory
         self._files = files
-        self._say = say
+        self._log = log
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
         self.writer = AsyncWriter()
         """Writer thread of this rank's share; a failure on one rank reaches all ranks as a flag of the next step."""
@@ -287,7 +287,7 @@ class Saver:
         published = self.writer.take_published()
         if published is not None:
             path, self._save_s = published
-            self._say(f"saved {path}")
+            self._log(f"saved {path}")
 
     def _prune(self, keep_last: int, keep_every: int) -> None:
         """Delete older checkpoints, on the writer's thread, after one is published. An error is only a warning."""

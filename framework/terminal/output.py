@@ -51,7 +51,7 @@ def tell(text: str) -> None:
             sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
-def say(text: str) -> None:
+def print_lines(text: str) -> None:
     """Print lines to stdout. A closed pipe or terminal (`| head`) is ignored, and later output is dropped."""
     try:
         if sys.stdout is not None:

@@ -35,9 +35,9 @@ BARRIERS = 9
 class Timing(Observer):
     """Observer that traces one step per start and searches for stragglers. Both align all ranks before the step."""
 
-    def __init__(self, parts: Parts, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
         config = parts.config
-        self._directory, self._say = directory, say
+        self._directory, self._log = directory, log
         self._traced = traced_step(config.tracking.trace_step, parts.state.step, config.train.steps)
         self._stragglers = Stragglers(parts.mesh, config.tracking.stragglers_every)
         self._ticks: tuple[float, ...] = ()
@@ -63,7 +63,7 @@ class Timing(Observer):
             if straggler is not None:
                 event.straggler = StragglerShare(straggler.name, straggler.rank, straggler.share)
                 if self._stragglers.should_report(straggler):
-                    self._say(str(straggler))
+                    self._log(str(straggler))
 
 
 class DriftCheck(Observer):

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from meshwright.launch.cli import main
-from meshwright.terminal.output import put, say, tell, visible
+from meshwright.terminal.output import print_lines, put, tell, visible
 from meshwright.tracking.console import ConsoleSink
 from tests.tools.report.builders import make_run, record
 
@@ -26,7 +26,7 @@ def controls(text: str) -> list[str]:
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_every_way_out(hostile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for way in (say, tell, put):
+    for way in (print_lines, tell, put):
         way(f"a{hostile}b\n\tc é 漢 🙂")
     said = capsys.readouterr()
     assert not controls(said.out + said.err) and said.out.count("\n\tc é 漢 🙂\n") == 2
@@ -67,11 +67,11 @@ def test_colours_of_ours_stay() -> None:
 
 TWO_THREADS = """
 import sys, threading
-from meshwright.terminal.output import put, say, tell
+from meshwright.terminal.output import print_lines, put, tell
 sys.setswitchinterval(1e-6)
 def work(letter):
     for _ in range(2000):
-        say(letter * 40)
+        print_lines(letter * 40)
         tell(letter * 40)
         put(letter * 40, flush=True)
 threads = [threading.Thread(target=work, args=(letter,)) for letter in "abcd"]

@@ -262,7 +262,7 @@ def drifting(rank: int, world_size: int, config_json: str, flip: Flip, in_step: 
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setattr(meshwright.train, "take_step", stepping)
-        patch.setattr(meshwright.launch.work, "speak", quiet)
+        patch.setattr(meshwright.launch.work, "print_lines", quiet)
         try:
             meshwright.launch.work.work(parse(config_json))
         except DriftError as error:

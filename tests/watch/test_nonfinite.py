@@ -347,7 +347,7 @@ def trained(rank: int, world_size: int, config_json: str, spec: Spoil, in_step: 
 
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(io.StringIO()):
         patch.setattr(meshwright.train, "take_step", spoiling)
-        patch.setattr(meshwright.launch.work, "speak", quiet)
+        patch.setattr(meshwright.launch.work, "print_lines", quiet)
         try:
             meshwright.launch.work.work(parse(config_json))
         except NonFiniteError as error:

@@ -28,7 +28,7 @@ from meshwright.step import TotalLoss, total_loss
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.format import format_duration
-from meshwright.terminal.output import say, tell
+from meshwright.terminal.output import print_lines, tell
 from meshwright.tools.inference.corpora import check_tokenizer, count_text
 from meshwright.tools.inference.load import ModelLocation, open_inference_mesh, open_trained
 from meshwright.tracking.jsonl import read_records
@@ -118,7 +118,7 @@ class EvaluationJob:
         close_mesh(mesh)
         if mesh.rank != 0:
             return
-        say(result.lines())
+        print_lines(result.lines())
         if self.out is not None:
             write_out(self.out, result.to_json())
 

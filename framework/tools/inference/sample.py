@@ -36,7 +36,7 @@ from meshwright.seeding import derive
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size
-from meshwright.terminal.output import say
+from meshwright.terminal.output import print_lines
 from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_inference_mesh, open_trained
 from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, with_starts
 
@@ -129,7 +129,7 @@ class Sampling:
         continuations = generate(config, mesh, self.place, self.request)
         close_mesh(mesh)
         if mesh.rank == 0:
-            say(format_texts(continuations))
+            print_lines(format_texts(continuations))
             if self.out is not None:
                 lines = (json.dumps(each._asdict(), ensure_ascii=False) + "\n" for each in continuations)
                 write_out(self.out, "".join(lines))
