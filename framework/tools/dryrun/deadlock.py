@@ -16,7 +16,7 @@ from meshwright.mesh.grid import Coordinates
 from meshwright.tools.dryrun.groups import GroupViews, Ranks, format_ranks
 from meshwright.tools.dryrun.job import Job
 
-MOST_LISTED = 6
+MAX_LISTED = 6
 """Most blocked ranks to describe."""
 
 
@@ -41,12 +41,12 @@ def find_deadlock(job: Job, views: GroupViews) -> tuple[Ranks, str] | None:
     if not blocked:
         return None
     lines = []
-    for rank in blocked[:MOST_LISTED]:
+    for rank in blocked[:MAX_LISTED]:
         call = run.current(rank)
         assert call is not None
         peers = sorted({*call.sends, *call.receives}) or [member for member in call.group if member != rank]
         lines.append(f"rank {rank} in {call.activity} for {format_ranks(peers)}")
-    more = f", and {len(blocked) - MOST_LISTED} more" if len(blocked) > MOST_LISTED else ""
+    more = f", and {len(blocked) - MAX_LISTED} more" if len(blocked) > MAX_LISTED else ""
     return tuple(blocked), f"these ranks block forever: {'; '.join(lines)}{more}"
 
 

@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 SIDE = 10_000
 """Side of the square SVG before stretching; coordinates are whole numbers in it."""
-MOST_POINTS = 600
+MAX_POINTS = 600
 """Most points of one curve. A longer curve keeps the lowest and highest of neighbours, so that no spike is lost."""
-MOST_LABELS = 6
-MOST_DOTS = 50
+MAX_LABELS = 6
+MAX_DOTS = 50
 NUM_COLOURS = 6
 LOG_FROM = 30.0
 """Ratio of the largest value to the median above which the y axis is logarithmic, if the chart allows it."""
@@ -122,7 +122,7 @@ def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tupl
         line = Markup('<path class="line {} c{}" data-name="{}" d="{}"/>')
         drawn.append(line.format(curve.look.replace("dots", ""), colour, curve.name, _path(points, frame)))
         dots = points if "dots" in curve.look else _isolated(points)
-        if 0 < len(dots) <= MOST_DOTS:
+        if 0 < len(dots) <= MAX_DOTS:
             drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(dots, frame, dots=True)))
     return Markup("").join(drawn)
 
@@ -204,7 +204,7 @@ def axis(
     low, high = low if from_zero and low == 0 else low - by, high + by
     if is_log:
         return ChartAxis(low, high, tuple(_log_ticks(low, high)), is_log)
-    step = _round_step(max((high - low) / (MOST_LABELS - 1), 1.0 if whole else 0.0))
+    step = _round_step(max((high - low) / (MAX_LABELS - 1), 1.0 if whole else 0.0))
     step = 5.0 if whole and step == 2.5 else step
     ticks = (number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1))
     return ChartAxis(low, high, tuple(ticks))
@@ -222,7 +222,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     factors = (1,) if high - low > 2.5 else (1, 2, 5) if high - low > 0.7 else tuple(range(1, 10))
     ticks = [decade + math.log10(factor) for decade in decades for factor in factors]
     inside = [tick for tick in ticks if low <= tick <= high]
-    return inside[:: -(-len(inside) // (MOST_LABELS + 1)) or 1]
+    return inside[:: -(-len(inside) // (MAX_LABELS + 1)) or 1]
 
 
 def short(value: float, spacing: float = 0.0, largest: float = 0.0) -> str:
@@ -249,10 +249,10 @@ def short(value: float, spacing: float = 0.0, largest: float = 0.0) -> str:
 
 
 def thin(points: Sequence[Point]) -> list[Point]:
-    """Reduce a curve to about ``MOST_POINTS`` points: the lowest and highest of neighbours, and all ends of gaps."""
-    if len(points) <= MOST_POINTS:
+    """Reduce a curve to about ``MAX_POINTS`` points: the lowest and highest of neighbours, and all ends of gaps."""
+    if len(points) <= MAX_POINTS:
         return list(points)
-    width = -(-2 * len(points) // MOST_POINTS)
+    width = -(-2 * len(points) // MAX_POINTS)
     thinned: list[Point] = [points[0]]
     for first in range(0, len(points), width):
         together = points[first : first + width]

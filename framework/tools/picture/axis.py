@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from meshwright.schedule.action import Kind, Span
 from meshwright.schedule.analysis import typical_shortest
-from meshwright.tools.picture.palette import DIGIT_WIDTH, LEAST_FONT, MOST_WIDTH, POINTS, label
+from meshwright.tools.picture.palette import DIGIT_WIDTH, MAX_WIDTH, MIN_FONT, POINTS, label
 
-MOST_COLUMNS = 240
+MAX_COLUMNS = 240
 """Largest length of an unabridged axis, in columns: times of the shortest kind of computation."""
 
 
@@ -47,13 +47,13 @@ def time_axis(spans: Sequence[Span]) -> TimeAxis:
     start, end = min(span.start for span in spans), max(span.end for span in spans)
     column = typical_shortest(spans)
     busiest = max(Counter(span.rank for span in spans).values())
-    if (end - start) / column <= MOST_COLUMNS or busiest <= MOST_COLUMNS / 2:  # a few boxes, some of them very long
+    if (end - start) / column <= MAX_COLUMNS or busiest <= MAX_COLUMNS / 2:  # a few boxes, some of them very long
         return TimeAxis(start, end, end, end, 0.0)
     digits = max(len(label(span.action)) for span in spans)
-    readable = MOST_WIDTH * POINTS / (DIGIT_WIDTH * LEAST_FONT * digits + 1.5) / 2 * column
+    readable = MAX_WIDTH * POINTS / (DIGIT_WIDTH * MIN_FONT * digits + 1.5) / 2 * column
     backwards = {span.rank: span.end for span in reversed(spans) if span.action.kind in (Kind.B, Kind.I)}
     filled = max(backwards.values(), default=end) - start + 8 * column
-    keep = max(readable, filled if filled < 1.5 * MOST_COLUMNS * column else 0)
+    keep = max(readable, filled if filled < 1.5 * MAX_COLUMNS * column else 0)
     if 2 * keep > 0.9 * (end - start):
         return TimeAxis(start, end, end, end, 0.0)
     return TimeAxis(start, start + keep, end - keep, end, 3 * column)

@@ -29,11 +29,11 @@ from meshwright.tools.picture.palette import (
     DIGIT_WIDTH,
     FAINT,
     INK,
-    LEAST_FONT,
-    LEAST_WIDTH,
     LETTER_WIDTH,
-    MOST_FONT,
-    MOST_WIDTH,
+    MAX_FONT,
+    MAX_WIDTH,
+    MIN_FONT,
+    MIN_WIDTH,
     PAINTS,
     POINTS,
     ROW_FONT,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PNG_DPI = 200
-MOST_RANKS = 64
+MAX_RANKS = 64
 ABOVE, BETWEEN, BELOW, RIGHT = 0.28, 0.42, 0.46, 0.1
 """Margins in inches: above the first panel, between panels, below the last one, at the right."""
 STYLE: dict[Any, Any] = {"hatch.linewidth": 0.45, "svg.fonttype": "none", "svg.hashsalt": "meshwright"}
@@ -71,7 +71,7 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
     assert everything, "nothing to draw: no span has a length"
     axis, column = time_axis(everything), typical_shortest(everything)
     titles = [panel.caption or caption(panel.timeline) for panel in panels]
-    plot_width = MOST_WIDTH if axis.gap else min(MOST_WIDTH, max(LEAST_WIDTH, axis.length / column * COLUMN))
+    plot_width = MAX_WIDTH if axis.gap else min(MAX_WIDTH, max(MIN_WIDTH, axis.length / column * COLUMN))
     plot_width = max(plot_width, max(map(len, titles)) * LETTER_WIDTH * TITLE_FONT / POINTS)
     rows = [len(_drawn_ranks(panel.timeline)) for panel in panels]
     row_inches = min(0.28, max(0.13, 5.0 / sum(rows)))
@@ -131,15 +131,15 @@ def _boxes(timeline: Timeline) -> list[Span]:
 def _drawn_ranks(timeline: Timeline) -> list[int | None]:
     """Return the ranks that have a row, with None in place of omitted ones."""
     ranks: list[int | None] = list(timeline.ranks)
-    half = MOST_RANKS // 2
-    return ranks if len(ranks) <= MOST_RANKS else [*ranks[: half - 1], None, *ranks[-half:]]
+    half = MAX_RANKS // 2
+    return ranks if len(ranks) <= MAX_RANKS else [*ranks[: half - 1], None, *ranks[-half:]]
 
 
 def _font(spans: Iterable[Span], column_points: float, row_points: float) -> float:
     """Return the largest font at which the longest number fits into the shortest kind of box, within readable sizes."""
     digits = max(len(label(span.action)) for span in spans)
     fitting = (column_points - 1.5) / (DIGIT_WIDTH * max(digits, 1))
-    return max(LEAST_FONT, min(MOST_FONT, fitting, 0.62 * row_points))
+    return max(MIN_FONT, min(MAX_FONT, fitting, 0.62 * row_points))
 
 
 def _rows(axes: Axes, timeline: Timeline, axis: TimeAxis, row_points: float) -> None:
@@ -148,7 +148,7 @@ def _rows(axes: Axes, timeline: Timeline, axis: TimeAxis, row_points: float) -> 
     axes.set_xlim(0, axis.length)
     axes.set_ylim(len(ranks), 0)
     names = ["⋮" if rank is None else f"rank {rank}" for rank in ranks]
-    size = max(LEAST_FONT, min(ROW_FONT, 0.75 * row_points))
+    size = max(MIN_FONT, min(ROW_FONT, 0.75 * row_points))
     axes.set_yticks([row + 0.5 for row in range(len(ranks))], names, fontsize=size, color=INK)
     axes.tick_params(axis="y", length=0, pad=3)
     for side, spine in axes.spines.items():

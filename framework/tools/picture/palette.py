@@ -13,13 +13,13 @@ from meshwright.schedule.action import Action, Kind
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 TITLE_FONT, ROW_FONT, LEGEND_FONT = 8.5, 8.0, 7.5
-LEAST_FONT, MOST_FONT = 5.0, 7.5
+MIN_FONT, MAX_FONT = 5.0, 7.5
 """Font sizes of the numbers in boxes, in points."""
 DIGIT_WIDTH, LETTER_WIDTH = 0.64, 0.56
 """Width of a digit, and mean width of a letter, in font sizes."""
 POINTS = 72.0
 """Points per inch."""
-LEAST_WIDTH, MOST_WIDTH, COLUMN = 4.5, 13.0, 0.135
+MIN_WIDTH, MAX_WIDTH, COLUMN = 4.5, 13.0, 0.135
 """Width of the area inside the axes, and of a column where there is room, in inches."""
 
 

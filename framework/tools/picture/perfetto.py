@@ -18,7 +18,7 @@ from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind, S
 from meshwright.tools.picture.panel import Panel, Unit
 
 MICROSECONDS = {Unit.TICKS: 1e3, Unit.SECONDS: 1e6}
-LEAST_US = 1.0
+MIN_US = 1.0
 """Least length of a send: a slice without length would be invisible."""
 TRACKS = ("", " sends", " data")
 """Threads of each rank: its actions in order, the sends it has posted, its reading of samples."""
@@ -57,7 +57,7 @@ def _process(pid: int, panel: Panel, scale: float) -> list[Event]:
         action, begin, end = span.action, span.start, span.end
         is_send, args = action.kind in SENDS, {"stage": action.stage, "microbatch": action.microbatch}
         if is_send:
-            end = max(end, begin + LEAST_US / scale)
+            end = max(end, begin + MIN_US / scale)
         elif end <= begin:
             continue  # a message that had already arrived, or a reduction without duration
         name = f"wait for {action}" if action.kind in RECEIVES else str(action)

@@ -13,7 +13,7 @@ from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Kind, Sch
 from meshwright.schedule.analysis import Timeline, caption, elide, timeline_of, typical_shortest
 
 _MARGIN = " … "
-MOST_COLUMNS = 100_000
+MAX_COLUMNS = 100_000
 """Columns of a row beyond which its middle is abridged."""
 
 
@@ -44,9 +44,9 @@ def _bodies(timeline: Timeline, width: int) -> list[str]:
     start = min(span.start for span in timeline.spans)
     columns_per_time = cell / typical_shortest(shown)
     num_columns = int((max(span.end for span in shown) - start) * columns_per_time + 0.5)
-    if num_columns > MOST_COLUMNS:  # one cost dwarfs all others: a smaller scale, in which those others vanish
-        columns_per_time *= MOST_COLUMNS / num_columns
-        num_columns = MOST_COLUMNS
+    if num_columns > MAX_COLUMNS:  # one cost dwarfs all others: a smaller scale, in which those others vanish
+        columns_per_time *= MAX_COLUMNS / num_columns
+        num_columns = MAX_COLUMNS
     bodies = {rank: [".", *" " * (cell - 1)] * (num_columns // cell + 1) for rank in timeline.ranks}
     for span in shown:
         first, end = (int((time - start) * columns_per_time + 0.5) for time in (span.start, span.end))

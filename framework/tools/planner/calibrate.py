@@ -35,7 +35,7 @@ COPIED = tuple(4**power for power in range(5, 12))
 """Numbers of elements of the tensors in elementwise measurements."""
 POOL_BYTES = 2**27
 """Total size of tensors used in turn: more than caches hold, as for the activations of a model."""
-MOST_IN_POOL = 2000
+MAX_IN_POOL = 2000
 ROW = 256
 """Elements per row of softmax and layer norm."""
 ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -80,7 +80,7 @@ def measure_device(dtype: torch.dtype) -> DeviceRates:
     copies = []
     for elements in COPIED:
         tensor_bytes = elements * dtype.itemsize
-        number = min(MOST_IN_POOL, max(2, POOL_BYTES // tensor_bytes))
+        number = min(MAX_IN_POOL, max(2, POOL_BYTES // tensor_bytes))
         pool = cycle(torch.ones(number, elements, dtype=dtype))
         seconds = [fastest_s(partial(_run_on_next, operation, pool), AIM_S / 4) for operation in ELEMENTWISE]
         moved = 2.0 * tensor_bytes

@@ -29,7 +29,7 @@ SCHEDULES = (
 )
 """Schedules with their stages per rank. GPipe is never better than 1f1b."""
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-MOST_CHUNKS = 1024
+MAX_CHUNKS = 1024
 
 
 class Choice(NamedTuple):
@@ -183,8 +183,8 @@ def _of_degrees(
         if per_replica % size:
             continue
         chunks = per_replica // size
-        if chunks > MOST_CHUNKS:
-            yield Rejection(f"{chunks} micro-batches in a step (the search stops at {MOST_CHUNKS})", f"dp {dp}", 1)
+        if chunks > MAX_CHUNKS:
+            yield Rejection(f"{chunks} micro-batches in a step (the search stops at {MAX_CHUNKS})", f"dp {dp}", 1)
             continue
         for schedule, interleave in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             if pp * interleave > num_layers:

@@ -18,8 +18,8 @@ CATEGORY_COLOURS = ("#4c78a8", "#9ecae9", "#54a24b", "#f2a33c", "#b279a2", "#bab
 COLOURS = ("#4c78a8", "#e07b39", "#54a24b", "#b279a2", "#2aa198", "#9c755f")
 """Colours of dots: mid-tones that stand out in light mode and, inverted, in dark mode."""
 LIMIT_COLOUR = "#c44e52"
-MOST_BARS = 64
-LEAST_BARS = 8
+MAX_BARS = 64
+MIN_BARS = 8
 """Number of bars with space reserved, so that a single bar is not too wide."""
 NEAR = 24
 """Distance in pixels below which the numbers of two points would overlap."""
@@ -35,8 +35,8 @@ def _unit(most: int) -> tuple[str, int]:
 def memory_bars(memory: Sequence[RankMemory], room: int) -> Figure:
     """Draw a stacked memory bar for each pipeline rank, and a line at ``room``, a device's usable bytes."""
     shown = list(enumerate(memory))
-    if len(shown) > MOST_BARS:
-        shown = [*shown[: MOST_BARS // 2], *shown[-MOST_BARS // 2 :]]
+    if len(shown) > MAX_BARS:
+        shown = [*shown[: MAX_BARS // 2], *shown[-MAX_BARS // 2 :]]
     drawn, axes = _new_figure(3.2)
     fullest = max(each.total for each in memory)
     unit, size = _unit(fullest)
@@ -60,7 +60,7 @@ def memory_bars(memory: Sequence[RankMemory], room: int) -> Figure:
         axes.set_ylim(top=1.1 * max(room / size, *below))
     axes.set_xlabel("pipeline rank")
     axes.set_ylabel(f"{unit} at the peak")
-    axes.set_xlim(-0.6, max(len(shown), LEAST_BARS) - 0.4)
+    axes.set_xlim(-0.6, max(len(shown), MIN_BARS) - 0.4)
     if len(shown) > 20:
         axes.set_xticks(range(0, len(shown), max(1, len(shown) // 16)))
     drawn.legend(loc="outside upper center", ncols=7, frameon=False, fontsize=9)

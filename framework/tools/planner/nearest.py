@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from meshwright.errors import UserError
-from meshwright.tools.planner.choices import MICRO_BATCH_SIZES, MOST_CHUNKS, Choice, choices, divisors
+from meshwright.tools.planner.choices import MAX_CHUNKS, MICRO_BATCH_SIZES, Choice, choices, divisors
 from meshwright.tools.planner.hardware import Hardware, known, read_hardware
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan
@@ -82,15 +82,15 @@ def nearest(cache: ModelCache, hardware: Hardware, nodes: int, failed: Plan) -> 
 
 
 def _width(per_replica: int) -> int | None:
-    """Return the smallest micro-batch size that splits ``per_replica`` samples into at most ``MOST_CHUNKS``."""
-    return next((size for size in MICRO_BATCH_SIZES if per_replica <= size * MOST_CHUNKS), None)
+    """Return the smallest micro-batch size that splits ``per_replica`` samples into at most ``MAX_CHUNKS``."""
+    return next((size for size in MICRO_BATCH_SIZES if per_replica <= size * MAX_CHUNKS), None)
 
 
 def _batches(request: _Request, way: int) -> list[int]:
     """Return global batches that keep the rules, the nearest first; ``way``: -1 below, 1 above."""
     samples, size, batches = request.samples, request.nodes * request.hardware.devices_per_node, set()
     for dp in {size // ranks for ranks in request.replica_sizes() if size % ranks == 0}:
-        per_replica = samples // dp + 1 if way > 0 else min((samples - 1) // dp, MOST_CHUNKS * MICRO_BATCH_SIZES[-1])
+        per_replica = samples // dp + 1 if way > 0 else min((samples - 1) // dp, MAX_CHUNKS * MICRO_BATCH_SIZES[-1])
         width = _width(per_replica)
         if width is not None and per_replica:
             batches.add(dp * (per_replica + (-per_replica % width if way > 0 else -(per_replica % width))))

@@ -18,7 +18,7 @@ from meshwright.tools.planner.plan import Plan, tokens_per_second, usable_bytes
 from meshwright.tools.planner.text import memory_rows
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
-MOST_DRAWN = 4096
+MAX_DRAWN = 4096
 """Most actions of a schedule that is drawn."""
 
 
@@ -47,7 +47,7 @@ def page(cache: ModelCache, plan: Plan) -> str:
         memory_svg=svg_of(memory_bars(first.memory, room), "memory of each rank, by category"),
         trade_off_svg=svg_of(trade_off(plan), "time of a step against memory"),
         schedule_svg=svg_of(figure([Panel(timeline)], Unit.SECONDS), "the schedule, simulated")
-        if first.choice.pp > 1 and len(timeline.spans) <= MOST_DRAWN
+        if first.choice.pp > 1 and len(timeline.spans) <= MAX_DRAWN
         else "",
         shades=first.choice.interleave > 1,
         placement=html.unescape(first.layout.grid.draw(nodes_of(plan.nodes, plan.hardware.devices_per_node))),

@@ -31,7 +31,7 @@ from meshwright.tools.planner.plan import Plan, RankedLayout, backend_of, evalua
 from meshwright.tools.planner.rates import PerformanceModel
 
 BEST = 10
-MOST_EVALUATED = 40
+MAX_EVALUATED = 40
 UNKNOWN_BYTES = 2**62
 Shape: TypeAlias = tuple[int, int, int, str, int, int]
 """Type of ``Choice.shape``."""
@@ -161,7 +161,7 @@ class _Search:
         num_evaluated = 0
         while True:
             slowest = ranked[number - 1].time.total if len(ranked) >= number else math.inf
-            if waiting and waiting[0].seconds <= slowest and (num_evaluated < MOST_EVALUATED or not ranked):
+            if waiting and waiting[0].seconds <= slowest and (num_evaluated < MAX_EVALUATED or not ranked):
                 choice = heapq.heappop(waiting).choice
                 if _is_skipped(choice, fitting[choice.shape]):
                     self.skipped[choice.shape].append(choice)

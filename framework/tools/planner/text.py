@@ -13,7 +13,7 @@ from meshwright.tools.planner.memory import CATEGORIES
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
 
-MOST_RULES = 14
+MAX_RULES = 14
 WIDTH = 110
 
 
@@ -100,7 +100,7 @@ def rejections(plan: Plan) -> list[str]:
         return []
     examples = {each.rule: each.example for each in reversed(plan.rejected)}  # the first example of each rule
     lines = [
-        f"  {f'{number:,} x':>8}  {rule}; such as {examples[rule]}" for rule, number in times.most_common(MOST_RULES)
+        f"  {f'{number:,} x':>8}  {rule}; such as {examples[rule]}" for rule, number in times.most_common(MAX_RULES)
     ]
     left = len(times) - len(lines)
     return ["rejected", *lines, *([f"  and by {left} more rules"] if left > 0 else [])]

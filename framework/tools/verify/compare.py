@@ -40,7 +40,7 @@ Gradients are summed in float32 on both sides, so a faulty sum in bfloat16 (off 
 """
 ROUNDING_MARGIN = 4.0
 """Allowed distance of a layout from the reference, in units of the reference's distance from exact arithmetic."""
-MOST_ROUND = 0.5
+MAX_ROUND = 0.5
 """Largest allowed share of float32 master weights without bits beyond bfloat16's; by chance it is 2**-16."""
 
 
@@ -250,8 +250,8 @@ def _in_weights(
 def _in_masters(found: RunNumbers, expected: RunNumbers) -> list[str]:
     """Check that master weights have more bits than the weights, and that the weights are the rounded masters."""
     problems = []
-    moved = [n for n, master in expected.masters.items() if _round_share(master) < MOST_ROUND / 2]
-    rounded = [n for n in moved if n not in found.masters or _round_share(found.masters[n]) > MOST_ROUND]
+    moved = [n for n, master in expected.masters.items() if _round_share(master) < MAX_ROUND / 2]
+    rounded = [n for n in moved if n not in found.masters or _round_share(found.masters[n]) > MAX_ROUND]
     if rounded:
         problems.append(
             f"master weights of {rounded[0]} ({len(rounded)} of {len(expected.masters)} parameters) have no bits "

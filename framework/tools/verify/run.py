@@ -24,7 +24,7 @@ from meshwright.tools.verify.report import Report, VerdictRow
 from meshwright.tools.verify.sources import VerifySource
 from meshwright.tools.verify.traits import probe_coupling, traits_of
 
-LEAST_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
+MIN_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
 """Time limit of a layout: this many times the plain run's time, but at least two minutes."""
 
 
@@ -141,7 +141,7 @@ class Verification:
         """
         # samples that depend on each other need the same micro-batches in the plain run
         expected = self._reference(layout.micro_batch_size if self.traits.couples_samples else 1)
-        timeout_s = max(LEAST_TIMEOUT_S, TIMEOUT_FACTOR * expected.duration_s)
+        timeout_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * expected.duration_s)
         try:
             config = layout_config(self.config, layout, self.global_batch, self.dtype)
             draw_blueprint(config)  # refuse an impossible layout before any rank starts

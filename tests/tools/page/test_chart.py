@@ -7,14 +7,14 @@ import re
 
 import pytest
 
-from meshwright.tools.page.chart import MOST_LABELS, MOST_POINTS, SIDE, Curve, Mark, Quantity, axis, chart, short, thin
+from meshwright.tools.page.chart import MAX_LABELS, MAX_POINTS, SIDE, Curve, Mark, Quantity, axis, chart, short, thin
 
 
 def test_thinning_keeps_spikes_gaps_and_ends() -> None:
     points = [(float(x), 1.0) for x in range(10_000)]
     points[4321], points[4322], points[8000] = (4321.0, 99.0), (4322.0, -99.0), (8000.0, math.nan)
     kept = thin(points)
-    assert len(kept) <= 1.1 * MOST_POINTS and kept == sorted(kept, key=lambda point: point[0])
+    assert len(kept) <= 1.1 * MAX_POINTS and kept == sorted(kept, key=lambda point: point[0])
     assert {points[0], points[4321], points[4322], points[-1]} <= set(kept)
     assert any(x == 8000 and math.isnan(y) for x, y in kept)
     assert thin(points[:600]) == points[:600]
@@ -43,7 +43,7 @@ def test_an_axis_holds_its_values_and_its_labels_differ(values: list[float]) -> 
     found = axis(values)
     assert found.low < found.high and all(0 <= found.share(value) <= 1 for value in values)
     labels = [found.label(tick) for tick in found.ticks]
-    assert 1 <= len(labels) <= MOST_LABELS + 2 and len(set(labels)) == len(labels), labels
+    assert 1 <= len(labels) <= MAX_LABELS + 2 and len(set(labels)) == len(labels), labels
     assert all(found.low <= tick <= found.high for tick in found.ticks)
 
 
@@ -103,7 +103,7 @@ def test_a_curve_that_is_never_finite_again_is_drawn_to_its_end() -> None:
 def test_steps_are_whole_numbers() -> None:
     for steps in (1, 2, 3, 7, 12, 60, 100_000):
         found = axis(range(1, steps + 1), margin=0.0, whole=True)
-        assert all(tick == int(tick) for tick in found.ticks) and 1 <= len(found.ticks) <= MOST_LABELS + 2
+        assert all(tick == int(tick) for tick in found.ticks) and 1 <= len(found.ticks) <= MAX_LABELS + 2
     assert "0.9" not in re.sub("<path[^>]*>", "", chart(Quantity("Loss"), [Curve("training", [(1, 8.0)])]))
 
 

@@ -247,7 +247,7 @@ def test_values_written_by_data_are_right_or_named(pool: RankPool) -> None:
 
 def test_a_layout_that_fails_is_a_row_and_the_others_are_run(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Raising, refused, dead and silent ranks; the pool lives on."""
-    monkeypatch.setattr(verify_run, "LEAST_TIMEOUT_S", 4.0)
+    monkeypatch.setattr(verify_run, "MIN_TIMEOUT_S", 4.0)
     layouts = [parse_layout(text) for text in ("pp1", "dp2", "tp2", "dp3", "dp4", "pp5", "dp12", "pp1,mbs2")]
     verification = verify_run.Verification(config("failing"), global_batch=12, steps=1, random_tokens=True)
     rows = [verification.compare_layout(layout, pool, is_repeated=False) for layout in layouts]
