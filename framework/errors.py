@@ -66,6 +66,12 @@ class ModelError(UserError):
     """Model that cannot be split into pipeline stages, or that its sharding plan does not fit."""
 
 
+class CallbackError(UserError):
+    """Callback of the user that failed on some rank; the run has ended on every rank, with what was due saved."""
+
+    exit_code = 1
+
+
 class ScheduleError(UserError):
     """Schedule that would hang, lose a micro-batch or compute one twice."""
 

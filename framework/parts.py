@@ -71,12 +71,20 @@ class Parts(ForwardParts):
     """Each of FLAGS is read once per step on each rank; :class:`StepStats` has those that were raised on any rank."""
     restarts: int = 0
     """Starts of this run before this one."""
+    stop_reason: str | None = None
+    """Reason for which a callback on this rank has asked to end the run; see :meth:`request_stop`."""
+    is_stopped: bool = False
+    """True when the run ends before ``train.steps`` because a callback has asked for it; the same on every rank."""
     on_gradients: Callable[[Parts, float], None] | None = None
     """Called in each step when gradients are complete, before clipping: (parts, factor); gradient = factor x what lies
     in the buckets."""
     on_nonfinite: Callable[[Parts, Feed, str], None] | None = None
     """Called on all ranks after a step whose loss or gradient norm is NaN or Inf, which no rank has taken: (parts, the
     step's feed, the numbers). It raises, or counts the step as skipped. None: the step is skipped."""
+
+    def request_stop(self, reason: str) -> None:
+        """Ask to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""
+        self.stop_reason = reason
 
     def running(self) -> dict[str, Tensor]:
         """Return the running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""

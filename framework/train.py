@@ -20,14 +20,14 @@ def train(parts: Parts, observers: Sequence[Observer]) -> None:
     """Step until ``train.steps``, with the observers in their order after each step. Every rank calls it.
 
     Raises:
-        Preempted: on every rank, after the step in which one was asked to stop, and when its checkpoint is saved.
+        Preempted: on every rank, after the step in which a signal was seen, when its checkpoint is saved.
         NonFiniteError: on every rank, from a step that was not taken.
         DriftError: on every rank, before a checkpoint of copies that differ is written.
         RunFilesError: on every rank, when the run's directory belongs to another run, or cannot be made again.
     """
     first_step = parts.state.step + 1
     try:
-        while parts.state.step < parts.config.train.steps:
+        while parts.state.step < parts.config.train.steps and not parts.is_stopped:
             for observer in observers:
                 observer.before_step(parts)
             start_s = time.perf_counter()

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve
 from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources, unigram_nats
 from meshwright.errors import Preempted, RunFilesError
+from meshwright.launch.callbacks import CallbackErrors, Callbacks, find_callbacks, make_callbacks
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.parts import Observer, Parts
@@ -43,30 +44,44 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     config = resolve(config, world_size)
     blueprint = draw_blueprint(config)
     source, _ = open_sources(config)
+    find_callbacks(config)
     prepare(blueprint, data_fingerprint(source), print_warning if environment_rank()[0] == 0 else _print_nothing)
     return config, blueprint
 
 
-def work(config: RunConfig, give_up: GiveUp = end_process) -> None:
+def work(config: RunConfig, give_up: GiveUp = end_process, observers: Sequence[Observer] = ()) -> None:
     """Run one rank, from the environment that a launcher has set (torchrun's names) to the end of training.
 
-    ``give_up`` ends this process when the run hangs.
+    Args:
+        give_up: ends this process when the run hangs.
+        observers: the caller's own, the same on every rank; they come before those of ``train.callbacks``.
     """
-    _, world_size, _ = environment_rank()
-    config = resolve(config, world_size)
-    mesh = open_mesh(
+    config = resolve(config, environment_rank()[1])
+    mesh = open_run_mesh(config)
+    with open_run_files(config, mesh) as files:
+        _train_in(files, config, mesh, give_up, observers)
+
+
+def open_run_mesh(config: RunConfig) -> Mesh:
+    """Open the mesh of a resolved configuration. Collective over all ranks; blocks."""
+    return open_mesh(
         Grid(*config.parallel.degrees),
         config.train.device,
         timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
         tp_across_nodes=config.parallel.tp_across_nodes,
     )
+
+
+@contextlib.contextmanager
+def open_run_files(config: RunConfig, mesh: Mesh) -> Iterator[RunFiles]:
+    """Make, check and lock the run's directory for the block. Collective over all ranks; blocks."""
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
     check_nodes(mesh, directory)
     with lock_directory(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
-        _train_in(files, config, mesh, give_up)
+        yield files
 
 
-def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -> None:
+def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, observers: Sequence[Observer]) -> None:
     """Build the parts, resume, train and close the mesh; ``config`` is resolved."""
     directory = files.directory
     parts = build(config, mesh)
@@ -83,7 +98,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
     with request:  # to the end: a signal after the last step, or after the first signal, changes nothing
         try:
             with watchdog, mesh.activity.during("training"), tracker:
-                _train(parts, files, tracker, request, log)
+                _train(parts, files, tracker, request, log, Callbacks([*observers, *make_callbacks(parts)]))
         except Preempted:
             close_mesh(mesh)
             raise
@@ -94,11 +109,18 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp) -
         )
 
 
-def _train(parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, log: Callable[[str], None]) -> None:
+def _train(
+    parts: Parts,
+    files: RunFiles,
+    tracker: Tracker,
+    request: StopRequest,
+    log: Callable[[str], None],
+    callbacks: Callbacks,
+) -> None:
     """Train, or print the validation loss of a run that has taken all its steps."""
     steps, step = parts.config.train.steps, parts.state.step
     if step < steps:
-        train(parts, observe(parts, files, tracker, request, log))
+        train(parts, observe(parts, files, tracker, request, log, callbacks))
         return
     taken = f"its {steps} steps" if step == steps else f"{step} steps and train.steps = {steps}"
     if parts.validation is not None:  # the same number as on the layout that trained
@@ -108,21 +130,29 @@ def _train(parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest
 
 
 def observe(
-    parts: Parts, files: RunFiles, tracker: Tracker, request: StopRequest, log: Callable[[str], None]
+    parts: Parts,
+    files: RunFiles,
+    tracker: Tracker,
+    request: StopRequest,
+    log: Callable[[str], None],
+    callbacks: Callbacks,
 ) -> list[Observer]:
     """Return the observers of a run, and connect ``request`` to the step's flag STOP.
 
     Their order is fixed: most of them communicate, and each may use the results of those before it.
     """
     checkpoints = Checkpoints(parts, files, request, log)
+    own = [callbacks] if callbacks.observers else []
     return [
         RunFilesCheck(checkpoints.saver),  # lost files of the run's directory
         Timing(parts, files.directory, log),  # the traced step, stragglers
         Validation(validate, lambda loss: log(describe_validation(parts, loss))),
         Records(tracker),  # metrics.jsonl, console, wandb
         DriftCheck(),  # equality of replicas, before they are saved
+        *own,  # the user's, of train.callbacks and of a script
         PeakMemory(files.directory),  # memory.json
         checkpoints,  # saves, and ends the run after a signal
+        *(CallbackErrors(callbacks) for callbacks in own),  # ends the run after an error of a callback
     ]
 
 

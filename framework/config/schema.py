@@ -213,6 +213,8 @@ class Train(Section):
     """Steps between validations; 0: only after the last step, if there is validation data."""
     validate_steps: Length = 8
     """Global batches in one validation."""
+    callbacks: tuple[str, ...] = ()
+    """Functions ``module:function`` that take the parts of a rank and return an observer; docs/python.md."""
 
 
 class Checkpoint(Section):

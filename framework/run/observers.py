@@ -85,7 +85,8 @@ class Checkpoints(Observer):
 
     def __init__(self, parts: Parts, files: RunFiles, request: StopRequest, log: Callable[[str], None]) -> None:
         self.saver, self._request = Saver(parts, files.directory, log, files=files), request
-        parts.flags[STOP] = request.is_requested
+        parts.flags[STOP] = lambda: request.is_requested() or parts.stop_reason is not None
+        self._log = log
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Start a save that is due, and end the run if a rank got a stop request. Collective over all ranks; blocks.
@@ -102,12 +103,8 @@ class Checkpoints(Observer):
                 if FILES_LOST in flags:
                     saver.finish(retention=False)
         if event.is_stopping:
-            raise Preempted(
-                "MW-RUN-014",
-                f"stopped by {self._signals(parts)} after step {parts.state.step} of {parts.config.train.steps}; "
-                f"{self._finish_save(parts)}, and the same command resumes from there",
-            )
-        if event.is_last:
+            self._stop(parts)
+        if event.is_last or parts.is_stopped:
             with parts.mesh.activity.during("saving a checkpoint"):
                 saver.finish_or_fail()
 
@@ -120,12 +117,25 @@ class Checkpoints(Observer):
             with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
                 self.saver.finish()
 
-    def _signals(self, parts: Parts) -> str:
-        """Return the signal's name, and the rank that received it if not all did. Collective over all ranks; blocks."""
-        own = self._request.signal.name if self._request.signal is not None else None
-        names = parts.mesh.world.gather_objects(own)
-        rank = next(rank for rank, name in enumerate(names) if name is not None)
-        return str(names[rank]) if None not in names else f"{names[rank]} to rank {rank}"
+    def _stop(self, parts: Parts) -> None:
+        """End the run: by a signal, or because a callback has asked for it. Collective over all ranks; blocks.
+
+        Raises:
+            Preempted: on every rank, if any of them received a signal.
+        """
+        mine = self._request.signal.name if self._request.signal is not None else None
+        found: list[tuple[str | None, str | None]] = parts.mesh.world.gather_objects((mine, parts.stop_reason))
+        signals = [name for name, _ in found]
+        step = f"after step {parts.state.step} of {parts.config.train.steps}"
+        for rank, name in enumerate(signals):
+            if name is not None:
+                who = name if None not in signals else f"{name} to rank {rank}"
+                raise Preempted(
+                    "MW-RUN-014",
+                    f"stopped by {who} {step}; {self._finish_save(parts)}, and the same command resumes from there",
+                )
+        parts.is_stopped = True
+        self._log(f"stopped {step}: {next(reason for _, reason in found if reason is not None)}")
 
     def _finish_save(self, parts: Parts) -> str:
         """Finish the save and describe the checkpoint to resume from. Collective over all ranks; blocks."""

@@ -22,8 +22,8 @@ from meshwright.run.directory import is_checkpoint, is_run
 from meshwright.system.bounded import real_path
 from meshwright.terminal.output import tell
 
-CODE_KEYS = (("model", "builder"), ("data", "builder"))
-"""Configuration keys whose value is imported as code."""
+CODE_KEYS = (("model", "builder"), ("data", "builder"), ("train", "callbacks"))
+"""Configuration keys whose value, or each value of a list, is imported as code."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
 """Files beside the configuration of a run, or of an exported model, whose other files are missing."""
 DEPTH = 4
@@ -41,8 +41,9 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
     """
     named = given_keys(overrides)
     problems = []
-    for (section, key), path in foreign_builders(config).items():
-        if named.get((section, key)) == path:
+    for section, key, path in foreign_builders(config):
+        chosen = named.get((section, key))
+        if path == chosen or (isinstance(chosen, list) and path in chosen):
             continue
         function, file = path.partition(":")[2], find_source(path)
         where = f"from {file}" if file else "of a module that Python does not find from here"
@@ -63,14 +64,16 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
         raise ConfigError.join(problems)
 
 
-def foreign_builders(config: RunConfig) -> dict[tuple[str, str], str]:
-    """Return the builders that are not meshwright's own, by their keys."""
-    found = {key: getattr(getattr(config, key[0]), key[1]) for key in CODE_KEYS}
-    return {
-        key: path
-        for key, path in found.items()
-        if path is not None and not (key == ("model", "builder") and is_own_builder(path))
-    }
+def foreign_builders(config: RunConfig) -> list[tuple[str, str, str]]:
+    """Return (section, key, function) of all functions that a configuration names and that are not meshwright's own."""
+    found = []
+    for section, key in CODE_KEYS:
+        value = getattr(getattr(config, section), key)
+        paths = [value] if isinstance(value, str) else value or ()
+        found += [
+            (section, key, path) for path in paths if key != "builder" or section != "model" or not is_own_builder(path)
+        ]
+    return found
 
 
 def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:

@@ -112,15 +112,19 @@ class EvaluationJob:
         Raises:
             UserError: a fault of the checkpoint or the data; on every rank.
         """
+        result = self.evaluate(config)
+        if result is not None:
+            print_lines(result.lines())
+            if self.out is not None:
+                write_out(self.out, result.to_json())
+
+    def evaluate(self, config: RunConfig) -> EvaluationResult | None:
+        """Evaluate on the ranks of a resolved ``config``; return the result on rank 0, and None on the others."""
         mesh = open_inference_mesh(config)
         forward, checkpoint = open_trained(config, mesh, self.place)
         result = self._evaluate(forward, str(checkpoint.path), checkpoint.manifest.step)
         close_mesh(mesh)
-        if mesh.rank != 0:
-            return
-        print_lines(result.lines())
-        if self.out is not None:
-            write_out(self.out, result.to_json())
+        return result if mesh.rank == 0 else None
 
     def _evaluate(self, forward: ForwardParts, path: str, step: int) -> EvaluationResult:
         config, mesh = forward.config, forward.mesh

@@ -1,0 +1,136 @@
+"""Callbacks of the user: observers that a configuration names (``train.callbacks``), or that a script brings.
+
+    after_step    each callback -> all ranks agree whether one has raised -> the checkpoint of the step, if due -> raise
+
+A callback that raises on one rank would leave the others in their next collective. The ranks therefore agree on errors
+after each step, save what is due, and end together with the message of the first rank that failed.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+
+from meshwright.config import RunConfig
+from meshwright.config.functions import error_place, find_function
+from meshwright.errors import CallbackError, ConfigError
+from meshwright.parts import Observer, Parts, StepEvent
+from meshwright.terminal.output import tell
+
+
+def find_callbacks(config: RunConfig) -> list[Callable[[Parts], Observer]]:
+    """Import the functions of ``train.callbacks``; each takes the parts of a rank and returns an observer.
+
+    Raises:
+        ConfigError: a module or function does not exist, or its import fails.
+    """
+    wanted = "a function (parts) -> Observer, or an Observer class whose constructor takes the parts"
+    return [find_function(path, "train.callbacks", wanted, ConfigError) for path in config.train.callbacks]
+
+
+def make_callbacks(parts: Parts) -> list[Observer]:
+    """Call the functions of ``train.callbacks`` and return their observers, in the order of the configuration.
+
+    Raises:
+        ConfigError: a function raises, or returns something other than an observer.
+    """
+    made: list[Observer] = []
+    for path, function in zip(parts.config.train.callbacks, find_callbacks(parts.config), strict=True):
+        try:
+            observer = function(parts)
+        except Exception as error:
+            raise ConfigError(
+                "MW-LAUNCH-056",
+                f"train.callbacks: {path} failed{error_place(error)}: {type(error).__name__}: {error}",
+            ) from error
+        if not isinstance(observer, Observer):
+            raise ConfigError(
+                "MW-LAUNCH-057",
+                f"train.callbacks: {path} returned a {type(observer).__name__}: return an object of a class derived "
+                f"from meshwright.Observer",
+            )
+        made.append(observer)
+    return made
+
+
+class Callbacks(Observer):
+    """The user's observers as one. Every rank has the same ones in the same order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = list(observers)
+        self._problem: str | None = None
+        """Error of a callback on this rank."""
+        self._agreed: str | None = None
+        """The first error on any rank; the same on all ranks."""
+
+    def before_step(self, parts: Parts) -> None:
+        """Run ``before_step`` of each callback."""
+        self._call("before_step", parts, lambda each: each.before_step(parts))
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Run ``after_step`` of each callback; then agree on errors. Collective over all ranks; blocks."""
+        self._call("after_step", parts, lambda each: each.after_step(parts, event))
+        self._agree(parts)
+
+    def after_training(self, parts: Parts) -> None:
+        """Run ``after_training`` of each callback; then agree on errors. Collective over all ranks; blocks."""
+        self._call("after_training", parts, lambda each: each.after_training(parts))
+        self._agree(parts)
+
+    def on_error(self, parts: Parts, error: Exception) -> None:
+        """Run ``on_error`` of each callback; print what they raise, since the run ends by ``error``."""
+        for each in self.observers:
+            try:
+                each.on_error(parts, error)
+            except Exception as other:
+                tell(f"callback {_name(each)}: on_error failed: {type(other).__name__}: {other}")
+
+    def raise_error(self) -> None:
+        """Raise :class:`CallbackError` on every rank if a callback has failed on some rank."""
+        if self._agreed is not None:
+            raise CallbackError("MW-LAUNCH-058", self._agreed)
+
+    def _call(self, hook: str, parts: Parts, call: Callable[[Observer], None]) -> None:
+        """Call one hook of each callback until one raises; the watchdog names the callback that a rank waits in."""
+        for each in self.observers:
+            if self._problem is not None:
+                return
+            try:
+                with parts.mesh.activity.during(f"callback {_name(each)}.{hook}"):
+                    call(each)
+            except Exception as error:
+                tell("".join(traceback.format_exception(error)))
+                self._problem = (
+                    f"callback {_name(each)}.{hook} failed after step {parts.state.step} on rank {parts.mesh.rank}"
+                    f"{error_place(error)}: {type(error).__name__}: {error}"
+                )
+
+    def _agree(self, parts: Parts) -> None:
+        """Find out whether a callback has failed on any rank: one number is all-reduced, texts only after a failure."""
+        mesh = parts.mesh
+        failed = torch.tensor([float(self._problem is not None)], dtype=torch.float64, device=mesh.device)
+        mesh.world.all_reduce(failed).wait()
+        if failed.item():
+            problems = mesh.world.gather_objects(self._problem)
+            self._agreed = next(problem for problem in problems if problem is not None)
+
+
+class CallbackErrors(Observer):
+    """Observer that ends the run on every rank after a callback has failed; it comes after the checkpoints."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        self._callbacks = callbacks
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Raise :class:`CallbackError` on every rank if a callback has failed."""
+        self._callbacks.raise_error()
+
+    def after_training(self, parts: Parts) -> None:
+        """Raise :class:`CallbackError` on every rank if a callback has failed."""
+        self._callbacks.raise_error()
+
+
+def _name(observer: Observer) -> str:
+    return type(observer).__name__

@@ -1,0 +1,201 @@
+"""Python API: a run that a script or a notebook steps by itself. ``import meshwright`` shows these names.
+
+    config = meshwright.load_config("run.toml")          or make_config(model={...}, data={...}, ...)
+    with meshwright.open_run(config) as run:             mesh, lock, parts, resume
+        run.take_step(), run.validate(), run.save()
+    meshwright.run_training(config, [MyObserver()])      the whole loop of `meshwright train`, in this rank
+    meshwright.spawn(function, config)                   function(config) on each rank of this machine
+
+A process that torchrun, srun or :func:`spawn` has started is one rank of many; any other process is the only rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from meshwright.build import build
+from meshwright.checkpoint import find
+from meshwright.config import RunConfig, default_world_size, load, load_saved, resolve
+from meshwright.errors import ConfigError
+from meshwright.launch import devices, local
+from meshwright.launch.work import check, open_run_files, open_run_mesh, work
+from meshwright.mesh.mesh import close_mesh, environment_rank
+from meshwright.parts import Observer, Parts, StepStats
+from meshwright.run import RunFiles
+from meshwright.run.resume import record_start, resume
+from meshwright.run.saving import Saver
+from meshwright.step import take_step, validate
+from meshwright.system.process import GiveUp
+from meshwright.terminal.output import say
+from meshwright.tools.inference.evaluate import EvaluationJob, EvaluationResult
+from meshwright.tools.inference.evaluate import check as check_evaluation
+from meshwright.tools.inference.load import config_for, locate
+from meshwright.tools.inference.sample import sample as sample_text
+
+
+def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+    """Load a configuration file with overrides such as ``"train.steps=10"``.
+
+    Raises:
+        ConfigError: one error with all problems of the file and the overrides.
+    """
+    return load(path, [each if each.startswith("--") else f"--{each}" for each in overrides])
+
+
+def make_config(**sections: Mapping[str, Any]) -> RunConfig:
+    """Build a configuration from its sections as mappings: ``make_config(model={"builder": ...}, train={...})``.
+
+    Raises:
+        ConfigError: one error with all problems, as for a file.
+    """
+    return load_saved(sections, (), "make_config")
+
+
+class Run:
+    """One rank of an open run. Every method is collective: each rank must call it, in the same order."""
+
+    def __init__(self, parts: Parts, files: RunFiles) -> None:
+        self.parts = parts
+        self._saver = Saver(parts, files.directory, say if parts.mesh.rank == 0 else _keep_quiet, files=files)
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the run, ``run.directory``/``run.name``."""
+        return self._saver.directory
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far, those before a resume included."""
+        return self.parts.state.step
+
+    def take_step(self) -> StepStats:
+        """Take one optimizer step on the next global batch; return its loss, gradient norm and learning rate.
+
+        The learning rate of a step follows from ``train.steps``, also beyond it.
+        """
+        return take_step(self.parts)
+
+    def validate(self) -> float:
+        """Return the mean loss over the validation batches (``train.validate_steps``), equal on every rank.
+
+        Raises:
+            ConfigError: the run has no validation data.
+        """
+        if self.parts.validation is None:
+            raise ConfigError("MW-LAUNCH-059", "the run has no validation data: set data.validation")
+        return validate(self.parts)
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step and return its directory; blocks until it is published.
+
+        Raises:
+            CheckpointError: on every rank; it cannot be written.
+        """
+        if self._saver.saved_step != self.step:
+            self._saver.start()
+            self._saver.finish_or_fail()
+        return next(each.path for each in find(self.directory) if each.step == self.step)
+
+
+@contextlib.contextmanager
+def open_run(config: RunConfig) -> Iterator[Run]:
+    """Open a run in this rank: join the mesh, lock the run's directory, build the parts, resume the newest checkpoint.
+
+    Nothing is saved at the end of the block: call :meth:`Run.save`.
+
+    Raises:
+        UserError: the configuration cannot work on these ranks, or the run's checkpoints do not fit it.
+        LockError: another job works in the run's directory.
+    """
+    rank, world_size, _ = environment_rank()
+    if world_size == 1:
+        devices.choose_devices(config)
+    config, blueprint = check(config, world_size)
+    mesh = open_run_mesh(config)
+    say_here = say if rank == 0 else _keep_quiet
+    with open_run_files(config, mesh) as files:
+        parts = build(config, mesh, blueprint=blueprint if world_size == 1 else None)
+        resume(parts, files.directory, say_here)
+        record_start(parts, files, None, say_here)
+        yield Run(parts, files)
+    close_mesh(mesh)
+
+
+def run_training(config: RunConfig, observers: Sequence[Observer] = ()) -> None:
+    """Train in this rank to ``train.steps``, as ``meshwright train`` does, with observers of the caller.
+
+    Saving, resuming, tracking and the watchdog are those of the command. Each rank must bring the same observers in
+    the same order; they run after the records of a step and before its checkpoint.
+
+    Raises:
+        UserError: the configuration cannot work on these ranks.
+        Preempted: a signal asked the run to end, and its checkpoint is saved.
+        CallbackError: on every rank; an observer has failed on some rank.
+    """
+    world_size = environment_rank()[1]
+    if world_size == 1:
+        devices.choose_devices(config)
+    checked, _ = check(config, world_size)
+    work(checked, observers=observers)
+
+
+def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
+    """Run ``function(config)`` on each rank of this machine, in processes of their own; block until all have ended.
+
+    ``function`` is a module-level function: it is sent by its name, so a script calls ``spawn`` below
+    ``if __name__ == "__main__":``. The number of ranks follows from the degrees of ``config``.
+
+    Raises:
+        UserError: the degrees do not fit this machine; before any process starts.
+        RankFailed: a rank has raised or died; the message is that of the rank that failed first.
+    """
+    devices.choose_devices(config)
+    resolved = resolve(config, default_world_size(config, devices.num_devices(config)))
+    local.launch(partial(_call, function), resolved)
+
+
+def _call(function: Callable[[RunConfig], object], config: RunConfig, give_up: GiveUp) -> None:
+    """Run the function of :func:`spawn` in one rank."""
+    function(config)
+
+
+def evaluate(
+    place: str | PathLike[str], overrides: Sequence[str] = (), *, step: int | None = None, batches: int | None = None
+) -> EvaluationResult:
+    """Evaluate the newest model of a run, or the checkpoint at ``place``, on its validation set, in this process.
+
+    Args:
+        overrides: of ``train.device``, ``train.dtype`` and ``batch.micro_batch_size``.
+        step: the checkpoint of this step; None: the newest.
+        batches: global batches to evaluate; None: the whole validation set.
+
+    Raises:
+        UserError: there is no run, no checkpoint, or no validation set.
+    """
+    where = locate(Path(place), step)
+    alone = ("--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1")
+    given = [each if each.startswith("--") else f"--{each}" for each in overrides]
+    config = check_evaluation(config_for(where, given, "evaluate", defaults=alone), 1)
+    found = EvaluationJob(where, True, None, batches).evaluate(config)
+    assert found is not None  # this process is rank 0
+    return found
+
+
+def sample(
+    place: str | PathLike[str], prompt: str, tokens: int = 100, temperature: float = 0.8, top_k: int = 40
+) -> str:
+    """Return ``prompt`` and its continuation by the newest model of a run, in this process.
+
+    Raises:
+        UserError: there is no run, no checkpoint, or the model cannot generate text.
+    """
+    return sample_text(Path(place), prompt, tokens, temperature, top_k)
+
+
+def _keep_quiet(text: str) -> None:
+    """Print nothing: rank 0 prints for all."""

@@ -1,0 +1,121 @@
+"""The blocks of docs/python.md run as they stand, as scripts of a user, and so does its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.checkpoint import find
+from meshwright.data.prepare.stdlib import prepare_files
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+NOTEBOOK, RANKS, CALLBACKS, PROFILE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+CONFIG = """
+[run]
+name = "python"
+directory = "runs"
+[model]
+builder = "meshwright.models.gpt2:build"
+[model.options]
+vocab_size = 300
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+max_sequence_length = 32
+[data]
+train = "data/train"
+validation = "data/validation"
+sequence_length = 32
+[batch]
+micro_batch_size = 2
+chunks = 2
+[train]
+steps = 3
+device = "cpu"
+validate_steps = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """80 KB of words in 40 documents, a tokenizer of 300 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "texts").mkdir()
+    for number in range(40):
+        (folder / "texts" / f"{number}.txt").write_text(f"rank {number} sends its stage a step and waits\n" * 40)
+    prepare_files([folder / "texts"], folder / "prepared", vocab_size=300, validation_share=0.2)
+    return folder / "prepared"
+
+
+@pytest.fixture
+def desk(tmp_path: Path, small_corpus: Path) -> Path:
+    """A folder with what the page names: data/ and run.toml."""
+    (tmp_path / "data").symlink_to(small_corpus)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    (tmp_path / "callbacks.py").write_text(CALLBACKS)
+    (tmp_path / "profiling.py").write_text(PROFILE)
+    return tmp_path
+
+
+def run(desk: Path, *arguments: str) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=desk,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def steps_of(run_directory: Path) -> list[int]:
+    return sorted(each.step for each in find(run_directory))
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_saves_and_resumes(desk: Path) -> None:
+    (desk / "notebook.py").write_text(NOTEBOOK)
+    run(desk, "notebook.py")
+    assert steps_of(desk / "runs/notebook") == [3]
+    assert "going on from" in run(desk, "notebook.py")
+    assert steps_of(desk / "runs/notebook") == [3, 6]
+
+
+@pytest.mark.slow
+def test_a_script_on_several_ranks(desk: Path) -> None:
+    (desk / "ranks.py").write_text(RANKS)
+    run(desk, "ranks.py")
+    assert json.loads((desk / "runs/ranks/resolved.json").read_text())["parallel"]["dp"] == 2
+
+
+@pytest.mark.slow
+def test_callbacks_of_a_script_and_of_a_configuration(desk: Path) -> None:
+    printed = run(desk, "callbacks.py")
+    assert len(re.findall(r"[123] \d\.\d{4} \d\.\d{3}(?!\d)", printed)) == 3  # the console prints beside it
+    (command,) = re.findall(r"^    meshwright (train run.toml .*)$", PAGE, re.MULTILINE)
+    stuck = ["--run.name=stuck", "--train.steps=30", "--train.validate_every=1", "--optimizer.learning_rate=1e-30"]
+    printed = run(desk, "-m", "meshwright.launch", *shlex.split(command), *stuck)
+    assert re.search(
+        r"stopped after step \d+ of 30: no better validation loss than \d\.\d{4} in 2 validations", printed
+    )
+    assert steps_of(desk / "runs/stuck")[-1] < 30
+
+
+@pytest.mark.slow
+def test_a_profile_is_written(desk: Path) -> None:
+    callbacks = ['--train.callbacks=["profiling:profile"]', "--run.name=profile", "--train.steps=4"]
+    run(desk, "-m", "meshwright.launch", "train", "run.toml", *callbacks)
+    assert json.loads((desk / "trace.json").read_text())["traceEvents"]
