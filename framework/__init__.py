@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshwright.errors import CallbackError as CallbackError
     from meshwright.errors import Preempted as Preempted
     from meshwright.errors import UserError as UserError
-    from meshwright.launch.python import Run as Run
+    from meshwright.launch.python import OpenRun as OpenRun
     from meshwright.launch.python import evaluate as evaluate
     from meshwright.launch.python import load_config as load_config
     from meshwright.launch.python import make_config as make_config
@@ -31,7 +31,7 @@ _SOURCES = {
     "meshwright.config": ("RunConfig",),
     "meshwright.errors": ("CallbackError", "Preempted", "UserError"),
     "meshwright.launch.python": (
-        *("Run", "evaluate", "load_config", "make_config", "open_run", "run_training", "sample", "spawn"),
+        *("OpenRun", "evaluate", "load_config", "make_config", "open_run", "run_training", "sample", "spawn"),
     ),
     "meshwright.parts": ("Observer", "Parts", "StepEvent", "StepStats"),
 }

@@ -27,10 +27,10 @@ from meshwright.launch.work import check, open_run_files, open_run_mesh, work
 from meshwright.mesh.mesh import close_mesh, environment_rank
 from meshwright.parts import Observer, Parts, StepStats
 from meshwright.run import RunFiles
+from meshwright.run.observers import Checkpoints
 from meshwright.run.resume import record_start, resume
-from meshwright.run.saving import Saver
 from meshwright.step import take_step, validate
-from meshwright.system.process import GiveUp
+from meshwright.system.process import GiveUp, StopRequest
 from meshwright.terminal.output import say
 from meshwright.tools.inference.evaluate import EvaluationJob, EvaluationResult
 from meshwright.tools.inference.evaluate import check as check_evaluation
@@ -56,12 +56,12 @@ def make_config(**sections: Mapping[str, Any]) -> RunConfig:
     return load_saved(sections, (), "make_config")
 
 
-class Run:
+class OpenRun:
     """One rank of an open run. Every method is collective: each rank must call it, in the same order."""
 
     def __init__(self, parts: Parts, files: RunFiles) -> None:
         self.parts = parts
-        self._saver = Saver(parts, files.directory, say if parts.mesh.rank == 0 else _keep_quiet, files=files)
+        self._saver = Checkpoints(parts, files, StopRequest(), say if parts.mesh.rank == 0 else _keep_quiet).saver
 
     @property
     def directory(self) -> Path:
@@ -103,10 +103,10 @@ class Run:
 
 
 @contextlib.contextmanager
-def open_run(config: RunConfig) -> Iterator[Run]:
+def open_run(config: RunConfig) -> Iterator[OpenRun]:
     """Open a run in this rank: join the mesh, lock the run's directory, build the parts, resume the newest checkpoint.
 
-    Nothing is saved at the end of the block: call :meth:`Run.save`.
+    Nothing is saved at the end of the block: call :meth:`OpenRun.save`.
 
     Raises:
         UserError: the configuration cannot work on these ranks, or the run's checkpoints do not fit it.
@@ -122,7 +122,7 @@ def open_run(config: RunConfig) -> Iterator[Run]:
         parts = build(config, mesh, blueprint=blueprint if world_size == 1 else None)
         resume(parts, files.directory, say_here)
         record_start(parts, files, None, say_here)
-        yield Run(parts, files)
+        yield OpenRun(parts, files)
     close_mesh(mesh)
 
 
@@ -165,7 +165,12 @@ def _call(function: Callable[[RunConfig], object], config: RunConfig, give_up: G
 
 
 def evaluate(
-    place: str | PathLike[str], overrides: Sequence[str] = (), *, step: int | None = None, batches: int | None = None
+    place: str | PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    step: int | None = None,
+    batches: int | None = None,
+    trust_code: bool = False,
 ) -> EvaluationResult:
     """Evaluate the newest model of a run, or the checkpoint at ``place``, on its validation set, in this process.
 
@@ -173,6 +178,7 @@ def evaluate(
         overrides: of ``train.device``, ``train.dtype`` and ``batch.micro_batch_size``.
         step: the checkpoint of this step; None: the newest.
         batches: global batches to evaluate; None: the whole validation set.
+        trust_code: import whatever builders the run names (docs/security.md).
 
     Raises:
         UserError: there is no run, no checkpoint, or no validation set.
@@ -180,21 +186,32 @@ def evaluate(
     where = locate(Path(place), step)
     alone = ("--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1")
     given = [each if each.startswith("--") else f"--{each}" for each in overrides]
-    config = check_evaluation(config_for(where, given, "evaluate", defaults=alone), 1)
+    config = check_evaluation(config_for(where, given, "evaluate", defaults=alone, trust_code=trust_code), 1)
     found = EvaluationJob(where, True, None, batches).evaluate(config)
     assert found is not None  # this process is rank 0
     return found
 
 
 def sample(
-    place: str | PathLike[str], prompt: str, tokens: int = 100, temperature: float = 0.8, top_k: int = 40
+    place: str | PathLike[str],
+    prompt: str,
+    tokens: int = 100,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    *,
+    trust_code: bool = False,
 ) -> str:
     """Return ``prompt`` and its continuation by the newest model of a run, in this process.
+
+    Args:
+        temperature: of the softmax; 0: greedy.
+        top_k: number of most probable tokens to draw from; 0: all.
+        trust_code: import whatever builders the run names (docs/security.md).
 
     Raises:
         UserError: there is no run, no checkpoint, or the model cannot generate text.
     """
-    return sample_text(Path(place), prompt, tokens, temperature, top_k)
+    return sample_text(Path(place), prompt, tokens, temperature, top_k, trust_code=trust_code)
 
 
 def _keep_quiet(text: str) -> None:

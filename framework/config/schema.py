@@ -213,7 +213,7 @@ class Train(Section):
     """Steps between validations; 0: only after the last step, if there is validation data."""
     validate_steps: Length = 8
     """Global batches in one validation."""
-    callbacks: tuple[str, ...] = ()
+    callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
     """Functions ``module:function`` that take the parts of a rank and return an observer; docs/python.md."""
 
 
@@ -229,8 +229,7 @@ class Checkpoint(Section):
     asynchronous: bool = True
     """Write checkpoints while training continues; a step blocks only for the copy of its shards to host memory."""
     on_failure: Literal["warn", "fail"] = "warn"
-    """Reaction to a checkpoint that cannot be written (a full disk): warn and continue, or end the run. A failure of
-    the last checkpoint always ends the run."""
+    """If a checkpoint cannot be written (a full disk): warn and continue, or end the run. The last always ends it."""
 
 
 class Watch(Section):
@@ -267,8 +266,7 @@ class Launch(Section):
     processes: Count | Literal["auto"] = "auto"
     """Number of local ranks. auto: dp x pp x tp; with dp = "auto" one per device (on CPU pp x tp)."""
     devices: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = ""
-    """GPUs of this machine, as in "2,0": local rank 0 takes the first. Numbers are those of nvidia-smi, or positions in
-    CUDA_VISIBLE_DEVICES if that is set. "": all, in bus order."""
+    """GPUs: "2,0" gives local rank 0 the first. Numbers of nvidia-smi, or within CUDA_VISIBLE_DEVICES. "": all."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: Annotated[float, Field(gt=0, le=10**8)] = 600.0

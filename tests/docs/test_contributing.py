@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.parts import FLAGS, STOP, Observer, Parts, StepEvent
+from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.schedule.analysis import check
 from meshwright.schedule.build import build
@@ -22,7 +22,7 @@ from tests.support.layouts import samples
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 NAMES: dict[str, Any] = {
-    **{"Observer": Observer, "Parts": Parts, "StepEvent": StepEvent, "STOP": STOP, "StepRecord": StepRecord},
+    **{"Observer": Observer, "Parts": Parts, "StepEvent": StepEvent, "StepRecord": StepRecord},
     **{"Action": Action, "Kind": Kind, "Schedule": Schedule, "NamedTuple": NamedTuple, "Sequence": Sequence},
     **{"torch": torch, "Tensor": Tensor, "nn": nn, "Any": Any},
 }
@@ -39,12 +39,13 @@ def example(name: str) -> Any:
 
 
 def test_an_observer_stops_the_run() -> None:
-    parts: Any = SimpleNamespace(flags=dict.fromkeys(FLAGS, lambda: False))
+    reasons: list[str] = []
+    parts: Any = SimpleNamespace(request_stop=reasons.append)
     observer = example("StopWhenGood")(2.0)
     for loss, stops in ((None, False), (2.5, False), (1.5, True)):
         event: Any = SimpleNamespace(validation_loss=loss)
         observer.after_step(parts, event)
-        assert parts.flags[STOP]() is stops
+        assert bool(reasons) is stops
 
 
 def test_a_sink_prints(capsys: Any) -> None:

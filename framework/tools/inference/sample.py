@@ -73,7 +73,9 @@ class Continuation(NamedTuple):
     """True if the model has generated the end of the document."""
 
 
-def sample(place: Path, prompt: str, num_tokens: int, temperature: float = 0.8, top_k: int = 40) -> str:
+def sample(
+    place: Path, prompt: str, num_tokens: int, temperature: float = 0.8, top_k: int = 40, *, trust_code: bool = False
+) -> str:
     """Return the prompt and its continuation by the newest model of a run, in this process.
 
     Raises:
@@ -81,7 +83,7 @@ def sample(place: Path, prompt: str, num_tokens: int, temperature: float = 0.8, 
     """
     where = locate(place, None)
     alone = ("--parallel.pp=1", "--parallel.tp=1")
-    config = check(config_for(where, (), "sample", defaults=(*SAME_TEXT, *alone)), 1, 1)
+    config = check(config_for(where, (), "sample", defaults=(*SAME_TEXT, *alone), trust_code=trust_code), 1, 1)
     mesh = open_mesh(Grid(1, 1, 1), config.train.device)
     return generate(config, mesh, where, SamplingRequest((prompt,), num_tokens, temperature, top_k))[0].text
 

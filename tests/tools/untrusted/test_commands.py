@@ -7,9 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -120,6 +120,14 @@ def test_a_dataset_is_code_too(command: str, desk: Path, capfd: pytest.CaptureFi
     assert f"data.builder = 'payload:build' would import the function build from {desk}/payload.py" in told
 
 
+@pytest.mark.parametrize("command", CONFIGS)
+def test_callbacks_are_code_too(command: str, desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = planted(desk / "runs" / "theirs", train={"callbacks": ("payload:build",)})
+    code, told = called(CONFIGS[command], run, run, capfd)
+    assert code == 2 and not (desk / CANARY).exists()
+    assert f"train.callbacks = 'payload:build' would import the function build from {desk}/payload.py" in told
+
+
 @pytest.mark.parametrize("name", ["os", "module", "in-models"])
 @pytest.mark.parametrize("command", CONFIGS)
 def test_nor_does_a_configuration_in_a_run_directory(
@@ -167,7 +175,18 @@ def test_no_command_is_left_out() -> None:
 
 def test_every_key_that_names_a_function_is_known() -> None:
     """A new key whose value is imported must be judged as the others are."""
-    naming = {key for key, field in KEYS.items() if any(":" in str(getattr(m, "pattern", "")) for m in field.metadata)}
+
+    def patterns(annotation: Any, metadata: Sequence[Any]) -> Iterator[str]:
+        """The patterns of a value and, for a list, of each of its values."""
+        for each in metadata:
+            yield str(getattr(each, "pattern", ""))
+            yield from patterns(None, getattr(each, "metadata", ()))
+        for inner in get_args(annotation):
+            yield from patterns(inner, getattr(inner, "__metadata__", ()))
+
+    naming = {
+        key for key, field in KEYS.items() if any(":" in each for each in patterns(field.annotation, field.metadata))
+    }
     assert naming == set(CODE_KEYS)
 
 

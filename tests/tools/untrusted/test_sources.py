@@ -29,11 +29,17 @@ ALLOWED = {
         "importlib.import_module",
     ): "the door: framework/run/trust.py says for whom it opens",
     ("launch/forking.py", "importlib.import_module"): "a constant list of torch's modules",
+    ("framework/__init__.py", "importlib.import_module"): "the table of public names",
+    (
+        "launch/arguments/common.py",
+        "importlib.import_module",
+    ): "the functions of our own commands, named in their parsers",
 }
 IMPORTERS = {
     "framework/model/build.py": "model.builder; see BUILDERS",
     "framework/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
     "framework/tools/interop/huggingface/convert/families.py": "only the builders of FAMILIES, which are ours",
+    "launch/callbacks.py": "train.callbacks of a configuration that was judged as model.builder was",
 }
 BUILDERS = {
     "framework/blueprint.py": "the configuration of a command line, of tools/inference/load.py or tools/reshard.py",
@@ -54,6 +60,7 @@ READERS = {
     "framework/tools/report/run.py": "shown, and not built",
     "framework/tools/verify/rank.py": "the configuration of a command line, from the process that forked the rank",
     "launch/commands.py": "plot: the paths of the corpus",
+    "launch/python.py": "make_config: the sections that the caller's own code gives",
 }
 """They make a configuration of what a run, a checkpoint or another framework's file says."""
 

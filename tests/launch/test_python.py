@@ -1,0 +1,222 @@
+"""The Python API trains, saves and resumes as the command does, and errors of callbacks end a run on every rank."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright
+from meshwright.checkpoint import find, open_checkpoint
+from meshwright.errors import CallbackError, ConfigError, LockError
+from meshwright.launch.failure import RankFailed
+from meshwright.launch.python import OpenRun
+from meshwright.tracking.jsonl import read_records
+
+ROOT = Path(__file__).parents[2]
+SURFACE = ROOT / "tests" / "golden" / "public.txt"
+MODEL = {"vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_sequence_length": 16}
+STEPS = 6
+
+
+def made(directory: Path, **sections: Mapping[str, Any]) -> meshwright.RunConfig:
+    """A small GPT on random tokens of the test's dataset."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"name": "own", "directory": str(directory)},
+        "model": {"builder": "meshwright.models.gpt2:build", "options": MODEL},
+        "data": {"train": "", "builder": "tests.launch.test_python:tokens"},
+        "batch": {"micro_batch_size": 2, "chunks": 2},
+        "train": {"steps": STEPS, "device": "cpu", "dtype": "float64", "validate_steps": 1},
+        "tracking": {"console": False},
+    }
+    for section, keys in sections.items():
+        tree.setdefault(section, {}).update(keys)
+    return meshwright.make_config(**tree)
+
+
+def tokens(split: str, has_validation: bool = True) -> list[tuple[Tensor, Tensor]] | None:
+    """64 samples of random tokens and their successors."""
+    if split == "validation" and not has_validation:
+        return None
+    ids = torch.randint(64, (64, 17), generator=torch.Generator().manual_seed(len(split)))
+    return [(row[:-1], row[1:]) for row in ids]
+
+
+def losses_of(directory: Path, name: str) -> list[float]:
+    return [record.loss for record in read_records(directory / name / "metrics.jsonl")]
+
+
+class StopAt(meshwright.Observer):
+    """Asks to end the run on the last rank alone."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, parts: meshwright.Parts, event: meshwright.StepEvent) -> None:
+        if parts.state.step == self.step and parts.mesh.rank == parts.mesh.grid.size - 1:
+            parts.request_stop("enough")
+
+
+class FailAt(meshwright.Observer):
+    """Raises on the last rank alone."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, parts: meshwright.Parts, event: meshwright.StepEvent) -> None:
+        if parts.state.step == self.step and parts.mesh.rank == parts.mesh.grid.size - 1:
+            raise ValueError("a bug of the user")
+
+
+class FailAfter(meshwright.Observer):
+    """Raises after training."""
+
+    def after_training(self, parts: meshwright.Parts) -> None:
+        raise ValueError("too late")
+
+
+def stop_at_two(parts: meshwright.Parts) -> meshwright.Observer:
+    return StopAt(2)
+
+
+def no_observer(parts: meshwright.Parts) -> int:
+    return 3
+
+
+def raises(parts: meshwright.Parts) -> meshwright.Observer:
+    raise RuntimeError("not made")
+
+
+def steps_by_hand(config: meshwright.RunConfig) -> None:
+    with meshwright.open_run(config) as run:
+        losses = [run.take_step().loss for _ in range(3)]
+        run.save()
+        if run.parts.mesh.rank == 0:
+            (run.directory / "losses.json").write_text(json.dumps([*losses, run.validate()]))
+        else:
+            run.validate()
+
+
+def fails_at_two(config: meshwright.RunConfig) -> None:
+    meshwright.run_training(config, [FailAt(2)])
+
+
+def stops_at_two(config: meshwright.RunConfig) -> None:
+    meshwright.run_training(config, [StopAt(2)])
+
+
+def test_steps_by_hand_are_those_of_the_command_and_resume(tmp_path: Path) -> None:
+    meshwright.run_training(made(tmp_path, run={"name": "whole"}))
+    whole = losses_of(tmp_path, "whole")
+    assert len(whole) == STEPS
+    config = made(tmp_path)
+    with meshwright.open_run(config) as run:
+        first = [run.take_step().loss for _ in range(4)]
+        saved = run.save()
+        assert run.save() == saved and open_checkpoint(saved).manifest.step == 4
+        with pytest.raises(LockError), meshwright.open_run(config):
+            pass
+    with meshwright.open_run(config) as run:
+        assert run.step == 4
+        second = [run.take_step().loss for _ in range(2)]
+        last = run.save()
+    assert first + second == whole
+    theirs = find(tmp_path / "whole")[0].path
+    files = [{name: file.sha256 for name, file in open_checkpoint(at).manifest.files.items()} for at in (last, theirs)]
+    assert files[0] == files[1]
+    assert meshwright.evaluate(tmp_path / "own", step=4, batches=1, trust_code=True).tokens == 4 * 16
+
+
+@pytest.mark.slow
+def test_ranks_that_are_spawned_compute_the_numbers_of_one(tmp_path: Path) -> None:
+    steps_by_hand(made(tmp_path))
+    meshwright.spawn(steps_by_hand, made(tmp_path, run={"name": "four"}, parallel={"pp": 2, "tp": 2}))
+    alone, four = (json.loads((tmp_path / name / "losses.json").read_text()) for name in ("own", "four"))
+    assert alone == pytest.approx(four, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_one_rank_asks_to_stop_and_all_do_with_a_checkpoint(tmp_path: Path) -> None:
+    meshwright.spawn(stops_at_two, made(tmp_path, run={"name": "stopped"}, parallel={"dp": 2}))
+    assert [each.step for each in find(tmp_path / "stopped")] == [3]
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_all_after_the_save(tmp_path: Path) -> None:
+    config = made(tmp_path, run={"name": "failed"}, parallel={"dp": 2}, checkpoint={"every": 2, "asynchronous": False})
+    with pytest.raises(
+        RankFailed, match=r"FailAt\.after_step failed after step 2 on rank 1 at .*test_python.py:\d+: V"
+    ):
+        meshwright.spawn(fails_at_two, config)
+    assert [each.step for each in find(tmp_path / "failed")] == [2]
+
+
+def test_an_error_in_this_process(tmp_path: Path) -> None:
+    with pytest.raises(CallbackError, match=r"a bug of the user \[MW-LAUNCH-058\]"):
+        meshwright.run_training(made(tmp_path), [FailAt(2)])
+    with pytest.raises(CallbackError, match=r"FailAfter\.after_training failed after step 6"):
+        meshwright.run_training(made(tmp_path, run={"name": "after"}), [FailAfter()])
+    assert [each.step for each in find(tmp_path / "after")] == [STEPS]
+
+
+def test_callbacks_of_the_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    here = "tests.launch.test_python"
+    meshwright.run_training(made(tmp_path, train={"callbacks": [f"{here}:stop_at_two"]}))
+    assert "stopped after step 3 of 6: enough" in capfd.readouterr().out
+    for number, (name, message) in enumerate(
+        [
+            ("no_observer", "returned a int: return an object of a class derived from meshwright.Observer"),
+            ("raises", "RuntimeError: not made"),
+            ("stop_at_too", "did you mean tests.launch.test_python:stop_at_two?"),
+        ]
+    ):
+        with pytest.raises(ConfigError, match=message):
+            meshwright.run_training(made(tmp_path, run={"name": str(number)}, train={"callbacks": [f"{here}:{name}"]}))
+
+
+def test_what_a_script_gets_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean"):
+        meshwright.make_config(train={"stepps": 3})
+    with pytest.raises(ConfigError, match="MW-LAUNCH-059"):
+        config = made(tmp_path, data={"options": {"has_validation": False}})
+        with meshwright.open_run(config) as run:
+            run.validate()
+
+
+def test_import_needs_no_torch() -> None:
+    code = "import sys, meshwright; meshwright.UserError, meshwright.RunConfig; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+def described(name: str) -> str:
+    """A public name with its signature, or its public methods and fields."""
+    value = getattr(meshwright, name)
+    if not inspect.isclass(value):
+        return f"{name}{inspect.signature(value)}"
+    if issubclass(value, BaseException):
+        return f"{name}({value.__bases__[0].__name__})"
+    members = {each for each in vars(value) if not each.startswith("_") and not each.startswith("model_")}
+    members |= {each for each in getattr(value, "__annotations__", {}) if not each.startswith("_")}
+    return f"{name}: {', '.join(sorted(members))}"
+
+
+def test_the_public_names_are_those_of_the_changelog() -> None:
+    """A change of a name or signature needs this file rewritten (python -m tests.launch.test_python) and an entry."""
+    assert SURFACE.read_text() == "".join(f"{described(name)}\n" for name in meshwright.__all__)
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    page = (ROOT / "docs" / "python.md").read_text()
+    assert not [name for name in meshwright.__all__ if f"`{name}" not in changelog or name not in page]
+    assert OpenRun is meshwright.OpenRun
+
+
+if __name__ == "__main__":
+    SURFACE.write_text("".join(f"{described(name)}\n" for name in meshwright.__all__))
