@@ -31,7 +31,7 @@ from meshwright.run.observers import Checkpoints
 from meshwright.run.resume import record_start, resume
 from meshwright.step import take_step, validate
 from meshwright.system.process import GiveUp, StopRequest
-from meshwright.terminal.output import say
+from meshwright.terminal.output import print_lines
 from meshwright.tools.inference.evaluate import EvaluationJob, EvaluationResult
 from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
@@ -61,7 +61,9 @@ class OpenRun:
 
     def __init__(self, parts: Parts, files: RunFiles) -> None:
         self.parts = parts
-        self._saver = Checkpoints(parts, files, StopRequest(), say if parts.mesh.rank == 0 else _keep_quiet).saver
+        self._saver = Checkpoints(
+            parts, files, StopRequest(), print_lines if parts.mesh.rank == 0 else _print_nothing
+        ).saver
 
     @property
     def directory(self) -> Path:
@@ -117,11 +119,11 @@ def open_run(config: RunConfig) -> Iterator[OpenRun]:
         devices.choose_devices(config)
     config, blueprint = check(config, world_size)
     mesh = open_run_mesh(config)
-    say_here = say if rank == 0 else _keep_quiet
+    log = print_lines if rank == 0 else _print_nothing
     with open_run_files(config, mesh) as files:
         parts = build(config, mesh, blueprint=blueprint if world_size == 1 else None)
-        resume(parts, files.directory, say_here)
-        record_start(parts, files, None, say_here)
+        resume(parts, files.directory, log)
+        record_start(parts, files, None, log)
         yield OpenRun(parts, files)
     close_mesh(mesh)
 
@@ -214,5 +216,5 @@ def sample(
     return sample_text(Path(place), prompt, tokens, temperature, top_k, trust_code=trust_code)
 
 
-def _keep_quiet(text: str) -> None:
+def _print_nothing(text: str) -> None:
     """Print nothing: rank 0 prints for all."""
