@@ -90,7 +90,7 @@ def test_a_notebook_trains_saves_and_resumes(desk: Path) -> None:
     (desk / "notebook.py").write_text(NOTEBOOK)
     run(desk, "notebook.py")
     assert steps_of(desk / "runs/notebook") == [3]
-    assert "going on from" in run(desk, "notebook.py")
+    assert "resuming from" in run(desk, "notebook.py")
     assert steps_of(desk / "runs/notebook") == [3, 6]
 
 
