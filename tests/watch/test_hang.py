@@ -30,7 +30,7 @@ IN = (
 )
 COMPUTES = r"been computing F of micro-batch \d for \d+\.?\d* s"
 READS = r"been reading samples for \d+\.?\d* s"
-SILENT = r"has sent no heartbeat for \d+\.?\d* s: its process \d+ on \S+ is stopped, or the machine is gone"
+SILENT = r"sent no heartbeat for \d+\.?\d* s: its process \d+ on \S+ is stopped, or the machine is gone"
 
 torture = pytest.mark.torture(row="hangs: rank, peer and action are named")
 
