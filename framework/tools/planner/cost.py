@@ -60,17 +60,17 @@ def step_time(
 
     Args:
         simulated: False: the schedule's time by a formula, good enough to rank layouts.
-        results: cache of earlier times for the same model and performance.
+        results: cache of earlier times for the same model.
     """
     hardware, fractions, traits = performance
     pp, dp, tp = layout.grid
     on_cpu = hardware.kind == "cpu"
     pp_link = performance.group_link(2 if pp > 1 else 1, tp * dp)
-    key = ("stages", id(layout.layers), tuple(run.start for run in layout.stages), pp_link)
+    key = ("stages", id(hardware), id(layout.layers), tuple(run.start for run in layout.stages), pp_link)
     results = {} if results is None else results
     if key not in results:
-        results[key] = _stage_times(layout, performance, pp_link)
-    stages: list[StageTime] = results[key]
+        results[key] = hardware, _stage_times(layout, performance, pp_link)  # kept alive, so that its id stays its own
+    stages: list[StageTime] = results[key][1]
     # ranks that share a core slow each other down
     sharing = max(1.0, dp * tp / hardware.processors) if on_cpu else 1.0
     if sharing > 1:

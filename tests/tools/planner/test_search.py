@@ -12,11 +12,12 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis import peak_activations
 from meshwright.tools.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
-from meshwright.tools.planner.estimates import compute_schedule, in_flight, lowered_schedule
+from meshwright.tools.planner.estimates import compute_schedule, estimate_s, in_flight, lowered_schedule
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.memory import NCCL
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, evaluate, usable_bytes
+from meshwright.tools.planner.rates import PerformanceModel
 from meshwright.tools.planner.search import search
 from meshwright.tools.planner.text import chosen_config, describe
 from tests.tools.planner.small import OPTIONS, cache, hardware
@@ -206,6 +207,16 @@ def test_the_ranks_that_are_walked_are_enough() -> None:
         layout = bench.layout(with_choice(bench.config, choice), compute_schedule(bench, choice))
         totals = [layout.memory(rank, NCCL).total for rank in range(4)]
         assert max(totals) == max(totals[rank] for rank in layout.unlike_ranks()), (schedule, totals)
+
+
+def test_one_cache_serves_several_devices() -> None:
+    """The search for a request that works tries other devices with the same model."""
+    fast, slow = hardware(), hardware(flops_per_s={"bfloat16": 1e9, "float32": 1e9})
+    shared = cache("meshwright.models.llama:build", 4)
+    choice = next(each for each in choices(shared, fast, 1) if isinstance(each, Choice))
+    times = [estimate_s(shared, PerformanceModel.of(each), choice) for each in (fast, slow)]
+    alone = estimate_s(cache("meshwright.models.llama:build", 4), PerformanceModel.of(slow), choice)
+    assert times[0] < times[1] == alone
 
 
 def test_divisors() -> None:
