@@ -25,7 +25,7 @@ test: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
-	mkdir -p .mypy && ln -sfn ../framework .mypy/meshwright
+	rm -rf .mypy && mkdir -p .mypy/meshwright && ln -s $(CURDIR)/framework/* $(CURDIR)/models $(CURDIR)/launch .mypy/meshwright/
 	$(BIN)/mypy
 
 # before every commit

@@ -139,7 +139,7 @@ def _close_server_pipe() -> None:
     rank would keep the server alive, and with it itself, after the launcher is gone. A rank that starts processes
     through a fork server gets a server of its own.
     """
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     alive_fd = getattr(server, "_forkserver_alive_fd", None)
     if alive_fd is not None:
         os.close(alive_fd)

@@ -188,7 +188,7 @@ def submit(place: Path, times: int) -> list[str]:
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise UserError("MW-LAUNCH-046", f"sbatch is not installed on this machine: submit {place} where it is")
-    jobs = []
+    jobs: list[str] = []
     for _ in range(times):
         done = subprocess.run([sbatch, "--parsable", str(place)], capture_output=True, text=True, check=False)
         if done.returncode != 0:

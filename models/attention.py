@@ -116,7 +116,7 @@ class AttentionCore(nn.Module):
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
         scores = scores.masked_fill(~self.seen(length, scores.device, starts), -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-        return dropout(probabilities) @ v  # type: ignore[no-any-return]
+        return dropout(probabilities) @ v
 
     def seen(self, length: int, device: torch.device, starts: Tensor | None = None) -> Tensor:
         """Return the attention mask, True where query i sees key j: (S, S) bool, or (B, 1, S, S) with starts (B, S)."""

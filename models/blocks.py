@@ -121,7 +121,7 @@ class Embedding(nn.Module):
         """
         starts = None
         if isinstance(ids, dict):
-            ids, starts = ids["tokens"], ids["starts"]
+            starts, ids = ids["starts"], ids["tokens"]
         length = ids.shape[1]
         if length > self.max_sequence_length:
             raise ValueError(

@@ -35,7 +35,7 @@ COMMANDS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser with all commands, each with an example."""
-    parser = CommandParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="meshwright",
         description="3D-parallel training of transformers: one model, any layout, the same numbers.",
         epilog="`meshwright COMMAND --help` describes a command, with an example; docs/tasks has a page for each task.",
