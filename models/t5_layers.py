@@ -137,9 +137,7 @@ class T5AttentionCore(nn.Module):
         added = padding if bias is None else bias if padding is None else bias + padding
         if dropout is None:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=1.0)
-        scores = q @ k.transpose(-1, -2)
-        if added is not None:
-            scores = scores + added
+        scores = q @ k.transpose(-1, -2) + (0.0 if added is None else added)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v
 

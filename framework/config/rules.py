@@ -62,7 +62,7 @@ def _learning_rate_floor(config: RunConfig) -> str | None:
 
 
 def _decay(config: RunConfig) -> str | None:
-    optimizer, steps = config.optimizer, config.train.steps
+    optimizer, steps = config.optimizer, config.optimizer.decay_until or config.train.steps
     if optimizer.schedule != "wsd":
         if optimizer.decay_steps == 0:
             return None
@@ -81,8 +81,17 @@ def _decay(config: RunConfig) -> str | None:
         return None
     return (
         f"optimizer.warmup_steps {optimizer.warmup_steps} + optimizer.decay_steps {optimizer.decay_steps} = "
-        f"{together}, more than train.steps {steps}: shorten one, or train longer"
+        f"{together}, more than {'optimizer.decay_until' if optimizer.decay_until else 'train.steps'} {steps}: shorten "
+        f"one, or train longer"
     )
+
+
+def _decay_until(config: RunConfig) -> str | None:
+    optimizer, is_constant = config.optimizer, config.optimizer.schedule == "constant"
+    if optimizer.decay_until == 0 or (optimizer.decay_until > optimizer.warmup_steps and not is_constant):
+        return None
+    why = 'has no effect with optimizer.schedule = "constant"' if is_constant else "is not after optimizer.warmup_steps"
+    return f"optimizer.decay_until = {optimizer.decay_until} {why}: leave it out, or let the decay end later"
 
 
 def _validation(config: RunConfig) -> str | None:
@@ -194,5 +203,6 @@ RULES = (
         _decay,
         ("optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"),
     ),
+    Rule("MW-CONFIG-057", _decay_until, ("optimizer.decay_until", "optimizer.schedule", "optimizer.warmup_steps")),
     Rule("MW-CONFIG-055", _validation, ("train.validate_every", "train.validate_steps", "data.validation")),
 )

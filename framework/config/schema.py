@@ -122,8 +122,7 @@ class Parallel(Section):
     """Time of the gradient reduction over the replicas: after each micro-batch, so that a rank keeps its shard, or once
     in a step, so that it keeps the whole gradient. Default: microbatch with zero >= 2, else step."""
     offload: bool = False
-    """CPU offload of the optimizer's update, its state and the float32 master weights; with zero = 3 also of the
-    shards of weights and gradients."""
+    """CPU offload of the optimizer: update, state, master weights; with zero = 3 also of weights and gradients."""
     offload_directory: str | None = Field(default=None, min_length=1, description="the path of a folder on a fast disk")
     """Folder of memory-mapped files for the offloaded memory, which may exceed the RAM; with zero = 3 for the optimizer
     state only. Default: none, host memory."""
@@ -157,8 +156,7 @@ class Pipeline(Section):
     balance: Literal["time", "parameters", "layers"] | list[Count] = "time"
     """Measure that balances the stages; or the number of layers of each stage, first to last."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing (recompute) of nothing, of the modules that the model lists (selective), or of whole
-    layers (full)."""
+    """Activation checkpointing (recompute) of nothing, of modules that the model lists (selective), or of layers."""
     recompute_layers: list[str] = Field(default_factory=lambda: ["*"])
     """Name patterns of the layers to recompute, such as ``block1?``."""
 
@@ -177,13 +175,15 @@ class Optimizer(Section):
     learning_rate: PositiveFloat = 3e-4
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """Learning rate at the last step."""
+    """Learning rate at the end of the decay."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up; wsd is warmup-stable-decay."""
     warmup_steps: Steps = 0
     """First steps, in which the learning rate rises linearly."""
     decay_steps: Steps = 0
     """Last steps, in which the learning rate falls; wsd only."""
+    decay_until: Steps = 0
+    """Step at which the decay ends, before or after the last one; 0: the last. Later steps have min_learning_rate."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Betas of AdamW."""
     eps: PositiveFloat = 1e-8

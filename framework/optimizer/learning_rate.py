@@ -16,6 +16,8 @@ def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
         linear    the same along a line
         wsd       peak until the last ``decay_steps``, then a line to min (warmup, stable, decay)
         constant  peak
+
+    With ``decay_until`` the decay ends at that step instead of the last, and later steps are at min.
     """
     peak, low = optimizer.learning_rate, optimizer.min_learning_rate
     warmup = optimizer.warmup_steps
@@ -23,10 +25,11 @@ def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
         return peak * (step + 1) / warmup
     if optimizer.schedule == "constant":
         return peak
-    start = num_steps - optimizer.decay_steps if optimizer.schedule == "wsd" else warmup
+    end = optimizer.decay_until or num_steps
+    start = end - optimizer.decay_steps if optimizer.schedule == "wsd" else warmup
     if step < start:
         return peak
-    share = min(1.0, (step - start + 1) / max(1, num_steps - start))
+    share = min(1.0, (step - start + 1) / max(1, end - start))
     if optimizer.schedule == "cosine":
         return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * share))
     return peak + (low - peak) * share

@@ -30,8 +30,6 @@ from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel import fake_regions, megatron
 from meshwright.tensor_parallel.backward_traffic import count_backward
 
-SEQUENCE_DIM = 1
-
 Region = TypeVar("Region", bound=Callable[..., Tensor])
 
 

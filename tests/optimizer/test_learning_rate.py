@@ -57,6 +57,14 @@ def test_without_decay_steps_nothing_falls() -> None:
     assert rates(6, schedule="wsd", warmup_steps=2)[1:] == [PEAK] * 5
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_decay_that_ends_before_or_after_the_last_step(schedule: str) -> None:
+    """The rates are those of a run that is as long as the decay; after it, the minimum."""
+    keys = {"schedule": schedule, "warmup_steps": 3, "decay_steps": 4}
+    assert rates(15, **keys, decay_until=10) == [*rates(10, **keys), *[LOW] * 5]
+    assert rates(6, **keys, decay_until=10) == rates(10, **keys)[:6]
+
+
 def test_constant() -> None:
     assert rates(5, schedule="constant") == [PEAK] * 5
 

@@ -60,9 +60,7 @@ def learning_rate(draft: Draft, samples: int | None) -> float:
         draft.put("optimizer.schedule", "cosine", "the nearest supported one")
         draft.drop("lr-decay-style", DropReason.NONE, 'optimizer.schedule = "cosine" instead')
     if end is not None and round(end) != steps:
-        name = "lr-decay-iters" if draft.has("lr-decay-iters") else "lr-decay-samples"
-        note = f"the learning rate reaches its minimum in the last step, {steps}, not in step {round(end)}"
-        draft.drop(name, DropReason.DIFFERS, note)
+        draft.put("optimizer.decay_until", round(end))
     return rate
 
 

@@ -237,14 +237,13 @@ def _learning_rate(draft: Draft) -> None:
         draft.drop(f"{RATE}.lr_decay_style", DropReason.NONE, "the learning rate decays linearly instead")
     if first > warmup:
         draft.put("optimizer.schedule", "wsd")
-        draft.put("optimizer.decay_steps", steps - first, f"from lr_decay_starting_step {first} to the end")
+        draft.put("optimizer.decay_steps", last - first, f"from lr_decay_starting_step {first} on")
         if style == "cosine":
             draft.drop(f"{RATE}.lr_decay_style", DropReason.DIFFERS, "the decay of wsd is linear here")
     else:
         draft.put("optimizer.schedule", "cosine" if style == "cosine" else "linear")
     if last != steps:
-        note = f"the learning rate reaches its minimum in the last step, {steps}, not in step {last}"
-        draft.drop(f"{RATE}.lr_decay_steps", DropReason.DIFFERS, note)
+        draft.put("optimizer.decay_until", last)
 
 
 def _train(draft: Draft) -> None:

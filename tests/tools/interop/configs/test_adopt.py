@@ -258,7 +258,6 @@ LEFT: dict[str, dict[str, tuple[DropReason, int]]] = {
     "gpt.sh": {
         "--rampup-batch-size": (DropReason.NONE, 26),
         "--fp16": (DropReason.NONE, 33),
-        "--lr-decay-iters": (DropReason.DIFFERS, 38),
         "--split": (DropReason.BY_HAND, 56),
         "--save": (DropReason.NEEDLESS, 64),
     },
@@ -267,7 +266,6 @@ LEFT: dict[str, dict[str, tuple[DropReason, int]]] = {
         "--mock-data": (DropReason.BY_HAND, 38),
         "--data-path $2": (DropReason.BY_HAND, 40),
         "--num-workers $i": (DropReason.BY_HAND, 43),
-        "--lr-decay-samples": (DropReason.DIFFERS, 22),
     },
     "flags.txt": {"--no-such-flag-there-is": (DropReason.NONE, 3)},
 }
@@ -364,14 +362,17 @@ def test_the_learning_rate_is_torchtitans(adopted: Callable[..., ImportedConfig]
     assert ours[:4] == pytest.approx(theirs[:4]) and ours[4:] == pytest.approx(theirs[5:], abs=1e-12)
 
 
-def test_the_learning_rate_is_megatrons(adopted: Callable[..., ImportedConfig]) -> None:
-    """``get_lr`` of its optimizer_param_scheduler, which counts the steps done: warm-up and a cosine to the end."""
-    text = FILES["gpt.sh"].replace("--lr-decay-iters 400", "--lr-decay-iters 500")
-    config = adopted("gpt.sh", text=text).config
-    warmup, low, peak = 5, 6e-6, 6e-5
+@pytest.mark.parametrize("end", [300, 400, 500, 700])
+def test_the_learning_rate_is_megatrons(adopted: Callable[..., ImportedConfig], end: int) -> None:
+    """``get_lr`` of its optimizer_param_scheduler, which counts the steps done: warm-up, a cosine to ``end``, flat."""
+    text = FILES["gpt.sh"].replace("--lr-decay-iters 400", f"--lr-decay-iters {end}")
+    found = adopted("gpt.sh", text=text)
+    config = found.config
+    assert config.train.steps == 500 and "--lr-decay-iters" not in reasons(found)
+    warmup, low, peak = config.optimizer.warmup_steps, 6e-6, 6e-5
     for step in range(500):
         done = step + 1
-        share = (done - warmup) / (500 - warmup)
+        share = min(1.0, (done - warmup) / (end - warmup))
         theirs = peak * done / warmup if done <= warmup else low + (peak - low) * 0.5 * (1 + math.cos(math.pi * share))
         assert learning_rate(config.optimizer, step, 500) == pytest.approx(theirs, rel=1e-9)
 
