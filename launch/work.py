@@ -28,7 +28,7 @@ from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
-from meshwright.tracking.observer import Records, open_tracker
+from meshwright.tracking.observer import Records, find_sinks, open_tracker
 from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
@@ -45,6 +45,7 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     blueprint = draw_blueprint(config)
     source, _ = open_sources(config)
     find_callbacks(config)
+    find_sinks(config)
     prepare(blueprint, data_fingerprint(source), print_warning if environment_rank()[0] == 0 else _print_nothing)
     return config, blueprint
 

@@ -119,16 +119,14 @@ class Parallel(Section):
     """Neighbouring replicas that shard among themselves (hybrid sharding); divides dp. Default: dp. Smaller: less
     traffic between nodes, more memory."""
     reduce: Literal["microbatch", "step"] | None = None
-    """Time of the gradient reduction over the replicas: after each micro-batch, so that a rank keeps its shard, or once
-    in a step, so that it keeps the whole gradient. Default: microbatch with zero >= 2, else step."""
+    """Reduce gradients per micro-batch (keeps a shard) or per step (keeps all). Default: microbatch with zero >= 2."""
     offload: bool = False
     """CPU offload of the optimizer: update, state, master weights; with zero = 3 also of weights and gradients."""
     offload_directory: str | None = Field(default=None, min_length=1, description="the path of a folder on a fast disk")
     """Folder of memory-mapped files for the offloaded memory, which may exceed the RAM; with zero = 3 for the optimizer
     state only. Default: none, host memory."""
     bucket_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
-    """Size of a gradient bucket, the message of one reduction. Default: 25 MiB, or 4 MiB per replica if that is more,
-    because each step of a ring moves one replica's share."""
+    """Size of a gradient bucket: the message of one reduction. Default: 25 MiB, or 4 MiB per replica if more."""
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
 
@@ -254,6 +252,8 @@ class Tracking(Section):
     """Weights & Biases. auto: online with an API key and a network, otherwise offline."""
     project: str = "meshwright"
     """Project in Weights & Biases."""
+    sinks: tuple[Annotated[str, Field(pattern=r"^([\w.]+:\w+|tensorboard)$")], ...] = ()
+    """More sinks: tensorboard, or functions ``module:function`` (config, directory) -> sink; docs/python.md."""
     trace_step: Steps = 5
     """Step after each start to record for `meshwright draw RUN`; the last step if there are fewer. 0: none."""
     stragglers_every: Steps = 20

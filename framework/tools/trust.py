@@ -22,7 +22,7 @@ from meshwright.run.directory import is_checkpoint, is_run
 from meshwright.system.bounded import real_path
 from meshwright.terminal.output import tell
 
-CODE_KEYS = (("model", "builder"), ("data", "builder"), ("train", "callbacks"))
+CODE_KEYS = (("model", "builder"), ("data", "builder"), ("train", "callbacks"), ("tracking", "sinks"))
 """Configuration keys whose value, or each value of a list, is imported as code."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
 """Files beside the configuration of a run, or of an exported model, whose other files are missing."""
@@ -70,9 +70,8 @@ def foreign_builders(config: RunConfig) -> list[tuple[str, str, str]]:
     for section, key in CODE_KEYS:
         value = getattr(getattr(config, section), key)
         paths = [value] if isinstance(value, str) else value or ()
-        found += [
-            (section, key, path) for path in paths if key != "builder" or section != "model" or not is_own_builder(path)
-        ]
+        is_own = is_own_builder if section == "model" else lambda path: ":" not in path  # "tensorboard", a sink of ours
+        found += [(section, key, path) for path in paths if not is_own(path)]
     return found
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import torch
 
 from meshwright.blueprint import batch_numbers
+from meshwright.config import RunConfig
+from meshwright.config.functions import find_function
+from meshwright.errors import ConfigError
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.tracking.console import ConsoleSink
 from meshwright.tracking.jsonl import JsonlSink
@@ -15,6 +18,8 @@ from meshwright.tracking.record import StepRecord
 from meshwright.tracking.tracker import Sink, Tracker
 from meshwright.tracking.wandb import WandbSink
 
+SINKS = {"tensorboard": "meshwright.tracking.tensorboard:TensorBoardSink"}
+"""Short names in ``tracking.sinks`` of meshwright's own sinks."""
 BF16_PEAKS = {
     "A100": 312e12,
     "H100": 989e12,
@@ -41,7 +46,20 @@ def open_tracker(parts: Parts, metrics_file: Path, is_ours: Callable[[], bool]) 
         sinks.append(ConsoleSink(steps, config.tracking.log_every, unit=parts.blueprint.example.unit))
     if config.tracking.wandb != "off" and step < steps:
         sinks.append(WandbSink(metrics_file.parent, config))
+    if step < steps:
+        sinks += [make_sink(config, metrics_file.parent) for make_sink in find_sinks(config)]
     return Tracker(JsonlSink(metrics_file, step, is_ours), sinks)
+
+
+def find_sinks(config: RunConfig) -> list[Callable[[RunConfig, Path], Sink]]:
+    """Import the functions of ``tracking.sinks``, which take the configuration and the run's directory.
+
+    Raises:
+        ConfigError: a module or function does not exist, or its import fails.
+    """
+    paths = [SINKS.get(name, name) for name in config.tracking.sinks]
+    wanted = "a function (config, directory) -> sink with open(), write(record) and close(failed)"
+    return [find_function(path, "tracking.sinks", wanted, ConfigError) for path in paths]
 
 
 class Records(Observer):

@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from meshwright.checkpoint import find
 from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.tracking.jsonl import read_records
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-NOTEBOOK, RANKS, CALLBACKS, PROFILE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+NOTEBOOK, RANKS, CALLBACKS, SINKS, PROFILE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 CONFIG = """
@@ -63,6 +65,7 @@ def desk(tmp_path: Path, small_corpus: Path) -> Path:
     (tmp_path / "run.toml").write_text(CONFIG)
     (tmp_path / "callbacks.py").write_text(CALLBACKS)
     (tmp_path / "profiling.py").write_text(PROFILE)
+    (tmp_path / "sinks.py").write_text(SINKS)
     return tmp_path
 
 
@@ -105,13 +108,32 @@ def test_a_script_on_several_ranks(desk: Path) -> None:
 def test_callbacks_of_a_script_and_of_a_configuration(desk: Path) -> None:
     printed = run(desk, "callbacks.py")
     assert len(re.findall(r"[123] \d\.\d{4} \d\.\d{3}(?!\d)", printed)) == 3  # the console prints beside it
-    (command,) = re.findall(r"^    meshwright (train run.toml .*)$", PAGE, re.MULTILINE)
     stuck = ["--run.name=stuck", "--train.steps=30", "--train.validate_every=1", "--optimizer.learning_rate=1e-30"]
-    printed = run(desk, "-m", "meshwright.launch", *shlex.split(command), *stuck)
+    printed = run(desk, "-m", "meshwright.launch", *command_with("callbacks"), *stuck)
     assert re.search(
         r"stopped after step \d+ of 30: no better validation loss than \d\.\d{4} in 2 validations", printed
     )
     assert steps_of(desk / "runs/stuck")[-1] < 30
+
+
+def command_with(text: str) -> list[str]:
+    """The command of the page that contains ``text``, without the program."""
+    (found,) = [
+        line for line in re.findall(r"^    meshwright (train run.toml .*)$", PAGE, re.MULTILINE) if text in line
+    ]
+    return shlex.split(found)
+
+
+@pytest.mark.slow
+def test_sinks_of_a_configuration(desk: Path) -> None:
+    for steps in (2, 3):  # the second start resumes
+        run(desk, "-m", "meshwright.launch", *command_with("sinks"), f"--train.steps={steps}")
+    records = list(read_records(desk / "runs/sinks/metrics.jsonl"))
+    assert (desk / "runs/sinks/loss.csv").read_text() == "".join(f"{each.step},{each.loss}\n" for each in records)
+    events = EventAccumulator(str(desk / "runs/sinks/tensorboard"))
+    events.Reload()
+    scalars = {each.step: each.value for each in events.Scalars("train/loss")}
+    assert scalars == pytest.approx({each.step: each.loss for each in records}, rel=1e-6) and set(scalars) == {1, 2, 3}
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ def config_for(
             not meshwright's own and that no override names.
     """
     saved = parse(json.dumps(place.saved), place.source)
-    saved = saved.model_copy(update={"train": saved.train.model_copy(update={"callbacks": ()})})  # of training alone
+    saved = saved.replace(train={"callbacks": ()}, tracking={"sinks": ()})  # code of training alone
     changed = changed_keys(saved, overrides)
     refused = sorted(".".join(path) for path in changed if path[0] not in LAYOUT and path not in may_change)
     if refused:

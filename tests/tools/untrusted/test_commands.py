@@ -120,12 +120,18 @@ def test_a_dataset_is_code_too(command: str, desk: Path, capfd: pytest.CaptureFi
     assert f"data.builder = 'payload:build' would import the function build from {desk}/payload.py" in told
 
 
+@pytest.mark.parametrize(
+    "section", [{"train": {"callbacks": ("payload:build",)}}, {"tracking": {"sinks": ("payload:build",)}}]
+)
 @pytest.mark.parametrize("command", CONFIGS)
-def test_callbacks_are_code_too(command: str, desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = planted(desk / "runs" / "theirs", train={"callbacks": ("payload:build",)})
+def test_callbacks_and_sinks_are_code_too(
+    command: str, section: dict[str, Any], desk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = planted(desk / "runs" / "theirs", **section)
     code, told = called(CONFIGS[command], run, run, capfd)
     assert code == 2 and not (desk / CANARY).exists()
-    assert f"train.callbacks = 'payload:build' would import the function build from {desk}/payload.py" in told
+    (key,) = (f"{name}.{key}" for name, keys in section.items() for key in keys)
+    assert f"{key} = 'payload:build' would import the function build from {desk}/payload.py" in told
 
 
 @pytest.mark.parametrize("name", ["os", "module", "in-models"])

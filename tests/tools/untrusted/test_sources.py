@@ -40,6 +40,7 @@ IMPORTERS = {
     "framework/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
     "framework/tools/interop/huggingface/convert/families.py": "only the builders of FAMILIES, which are ours",
     "launch/callbacks.py": "train.callbacks of a configuration that was judged as model.builder was",
+    "framework/tracking/observer.py": "tracking.sinks of a configuration that was judged as model.builder was",
 }
 BUILDERS = {
     "framework/blueprint.py": "the configuration of a command line, of tools/inference/load.py or tools/reshard.py",
