@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.config import RunConfig as RunConfig
     from meshwright.errors import CallbackError as CallbackError
+    from meshwright.errors import CheckpointError as CheckpointError
+    from meshwright.errors import ConfigError as ConfigError
+    from meshwright.errors import LockError as LockError
     from meshwright.errors import Preempted as Preempted
     from meshwright.errors import UserError as UserError
+    from meshwright.launch.failure import RankFailed as RankFailed
     from meshwright.launch.python import OpenRun as OpenRun
     from meshwright.launch.python import evaluate as evaluate
     from meshwright.launch.python import load_config as load_config
@@ -26,14 +30,17 @@ if TYPE_CHECKING:
     from meshwright.parts import Parts as Parts
     from meshwright.parts import StepEvent as StepEvent
     from meshwright.parts import StepStats as StepStats
+    from meshwright.tracking.record import StepRecord as StepRecord
 
 _SOURCES = {
     "meshwright.config": ("RunConfig",),
-    "meshwright.errors": ("CallbackError", "Preempted", "UserError"),
+    "meshwright.errors": ("CallbackError", "CheckpointError", "ConfigError", "LockError", "Preempted", "UserError"),
+    "meshwright.launch.failure": ("RankFailed",),
     "meshwright.launch.python": (
         *("OpenRun", "evaluate", "load_config", "make_config", "open_run", "run_training", "sample", "spawn"),
     ),
     "meshwright.parts": ("Observer", "Parts", "StepEvent", "StepStats"),
+    "meshwright.tracking.record": ("StepRecord",),
 }
 """Module -> its names in the public API."""
 __all__ = sorted(name for names in _SOURCES.values() for name in names)  # noqa: PLE0605

@@ -152,10 +152,14 @@ class Observer:
         """Run before each step."""
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Run after each step; raise to end the run on every rank."""
+        """Run after each step; raise to end the run on every rank.
+
+        Weights may still be in an all-gather: call ``wait_for_weights()`` of each replica before reading them.
+        """
 
     def after_training(self, parts: Parts) -> None:
         """Run once, after the last step and the last ``after_step``."""
 
     def on_error(self, parts: Parts, error: Exception) -> None:
-        """Run when training ends by an error that is raised on every rank in the same step."""
+        """Run when training ends by an error, which may be on this rank alone: do not communicate, except after errors
+        that every rank raises (NonFiniteError, DriftError)."""

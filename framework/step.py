@@ -89,7 +89,7 @@ def take_step(parts: Parts) -> StepStats:
     if stats.skipped:  # the same on every rank
         if parts.on_nonfinite is not None:
             parts.on_nonfinite(parts, feed, f"the loss is {stats.loss}, the gradient norm {stats.grad_norm}")
-        for name, buffer in parts.running().items():
+        for name, buffer in parts.running().items() if skips else ():
             buffer.copy_(running[name])
     else:
         state.optimizer_steps += 1
@@ -118,7 +118,7 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
         loss=sums.loss_sum / counted,
         grad_norm=grad_norm,
         learning_rate=rate,
-        num_tokens=int(counted),
+        num_tokens=int(sums.num_tokens),
         bubble_share=1.0 - sums.busy_s / sums.passed_s,
         flags=frozenset(flag for flag in FLAGS if getattr(sums, flag) > 0),
         skipped=not (math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)),  # the same on every rank

@@ -12,6 +12,7 @@ A process that torchrun, srun or :func:`spawn` has started is one rank of many; 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from os import PathLike
@@ -23,6 +24,7 @@ from meshwright.checkpoint import find
 from meshwright.config import RunConfig, default_world_size, load, load_saved, resolve
 from meshwright.errors import ConfigError
 from meshwright.launch import devices, local
+from meshwright.launch.environment import Launcher, launch_environment, torch_variables
 from meshwright.launch.work import check, open_run_files, open_run_mesh, work
 from meshwright.mesh.mesh import close_mesh, environment_rank
 from meshwright.parts import Observer, Parts, StepStats
@@ -108,15 +110,13 @@ class OpenRun:
 def open_run(config: RunConfig) -> Iterator[OpenRun]:
     """Open a run in this rank: join the mesh, lock the run's directory, build the parts, resume the newest checkpoint.
 
-    Nothing is saved at the end of the block: call :meth:`OpenRun.save`.
+    The block does the rest: nothing is saved, validated or recorded by itself, and no callback or watchdog runs.
 
     Raises:
         UserError: the configuration cannot work on these ranks, or the run's checkpoints do not fit it.
         LockError: another job works in the run's directory.
     """
-    rank, world_size, _ = environment_rank()
-    if world_size == 1:
-        devices.choose_devices(config)
+    rank, world_size = _join(config)
     config, blueprint = check(config, world_size)
     mesh = open_run_mesh(config)
     log = print_lines if rank == 0 else _print_nothing
@@ -139,15 +139,14 @@ def run_training(config: RunConfig, observers: Sequence[Observer] = ()) -> None:
         Preempted: a signal asked the run to end, and its checkpoint is saved.
         CallbackError: on every rank; an observer has failed on some rank.
     """
-    world_size = environment_rank()[1]
-    if world_size == 1:
-        devices.choose_devices(config)
-    checked, _ = check(config, world_size)
+    checked, _ = check(config, _join(config)[1])
     work(checked, observers=observers)
 
 
 def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
     """Run ``function(config)`` on each rank of this machine, in processes of their own; block until all have ended.
+
+    A process that torchrun or srun has started is a rank already, and calls the function itself.
 
     ``function`` is a module-level function: it is sent by its name, so a script calls ``spawn`` below
     ``if __name__ == "__main__":``. The number of ranks follows from the degrees of ``config``.
@@ -156,9 +155,23 @@ def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
         UserError: the degrees do not fit this machine; before any process starts.
         RankFailed: a rank has raised or died; the message is that of the rank that failed first.
     """
+    if launch_environment() is not Launcher.NONE:
+        function(config)
+        return
     devices.choose_devices(config)
     resolved = resolve(config, default_world_size(config, devices.num_devices(config)))
     local.launch(partial(_call, function), resolved)
+
+
+def _join(config: RunConfig) -> tuple[int, int]:
+    """Return (rank, world size) of this process, with the variables of torch under srun, and a GPU if it is alone."""
+    launcher = launch_environment()
+    if launcher is Launcher.SLURM:
+        os.environ.update(torch_variables())
+    elif launcher is Launcher.NONE:
+        devices.choose_devices(config)
+    rank, world_size, _ = environment_rank()
+    return rank, world_size
 
 
 def _call(function: Callable[[RunConfig], object], config: RunConfig, give_up: GiveUp) -> None:

@@ -17,7 +17,7 @@ def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
         wsd       peak until the last ``decay_steps``, then a line to min (warmup, stable, decay)
         constant  peak
 
-    With ``decay_until`` the decay ends at that step instead of the last, and later steps are at min.
+    With ``decay_until`` = n the decay is that of a run of n steps; from step n-1 on the rate is at min.
     """
     peak, low = optimizer.learning_rate, optimizer.min_learning_rate
     warmup = optimizer.warmup_steps

@@ -109,7 +109,7 @@ def test_callbacks_of_a_script_and_of_a_configuration(desk: Path) -> None:
     printed = run(desk, "callbacks.py")
     assert len(re.findall(r"[123] \d\.\d{4} \d\.\d{3}(?!\d)", printed)) == 3  # the console prints beside it
     stuck = ["--run.name=stuck", "--train.steps=30", "--train.validate_every=1", "--optimizer.learning_rate=1e-30"]
-    printed = run(desk, "-m", "meshwright.launch", *command_with("callbacks"), *stuck)
+    printed = run(desk, "-m", "meshwright.launch", *command_with("early_stop"), *stuck)
     assert re.search(
         r"stopped after step \d+ of 30: no better validation loss than \d\.\d{4} in 2 validations", printed
     )
@@ -138,6 +138,5 @@ def test_sinks_of_a_configuration(desk: Path) -> None:
 
 @pytest.mark.slow
 def test_a_profile_is_written(desk: Path) -> None:
-    callbacks = ['--train.callbacks=["profiling:profile"]', "--run.name=profile", "--train.steps=4"]
-    run(desk, "-m", "meshwright.launch", "train", "run.toml", *callbacks)
+    run(desk, "-m", "meshwright.launch", *command_with("profiling"))
     assert json.loads((desk / "trace.json").read_text())["traceEvents"]

@@ -47,7 +47,7 @@ BARS = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-2}
         LATER("gpt2", "dp4,zero2,shard2", "dp2,tp2,zero1", "bfloat16"),
         LATER("gpt2", "dp2,pp2,zero2", "dp4,zero1,shard2", "float64"),
         ("gpt2", "dp4,zero3,shard2", "dp2,pp2,zero2", "bfloat16"),
-        LATER("gpt2", "pp2,tp2", "dp3,zero3", "float64"),
+        LATER("gpt2", "pp2,tp2", "dp4,zero3", "float64"),
         LATER("gpt2", "dp2,tp2,zero2,offload", "dp2,zero1", "bfloat16"),
         ("gpt2", "dp2,pp2", "dp2,zero3,offload", "float64"),
         LATER("llama", "pp2,tp2", "dp4,zero1", "float64"),

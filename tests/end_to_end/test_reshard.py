@@ -68,7 +68,7 @@ def test_the_files_are_those_of_the_layout_itself(
     first = run_config(corpus, tmp_path, parallel=layout(before), **settings)
     train(pool, first)
     saved = run_directory(first)
-    done = reshard(find(saved)[0].path, tmp_path / "out", words(after))
+    done = reshard(find(saved)[0].path, tmp_path / "out", words(after), trust_code=True)
     assert not differing(tensors(tmp_path / "out"), tensors(saved))
 
     # the same state, loaded into ranks of that layout and saved by them

@@ -167,7 +167,7 @@ def test_the_door_opens_without_the_warnings_of_missing_extras() -> None:
     program = """
 import torch
 from meshwright.tensor_parallel import megatron
-megatron.mappings(torch.device("cpu"))
+megatron.load_mappings(torch.device("cpu"))
 import warnings
 warnings.warn("still heard")
 """
