@@ -110,7 +110,7 @@ def build(
 def make_optimizer(
     config: RunConfig, replicas: Mapping[int, Replica], tp_rank: int, *, owns_copy: bool, host: HostMemory | None
 ) -> FlatOptimizer:
-    """Build the optimizer over this rank's shards of all buckets, stepped in the order of the backward pass.
+    """Build the optimizer over this rank's shards of all buckets; stepped and gathered in the order of forward.
 
     ``owns_copy``: this rank is the one that counts its shard in the gradient norm, among those with copies of it.
     """

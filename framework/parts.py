@@ -43,7 +43,7 @@ class TrainState:
 
 @dataclass
 class ForwardParts:
-    """Parts that run this rank's stages forward, for a model in use and for one that trains."""
+    """Parts that run this rank's stages forward, for inference and for training."""
 
     config: RunConfig
     mesh: Mesh
@@ -79,8 +79,8 @@ class Parts(ForwardParts):
     """Called in each step when gradients are complete, before clipping: (parts, factor); gradient = factor x what lies
     in the buckets."""
     on_nonfinite: Callable[[Parts, Feed, str], None] | None = None
-    """Called on all ranks after a step whose loss or gradient norm is NaN or Inf, which no rank has taken: (parts, the
-    step's feed, the numbers). It raises, or counts the step as skipped. None: the step is skipped."""
+    """Called on all ranks when loss or gradient norm is NaN or Inf, before any weight has changed: (parts, the step's
+    feed, a text with the numbers). It raises, or returns to skip the step. None: the step is skipped."""
 
     def request_stop(self, reason: str) -> None:
         """Ask to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""
@@ -105,7 +105,7 @@ class StepStats(NamedTuple):
     num_tokens: int
     """Labels that counted."""
     bubble_share: float
-    """Share of the time from the first forward to the last backward in which a rank did not compute; mean of ranks."""
+    """1 - computing / time until the rank's own last computation, both summed over ranks; no idle time after that."""
     flags: frozenset[str] = frozenset()
     """FLAGS that some rank raised."""
     skipped: bool = False
@@ -113,7 +113,7 @@ class StepStats(NamedTuple):
 
 
 class StragglerShare(NamedTuple):
-    """A rank, a link or a sum over replicas that makes the other ranks wait."""
+    """A rank, a link or a gradient reduction that the other ranks wait for."""
 
     name: str
     """As in "rank 5 on h2"; empty: nothing holds the others up for long enough."""
@@ -152,14 +152,10 @@ class Observer:
         """Run before each step."""
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Run after each step; raise to end the run on every rank.
-
-        Weights may still be in an all-gather: call ``wait_for_weights()`` of each replica before reading them.
-        """
+        """Run after each step; raise to end the run on all ranks. Weights may be in an all-gather: wait_for_weights."""
 
     def after_training(self, parts: Parts) -> None:
         """Run once, after the last step and the last ``after_step``."""
 
     def on_error(self, parts: Parts, error: Exception) -> None:
-        """Run when training ends by an error, which may be on this rank alone: do not communicate, except after errors
-        that every rank raises (NonFiniteError, DriftError)."""
+        """Run when an error ends training, perhaps on this rank alone: communicate only if all ranks raise it."""

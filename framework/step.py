@@ -3,7 +3,8 @@
 take_step
     executor.run(feed)      this rank's row of the schedule
         F, B, ...           forward and backward of every micro-batch; gradients accumulate in the buckets
-        REDUCE              reduce-scatter or all-reduce of the buckets over the replicas
+        last B or W         posts the reduce-scatter (ZeRO-0: all-reduce) of each bucket as backward completes it
+        REDUCE              waits for all of them; sums partial gradients over tp
         STEP                _optimizer_step: sums over all ranks, clipping, optimizer, all-gather of the weights
 """
 
@@ -33,10 +34,10 @@ from meshwright.pipeline.values import cast_floats
 class StepFeed:
     """The micro-batches of one step for this replica, on this rank's device.
 
-    NOTE [sample indices]: step s of a run trains on the sample indices from samples_seen on, global_batch of them. The
-    micro-batch m of replica dp_rank is the run of micro_batch_size indices that begins at samples_seen + (dp_rank x
-    chunks + m) x micro_batch_size. The formula stands nowhere else: sources of samples answer to indices, on any
-    layout, and a run resumes from one number.
+    NOTE [sample indices]: a step trains on global_batch consecutive sample indices from samples_seen on. Micro-batch m
+    of replica dp_rank is the block of micro_batch_size indices that starts at samples_seen + (dp_rank x chunks + m) x
+    micro_batch_size. No other place has this formula: sources are read by index, so that the layout does not matter
+    and a resume needs one number.
     """
 
     parts: ForwardParts
@@ -149,7 +150,7 @@ class StepSums(NamedTuple):
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     """Sum tied-weight gradients, then all-reduce the step's scalars: (8,) float64, the fields of :class:`StepSums`.
 
-    Blocks for the ranks, not for the device: nothing is read on the host.
+    On CUDA the host waits here for the row's last computation, whose times it reads; the sums stay on the device.
     """
     mesh, optimizer = parts.mesh, parts.optimizer
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)

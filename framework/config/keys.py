@@ -102,7 +102,8 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     if origin is list:
         return f"a list, each {_describe(parts[0], ())}"
     if origin is tuple:
-        return f"a list of {len(parts)}, each {_describe(parts[0], ())}"
+        length = "" if parts[-1] is Ellipsis else f" of {len(parts)}"
+        return f"a list{length}, each {_describe(parts[0], ())}"
     plain = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
     if annotation in plain:
         return plain[annotation] + _bounds(metadata, whole=annotation is int)

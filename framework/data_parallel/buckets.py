@@ -1,11 +1,11 @@
 """Flat buckets of a stage's parameters and gradients: one collective and one optimizer tensor per bucket.
 
-    parameters   | embedding.tokens ........ | block0.qkv ... | pad |     the modules' parameters are views of it
+    parameters   | block0.qkv ... | embedding.tokens ........ | pad |     last layer first; parameters are views of it
     gradients    | same slots, fp32 (fp64 when training in fp64) ....|     accumulated over the micro-batches of a step
                  |<------- shard of replica 0 ------->|<- of 1 ----->|     ZeRO-1: what one replica's optimizer steps
 
-ZeRO-2: between backwards a replica keeps only its shard of the gradient. A bucket's full gradient exists only while a
-backward fills it.
+ZeRO-2, reduced per micro-batch: between backwards a replica keeps only its shard of the gradient. A bucket's full
+gradient exists only while a backward fills it.
 
 A bucket holds parameters of one :class:`BucketKind` only. So a flat tensor never mixes parameters with and without
 weight decay. It also never mixes parameters split over tp with parameters that every tp rank holds, which the gradient
@@ -132,8 +132,8 @@ class Bucket(ShardedParameters):
         completes the sum. Under ZeRO-0 it is an all-reduce over all replicas. It is called once per step where the full
         gradient is kept, and any number of times otherwise, because the sums accumulate.
 
-        Bytes on the wire per rank, M = bytes of the bucket's gradients: among n neighbours M (n-1)/n, and then across r
-        copies 2 M/n (r-1)/r; everywhere 2 M (r-1)/r.
+        Bytes on the wire per rank, M = bytes of the bucket's gradients, n shards, r copies: M (n-1)/n, across copies
+        2 M/n (r-1)/r; not sharded 2 M (r-1)/r.
 
         Args:
             last: this is the step's last reduction of the bucket. Here it makes no difference; an offloaded bucket then

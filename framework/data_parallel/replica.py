@@ -111,7 +111,7 @@ class StageReplica:
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
         """Start to reduce each bucket as soon as the next backward of this stage has completed it.
 
-        Called before the step's last backward, or before each backward where the full gradient is not kept.
+        Called before the step's last backward; with ``reduces_each_microbatch`` before every backward.
 
         Args:
             awaited: the parameters that the backward adds gradients to; None: all. The other gradients are complete

@@ -18,7 +18,7 @@ from meshwright.parameters import ParameterInfo
 
 
 class Sharding(NamedTuple):
-    """Process groups that divide the optimizer's work among the replicas."""
+    """Process groups of a replica's state. ZeRO-0: shard 1, copies dp; ZeRO-1 to 3: shard_factor, dp / shard_factor."""
 
     shard: Group
     """Replicas that hold one shard each of a bucket. With one rank, a bucket is not sharded."""
@@ -37,7 +37,7 @@ class Sharding(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """One copy of a tied weight, and the ranks that hold the other copies."""
+    """Membership of a stage's parameter in a weight that is tied across stages."""
 
     name: str
     """Canonical name, the same for all copies."""
@@ -59,7 +59,7 @@ class BucketKind(NamedTuple):
     def owns(self, tp_rank: int) -> bool:
         """Return whether this tp rank counts the bucket in gradient norms and parameter numbers.
 
-        Exactly one rank counts it among the ranks that hold the same weight.
+        It chooses among tp ranks and tied stages; ``make_optimizer`` chooses among the replicas with the same shard.
         """
         return (not self.replicated_over_tp or tp_rank == 0) and (self.tied is None or self.tied.is_first)
 
@@ -104,7 +104,7 @@ class ShardedParameters(ABC):
     flat: Tensor | None = None
     """Full flat weights (numel,), in the training dtype; None under ZeRO-3, where no rank keeps them."""
     flat_gradient: Tensor | None = None
-    """This rank's full accumulated gradient (numel,), before reduction; None while there is none (ZeRO-2 and 3)."""
+    """This rank's full gradient (numel,), reduced in place in ``shard_range``; None while there is none (ZeRO-2, 3)."""
     keeps_gradient: bool = False
     """True when this rank keeps its full (unsharded) gradient from one step to the next."""
     master: Tensor

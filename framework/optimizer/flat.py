@@ -83,9 +83,9 @@ class FlatOptimizer:
         return self._square_norm(counted=True)
 
     def spare_square_norm(self) -> Tensor:
-        """Return the sum of squares of the gradient elements of this rank that another rank counts.
+        """Return the sum of squares of this rank's gradient elements that another rank counts.
 
-        NaN/Inf may be in this rank's copy alone, which the global norm does not include. This sum contains it.
+        It only serves to detect NaN/Inf that this rank's copy alone contains.
         """
         return self._square_norm(counted=False)
 

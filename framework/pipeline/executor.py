@@ -11,8 +11,8 @@
     STEP                                step(): norm, optimizer, all-gather of the weights
 
 A :class:`ValueStore` holds the values. Communications of one group are posted together. A RECV only posts; the action
-that uses the value blocks until it has arrived. The check of the schedule has shown that its order is free of deadlocks
-even if each communication blocks until its partner is posted.
+that uses the value waits for it. A SEND waits only for older sends, when too many are in flight. On CUDA waiting stalls
+the stream, not the host. ``check`` has shown that the order cannot deadlock, even if every message is a rendezvous.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class StageSpec:
     output: ValueSpec | None
     """Spec of the sent value; None on the last stage, which computes the loss."""
     loss_scale: float = 1.0
-    """Factor of ``loss_sum`` in backward: 1 / (labels of the global batch), known from the configuration."""
+    """Factor of ``loss_sum`` in backward: 1 / (label positions of the global batch, ignored ones included)."""
     splits_backward: bool = False
     recomputed: Collection[str] = ()
     """Layers, and parts of layers, with activation checkpointing (recompute)."""

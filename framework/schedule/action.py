@@ -37,7 +37,7 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
-    """Sum of the stage's complete gradients over the data-parallel replicas."""
+    """End of the stage's gradient reduction: posts what is left, waits for all, sums over tp where partial."""
     STEP = "STEP"
     """One optimizer step of all stages of the rank."""
 
@@ -119,6 +119,7 @@ class Schedule:
     pp: int
     num_stages: int
     chunks: int
+    """Micro-batches per replica and step (Megatron-LM: num_microbatches; its "model chunks" are stages here)."""
     rows: tuple[tuple[Item, ...], ...]
     placement: Placement = Placement.LOOP
 
@@ -137,7 +138,7 @@ class Schedule:
 
     @property
     def is_lowered(self) -> bool:
-        """True if the schedule has communications, and can run; else it is to be lowered first."""
+        """True if the rows hold more than computations (messages, REDUCE, STEP) and can run; else lower it first."""
         return any(action.kind not in COMPUTE for rank in range(self.pp) for _, action in self.actions(rank))
 
     @property
@@ -146,7 +147,7 @@ class Schedule:
         return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))
 
     def rank_of(self, stage: int) -> int:
-        """Return the pipeline rank that holds a stage. For a damaged row it may be one that does not exist."""
+        """Return the pipeline rank that holds a stage; for a stage that a faulty schedule invents, perhaps no rank."""
         return self._ranks[stage] if stage < self.num_stages else self.placement.pp_rank(stage, self.pp)
 
     @cached_property

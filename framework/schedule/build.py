@@ -1,7 +1,7 @@
 """Builders of compute schedules from a name, pp, chunks and interleave; :mod:`lower` adds communication.
 
 GPipe and 1F1B are here. :mod:`interleaved` has several stages per rank; :mod:`zero_bubble` and :mod:`v_shape` split the
-backward. The pictures have F as long as B; their numbers stand at the lines that make what they point at.
+backward. In the pictures F and B take one tick each; (1), (2), ... mark the code that makes each part.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
 def build(name: str, pp: int, chunks: int, interleave: int = 1) -> Schedule:
     """Build the compute schedule of this name. ``interleave``: stages per pipeline rank.
 
-    Raises :class:`ScheduleError` for an unknown name, a degree below one, or an interleave that the schedule has not.
+    Raises :class:`ScheduleError` for an unknown name, a degree below one, or an unsupported interleave.
     """
     check_degrees(name, list(BUILDERS), pp, chunks, interleave)
     return BUILDERS[name](pp, chunks, interleave)

@@ -8,15 +8,14 @@ Every message gets a position in one global order of the step. Each row is that 
     row 0                    0F1 0SEND_F1                 neighbours of a row are posted together             (3)
     row 1                    1F0 1RECV_F1 1B0
 
-Such rows cannot hang, even if each communication holds its rank until its partner is posted: what comes first in the
-order of all that is not done yet can always be done. And messages between two ranks are received as they were sent.
+Such rows cannot deadlock, even if every send blocks until its receive is posted (rendezvous): the earliest unfinished
+item of the global order can always run. Messages between two ranks arrive in the order in which they were sent.
 
-Where a receive stands decides the bubble if it blocks. For 1F1B, 4 ranks, 8 micro-batches, B twice as long as F, with
-sends that wait for their receives:
+The position of a blocking receive decides the bubble. For 1F1B, pp=4, chunks=8, B twice as long as F, rendezvous sends:
 
-    receives as early as their senders' turns                  bubble 46.7 %
-    receives just before they are needed, all alone            27.3 %, the ideal, but two that both send first hang
-    as here                                                    27.3 %, and nobody hangs
+    receive posted when its sender sends                       bubble 46.7 %
+    receive just before its use, not fused with sends          27.3 %, the ideal, but two that both send first deadlock
+    as here: the latest place, neighbours fused                27.3 %, no deadlock
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def lower(schedule: Schedule) -> Schedule:
     """Lower a compute schedule to one that runs: ``1F0 1B0`` -> ``1RECV_F0 1F0 {1SEND_F0+1RECV_B0} 1B0 1SEND_B0 1REDUCE
     STEP``.
 
-    Each stage is reduced after its last backward, but not before what that backward has to send: the next rank waits
-    for it. A schedule with faults is lowered as far as it makes sense, so that ``check`` can name them. Raises
+    REDUCE follows the stage's last backward and the messages right after it, so that no neighbour waits for a
+    reduction. A schedule with faults is lowered as far as it makes sense, so that ``check`` can name them. Raises
     :class:`ScheduleError` for a schedule that has been lowered already.
     """
     for pp_rank in range(schedule.pp):

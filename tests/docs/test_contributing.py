@@ -49,7 +49,7 @@ def test_an_observer_stops_the_run() -> None:
 
 
 def test_a_sink_prints(capsys: Any) -> None:
-    sink = example("PrintSink")()
+    sink = example("PrintSink")(None, None)
     record: Any = SimpleNamespace(step=3, loss=1.5)
     sink.open()
     sink.write(record)
