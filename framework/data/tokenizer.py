@@ -86,15 +86,15 @@ def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
     ``tokenizer_config.json`` with ``eos_token``.
     """
     ids = {end_of_document_id(tokenizer)}
-    end_ids = _read_object(path.with_name("generation_config.json")).get("eos_token_id")
+    end_ids = _read_json_file(path.with_name("generation_config.json")).get("eos_token_id")
     ids |= {end_ids} if isinstance(end_ids, int) else set(end_ids) if isinstance(end_ids, list) else set()
-    token = _read_object(path.with_name("tokenizer_config.json")).get("eos_token")
+    token = _read_json_file(path.with_name("tokenizer_config.json")).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     ids |= {tokenizer.token_to_id(token)} if isinstance(token, str) else set()
     return {token_id for token_id in ids if isinstance(token_id, int)}
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_json_file(path: Path) -> dict[str, Any]:
     """Read a JSON object; empty if the file is missing or holds something else."""
     try:
         content = parse_json(read_bytes(path))
