@@ -22,6 +22,7 @@ from typing import Any
 from meshwright.build import build
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig, default_world_size, load, load_saved, resolve
+from meshwright.data.sources import corpus_times
 from meshwright.errors import ConfigError
 from meshwright.launch import devices, local
 from meshwright.launch.environment import Launcher, launch_environment, torch_variables
@@ -46,7 +47,7 @@ def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> Run
     Raises:
         ConfigError: one error with all problems of the file and the overrides.
     """
-    return load(path, [each if each.startswith("--") else f"--{each}" for each in overrides])
+    return load(path, _as_options(overrides))
 
 
 def make_config(**sections: Mapping[str, Any]) -> RunConfig:
@@ -110,7 +111,7 @@ class OpenRun:
 def open_run(config: RunConfig) -> Iterator[OpenRun]:
     """Open a run in this rank: join the mesh, lock the run's directory, build the parts, resume the newest checkpoint.
 
-    The block does the rest: nothing is saved, validated or recorded by itself, and no callback or watchdog runs.
+    Nothing is saved, validated or recorded unless the block calls for it, and neither callbacks nor the watchdog run.
 
     Raises:
         UserError: the configuration cannot work on these ranks, or the run's checkpoints do not fit it.
@@ -123,7 +124,7 @@ def open_run(config: RunConfig) -> Iterator[OpenRun]:
     with open_run_files(config, mesh) as files:
         parts = build(config, mesh, blueprint=blueprint if world_size == 1 else None)
         resume(parts, files.directory, log)
-        record_start(parts, files, None, log)
+        record_start(parts, files, corpus_times(parts.source), log)
         yield OpenRun(parts, files)
     close_mesh(mesh)
 
@@ -164,7 +165,7 @@ def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
 
 
 def _join(config: RunConfig) -> tuple[int, int]:
-    """Return (rank, world size) of this process, with the variables of torch under srun, and a GPU if it is alone."""
+    """Read srun's variables, or choose the GPU of a lone process; return (rank, world size)."""
     launcher = launch_environment()
     if launcher is Launcher.SLURM:
         os.environ.update(torch_variables())
@@ -200,11 +201,12 @@ def evaluate(
     """
     where = locate(Path(place), step)
     alone = ("--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1")
-    given = [each if each.startswith("--") else f"--{each}" for each in overrides]
-    config = check_evaluation(config_for(where, given, "evaluate", defaults=alone, trust_code=trust_code), 1)
-    found = EvaluationJob(where, True, None, batches).evaluate(config)
-    assert found is not None  # this process is rank 0
-    return found
+    config = check_evaluation(
+        config_for(where, _as_options(overrides), "evaluate", defaults=alone, trust_code=trust_code), 1
+    )
+    result = EvaluationJob(where, True, None, batches).evaluate(config)
+    assert result is not None  # this process is rank 0
+    return result
 
 
 def sample(
@@ -227,6 +229,11 @@ def sample(
         UserError: there is no run, no checkpoint, or the model cannot generate text.
     """
     return sample_text(Path(place), prompt, tokens, temperature, top_k, trust_code=trust_code)
+
+
+def _as_options(overrides: Sequence[str]) -> list[str]:
+    """Return overrides in the form of the command line: ``train.steps=10`` becomes ``--train.steps=10``."""
+    return [each if each.startswith("--") else f"--{each}" for each in overrides]
 
 
 def _print_nothing(text: str) -> None:

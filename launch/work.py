@@ -99,7 +99,11 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     with request:  # to the end: a signal after the last step, or after the first signal, changes nothing
         try:
             with watchdog, mesh.activity.during("training"), tracker:
-                _train(parts, files, tracker, request, log, Callbacks([*observers, *make_callbacks(parts)]))
+                if parts.state.step < steps:
+                    callbacks = Callbacks([*observers, *make_callbacks(parts)])
+                    train(parts, observe(parts, files, tracker, request, log, callbacks))
+                else:
+                    _report_finished(parts, log)
         except Preempted:
             close_mesh(mesh)
             raise
@@ -110,19 +114,9 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
         )
 
 
-def _train(
-    parts: Parts,
-    files: RunFiles,
-    tracker: Tracker,
-    request: StopRequest,
-    log: Callable[[str], None],
-    callbacks: Callbacks,
-) -> None:
-    """Train, or print the validation loss of a run that has taken all its steps."""
+def _report_finished(parts: Parts, log: Callable[[str], None]) -> None:
+    """Print the validation loss of a run that has taken all its steps."""
     steps, step = parts.config.train.steps, parts.state.step
-    if step < steps:
-        train(parts, observe(parts, files, tracker, request, log, callbacks))
-        return
     taken = f"its {steps} steps" if step == steps else f"{step} steps and train.steps = {steps}"
     if parts.validation is not None:  # the same number as on the layout that trained
         with parts.mesh.activity.during("validating"):

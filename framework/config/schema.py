@@ -119,7 +119,7 @@ class Parallel(Section):
     """Neighbouring replicas that shard among themselves (hybrid sharding); divides dp. Default: dp. Smaller: less
     traffic between nodes, more memory."""
     reduce: Literal["microbatch", "step"] | None = None
-    """Reduce gradients per micro-batch (keeps a shard) or per step (keeps all). Default: microbatch with zero >= 2."""
+    """Reduce gradients per microbatch (a rank keeps its shard) or step. Default: step; with zero >= 2 microbatch."""
     offload: bool = False
     """CPU offload of the optimizer: update, state, master weights; with zero = 3 also of weights and gradients."""
     offload_directory: str | None = Field(default=None, min_length=1, description="the path of a folder on a fast disk")
@@ -266,7 +266,7 @@ class Launch(Section):
     processes: Count | Literal["auto"] = "auto"
     """Number of local ranks. auto: dp x pp x tp; with dp = "auto" one per device (on CPU pp x tp)."""
     devices: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = ""
-    """GPUs: "2,0" gives local rank 0 the first. Numbers of nvidia-smi, or within CUDA_VISIBLE_DEVICES. "": all."""
+    """GPUs: "2,0" gives local rank 0 the first, by nvidia-smi or position in CUDA_VISIBLE_DEVICES. "": all, by bus."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: Annotated[float, Field(gt=0, le=10**8)] = 600.0

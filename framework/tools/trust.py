@@ -9,7 +9,9 @@ The check itself imports nothing, and without trust nothing is imported at all. 
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,12 +53,14 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
             if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # print it once
                 tell(f"--trust-code: {section}.{key} = {path!r} imports {function} {where}")
             continue
+        is_list = not isinstance(getattr(getattr(config, section), key), str)
+        named_as = shlex.quote(json.dumps([path])) if is_list else path
         problems.append(
             ConfigError(
                 "MW-RUN-030",
                 f"{source}: {section}.{key} = {path!r} would import the function {function} {where}, and importing it "
-                f"runs that code. If you trust it, add --trust-code, or name it yourself: --{section}.{key}={path}. "
-                f"Without that a run or checkpoint may name only meshwright's own models "
+                f"runs that code. If you trust it, add --trust-code, or name it yourself: "
+                f"--{section}.{key}={named_as}. Without that a run or checkpoint may name only meshwright's own models "
                 f"({', '.join(OWN_BUILDERS)}, hf:DIRECTORY)",
             )
         )
@@ -84,8 +88,13 @@ def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, 
     return {
         path: value
         for path, value in given.items()
-        if path not in CODE_KEYS or current_name(str(value)) != getattr(getattr(saved, path[0]), path[1])
+        if path not in CODE_KEYS or not _is_same(value, getattr(getattr(saved, path[0]), path[1]))
     }
+
+
+def _is_same(value: Any, saved: Any) -> bool:
+    """Return whether an override of a key in CODE_KEYS names the saved function, or the saved list of functions."""
+    return bool(value == list(saved) if isinstance(saved, tuple) else current_name(str(value)) == saved)
 
 
 def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import json
 import os
@@ -195,6 +197,20 @@ def test_what_a_script_gets_wrong(tmp_path: Path) -> None:
 def test_import_needs_no_torch() -> None:
     code = "import sys, meshwright; meshwright.UserError, meshwright.RunConfig; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
+
+
+def test_the_names_for_type_checkers_are_those_at_run_time() -> None:
+    tree = ast.parse((ROOT / "framework" / "__init__.py").read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = [
+        (node.module, each.name, each.asname)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    ]
+    assert sorted(name for _, name, _ in typed) == meshwright.__all__
+    for module, name, exported in typed:
+        assert name == exported and getattr(importlib.import_module(str(module)), name) is getattr(meshwright, name)
 
 
 def described(name: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -132,6 +134,10 @@ def test_callbacks_and_sinks_are_code_too(
     assert code == 2 and not (desk / CANARY).exists()
     (key,) = (f"{name}.{key}" for name, keys in section.items() for key in keys)
     assert f"{key} = 'payload:build' would import the function build from {desk}/payload.py" in told
+    (advice,) = re.findall(r"name it yourself: (--\S+ ?\S*?)\. Without", told.replace("\n", " "))
+    if command == "slurm":  # it imports nothing itself, and writes the job
+        code, told = called(CONFIGS[command], run, run, capfd, *shlex.split(advice))
+        assert code == 0, told
 
 
 @pytest.mark.parametrize("name", ["os", "module", "in-models"])
