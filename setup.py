@@ -20,6 +20,6 @@ setup(
     package_data={
         "meshwright.configs": ["*.toml", "clusters/*.toml"],
         "meshwright.examples": ["*/*.toml", "*/*.md"],
-        "": ["templates/*"],
+        "": ["templates/*", "tables/*"],
     },
 )

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
+from meshwright.config import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower

@@ -82,7 +82,7 @@ MANY_PARAMETERS = {
     "models/llama.py:build": 21,
     "models/t5.py:build": 15,
 }
-CORE_LINES, FRAMEWORK_LINES = 12_000, 44_115
+CORE_LINES, FRAMEWORK_LINES = 12_000, 48_000
 FACE = "meshwright"
 """The public API: names of any room and of launch, imported when they are used."""
 HIDDEN = {"meshwright.run.lock", FACE}

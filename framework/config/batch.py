@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from meshwright.config.bounds import MAX_COUNT, MAX_LENGTH
-from meshwright.config.schema import Batch
+from meshwright.config.sections import Batch
 from meshwright.errors import ConfigError
 
 

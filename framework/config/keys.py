@@ -16,7 +16,8 @@ from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
 from meshwright.config.aliases import FAMILIAR_VALUES, NOTHING, fold, own_name_of
-from meshwright.config.schema import RunConfig, Section
+from meshwright.config.schema import RunConfig
+from meshwright.config.sections import Section
 from meshwright.errors import ConfigError
 
 Path = tuple[str, ...]

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshwright.config.keys import Path, format_value, split
-from meshwright.config.schema import RunConfig, Section
+from meshwright.config.schema import RunConfig
+from meshwright.config.sections import Section
 
 MAX_LAYERS = 4096
 

@@ -20,7 +20,7 @@ from meshwright.checkpoint import (
 )
 from meshwright.checkpoint.compatible import REFUSED
 from meshwright.checkpoint.files import final_directory
-from meshwright.config.schema import RunConfig
+from meshwright.config import RunConfig
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
 

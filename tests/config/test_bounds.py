@@ -14,10 +14,9 @@ from meshwright.checkpoint import CheckpointMetadata
 from meshwright.checkpoint.check import parse as parse_manifest
 from meshwright.checkpoint.manifest import render
 from meshwright.checkpoint.save import merge
-from meshwright.config import RunConfig, dump, parse, resolve
+from meshwright.config import Batch, RunConfig, dump, parse, resolve
 from meshwright.config.batch import derive
 from meshwright.config.keys import KEYS
-from meshwright.config.schema import Batch
 from meshwright.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright.optimizer.eight_bit
-from meshwright.config.schema import Optimizer
+from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
 from meshwright.optimizer.eight_bit import (
     AdamW8bit,

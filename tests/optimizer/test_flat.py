@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD as SGDOfTorch
 from torch.optim import AdamW
 
-from meshwright.config.schema import Optimizer
+from meshwright.config import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.flat import STATES, FlatOptimizer, OptimizerShard, clip_factor
 

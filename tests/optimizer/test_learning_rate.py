@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.config.schema import Optimizer
+from meshwright.config import Optimizer
 from meshwright.optimizer.learning_rate import learning_rate
 
 PEAK, LOW = 8e-3, 2e-3

@@ -10,7 +10,7 @@ import inspect
 import re
 from pathlib import Path
 
-from meshwright.config import schema
+from meshwright.config import schema, sections, training
 from meshwright.config.keys import KEYS, SECTIONS, describe_allowed, toml_value
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -34,7 +34,7 @@ UNITS = {
 def sentences() -> dict[tuple[str, str], str]:
     """Return the docstrings of the schema by (class, field)."""
     found = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    for node in [node for module in (sections, training, schema) for node in ast.parse(inspect.getsource(module)).body]:
         if isinstance(node, ast.ClassDef):
             for field, below in zip(node.body, node.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):

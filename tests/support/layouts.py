@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshwright.config.schema import Batch, RunConfig
+from meshwright.config import Batch, RunConfig
 from meshwright.data.sources import Source
 from meshwright.pipeline.executor import Microbatch
 from meshwright.step import StepFeed

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.config.schema import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
+from meshwright.config import Batch, Data, Model, Parallel, Pipeline, RunConfig, Train
 from meshwright.tools.planner.cost import StepTime, step_time
 from meshwright.tools.planner.hardware import Hardware, Link, known, read_hardware
 from meshwright.tools.planner.kernels import ExecutionOptions

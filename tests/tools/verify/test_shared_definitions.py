@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.config.schema import Optimizer
+from meshwright.config import Optimizer
 from meshwright.data.indexed import write
 from meshwright.data.order import SampleOrder
 from meshwright.data.sources import open_sources

@@ -1,0 +1,159 @@
+"""Sections of the configuration that describe the model, its data and its layout, with the defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
+
+from meshwright.config.bounds import Count, Int64, Length
+from meshwright.config.functions import current_name
+
+
+class Section(BaseModel):
+    """A section of the configuration: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+
+class Run(Section):
+    """Identity of the run. Running the same command again resumes ``directory/name``."""
+
+    name: str = Field(
+        default="run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="letters, digits, dots, dashes and underscores, a letter or digit first: it names a directory",
+    )
+    """Name of the run, and of its directory below ``directory``."""
+    directory: str = Field(default="runs", pattern=r"^[^\x00]+$", description="a path")
+    """Folder of all runs."""
+    seed: Int64 = 1234
+    """Seed of the initial weights, of dropout and of the order of the samples."""
+
+
+class Model(Section):
+    """Source of the model: ``builder(**options)`` returns an ``nn.Sequential``."""
+
+    builder: Annotated[str, AfterValidator(current_name)] = Field(
+        default="meshwright.models.gpt2:build",
+        pattern=r"^([\w.]+:\w+|hf:.+)$",
+        description='a module and a function in it, as in "my_package.my_module:build"; or "hf:" and a directory',
+    )
+    """Function that builds the model; or a directory with a model of Hugging Face transformers."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the builder, such as ``num_layers``."""
+
+
+class Weighted(Section):
+    """One corpus of a mixture."""
+
+    path: str = Field(min_length=1)
+    weight: PositiveFloat = 1.0
+    """Sampling frequency relative to the other corpora."""
+
+
+class Data(Section):
+    """Training data: a corpus in Megatron's ``.bin``/``.idx`` format, or a dataset of the user."""
+
+    train: str | Annotated[list[Weighted], Field(min_length=1)] = Field(
+        default="",
+        description='the path of a .bin/.idx pair, without the suffix; or a list such as [{path = "a", weight = 3}, '
+        '{path = "b", weight = 1}]',
+    )
+    """Training corpus, or a weighted mixture of several."""
+    validation: str | None = Field(default=None, description="the path of a .bin/.idx pair, without the suffix")
+    """Validation corpus. Default: no validation."""
+    tokenizer: str | None = Field(default=None, description="the path of a tokenizer.json")
+    """Tokenizer of a corpus that has none beside it, and of the text that `meshwright sample` reads and writes."""
+    sequence_length: Length = 1024
+    """Length of one sample."""
+    eod_mask_loss: bool = False
+    """Do not train on predicting the token after an end-of-document token."""
+    packing: Literal["stream", "documents"] = "stream"
+    """Samples are windows over all documents concatenated (stream), or as many whole documents as fit (documents)."""
+    document_boundaries: bool = False
+    """Restart attention and positions at each document inside a sample."""
+    task: Literal["causal", "span_corruption"] = "causal"
+    """Training task: next-token prediction; or, for an encoder-decoder, reconstruction of masked spans."""
+    builder: str | None = Field(
+        default=None,
+        pattern=r"^[\w.]+:\w+$",
+        description='a module and a function in it, as in "my_package.images:build"',
+    )
+    """Alternative to ``train``: a function of (split, **options) that returns a map-style dataset."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the dataset's builder."""
+
+
+class Batch(Section):
+    """``global_batch = micro_batch_size x chunks x dp``: give any two of the three."""
+
+    micro_batch_size: Count | None = None
+    """Samples that go through the pipeline at once."""
+    chunks: Count | None = None
+    """Micro-batches per replica and step (gradient accumulation)."""
+    global_batch: Length | None = None
+    """Samples of one step over all replicas."""
+
+
+class Parallel(Section):
+    """Degrees of the axes, and sharding of weights, gradients and optimizer state."""
+
+    dp: Count | Literal["auto", -1] = "auto"
+    """Data-parallel degree: the number of replicas. auto or -1: number of ranks / (pp x tp)."""
+    pp: Count = 1
+    """Pipeline-parallel degree."""
+    tp: Count = 1
+    """Tensor-parallel degree."""
+    sequence: bool = False
+    """Sequence parallelism: split activations between tensor-parallel regions along the sequence over tp."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage. Sharded over dp: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+    shard_factor: Count | None = None
+    """Neighbouring replicas that shard among themselves (hybrid sharding); divides dp. Default: dp. Smaller: less
+    traffic between nodes, more memory."""
+    reduce: Literal["microbatch", "step"] | None = None
+    """Reduce gradients per microbatch (a rank keeps its shard) or step. Default: step; with zero >= 2 microbatch."""
+    offload: bool = False
+    """CPU offload of the optimizer: update, state, master weights; with zero = 3 also of weights and gradients."""
+    offload_directory: str | None = Field(default=None, min_length=1, description="the path of a folder on a fast disk")
+    """Folder of memory-mapped files for the offloaded memory, which may exceed the RAM; with zero = 3 for the optimizer
+    state only. Default: none, host memory."""
+    bucket_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
+    """Size of a gradient bucket: the message of one reduction. Default: 25 MiB, or 4 MiB per replica if more."""
+    tp_across_nodes: bool = False
+    """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
+
+    @property
+    def known_dp(self) -> int | None:
+        """dp, or None while it depends on the number of ranks."""
+        return None if self.dp == "auto" or self.dp == -1 else self.dp
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        """Degrees (pp, dp, tp) of a resolved configuration, as :class:`~meshwright.mesh.grid.Grid` takes them."""
+        assert self.known_dp is not None, "resolve the configuration first"
+        return self.pp, self.known_dp, self.tp
+
+
+class Pipeline(Section):
+    """Pipeline schedule, the partition into stages, and activation checkpointing."""
+
+    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"] = "1f1b"
+    """Pipeline schedule; `docs/schedules.md` compares them."""
+    schedule_file: str | None = Field(default=None, description="the path of a schedule as text")
+    """Schedule as a text file, instead of ``schedule``. Default: none."""
+    interleave: Count | None = None
+    """Stages per pipeline rank. Default: 2 for the schedules that need several, otherwise 1."""
+    balance: Literal["time", "parameters", "layers"] | list[Count] = "time"
+    """Measure that balances the stages; or the number of layers of each stage, first to last."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing (recompute) of nothing, of modules that the model lists (selective), or of layers."""
+    recompute_layers: list[str] = Field(default_factory=lambda: ["*"])
+    """Name patterns of the layers to recompute, such as ``block1?``."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages per pipeline rank, with the schedule's default."""
+        several = ("interleaved_1f1b", "zb_v", "v_half", "v_min")
+        return self.interleave or (2 if self.schedule in several else 1)

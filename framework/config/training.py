@@ -1,0 +1,123 @@
+"""Sections of the configuration that describe training, saving, checks, tracking and launching, with the defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat
+
+from meshwright.config.bounds import Count, Length, Share, Steps
+from meshwright.config.sections import Section
+
+
+class Optimizer(Section):
+    """Optimizer, gradient clipping and learning-rate schedule."""
+
+    name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
+    """Optimizer. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead of 8."""
+    learning_rate: PositiveFloat = 3e-4
+    """Highest learning rate, reached after the warm-up."""
+    min_learning_rate: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of the decay."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Decay of the learning rate after the warm-up; wsd is warmup-stable-decay."""
+    warmup_steps: Steps = 0
+    """First steps, in which the learning rate rises linearly."""
+    decay_steps: Steps = 0
+    """Last steps, in which the learning rate falls; wsd only."""
+    decay_until: Steps = 0
+    """Step at which the decay ends, before or after the last one; 0: the last. Later steps have min_learning_rate."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    """Betas of AdamW."""
+    eps: PositiveFloat = 1e-8
+    """Epsilon of AdamW."""
+    block_size: int = Field(default=256, ge=8, le=10**6, multiple_of=8)
+    """Elements per scale in adamw8bit. A matrix whose rows it does not divide stays in 32 bits."""
+    momentum: Share = 0.9
+    """Momentum of SGD; 0: SGD has no state."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Weight decay of matrices. Parameters with one dimension (biases, norms) are never decayed."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Bound on the global gradient norm; 0 turns clipping off."""
+
+
+class Train(Section):
+    """Length of training, precision, device and validation."""
+
+    steps: Length = 100
+    """Optimizer steps of the run."""
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    """Precision of the computation; with bfloat16 the master weights stay in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the ranks. auto: GPUs if torch sees one, else the CPU."""
+    compile: bool = False
+    """Apply torch.compile to each layer on its own."""
+    validate_every: Steps = 0
+    """Steps between validations; 0: only after the last step, if there is validation data."""
+    validate_steps: Length = 8
+    """Global batches in one validation."""
+    callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
+    """Functions ``module:function`` that take the parts of a rank and return an observer; docs/python.md."""
+
+
+class Checkpoint(Section):
+    """Times of saving. Resuming needs no key: the same command again continues the run."""
+
+    every: Steps = 0
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_last: Length = 2
+    """Newest checkpoints to keep; older ones are deleted."""
+    keep_every: Steps = 0
+    """Checkpoints of steps that this number divides are never deleted; 0: only the newest are kept."""
+    asynchronous: bool = True
+    """Write checkpoints while training continues; a step blocks only for the copy of its shards to host memory."""
+    on_failure: Literal["warn", "fail"] = "warn"
+    """If a checkpoint cannot be written (a full disk): warn and continue, or end the run. The last always ends it."""
+
+
+class Watch(Section):
+    """Checks during a run, and their consequences."""
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """Reaction to a NaN/Inf loss or gradient: end the run and name the origin (stop), or leave the step out (skip)."""
+    most_skipped: Length = 3
+    """Maximal number of consecutive skipped steps; one more ends the run."""
+    drift_every: Steps = 100
+    """Steps between comparisons of values that several ranks replicate; 0: never. Each checkpoint compares them too."""
+
+
+class Tracking(Section):
+    """Outputs of metrics. ``metrics.jsonl`` is always written and is the reference."""
+
+    log_every: Length = 1
+    """Steps between lines on the console; ``metrics.jsonl`` has every step."""
+    console: bool = True
+    """Print the metrics of rank 0."""
+    wandb: Literal["auto", "online", "offline", "off"] = "off"
+    """Weights & Biases. auto: online with an API key and a network, otherwise offline."""
+    project: str = "meshwright"
+    """Project in Weights & Biases."""
+    sinks: tuple[Annotated[str, Field(pattern=r"^([\w.]+:\w+|tensorboard)$")], ...] = ()
+    """More sinks: tensorboard, or functions ``module:function`` (config, directory) -> sink; docs/python.md."""
+    trace_step: Steps = 5
+    """Step after each start to record for `meshwright draw RUN`; the last step if there are fewer. 0: none."""
+    stragglers_every: Steps = 20
+    """Steps between reports of stragglers: the slow rank, link or gradient reduction, if there is one. 0: never."""
+
+
+class Launch(Section):
+    """Local ranks that ``meshwright train`` starts when no launcher has started it."""
+
+    processes: Count | Literal["auto"] = "auto"
+    """Number of local ranks. auto: dp x pp x tp; with dp = "auto" one per device (on CPU pp x tp)."""
+    devices: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = ""
+    """GPUs: "2,0" gives local rank 0 the first, by nvidia-smi or position in CUDA_VISIBLE_DEVICES. "": all, by bus."""
+    threads: Annotated[int, Field(gt=0, le=1024)] = 1
+    """Threads of one rank on CPU (OMP_NUM_THREADS)."""
+    timeout_s: Annotated[float, Field(gt=0, le=10**8)] = 600.0
+    """Longest time without progress on a rank, before the run ends with a report of the ranks that wait for each other.
+    Saving, a validation batch and a first step that compiles count as well."""
+    cluster: str = Field(default="", description="the path of a TOML file, in the form of a run's links.toml")
+    """Expected performance of the cluster, with which `meshwright doctor` compares its measurements. "": none."""
+    max_restarts: Annotated[int, Field(ge=0, le=10**6)] = 0
+    """Restarts of a failed run from its newest checkpoint. torchrun and srun have their own options."""
