@@ -13,13 +13,12 @@ OTHER = {
     "multi-latent-attention": "multi-latent attention",
     "mtp-num-layers": "multi-token prediction",
     "squared-relu": "squared ReLU",
-    "qk-layernorm": "norms of q and k",
-    "add-qkv-bias": "biases on q, k and v only",
     "hybrid-override-pattern": "layers of several kinds",
     "heterogeneous-layers-config-path": "layers of several kinds",
     "apply-residual-connection-post-layernorm": "residuals taken after the norm",
     "rotary-seq-len-interpolation-factor": "interpolated positions",
-    "window-size": "a sliding window",
+    "window-attn-skip-freq": "a sliding window in some layers only",
+    "qk-l2-norm": "an L2 norm of q and k without weights",
     "relative-attention-num-buckets": "relative positions",
     "encoder-num-layers": "an encoder in Megatron-LM's form",
     "spec": "custom layers",
@@ -50,9 +49,6 @@ def model(draft: Draft) -> int:
         )
     layers = draft.count("num-layers", 1, maximum=MAX_LAYERS)
     hidden, heads = draft.count("hidden-size", 1), draft.count("num-attention-heads", 1)
-    channels = draft.optional_count("kv-channels")
-    if channels is not None and channels * heads != hidden:
-        raise draft.unsupported_model("kv-channels", f"head size {channels}, not {hidden} / {heads}")
     is_llama = _is_llama(draft)
     if is_llama:
         draft.put("model.builder", "meshwright.models.llama:build", "rotary positions, RMSNorm, SwiGLU, no biases")
@@ -76,9 +72,50 @@ def model(draft: Draft) -> int:
     draft.put("model.options.norm_eps", draft.number("norm-epsilon", 1e-5))
     draft.put("model.options.tied", not draft.boolean("untie-embeddings-and-output-weights"))
     _dropout(draft)
+    _attention(draft, hidden, heads, is_llama=is_llama)
     if is_llama:
         _positions(draft)
     return layers
+
+
+def _attention(draft: Draft, hidden: int, heads: int, *, is_llama: bool) -> None:
+    """Translate the flags of the attention beyond its head counts: options of Llama, which GPT-2 lacks.
+
+    Megatron-LM's norm of q and k is of the kind of ``--normalization`` with ``--norm-epsilon``, over one head, as here.
+    """
+    channels = draft.optional_count("kv-channels")
+    if channels is not None and channels * heads != hidden:
+        if not is_llama:
+            raise draft.unsupported_model(
+                "kv-channels", f"GPT-2 layers and head size {channels}, not {hidden} / {heads}"
+            )
+        draft.put("model.options.head_dim", channels)
+    if draft.boolean("qk-layernorm"):
+        if not is_llama:
+            raise draft.unsupported_model("qk-layernorm", "GPT-2 layers and norms of q and k")
+        draft.put("model.options.qk_norm", True, "--qk-layernorm, an RMSNorm as --normalization says")
+    if draft.boolean("add-qkv-bias") and is_llama:
+        draft.put("model.options.qkv_bias", True)
+    window = _window(draft)
+    if window is not None:
+        if not is_llama:
+            raise draft.unsupported_model("window-size", "GPT-2 layers and a sliding window")
+        draft.put("model.options.sliding_window", window, "--window-size counts the tokens before, and not itself")
+
+
+def _window(draft: Draft) -> int | None:
+    """Return the number of tokens that a token attends to, itself included; None: all before it.
+
+    Raises:
+        ConfigError: the window is not one of tokens before.
+    """
+    written = draft.value("window-size")
+    if written is None:
+        return None
+    numbers = re.findall(r"-?\d+", str(written))
+    if len(numbers) != 2 or int(numbers[1]) not in (0, -1) or int(numbers[0]) < -1:
+        raise draft.unsupported_model("window-size", "a sliding window other than (tokens before, 0)")
+    return None if numbers[0] == "-1" else int(numbers[0]) + 1
 
 
 def _is_llama(draft: Draft) -> bool:

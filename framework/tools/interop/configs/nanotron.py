@@ -26,8 +26,6 @@ FACTORY = "optimizer.optimizer_factory"
 RATE = "optimizer.learning_rate_scheduler"
 SCHEDULES = {"1f1b": "1f1b", "afab": "gpipe"}
 NOT_LLAMA = {
-    "attention_bias": "biases of q, k and v",
-    "sliding_window_size": "a sliding window",
     "no_rope_layer": "layers without positions",
     "moe_config": "mixture of experts",
     "rope_seq_len_interpolation_factor": "interpolated positions",
@@ -132,6 +130,7 @@ def _model(draft: Draft) -> None:
     draft.put("model.options.rope_theta", draft.number(f"{CONFIG}.rope_theta", 10000.0))
     draft.put("model.options.norm_eps", draft.number(f"{CONFIG}.rms_norm_eps", 1e-6))
     draft.put("model.options.tied", draft.boolean(f"{CONFIG}.tie_word_embeddings"))
+    _attention(draft, is_qwen=f"{CONFIG}.is_qwen2_config" in kinds)
     if not draft.boolean(f"{CONFIG}.z_loss_enabled"):
         draft.skip(f"{CONFIG}.z_loss*")
     else:
@@ -141,6 +140,22 @@ def _model(draft: Draft) -> None:
         draft.skip(f"{CONFIG}.flex_attention_mask")
         draft.put("data.document_boundaries", True, "separates documents in attention, and here in the labels too")
     _positions(draft)
+
+
+def _attention(draft: Draft, *, is_qwen: bool) -> None:
+    """Translate biases and the window. Its kernels differ by one token: the default one counts the token itself."""
+    bias, window = f"{CONFIG}.attention_bias", draft.optional_count(f"{CONFIG}.sliding_window_size")
+    if draft.boolean(bias):
+        if not is_qwen:
+            raise draft.unsupported_model(bias, "biases in nanotron's Llama, which has none")
+        draft.put("model.options.qkv_bias", True)
+    if window is not None:
+        kernel = draft.text(f"{CONFIG}._attn_implementation", "flash_attention_2")
+        if not is_qwen or kernel != "flash_attention_2" or not draft.boolean(f"{CONFIG}._use_qkv_packed", True):
+            raise draft.unsupported_model(
+                f"{CONFIG}.sliding_window_size", "a sliding window outside of flash_attention_2 with packed q, k, v"
+            )
+        draft.put("model.options.sliding_window", window)
 
 
 def _positions(draft: Draft) -> None:
