@@ -10,10 +10,12 @@ Shapes: B samples, S tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,20 +26,54 @@ RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight")
 """Projections that end a residual branch, 2 per block."""
 
 
-def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02) -> None:
+RESIDUAL_INITS = ("num_layers", "layer_index", "none")
+
+
+class InitialWeights(NamedTuple):
+    """Options of :func:`initialise`."""
+
+    std: float = 0.02
+    residual: str = "num_layers"
+    """Divisor of ``std`` for the projections that end a residual branch, of L layers and in layer l from 1:
+
+    ``num_layers`` sqrt(2 L), as in GPT-2, Megatron-LM and nanotron; ``layer_index`` sqrt(2 l), as torchtitan's
+    ``depth_init``; ``none`` 1.
+    """
+
+    def check(self) -> None:
+        """Raise ValueError for options without a meaning."""
+        if self.std <= 0:
+            raise ValueError(f"init_std={self.std} must be positive")
+        if self.residual not in RESIDUAL_INITS:
+            raise ValueError(f"residual_init={self.residual!r} must be one of {', '.join(RESIDUAL_INITS)}")
+
+
+def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02, residual: str = "num_layers") -> None:
     """Initialise one full parameter in place from torch's default generator, as a function of its name and shape only.
 
     Matrices: N(0, std). Projections that end a residual branch: N(0, std / sqrt(2 L)), so that the sum over 2 L
-    branches keeps the variance of one (GPT-2 paper, section 2.3). Biases 0; norm weights, the only other vectors, 1.
+    branches keeps the variance of one (GPT-2 paper, section 2.3), or as ``residual`` says. Biases 0; norm weights, the
+    only other vectors, 1.
     """
     if name.endswith(".bias"):
         nn.init.zeros_(tensor)
     elif tensor.dim() == 1:
         nn.init.ones_(tensor)
     elif any(fnmatchcase(name, pattern) for pattern in RESIDUAL_WEIGHTS):
-        nn.init.normal_(tensor, std=std / math.sqrt(2 * num_layers))
+        nn.init.normal_(tensor, std=std / _residual_divisor(name, num_layers, residual))
     else:
         nn.init.normal_(tensor, std=std)
+
+
+def _residual_divisor(name: str, num_layers: int, residual: str) -> float:
+    """Return the divisor of :class:`InitialWeights` for a weight of ``block<i>``."""
+    if residual == "none":
+        return 1.0
+    if residual == "num_layers":
+        return math.sqrt(2 * num_layers)
+    block = re.match(r"block(\d+)\.", name)
+    assert block is not None, name
+    return math.sqrt(2 * (int(block[1]) + 1))
 
 
 def assemble(
@@ -190,19 +226,21 @@ def assemble_decoder(
     *,
     tied: bool,
     sharding_plan: dict[str, str],
-    attention_units: int,
-    mlp_units: int,
+    units: tuple[int, int],
+    initial: InitialWeights,
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
-    ``attention_units`` and ``mlp_units`` are the indivisible units of the split linears, see ``models/__init__.py``.
+    ``units``: indivisible units of the split linears of attention and of mlp, see ``models/__init__.py``.
     """
+    initial.check()
+    attention_units, mlp_units = units
     head = nn.Linear(embedding.tokens.embedding_dim, embedding.tokens.num_embeddings, bias=False)
     numbered = {f"block{i}": block for i, block in enumerate(blocks)}
     split = [pattern for pattern, kind in sharding_plan.items() if kind in ("column", "row")]
     return assemble(
         {"embedding": embedding, **numbered, "norm": norm, "head": head},
-        initialise=partial(initialise, num_layers=len(blocks)),
+        initialise=partial(initialise, num_layers=len(blocks), **initial._asdict()),
         sharding_plan=sharding_plan,
         divisible={pattern: mlp_units if ".mlp." in pattern else attention_units for pattern in split},
         tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],

@@ -16,6 +16,7 @@ from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
     Block,
     Embedding,
+    InitialWeights,
     LastLayerNorm,
     assemble_decoder,
     check_positive,
@@ -56,6 +57,8 @@ def build(
     tied: bool = True,
     ffn_size: int | None = None,
     norm_eps: float = 1e-5,
+    init_std: float = 0.02,
+    residual_init: str = "num_layers",  # "layer_index" or "none": see InitialWeights in models/blocks.py
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -90,6 +93,6 @@ def build(
         LastLayerNorm(hidden_size, eps=norm_eps),
         tied=tied,
         sharding_plan=dict(SHARDING_PLAN),
-        attention_units=num_heads,
-        mlp_units=ffn_size,
+        units=(num_heads, ffn_size),
+        initial=InitialWeights(init_std, residual_init),
     )

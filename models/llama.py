@@ -27,6 +27,7 @@ from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
     Block,
     Embedding,
+    InitialWeights,
     LastRMSNorm,
     assemble_decoder,
     check_positive,
@@ -42,6 +43,13 @@ SHARDING_PLAN = {
     "block*.mlp.down": "row",
     "head": "vocab",
 }
+
+
+POSITIVE = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "max_sequence_length"),
+    *("rope_theta", "rope_scaling_factor", "head_dim", "sliding_window"),
+)
+"""Options that must be positive."""
 
 
 class RopeScaling(NamedTuple):
@@ -174,24 +182,15 @@ def build(
     mlp_bias: bool = False,  # of both feed-forward projections
     qk_norm: bool = False,  # an RMSNorm on the queries and keys of each head
     sliding_window: int | None = None,  # tokens that each token attends to, itself included; None: all before it
+    init_std: float = 0.02,
+    residual_init: str = "num_layers",  # "layer_index" or "none": see InitialWeights in models/blocks.py
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
     tp must divide ``num_kv_heads``. Raises ValueError if the sizes do not fit each other.
     """
-    check_positive(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        ffn_size=ffn_size,
-        max_sequence_length=max_sequence_length,
-        rope_theta=rope_theta,
-        rope_scaling_factor=rope_scaling_factor,
-        head_dim=head_dim,
-        sliding_window=sliding_window,
-    )
+    options = dict(locals())
+    check_positive(**{name: options[name] for name in POSITIVE})
     shape = _attention_shape(hidden_size, num_heads, num_kv_heads, head_dim, sliding_window)
     scaling = RopeScaling(rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length)
     frequencies = rope_frequencies(shape.head_dim, rope_theta, scaling)
@@ -209,6 +208,6 @@ def build(
         LastRMSNorm(hidden_size, eps=norm_eps),
         tied=tied,
         sharding_plan=SHARDING_PLAN | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {}),
-        attention_units=num_kv_heads,
-        mlp_units=num_blocks,
+        units=(num_kv_heads, num_blocks),
+        initial=InitialWeights(init_std, residual_init),
     )

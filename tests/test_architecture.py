@@ -78,8 +78,8 @@ LARGE_FILES = {
 }
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
-    "models/gpt2.py:build": 9,
-    "models/llama.py:build": 21,
+    "models/gpt2.py:build": 11,
+    "models/llama.py:build": 23,
     "models/t5.py:build": 15,
 }
 CORE_LINES, FRAMEWORK_LINES = 12_000, 48_000
