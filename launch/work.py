@@ -28,7 +28,7 @@ from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
-from meshwright.tracking.observer import Records, find_sinks, open_tracker
+from meshwright.tracking.observer import Records, find_sinks, has_perplexity, loss_unit, open_tracker
 from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
@@ -153,10 +153,9 @@ def observe(
 
 def describe_validation(parts: Parts, validation_loss: float) -> str:
     """Return the validation loss and, where the corpus has token counts, the unigram baseline beside it."""
-    unit = parts.blueprint.example.unit[:-1]
-    text = f"validation loss  {validation_loss:.4f} nats per {unit}"
+    text = f"validation loss  {validation_loss:.4f} {loss_unit(parts.blueprint)}"
     nats = unigram_nats(parts.validation)
-    if nats is not None:
+    if nats is not None and has_perplexity(parts.blueprint):
         text += f"\nunigram entropy  {nats:.4f}, of the same text: the unigram baseline"
     return text
 

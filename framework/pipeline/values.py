@@ -84,6 +84,12 @@ class MetaMicrobatch(NamedTuple):
         """Unit of ``tokens_per_sample``: "tokens" or "labels"."""
         return "tokens" if any(_is_whole(leaf) for leaf in tree_leaves(self.inputs)) else "labels"
 
+    @property
+    def has_token_labels(self) -> bool:
+        """True if the labels are tokens: integers, one for each integer of an input."""
+        inputs = [leaf.shape for leaf in tree_leaves(self.inputs) if _is_whole(leaf)]
+        return _is_whole(self.labels) and self.labels.shape in inputs
+
     def cast(self, dtype: torch.dtype) -> MetaMicrobatch:
         """Cast floating-point tensors to the training dtype, since images come in the precision of the weights."""
         return MetaMicrobatch(cast_floats(self.inputs, dtype), cast_floats(self.labels, dtype))

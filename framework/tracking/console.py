@@ -10,7 +10,7 @@ from rich.text import Text
 
 from meshwright.terminal.format import format_count, format_duration, format_gib
 from meshwright.terminal.output import visible
-from meshwright.tracking.record import StepRecord, perplexity
+from meshwright.tracking.record import StepRecord
 
 SMOOTHING = 0.9
 """Weight of earlier steps in the running mean of the step time, which gives the remaining time."""
@@ -26,9 +26,11 @@ def step_line(record: StepRecord, total_steps: int, left_s: float, unit: str = "
 
 def validation_line(record: StepRecord) -> str:
     """Format the validation of a record as one line. The record must have one."""
-    loss = record.validation_loss
-    assert loss is not None
-    return f"validation at step {record.step}: loss {loss:.4f}, perplexity {perplexity(loss):.4g}"
+    assert record.validation_loss is not None
+    text = f"validation at step {record.step}: loss {record.validation_loss:.4f}"
+    if record.validation_perplexity is not None:
+        text += f", perplexity {record.validation_perplexity:.4g}"
+    return text
 
 
 def _numbers(record: StepRecord, unit: str) -> list[str]:

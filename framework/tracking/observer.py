@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from meshwright.blueprint import batch_numbers
+from meshwright.blueprint import Blueprint, batch_numbers
 from meshwright.config import RunConfig
 from meshwright.config.functions import find_function
 from meshwright.errors import ConfigError
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.tracking.console import ConsoleSink
 from meshwright.tracking.jsonl import JsonlSink
-from meshwright.tracking.record import StepRecord
+from meshwright.tracking.record import StepRecord, perplexity
 from meshwright.tracking.tracker import Sink, Tracker
 from meshwright.tracking.wandb import WandbSink
 
@@ -73,12 +73,24 @@ class Records(Observer):
         self._tracker.write(record(parts, event))
 
 
+def has_perplexity(blueprint: Blueprint) -> bool:
+    """Return whether ``exp(loss)`` is a perplexity: the loss is the cross-entropy that is built in, over tokens."""
+    return blueprint.model.loss is None and blueprint.example.has_token_labels
+
+
+def loss_unit(blueprint: Blueprint) -> str:
+    """Return the unit of the loss: nats for the cross-entropy that is built in, none for a ``model.loss``."""
+    if blueprint.model.loss is not None:
+        return "per label, of model.loss"
+    return "nats per token" if blueprint.example.has_token_labels else "nats per label"
+
+
 def record(parts: Parts, event: StepEvent) -> StepRecord:
     """Return the record of a step."""
     config, world_size, stats = parts.config, parts.mesh.grid.size, event.stats
     flops_per_s = parts.blueprint.flops_per_step / event.step_s / world_size
     peak = peak_flops(parts.mesh.device, config.train.dtype)
-    straggler = event.straggler
+    straggler, loss = event.straggler, event.validation_loss
     return StepRecord(
         step=parts.state.step,
         samples_seen=parts.state.samples_seen,
@@ -94,7 +106,8 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         mfu=flops_per_s / peak if peak else None,
         bubble_share=stats.bubble_share,
         memory_bytes=parts.mesh.peak_memory_bytes(),
-        validation_loss=event.validation_loss,
+        validation_loss=loss,
+        validation_perplexity=perplexity(loss) if loss is not None and has_perplexity(parts.blueprint) else None,
         skipped=stats.skipped,
         restarts=parts.restarts,
         save_s=event.save_s,

@@ -34,7 +34,7 @@ class StepRecord:
     tokens: int
     """Tokens trained on since the run began, over all replicas."""
     loss: float
-    """Mean loss over the tokens of the global batch, in nats."""
+    """Mean loss over the labels of the global batch; in nats for a cross-entropy."""
     grad_norm: float
     """L2 norm of the whole model's gradient, before clipping."""
     learning_rate: float
@@ -53,7 +53,7 @@ class StepRecord:
     bubble_share: float | None = None
     """Pipeline bubble: share of the step, 0..1, that pipeline ranks were idle."""
     validation_loss: float | None = None
-    """Mean loss over the validation tokens in nats, with the weights after this step."""
+    """Mean loss over the validation labels, with the weights after this step."""
     skipped: bool = False
     """True if loss or gradient contained NaN/Inf and the weights are unchanged by this step."""
     restarts: int = 0
@@ -66,6 +66,8 @@ class StepRecord:
     """Rank of the straggler; for a slow link its sender."""
     straggler_share: float | None = None
     """Share of a step, 0..1, that the straggler made other ranks wait; 0 without a straggler."""
+    validation_perplexity: float | None = None
+    """``exp(validation_loss)``; None if the loss is no cross-entropy over tokens."""
 
 
 def perplexity(loss: float) -> float:
@@ -77,7 +79,7 @@ def perplexity(loss: float) -> float:
 
 
 METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
-    "train/loss": lambda r: r.loss,  # nats/token
+    "train/loss": lambda r: r.loss,  # nats/token for a cross-entropy
     "train/grad_norm": lambda r: r.grad_norm,
     "train/lr": lambda r: r.learning_rate,
     "train/tokens": lambda r: r.tokens,
@@ -96,8 +98,8 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
     "perf/straggler_rank": lambda r: r.straggler_rank,
     "perf/straggler_share": lambda r: r.straggler_share,
     "memory/peak_gib": lambda r: r.memory_bytes / GIB,
-    "validation/loss": lambda r: r.validation_loss,  # nats/token
-    "validation/perplexity": lambda r: None if r.validation_loss is None else perplexity(r.validation_loss),
+    "validation/loss": lambda r: r.validation_loss,
+    "validation/perplexity": lambda r: r.validation_perplexity,
 }
 """Public name of each metric -> its value in a record."""
 
@@ -163,4 +165,5 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
         straggler=str(content["perf/straggler"]) if "perf/straggler" in content else None,
         straggler_rank=int(content["perf/straggler_rank"]) if "perf/straggler_rank" in content else None,
         straggler_share=optional("perf/straggler_share"),
+        validation_perplexity=optional("validation/perplexity"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 
@@ -34,21 +35,30 @@ def test_plain_lines_every_log_every_steps(log, record) -> None:
 
 
 def test_a_validation_is_told_whether_or_not_its_step_is(log, record) -> None:
-    run(ConsoleSink(100, log_every=10, console=log), [record(1), record(2), record(3, validation_loss=2.0)])
+    run(
+        ConsoleSink(100, log_every=10, console=log),
+        [record(1), record(2), record(3, validation_loss=2.0, validation_perplexity=7.389)],
+    )
     assert log.file.getvalue().splitlines()[1:] == ["validation at step 3: loss 2.0000, perplexity 7.389"]
 
 
 def test_non_finite_numbers_are_shown_as_they_are(log, record) -> None:
-    broken = record(1, loss=math.nan, grad_norm=math.inf, tokens_per_s=math.nan, step_s=math.inf, validation_loss=1e9)
+    broken = record(1, loss=math.nan, grad_norm=math.inf, tokens_per_s=math.nan, step_s=math.inf)
+    broken = dataclasses.replace(broken, validation_loss=1e9, validation_perplexity=math.inf)
     run(ConsoleSink(2, console=log), [broken])
     line, validation = log.file.getvalue().splitlines()
     assert "loss nan" in line and "grad norm inf" in line and "-:-- left" in line
     assert validation.endswith("perplexity inf")
 
 
+def test_a_loss_that_is_no_cross_entropy_has_no_perplexity(log, record) -> None:
+    run(ConsoleSink(2, console=log), [record(1, validation_loss=2.0)])
+    assert log.file.getvalue().splitlines()[1:] == ["validation at step 1: loss 2.0000"]
+
+
 def test_the_bar_fits_eighty_columns_and_validations_stay_above(record) -> None:
     terminal = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None, legacy_windows=False)
-    run(ConsoleSink(20, console=terminal), [record(19), record(20, validation_loss=2.0)])
+    run(ConsoleSink(20, console=terminal), [record(19), record(20, validation_loss=2.0, validation_perplexity=7.389)])
     text = terminal.file.getvalue()
     last = text.rsplit("validation at step 20: loss 2.0000, perplexity 7.389", 1)[1]
     assert "step 20/20" in last and "100 %" in last

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.tracking.record import METRICS, StepRecord, from_json, metrics, to_json
+from meshwright.tracking.record import METRICS, StepRecord, from_json, metrics, perplexity, to_json
 
 NAMES = [
     "train/loss",
@@ -44,6 +44,7 @@ whole = st.integers(min_value=0, max_value=2**62)
 
 def test_names_are_the_ones_people_know(record) -> None:
     measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "validation_loss": 2.0, "save_s": 1.5}
+    measured["validation_perplexity"] = perplexity(2.0)
     whole_record = record(3, skipped=True, restarts=1, **measured, **STRAGGLER)
     found = metrics(whole_record)
     assert list(found) == NAMES == list(METRICS)
@@ -60,7 +61,8 @@ def test_names_are_the_ones_people_know(record) -> None:
 
 def test_every_field_reaches_a_metric(record) -> None:
     """A field that no metric reads would be measured for nobody."""
-    plain = record(3, tflops_per_device=0.5, mfu=0.25, bubble_share=0.125, validation_loss=2.0, save_s=1.5, **STRAGGLER)
+    measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "save_s": 1.5}
+    plain = record(3, validation_loss=2.0, validation_perplexity=7.0, **measured, **STRAGGLER)
     assert from_json(to_json(plain)) == plain
     for field in dataclasses.fields(StepRecord):
         value = getattr(plain, field.name)
@@ -98,7 +100,11 @@ def test_a_line_is_strict_json(record, loss, written) -> None:
 
 
 def test_perplexity_of_a_huge_loss_is_infinite(record) -> None:
-    assert metrics(record(1, validation_loss=1e6))["validation/perplexity"] == math.inf
+    assert perplexity(1e6) == math.inf
+
+
+def test_a_validation_loss_that_is_no_cross_entropy_has_no_perplexity(record) -> None:
+    assert "validation/perplexity" not in metrics(record(1, validation_loss=2.0))
 
 
 @pytest.mark.parametrize("line", ['{"step": 1', "7", "{}", '{"step": 1, "train/loss": null}', "", "[" * 100_000])

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model on text: loss, perplexity and bits per byte, the same on every layout.
+"""Evaluation of a trained model: loss, of tokens also perplexity and bits per byte, the same on every layout.
 
     checkpoint -> stages of this layout -> forward over the validation set, once, in order -> sums over all ranks
 
@@ -32,6 +32,7 @@ from meshwright.terminal.output import print_lines, tell
 from meshwright.tools.inference.corpora import check_tokenizer, count_text
 from meshwright.tools.inference.load import ModelLocation, open_inference_mesh, open_trained
 from meshwright.tracking.jsonl import read_records
+from meshwright.tracking.observer import has_perplexity, loss_unit
 from meshwright.tracking.record import encode_number, perplexity
 
 PROGRESS_EVERY_S = 10.0
@@ -40,7 +41,7 @@ PROGRESS_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Result of an evaluation. Losses are in nats."""
+    """Result of an evaluation."""
 
     checkpoint: str
     step: int
@@ -52,9 +53,12 @@ class EvaluationResult:
     tokens: int
     """Number of labels that count; the loss is their mean."""
     loss: float
-    perplexity: float
+    loss_unit: str
+    """Nats for a cross-entropy; a model's own loss has a unit of its own."""
+    perplexity: float | None
+    """None, as are bits per byte and the unigram baseline, if the loss is no cross-entropy over tokens."""
     bytes: int | None
-    """Bytes of text that these tokens stand for; None if unknown."""
+    """Bytes of text for which these tokens stand; None if unknown."""
     bits_per_byte: float | None
     unigram_entropy: float | None
     """Unigram baseline: nats per token of the same text under token frequencies alone."""
@@ -68,9 +72,10 @@ class EvaluationResult:
         lines = [
             f"checkpoint     {self.checkpoint}, step {self.step}, on {self.layout} in {self.dtype}",
             f"data           {self.data}: {self.samples:,} samples, {self.tokens:,} tokens",
-            f"loss           {self.loss:.4f} nats per token",
-            f"perplexity     {self.perplexity:,.4g}",
+            f"loss           {self.loss:.4f} {self.loss_unit}",
         ]
+        if self.perplexity is not None:
+            lines.append(f"perplexity     {self.perplexity:,.4g}")
         if self.bits_per_byte is not None:
             lines.append(f"bits per byte  {self.bits_per_byte:.4f}, of {self.bytes:,} bytes of text")
         if self.unigram_entropy is not None:
@@ -136,7 +141,8 @@ class EvaluationJob:
         first = total_loss(forward, source, itertools.islice(numbers, min(logged, batches)))
         rest = total_loss(forward, source, numbers)
         total = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
-        text = count_text(source, config, batches) if mesh.rank == 0 else None
+        has_tokens = has_perplexity(forward.blueprint)
+        text = count_text(source, config, batches) if mesh.rank == 0 and has_tokens else None
         assert text is None or text.tokens == total.num_tokens, (text, total)
         loss = total.loss_sum / max(total.num_tokens, 1)
         grid = mesh.grid
@@ -149,10 +155,11 @@ class EvaluationJob:
             samples=min(source.num_samples, batches * batch_numbers(config).global_batch),
             tokens=total.num_tokens,
             loss=loss,
-            perplexity=perplexity(loss),
+            loss_unit=loss_unit(forward.blueprint),
+            perplexity=perplexity(loss) if has_tokens else None,
             bytes=text.bytes if text else None,
             bits_per_byte=total.loss_sum / math.log(2) / text.bytes if text and text.bytes else None,
-            unigram_entropy=unigram_nats(source) if self.steps is None else None,
+            unigram_entropy=unigram_nats(source) if self.steps is None and has_tokens else None,
             while_training={
                 "loss": first.loss_sum / max(first.num_tokens, 1),
                 "batches": logged,

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from meshwright.terminal.format import format_duration
 from meshwright.tools.page.chart import Curve, Mark, Point, Quantity, chart
-from meshwright.tools.report.loss_curve import SMOOTHED_FROM, running_mean, smoothing_reach
+from meshwright.tools.report.loss_curve import SMOOTHED_FROM, loss_unit, running_mean, smoothing_reach
 from meshwright.tools.report.run import RunContents
 from meshwright.tracking.record import GIB, StepRecord
 
@@ -26,8 +26,8 @@ class Recorded(NamedTuple):
     of: Callable[[StepRecord], float | None]
 
 
-LOSS = Recorded(Quantity("Loss", "nats per token"), lambda record: record.loss)
-VALIDATION = Recorded(Quantity("Validation loss", "nats per token"), lambda record: record.validation_loss)
+LOSS = Recorded(Quantity("Loss"), lambda record: record.loss)
+VALIDATION = Recorded(Quantity("Validation loss"), lambda record: record.validation_loss)
 NORM = Recorded(
     Quantity("Gradient norm", "L2, before clipping", from_zero=True, may_be_log=True), lambda record: record.grad_norm
 )
@@ -57,7 +57,7 @@ def of_run(run: RunContents) -> list[Markup]:
     """Build the charts of a run: loss first, then every other recorded quantity."""
     marks = list(marks_of(run))
     levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
-    charts = [chart(LOSS.quantity, loss_curves(run), marks=marks, levels=levels)]
+    charts = [chart(LOSS.quantity._replace(unit=loss_unit(run.records)), loss_curves(run), marks=marks, levels=levels)]
     for each in RECORDED:
         curves = [Curve(each.quantity.title.lower(), points(run.records, each)), *repeated_curves(run, each)]
         charts.append(chart(each.quantity, curves, marks=marks, legend=False))
@@ -123,6 +123,8 @@ def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list
             curves.append(Curve(name, smoothed(curve) if is_long else curve, index, look))
         is_smooth = recorded is LOSS and any(len(run.records) >= SMOOTHED_FROM for run in runs)
         title, unit, *scale = recorded.quantity
+        if recorded in (LOSS, VALIDATION):
+            unit = ", ".join({loss_unit(run.records): None for run in runs if run.records})
         shown = Quantity(f"{title} by {x_name}", unit + (", running mean" if is_smooth else ""), *scale)
         charts.append(chart(shown, curves, x_name=x_name))
     return [drawn for drawn in charts if drawn]

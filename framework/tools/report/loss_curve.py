@@ -64,6 +64,12 @@ def loss_curve(metrics_jsonl: Path, png: Path, unigram_entropy: float | None = N
         figure.savefig(file)
 
 
+def loss_unit(records: Sequence[StepRecord]) -> str:
+    """Return the unit of the loss: nats if a validation has a perplexity, as for a cross-entropy over tokens."""
+    has_perplexity = any(record.validation_perplexity is not None for record in records)
+    return "nats per token" if has_perplexity else "mean over the labels"
+
+
 def smoothing_reach(values: Sequence[object]) -> int:
     """Return the number of neighbours on each side in the running mean of a curve."""
     return len(values) // 60
@@ -106,7 +112,7 @@ def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: floa
         label = f"unigram entropy of the corpus ({unigram_entropy:.3f})"
         axes.axhline(unigram_entropy, color=GREY, ls=(0, (5, 4)), lw=1.4, label=label)
     axes.set_title("Loss", loc="left", color=INK, fontsize=15, fontweight="bold")
-    axes.set_ylabel("loss (nats per token)", color=INK, fontsize=12)
+    axes.set_ylabel(f"loss ({loss_unit(records)})", color=INK, fontsize=12)
     axes.set_xlabel(f"step ({_tokens(records[-1].tokens)} tokens in all)", color=INK, fontsize=12)
     axes.legend(fontsize=11, frameon=False, loc="upper right")
     _style_axes(axes, labels=11)
