@@ -32,15 +32,18 @@ def import_config(options: argparse.Namespace, overrides: list[str]) -> int:
     path, out = options.file, options.out
     if out is not None and out.exists() and not options.replace:
         raise ConfigError("MW-LAUNCH-007", f"--out {out} exists: name another file, or add --replace")
-    converted = convert_file(path, getattr(options, "from"), overrides, options.ranks)
-    _check_schedule(converted.config, path)
+    without = {key.lstrip("-") for key in options.without}
+    converted = convert_file(path, getattr(options, "from"), overrides, options.ranks, without)
+    if not any(key.startswith(("parallel.", "batch.", "pipeline.")) for key in converted.open):
+        _check_schedule(converted.config, path)
     text, report = file_text(converted, path.name), format_report(converted)
     if out is None:
         put(text, end="")
         tell(report)
     else:
         write_out(out, text)
-        put(f"{report}\n\nwritten: {out}; next: `meshwright stages {out}`, `meshwright dryrun {out}`")
+        after = f"set {', '.join(converted.open)} in it, then " if converted.open else ""
+        put(f"{report}\n\nwritten: {out}; next: {after}`meshwright stages {out}`, `meshwright dryrun {out}`")
     return 0
 
 

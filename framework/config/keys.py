@@ -22,6 +22,15 @@ from meshwright.errors import ConfigError
 
 Path = tuple[str, ...]
 """A key, split at its dots."""
+OPEN_VALUE = "SET-ME"
+"""Value that stands for one to be set by the user; no configuration with it is accepted."""
+
+
+def find_open(value: Any, path: Path) -> list[Path]:
+    """Return the paths of a value, or of values in a table, that are still to be set by the user."""
+    if isinstance(value, dict):
+        return [found for name, inner in value.items() for found in find_open(inner, (*path, str(name)))]
+    return [path] if value == OPEN_VALUE else []
 
 
 def split(dotted: str) -> Path:

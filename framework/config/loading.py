@@ -31,6 +31,7 @@ from meshwright.config.keys import (
     choices,
     describe_allowed,
     find_hint,
+    find_open,
     format_value,
     nearest_section,
     nearest_value,
@@ -96,6 +97,11 @@ class Arranged:
         if key == ("parallel", "zero") and isinstance(value, str) and fold(value) in SHARDING:
             self.notes.append(_line(given, f" is zero = {SHARDING[fold(value)]} here"))
             value = SHARDING[fold(value)]
+        to_set = [".".join(name) for name in find_open(value, path) if name == path or name not in self.given]
+        for name in to_set:
+            self.refuse("MW-CONFIG-058", f"{given.place}: {name} is still to be set: there, or as --{name}=VALUE", key)
+        if to_set:
+            return
         if value is MissingValue.FLAG:
             self.refuse("MW-CONFIG-017", _line(given, f" needs a value: {describe_allowed(key)}"), key)
         elif isinstance(value, bool) and len(path) == 2 and not accepts_type(key, bool):

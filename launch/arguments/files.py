@@ -165,17 +165,24 @@ def config(added: Added) -> None:
         "import",
         "configs:import_config",
         "convert a configuration of torchtitan, nanotron or Megatron-LM",
-        "Reads torchtitan's TOML (job_config), nanotron's YAML, and Megatron-LM's flags, plain or in a shell script "
-        "(which is not run). Prints all decisions, and each key that was not carried over, with the reason. "
-        "meshwright's keys on the command line win over the file. Without --out the file goes to stdout.",
+        "Reads torchtitan's TOML and JSON, nanotron's YAML, Megatron-Bridge's run_config.yaml, Megatron-LM's flags, "
+        "plain, in a model_config.yaml, or in a shell script (which is not run). Prints all decisions, each value that "
+        "is left to be set, and each key that was not carried over, with the reason. A key that changes the training "
+        "and has no counterpart is an error. meshwright's keys on the command line win over the file. Without --out "
+        "the file goes to stdout.",
         "meshwright config import llama3_8b.toml --from torchtitan --ranks 64 --out configs/imported.toml",
         takes_overrides=True,
     )
-    imported.add_argument("file", metavar="FILE", type=Path, help="a .toml, a .yaml, or a script or list of flags")
+    imported.add_argument(
+        "file", metavar="FILE", type=Path, help="a .toml, .json or .yaml, or a script or list of flags"
+    )
     imported.add_argument(
         "--from",
-        choices=("torchtitan", "nanotron", "megatron"),
-        help="source framework (default: by the suffix of FILE)",
+        choices=("torchtitan", "nanotron", "megatron", "bridge"),
+        help="source framework (default: by the suffix and the sections of FILE)",
+    )
+    imported.add_argument(
+        "--without", action="append", default=[], metavar="KEY", help="key of FILE to leave out instead of refusing it"
     )
     imported.add_argument("--ranks", type=count, metavar="N", help="ranks of the whole job, if the file lacks dp")
     imported.add_argument("--out", type=Path, metavar="FILE", help="TOML file to write (default: stdout)")

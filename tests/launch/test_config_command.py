@@ -30,13 +30,15 @@ def test_a_file_is_written_with_its_account(theirs: Path, tmp_path: Path, capsys
         "read as nanotron's: ",
         "not carried over: set by hand",
         "tokenizer.tokenizer_name_or_path",
-        f"written: {out}; next: `meshwright stages {out}`",
+        f"written: {out}; next: set data.train in it, then `meshwright stages {out}`",
     ):
         assert part in shown.out
     text = out.read_text()
-    assert load(out).run.name == "mine" and text.startswith("# From theirs.yaml, read as nanotron's")
+    assert load(out, ["--data.train=x"]).run.name == "mine" and text.startswith(
+        "# From theirs.yaml, read as nanotron's"
+    )
     assert "#   tokenizer.tokenizer_name_or_path" in text
-    assert main(["mesh", str(out)]) == 0 and "pp 2 x dp 2 x tp 2 = 8 ranks" in capsys.readouterr().out
+    assert main(["mesh", str(out), "--data.train=x"]) == 0 and "pp 2 x dp 2 x tp 2 = 8 ranks" in capsys.readouterr().out
 
 
 def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +46,7 @@ def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytes
     shown = capsys.readouterr()
     again = theirs.with_name("again.toml")
     again.write_text(shown.out)
-    assert load(again).parallel.pp == 2 and "read as nanotron's" in shown.err
+    assert load(again, ["--data.train=x"]).parallel.pp == 2 and "read as nanotron's" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytes
     [
         (["nowhere.toml"], "nowhere.toml: no such file"),
         (["{theirs}", "--out", "{theirs}"], "exists: name another file, or add --replace"),
-        (["{theirs}", "--from", "torchtitan"], "theirs.yaml: not valid TOML"),
+        (["{theirs}", "--from", "torchtitan"], "theirs.yaml: a file of nanotron, not of torchtitan: leave --from out"),
         (["{theirs}", "--parallel.tpp=2"], "did you mean parallel.tp"),
         (["{theirs}", "--ranks", "7"], "--ranks 7, but the file's dp x pp x tp is 8"),
         (["{theirs}", "--pipeline.schedule=zb_v", "--train.compile"], "cannot be run here: the schedule zb_v"),

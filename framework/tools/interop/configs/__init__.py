@@ -2,7 +2,8 @@
 
 from meshwright.tools.interop.configs.account import file_text, format_report
 from meshwright.tools.interop.configs.convert import ImportedConfig, convert_file, detect_framework
-from meshwright.tools.interop.configs.translation import Draft, DroppedKey, DropReason
+from meshwright.tools.interop.configs.source_keys import DroppedKey, DropReason
+from meshwright.tools.interop.configs.translation import Draft
 
 __all__ = [
     "Draft",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from meshwright.config import to_toml
+from meshwright.config.keys import OPEN_VALUE, toml_name, toml_value
 from meshwright.tools.interop.configs.convert import NAMES, ImportedConfig
-from meshwright.tools.interop.configs.translation import DroppedKey, DropReason
+from meshwright.tools.interop.configs.source_keys import DroppedKey, DropReason
 
 WIDTH = 118
 ORDER = (DropReason.BY_HAND, DropReason.DIFFERS, DropReason.NONE)
@@ -20,6 +21,10 @@ def format_report(imported: ImportedConfig) -> str:
     name = NAMES[imported.framework]
     kept = imported.num_keys - len(dropped)
     lines = [f"read as {name}'s: {imported.num_keys} keys, {kept} of them carried over or not needed"]
+    if imported.open:
+        lines += ["", f'to be set before training: "{OPEN_VALUE}" in the file', *_wrapped(_marks(imported.open))]
+    if imported.guessed:
+        lines += ["", "guessed, marked on its line in the file", *_wrapped(_marks(imported.guessed))]
     if imported.decided:
         lines += ["", "decided", *_wrapped(imported.decided)]
     if imported.assumed:
@@ -35,9 +40,48 @@ def format_report(imported: ImportedConfig) -> str:
 
 
 def file_text(imported: ImportedConfig, source: str) -> str:
-    """Format the configuration as a TOML file that opens with the report in comments."""
+    """Format the configuration as a TOML file that opens with the report in comments.
+
+    The file can be read back, but is refused until every open key is set.
+    """
     comments = "\n".join(f"# {line}".rstrip() for line in f"From {source}, {format_report(imported)}".splitlines())
-    return f"{comments}\n\n{to_toml(imported.config)}"
+    tree = imported.config.model_dump(exclude_defaults=True, exclude_none=True)
+    whole = imported.config.model_dump()
+    for dotted in (*imported.guessed, *imported.open):
+        *tables, name = dotted.split(".")
+        table, values = tree, whole
+        for part in tables:
+            table, values = table.setdefault(part, {}), values[part]
+        table[name] = OPEN_VALUE if dotted in imported.open else values[name]
+    ordered = {section: tree[section] for section in whole if section in tree}
+    return f"{comments}\n\n{_toml(ordered, imported)}"
+
+
+def _toml(tree: Mapping[str, Mapping[str, Any]], imported: ImportedConfig) -> str:
+    """Format sections as TOML; open and guessed values have the reason on their line."""
+    parts: list[str] = []
+    for section, table in tree.items():
+        inner = {f"{section}.{name}": value for name, value in table.items() if value and isinstance(value, dict)}
+        own = {name: value for name, value in table.items() if f"{section}.{name}" not in inner}
+        for heading, rows in {section: own, **inner}.items():
+            lines = [_row(heading, name, value, imported) for name, value in rows.items() if value is not None]
+            parts += ["\n".join([f"[{heading}]", *lines, ""])] if lines else []
+    return "\n".join(parts)
+
+
+def _row(heading: str, name: str, value: Any, imported: ImportedConfig) -> str:
+    key = f"{heading}.{name}"
+    reason = "".join(
+        filter(str.isprintable, " ".join((imported.open.get(key) or imported.guessed.get(key, "")).split()))
+    )
+    comment = f"  # GUESSED: {reason}" if reason and key in imported.guessed else f"  # SET: {reason}" if reason else ""
+    return f"{toml_name(name)} = {toml_value(value)}{comment}"
+
+
+def _marks(marks: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each distinct reason, with all keys that share it."""
+    for reason in dict.fromkeys(marks.values()):
+        yield f"{', '.join(key for key in marks if marks[key] == reason)}: {reason}"
 
 
 def _lines(dropped: list[DroppedKey]) -> Iterator[str]:

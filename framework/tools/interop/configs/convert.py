@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.config import RunConfig, given_keys, load_saved, resolve
-from meshwright.config.keys import SECTIONS, split
+from meshwright.config.keys import SECTIONS
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs import megatron, nanotron, torchtitan
-from meshwright.tools.interop.configs.readers import read_text, read_toml, read_yaml
+from meshwright.tools.interop.configs import bridge, megatron, nanotron, torchtitan, torchtitan_dump
+from meshwright.tools.interop.configs.readers import items_of, read_document, read_text
+from meshwright.tools.interop.configs.recognise import OF_TORCHTITAN, recognise
 from meshwright.tools.interop.configs.shell import read_script
+from meshwright.tools.interop.configs.source_keys import DroppedKey, SourceKey
 from meshwright.tools.interop.configs.torchtitan_keys import MOVED
-from meshwright.tools.interop.configs.translation import Draft, DroppedKey, SourceKey
+from meshwright.tools.interop.configs.translation import Draft
 
-SUFFIXES = {".toml": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron"}
+SUFFIXES = {".toml": "torchtitan", ".json": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron"}
 TRANSLATE: dict[str, Callable[[Draft, int | None], None]] = {
     "torchtitan": torchtitan.translate,
     "nanotron": nanotron.translate,
     "megatron": megatron.translate,
+    "bridge": bridge.translate,
 }
-NAMES = {"torchtitan": "torchtitan", "nanotron": "nanotron", "megatron": "Megatron-LM"}
+NAMES = {
+    "torchtitan": "torchtitan",
+    "nanotron": "nanotron",
+    "megatron": "Megatron-LM",
+    "bridge": "Megatron-Bridge",
+}
+TORCHTITAN = OF_TORCHTITAN | {"model", "optimizer", "metrics", "checkpoint", "compile", "comm", "validation", "debug"}
+"""Sections of torchtitan's TOML files; a file without any of them is not torchtitan's."""
 
 
 class ImportedConfig(NamedTuple):
     """Result of an import: the configuration, and an account of the file's keys."""
 
     config: RunConfig
+    """The configuration, with stand-ins for the keys in ``open``."""
     framework: str
-    """Source framework: ``torchtitan``, ``nanotron`` or ``megatron``."""
+    """Source framework, a key of ``NAMES``."""
     num_keys: int
     """Number of keys in the file."""
     decided: list[str]
     assumed: list[str]
     """Keys missing from the file, with the defaults of their framework."""
     dropped: list[DroppedKey]
+    open: dict[str, str]
+    """Dotted meshwright key that the file does not give, and that has to be set -> the reason."""
+    guessed: dict[str, str]
+    """Dotted meshwright key with a guessed value -> the reason."""
 
 
 def detect_framework(path: Path) -> str:
@@ -48,57 +63,100 @@ def detect_framework(path: Path) -> str:
         raise ConfigError(
             "MW-INTEROP-001",
             f"{path}: a Python file: torchtitan's config_registry (since February 2026) is code, "
-            f"which meshwright does not run; give an older TOML file, or copy its values into a copy of "
-            f"configs/llama3-8b.toml",
+            f"which meshwright does not run; start torchtitan once with --debug.save_config_file config.json, and "
+            f"import the JSON file that it writes",
         )
     return SUFFIXES.get(path.suffix, "megatron")
 
 
 def convert_file(
-    path: Path, framework: str | None = None, overrides: Sequence[str] = (), ranks: int | None = None
+    path: Path,
+    framework: str | None = None,
+    overrides: Sequence[str] = (),
+    ranks: int | None = None,
+    without: Collection[str] = (),
 ) -> ImportedConfig:
     """Import a configuration file of another framework.
 
     Args:
         path: the file.
-        framework: a key of ``TRANSLATE``; None: detected by the suffix.
+        framework: a key of ``TRANSLATE``; None: detected by suffix and content.
         overrides: meshwright keys that replace the imported ones, in command-line form.
         ranks: number of ranks of the whole job, if the file does not fix it.
+        without: keys of the file that would be refused, and are left out instead.
 
     Raises:
-        ConfigError: the file cannot be read, names an unsupported model, or gives an invalid configuration.
+        ConfigError: the file cannot be read, names an unsupported model or option, or gives an invalid configuration.
     """
-    framework = framework or detect_framework(path)
-    items = _read(path, framework)
+    framework, items = _read(path, framework)
     if not items:
         raise ConfigError("MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}")
     given = given_keys(overrides)
-    own_model = ("model", "builder") in given
-    draft = Draft(items, NAMES[framework], own_model=own_model)
-    TRANSLATE[framework](draft, ranks)
+    draft = Draft(items, NAMES[framework], own_model=("model", "builder") in given, without=without)
+    _translate(draft, TRANSLATE[framework], ranks)
     draft.tree.setdefault("run.name", Draft.run_name(path.stem))
     place = f"{path}, read as {NAMES[framework]}'s"
-    if own_model:
+    overridden = {".".join(key) for key in given}
+    if draft.own_model:
         draft.tree = {key: value for key, value in draft.tree.items() if not key.startswith("model.")}
+        overridden |= {key for key in (*draft.open, *draft.guessed) if key.startswith("model.")}
     config = load_saved(draft.nested(), overrides, place)
     _check(config, place)
-    overridden = {".".join(key) for key in given}
-    decided = [line for line in draft.decided if line.partition(" = ")[0] not in overridden]
-    return ImportedConfig(config, framework, len(items), decided, draft.assumed, draft.dropped)
+    decided = [line for line in draft.decided if line.partition(" = ")[0] not in overridden | draft.open.keys()]
+    missing, guessed = (
+        {key: reason for key, reason in marks.items() if key not in overridden} for marks in (draft.open, draft.guessed)
+    )
+    return ImportedConfig(config, framework, len(items), decided, draft.assumed, draft.dropped, missing, guessed)
 
 
-def _read(path: Path, framework: str) -> dict[str, SourceKey]:
+def _translate(draft: Draft, translate: Callable[[Draft, int | None], None], ranks: int | None) -> None:
+    """Translate a file.
+
+    Raises:
+        ConfigError: lists all refused keys, and the first value that could not be translated.
+    """
+    problems: list[ConfigError] = []
+    try:
+        translate(draft, ranks)
+    except ConfigError as error:
+        problems = list(error.problems)
+    refused = [*draft.refused, *problems]
+    if refused:
+        raise ConfigError.join(refused)
+
+
+def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]:
+    """Read a file and return its framework and items.
+
+    Raises:
+        ConfigError: the file cannot be read, or belongs to a program without an import.
+    """
+    by_suffix = detect_framework(path)
     text = read_text(path)
-    if framework == "torchtitan":
-        items = read_toml(path, text)
-        sections = {split(key)[0] for key in items}
-        if sections <= SECTIONS.keys() and {"run", "batch", "train"} & sections:
-            raise ConfigError("MW-INTEROP-003", f"{path}: is already a configuration of meshwright: nothing to import")
-        return {MOVED.get(key, key): item for key, item in items.items()}
+    if (framework or by_suffix) == "megatron" and path.suffix not in SUFFIXES:
+        return "megatron", read_script(path, text)
+    document, lines = read_document(path, text)
+    sections = document.keys()
+    if path.suffix == ".toml" and sections <= SECTIONS.keys() and {"run", "batch", "train"} & sections:
+        raise ConfigError("MW-INTEROP-003", f"{path}: is already a configuration of meshwright: nothing to import")
+    found = None if path.suffix == ".toml" and not sections & TORCHTITAN else recognise(path, document)
+    if framework is not None and found not in (None, framework):
+        raise ConfigError(
+            "MW-INTEROP-094", f"{path}: a file of {NAMES[found]}, not of {NAMES[framework]}: leave --from out"
+        )
+    framework = framework or found or by_suffix
+    if path.suffix == ".toml" and not sections & TORCHTITAN:
+        return framework, {}
+    if framework == "megatron":
+        return framework, megatron.functional_test_items(items_of(path, document, lines))
+    items = items_of(path, document, lines)
+    if framework == "bridge":
+        return framework, bridge.as_flags(items)
     if framework == "nanotron":
-        items = read_yaml(path, text)
-        return {nanotron.canonical(key): item for key, item in items.items()}
-    return read_script(path, text)
+        return framework, {nanotron.canonical(key): item for key, item in items.items()}
+    if "model_spec" in sections:
+        items = torchtitan_dump.as_job_config(document, items)
+    return framework, {MOVED.get(key, key): item for key, item in items.items()}
 
 
 def _check(config: RunConfig, place: str) -> None:

@@ -5,23 +5,45 @@ Source of their meaning and defaults: ``megatron/training/arguments.py``, versio
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.megatron_keys import INDEXED_CORPUS, REST
+from meshwright.tools.interop.configs.megatron_data import data
+from meshwright.tools.interop.configs.megatron_keys import FEEDS, REFUSED, REST
 from meshwright.tools.interop.configs.megatron_model import MAX_LAYERS, model
 from meshwright.tools.interop.configs.megatron_optimizer import learning_rate, optimizer
 from meshwright.tools.interop.configs.shell import LAUNCHER
-from meshwright.tools.interop.configs.translation import Draft, DropReason
+from meshwright.tools.interop.configs.source_keys import DropReason, DropRule, SourceKey, is_off
+from meshwright.tools.interop.configs.translation import Draft
 
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 FSDP = ("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2")
 
 
-def translate(draft: Draft, ranks: int | None) -> None:
+def functional_test_items(items: Mapping[str, SourceKey]) -> dict[str, SourceKey]:
+    """Return the flags in ``MODEL_ARGS`` of a ``model_config.yaml``, the form of Megatron-LM's functional tests.
+
+    True is a flag alone. A flag with the value False is left out, as in the command line made of the file.
+    """
+    flags: dict[str, SourceKey] = {}
+    for key, item in items.items():
+        section, _, flag = key.partition(".")
+        if section != "MODEL_ARGS" or item.value is False:
+            continue
+        value = item.value if isinstance(item.value, bool | list) or item.value is None else str(item.value)
+        words = value.split() if isinstance(value, str) and flag.endswith(("data-path", "rampup-batch-size")) else value
+        value = words[0] if isinstance(words, list) and len(words) == 1 else words
+        flags[flag.lstrip("-").replace("_", "-")] = SourceKey(flag, value, item.place)
+    return flags
+
+
+def translate(draft: Draft, ranks: int | None, more: Sequence[DropRule] = ()) -> None:
     """Translate all flags.
 
     Args:
         draft: the flags; receives the meshwright keys.
         ranks: number of ranks of the whole job; None: as the launcher in the script starts.
+        more: rows for keys without a translation, before those of Megatron-LM.
 
     Raises:
         ConfigError: Megatron-LM does not accept a value, or meshwright has no such model.
@@ -32,9 +54,22 @@ def translate(draft: Draft, ranks: int | None) -> None:
     _recompute(draft, num_layers)
     samples = _batch(draft)
     optimizer(draft, learning_rate(draft, samples))
-    _data(draft)
+    data(draft)
     _services(draft)
-    draft.drop_rest(REST)
+    for name, why in REFUSED.items():
+        if draft.has(name) and not is_off(draft.value(name)):
+            draft.refuse(name, why)
+    _leave_open(draft)
+    draft.drop_rest((*more, *REST))
+
+
+def _leave_open(draft: Draft) -> None:
+    """Leave the meshwright keys open that follow from flags with an undefined variable."""
+    for name in draft.unset:
+        key, reason = FEEDS.get(name), draft.why_missing(name)
+        if key is not None and not (draft.own_model and key.startswith("model.")):
+            draft.leave_open(key, draft.tree.get(key), reason)
+        draft.drop(name, DropReason.BY_HAND, f"{f'{key}: ' if key else ''}the file does not define this variable")
 
 
 def _ranks(draft: Draft) -> int | None:
@@ -55,7 +90,7 @@ def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
     draft.put("parallel.pp", pp)
     dp: int | None = None
     replica = tp * pp * context
-    if size is None:
+    if size is None or {"tensor-model-parallel-size", "pipeline-model-parallel-size"} & draft.unset.keys():
         draft.put("parallel.dp", "auto", "fills the ranks; --ranks N fixes it")
     elif not size or size % replica:
         draft.decide(
@@ -69,6 +104,8 @@ def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
     if draft.boolean("sequence-parallel"):
         if tp > 1:
             draft.put("parallel.sequence", True)
+        elif "tensor-model-parallel-size" in draft.unset:
+            draft.drop("sequence-parallel", DropReason.BY_HAND, "parallel.sequence = true, with parallel.tp above 1")
         else:
             draft.drop("sequence-parallel", DropReason.NEEDLESS, "tp is 1")
     _zero(draft, dp)
@@ -174,7 +211,7 @@ def _batch(draft: Draft) -> int | None:
     micro = draft.optional_count("micro-batch-size") or draft.optional_count("batch-size")
     if micro is None:
         micro = 1
-        draft.put("batch.micro_batch_size", 1, "set by hand: the file has no --micro-batch-size")
+        draft.guess("batch.micro_batch_size", micro, draft.why_missing("micro-batch-size"))
     draft.put("batch.micro_batch_size", micro)
     total = draft.optional_count("global-batch-size")
     if total is not None:
@@ -182,79 +219,13 @@ def _batch(draft: Draft) -> int | None:
         return total
     draft.put("batch.chunks", 1, "without --global-batch-size Megatron-LM takes micro_batch_size x dp")
     dp = draft.tree.get("parallel.dp")
+    if {"global-batch-size", "micro-batch-size"} & draft.unset.keys():
+        return None
     return micro * dp if isinstance(dp, int) else None
 
 
-def _data(draft: Draft) -> None:
-    length = draft.optional_count("seq-length") or draft.optional_count("encoder-seq-length")
-    if length is None:
-        raise ConfigError(
-            "MW-INTEROP-007",
-            "the file has no --seq-length: it does not hold Megatron-LM's flags, or not all of them",
-        )
-    draft.put("data.sequence_length", length)
-    name = "data-path" if draft.has("data-path") else "train-data-path"
-    train, valid = _corpora(draft.value(name)), _corpora(draft.value("valid-data-path"))
-    draft.put("data.train", train or "runs/data/corpus/train")
-    if not train:
-        draft.drop(name, DropReason.BY_HAND, INDEXED_CORPUS)
-    if isinstance(valid, str):
-        draft.put("data.validation", valid)
-        draft.put("train.validate_every", draft.integer("eval-interval", 1000) or 0)
-        draft.put("train.validate_steps", draft.count("eval-iters", 100))
-    else:
-        draft.drop("valid-data-path", DropReason.BY_HAND, "data.validation, the path of one .bin/.idx pair")
-    _documents(draft)
-
-
-def _documents(draft: Draft) -> None:
-    """Translate the flags on document boundaries: positions, attention and labels across them."""
-    resets = ("reset-position-ids", "reset-attention-mask")
-    are_reset, masked = [draft.boolean(name) for name in resets], draft.boolean("eod-mask-loss")
-    if all(are_reset) and not draft.own_model:
-        reason = "positions and attention restart at each document"
-        reason += "" if masked else "; its first token is no label either"
-        draft.put("data.document_boundaries", True, reason)
-        return
-    for name in resets:
-        draft.drop(
-            name, DropReason.BY_HAND, "data.document_boundaries separates attention, positions and labels, all three"
-        )
-    if masked:
-        draft.put("data.eod_mask_loss", True)
-
-
-def _corpora(value: object) -> str | list[dict[str, object]] | None:
-    """Parse a data path: one path, or several ``{path, weight}``; None if it is missing or of another form."""
-    words = value if isinstance(value, list) else [value]
-    if len(words) == 1:
-        return str(words[0]) if _is_path(words[0]) else None
-    weights, paths = [_weight(word) for word in words[::2]], words[1::2]
-    if len(words) % 2 or not all(weights) or not all(map(_is_path, paths)):
-        return None
-    if len(paths) == 1:
-        return str(paths[0])
-    return [{"path": path, "weight": weight} for path, weight in zip(paths, weights, strict=True)]
-
-
-def _weight(word: object) -> float | None:
-    """Parse a finite number above 0; None if it is none."""
-    try:
-        weight = float(str(word))
-    except ValueError:
-        return None
-    return weight if 0 < weight < float("inf") else None
-
-
-def _is_path(value: object) -> bool:
-    return isinstance(value, str) and "$" not in value and "<" not in value and value != "MOCK"
-
-
 def _services(draft: Draft) -> None:
-    if str(draft.items["seed"].value if "seed" in draft.items else "").startswith("$"):
-        draft.drop("seed", DropReason.BY_HAND, "run.seed")
-    else:
-        draft.put("run.seed", draft.integer("seed", 1234))
+    draft.put("run.seed", draft.integer("seed", 1234))
     draft.put("tracking.log_every", draft.count("log-interval", 100))
     every = draft.optional_count("save-interval") or draft.optional_count("persistent-save-interval")
     if every is not None:
@@ -263,9 +234,9 @@ def _services(draft: Draft) -> None:
     minutes = draft.number("distributed-timeout-minutes")
     draft.put("launch.timeout_s", None if minutes is None else 60 * minutes)
     project, name = draft.text("wandb-project"), draft.text("wandb-exp-name")
-    if project and _is_path(project):
+    if project:
         draft.put("tracking.project", project)
         draft.put("tracking.wandb", "auto")
-    if name and _is_path(name):
+    if name:
         draft.put("run.name", draft.run_name(name))
     draft.put("watch.drift_every", draft.integer("check-weight-hash-across-dp-replicas-interval"))

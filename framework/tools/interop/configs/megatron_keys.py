@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.tools.interop.configs.shell import LAUNCHER
-from meshwright.tools.interop.configs.translation import (
+from meshwright.tools.interop.configs.source_keys import (
     BALANCE,
     METRICS,
     PRETRAINED,
@@ -32,6 +32,7 @@ NEEDLESS = """
 REST = (
     DropRule(f"{LAUNCHER}*", DropReason.NEEDLESS),
     DropRule("skipped.*", DropReason.BY_HAND, "inside a branch, loop or function of the script that is not evaluated"),
+    DropRule("undefined.*", DropReason.BY_HAND, "the file does not define this variable, nor the flags in it"),
     DropRule("fp8*", DropReason.NONE, "no float8"),
     DropRule("fp4*", DropReason.NONE, "no float4"),
     DropRule("fp16*", DropReason.NONE, "float16, which needs loss scaling, is not supported"),
@@ -43,22 +44,8 @@ REST = (
         "no context parallelism",
     ),
     DropRule("expert-*", DropReason.NONE, "no expert parallelism"),
-    DropRule("moe-*", DropReason.NONE, "no mixture of experts"),
-    DropRule(
-        "*rampup-batch-size step-batch-size-schedule",
-        DropReason.NONE,
-        "the batch size is fixed; start a second run with a larger one from the first run's checkpoint",
-    ),
-    DropRule("decoupled-*", DropReason.NONE, "one learning rate for all weights"),
-    DropRule(
-        "start-weight-decay end-weight-decay weight-decay-incr-style", DropReason.NONE, "the weight decay is constant"
-    ),
-    DropRule("lr-warmup-init", DropReason.DIFFERS, "warm-up starts at 1/warmup_steps of the peak rate"),
-    DropRule(
-        "init-method-std init-method-xavier-uniform",
-        DropReason.DIFFERS,
-        "weights are initialised with std 0.02, less in each residual branch's last layer",
-    ),
+    DropRule("moe-*", DropReason.NEEDLESS, "without --num-experts"),
+    DropRule("lr-warmup-init", DropReason.NEEDLESS),
     DropRule("split", DropReason.BY_HAND, "data.validation, the path of a separate .bin/.idx pair"),
     DropRule("*data-path *data-args-path", DropReason.BY_HAND, INDEXED_CORPUS),
     DropRule("mock-data", DropReason.BY_HAND, f"{INDEXED_CORPUS}; `meshwright data stdlib` makes one"),
@@ -66,7 +53,6 @@ REST = (
     DropRule("vocab-extra-ids", DropReason.BY_HAND, "model.options.vocab_size"),
     DropRule("save", DropReason.NEEDLESS, "a run lives in run.directory/run.name; Megatron's checkpoints are not read"),
     DropRule("load", DropReason.NEEDLESS, "the same command resumes; Megatron's checkpoints are not read"),
-    DropRule("pretrained-checkpoint finetune", DropReason.BY_HAND, PRETRAINED),
     DropRule("tensorboard-* *-to-tensorboard", DropReason.NONE, METRICS),
     DropRule("wandb-save-dir", DropReason.NEEDLESS, "RUN/wandb"),
     DropRule("profile* use-pytorch-profiler", DropReason.NONE, TRACING),
@@ -92,3 +78,63 @@ REST = (
     DropRule(f"deterministic-mode {NEEDLESS}", DropReason.NEEDLESS),
 )
 """Rows for all flags without a translation; the first match applies."""
+
+REFUSED = {
+    "rampup-batch-size": "the batch size is fixed here",
+    "step-batch-size-schedule": "the batch size is fixed here",
+    "decoupled-lr": "one learning rate for all weights here",
+    "decoupled-min-lr": "one learning rate for all weights here",
+    "apply-wd-to-qk-layernorm": "norms are never decayed here",
+    "no-weight-decay-cond-type": "biases and norms are never decayed here, everything else is",
+    "head-lr-mult": "one learning rate for all weights here",
+    "fim-data": "documents are not permuted for filling in the middle here",
+    "sft": "the labels of a conversation are not masked here",
+    "perform-rl-step": "no reinforcement learning",
+    "logits-load-dir": "no distillation",
+    "pretrained-checkpoint": PRETRAINED,
+    "finetune": PRETRAINED,
+    "freeze-all-layers": "all weights are trained here",
+    "init-method-xavier-uniform": "weights are drawn from a normal distribution here",
+    "embedding-init-method-std": "the embedding is initialised as other matrices are",
+    "iterations-to-skip": "every step is trained here",
+    "phase-transition-iterations": "one corpus for the whole run here",
+}
+"""Flags that change the training and have no counterpart -> the reason to refuse them."""
+
+FEEDS = {
+    "num-layers": "model.options.num_layers",
+    "hidden-size": "model.options.hidden_size",
+    "ffn-hidden-size": "model.options.ffn_size",
+    "num-attention-heads": "model.options.num_heads",
+    "num-query-groups": "model.options.num_kv_heads",
+    "kv-channels": "model.options.head_dim",
+    "max-position-embeddings": "model.options.max_sequence_length",
+    "norm-epsilon": "model.options.norm_eps",
+    "rotary-base": "model.options.rope_theta",
+    "hidden-dropout": "model.options.dropout",
+    "seq-length": "data.sequence_length",
+    "lr": "optimizer.learning_rate",
+    "vocab-size": "model.options.vocab_size",
+    "train-samples": "train.steps",
+    "train-iters": "train.steps",
+    "micro-batch-size": "batch.micro_batch_size",
+    "global-batch-size": "batch.chunks",
+    "tensor-model-parallel-size": "parallel.tp",
+    "pipeline-model-parallel-size": "parallel.pp",
+    "lr-decay-style": "optimizer.schedule",
+    "lr-decay-iters": "optimizer.decay_until",
+    "lr-decay-samples": "optimizer.decay_until",
+    "lr-wsd-decay-iters": "optimizer.decay_steps",
+    "lr-warmup-iters": "optimizer.warmup_steps",
+    "lr-warmup-samples": "optimizer.warmup_steps",
+    "lr-warmup-fraction": "optimizer.warmup_steps",
+    "min-lr": "optimizer.min_learning_rate",
+    "weight-decay": "optimizer.weight_decay",
+    "clip-grad": "optimizer.clip_norm",
+    "adam-beta1": "optimizer.betas",
+    "adam-beta2": "optimizer.betas",
+    "adam-eps": "optimizer.eps",
+    "optimizer": "optimizer.name",
+    "seed": "run.seed",
+}
+"""Flag -> the meshwright key that follows from it, and is left open while the flag's value is an undefined variable."""

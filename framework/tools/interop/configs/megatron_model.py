@@ -6,41 +6,57 @@ import re
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.shell import PROGRAM
-from meshwright.tools.interop.configs.translation import HALVES, Draft, DropReason
+from meshwright.tools.interop.configs.source_keys import HALVES, MUP, DropReason, DropRule, is_off, is_variable
+from meshwright.tools.interop.configs.translation import Draft
 
 OTHER = {
     "num-experts": "mixture of experts",
     "multi-latent-attention": "multi-latent attention",
     "mtp-num-layers": "multi-token prediction",
     "squared-relu": "squared ReLU",
+    "quick-geglu": "a GELU with gates",
     "hybrid-override-pattern": "layers of several kinds",
+    "hybrid-layer-pattern": "layers of several kinds",
     "heterogeneous-layers-config-path": "layers of several kinds",
+    "heterogeneous-layers-config-encoded-json": "layers of several kinds",
+    "linear-attention-freq": "linear attention",
+    "experimental-attention-variant": "another kind of attention",
+    "attention-output-gate": "a gate after the attention",
+    "softmax-scale": "another scale of the attention's softmax",
     "apply-residual-connection-post-layernorm": "residuals taken after the norm",
-    "rotary-seq-len-interpolation-factor": "interpolated positions",
     "window-attn-skip-freq": "a sliding window in some layers only",
+    "no-rope-freq": "layers without positions",
     "qk-l2-norm": "an L2 norm of q and k without weights",
+    "qk-clip": "clipped logits of the attention",
+    "glu-linear-offset": "an offset in its gates",
+    "activation-func-clamp-value": "clamped activations",
+    "enable-mhc-connections": "several residual streams",
     "relative-attention-num-buckets": "relative positions",
     "encoder-num-layers": "an encoder in Megatron-LM's form",
     "spec": "custom layers",
 }
 """Flags of models that neither builder supports -> the feature, for the error message."""
+MULTIMODAL = """
+    language-model-type vision-* img-h img-w patch-dim pixel-shuffle max-num-tiles use-tiling use-thumbnail
+    use-tile-tags freeze-lm freeze-vit freeze-LM freeze-ViT image-tag-type num-frames disable-vision-class-token
+    add-class-token dataset-config prompt-path audio-* sound-* allow-missing-vision-projection-checkpoint
+    decoder-seq-length
+"""
+"""Patterns of flags of vision and audio models."""
+GPT_PROGRAM = re.compile(r"(pretrain|train|finetune|run)_?(gpt|llama|qwen|mistral)[\w.-]*\.py")
+"""Programs whose model is described by Megatron-LM's flags alone."""
 MAX_LAYERS = 100_000
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary sizes of tokenizers that have only one version."""
 
 
-def model(draft: Draft) -> int:
-    """Translate the model to ``model.builder`` and its options, and return the number of layers.
+def model(draft: Draft) -> int | None:
+    """Translate the model to ``model.builder`` and its options, and return the number of layers; None: not known.
 
     Raises:
         ConfigError: meshwright has no such model; names the flag.
     """
-    program = draft.items.get(PROGRAM)
-    if program is not None and re.search(r"pretrain_(?!gpt)\w+\.py$", program.key):
-        raise draft.unsupported_model(PROGRAM, f"the architecture of {program.key}, only that of pretrain_gpt.py,")
-    for name, what in OTHER.items():
-        if draft.has(name):
-            raise draft.unsupported_model(name, what)
+    _refuse_others(draft)
     missing = [f"--{name}" for name in ("num-layers", "hidden-size", "num-attention-heads") if not draft.has(name)]
     if missing:
         raise ConfigError(
@@ -54,7 +70,7 @@ def model(draft: Draft) -> int:
         draft.put("model.builder", "meshwright.models.llama:build", "rotary positions, RMSNorm, SwiGLU, no biases")
     else:
         draft.put("model.builder", "meshwright.models.gpt2:build", "learned positions, LayerNorm, GELU, biases")
-    draft.put("model.options.vocab_size", _vocabulary(draft, is_llama))
+    _vocabulary(draft, is_llama)
     draft.put("model.options.hidden_size", hidden)
     draft.put("model.options.num_layers", layers)
     draft.put("model.options.num_heads", heads)
@@ -72,10 +88,25 @@ def model(draft: Draft) -> int:
     draft.put("model.options.norm_eps", draft.number("norm-epsilon", 1e-5))
     draft.put("model.options.tied", not draft.boolean("untie-embeddings-and-output-weights"))
     _dropout(draft)
+    std = draft.number("init-method-std", 0.02)
+    draft.put("model.options.init_std", None if std == 0.02 else std)
     _attention(draft, hidden, heads, is_llama=is_llama)
     if is_llama:
         _positions(draft)
-    return layers
+    _follow_unset(draft, is_llama=is_llama)
+    return None if "num-layers" in draft.unset else layers
+
+
+def _follow_unset(draft: Draft, *, is_llama: bool) -> None:
+    """Leave the options open whose default follows from a flag with an undefined variable."""
+    follows = {
+        "hidden-size": ("ffn-hidden-size", "ffn_size"),
+        "seq-length": ("max-position-embeddings", "max_sequence_length"),
+        **({"num-attention-heads": ("num-query-groups", "num_kv_heads")} if is_llama else {}),
+    }
+    for flag, (own, option) in follows.items():
+        if flag in draft.unset and not draft.has(own):
+            draft.leave_open(f"model.options.{option}", 1, draft.why_missing(flag))
 
 
 def _attention(draft: Draft, hidden: int, heads: int, *, is_llama: bool) -> None:
@@ -150,28 +181,55 @@ def _is_llama(draft: Draft) -> bool:
     return rotary
 
 
-def _vocabulary(draft: Draft, is_llama: bool) -> int:
+def _vocabulary(draft: Draft, is_llama: bool) -> None:
+    """Translate the vocabulary: in the file, of a tokenizer with one version, or left open."""
     size = draft.optional_count("vocab-size")
-    if size is not None:
-        return size
     kind = draft.text("tokenizer-type") or ("GPT2BPETokenizer" if draft.has("merge-file") else None)
-    if kind in VOCABULARIES:
-        draft.decide(f"model.options.vocab_size = {VOCABULARIES[kind]}: {kind}'s")
-        return VOCABULARIES[kind]
-    guess = 128256 if is_llama else 50257
-    draft.decide(f"model.options.vocab_size = {guess}: set by hand: Megatron-LM takes it from the tokenizer, {kind}")
-    if draft.has("tokenizer-type"):
+    if size is not None:
+        draft.put("model.options.vocab_size", size)
+    elif kind in VOCABULARIES:
+        draft.put("model.options.vocab_size", VOCABULARIES[kind], f"{kind}'s")
+    else:
+        reason = (
+            f"{draft.why_missing('vocab-size')}; Megatron-LM takes it from its tokenizer{f', {kind}' if kind else ''}"
+        )
+        draft.leave_open("model.options.vocab_size", 128256 if is_llama else 50257, reason)
         draft.drop("tokenizer-type", DropReason.BY_HAND, "model.options.vocab_size")
-    return guess
+
+
+def _refuse_others(draft: Draft) -> None:
+    """Refuse the flags of models that no builder here makes: experts, vision and audio, layers of several kinds.
+
+    Raises:
+        ConfigError: the script starts the training of another model.
+    """
+    program = draft.items.get(PROGRAM)
+    several = DropRule(MULTIMODAL, DropReason.NONE)
+    multimodal = next(
+        (name for name in draft.items if several.matches(name) and not is_off(draft.items[name].value)), None
+    )
+    if multimodal is not None:
+        raise draft.unsupported_model(multimodal, "images, sound or several encoders")
+    name = "" if program is None else program.key.rpartition("/")[2]
+    if name and GPT_PROGRAM.fullmatch(name) is None and not is_variable(name):
+        raise draft.unsupported_model(
+            PROGRAM, f"the architecture of {name}, whose code may add to the flags; only that of pretrain_gpt.py,"
+        )
+    for name, what in OTHER.items():
+        if draft.has(name) and not is_off(draft.value(name)) and str(draft.value(name)) not in ("0", "False", "false"):
+            draft.refused.append(draft.unsupported_model(name, what))
+    if draft.number("rotary-seq-len-interpolation-factor", 1.0) != 1.0:
+        draft.refused.append(draft.unsupported_model("rotary-seq-len-interpolation-factor", "interpolated positions"))
+    if draft.boolean("use-mup"):
+        draft.refuse("use-mup", MUP, final=True)
+    draft.skip("mup-*")  # without effect unless --use-mup is set
 
 
 def _dropout(draft: Draft) -> None:
     hidden, attention = draft.number("hidden-dropout", 0.1), draft.number("attention-dropout", 0.1)
     draft.put("model.options.dropout", hidden)
     if hidden != attention:
-        draft.drop(
-            "attention-dropout", DropReason.DIFFERS, f"one probability everywhere: that of --hidden-dropout, {hidden}"
-        )
+        draft.refuse("attention-dropout", f"one probability everywhere here: that of --hidden-dropout, {hidden}")
 
 
 def _positions(draft: Draft) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.translation import FLOAT16, Draft, DropReason
+from meshwright.tools.interop.configs.source_keys import FLOAT16, DropReason
+from meshwright.tools.interop.configs.translation import Draft
 
 
-def learning_rate(draft: Draft, samples: int | None) -> float:
-    """Translate steps, learning-rate schedule and warm-up, and return the peak learning rate.
+def learning_rate(draft: Draft, samples: int | None) -> float | None:
+    """Translate steps, learning-rate schedule and warm-up, and return the peak learning rate; None: not in the file.
 
     ``samples``: samples per step, for flags that count samples; None: unknown.
     """
@@ -17,6 +18,9 @@ def learning_rate(draft: Draft, samples: int | None) -> float:
         iterations = draft.number(f"{name}-iters")
         by_samples = draft.number(f"{name}-samples")
         if iterations is None and by_samples is not None:
+            if samples is None and draft.unset:
+                draft.unset.setdefault(f"{name}-samples", f"{by_samples:.0f}, with a global batch")
+                return None
             if samples is None:
                 raise ConfigError(
                     "MW-INTEROP-006",
@@ -25,46 +29,53 @@ def learning_rate(draft: Draft, samples: int | None) -> float:
             return by_samples / samples
         return iterations
 
-    steps = int(in_steps("train") or 0)
-    if not steps:
-        steps = 100
-        draft.put("train.steps", steps, "set by hand: the file has neither --train-iters nor --train-samples")
-    draft.put("train.steps", steps)
-    end = in_steps("lr-decay")
-    fraction, warmup = draft.number("lr-warmup-fraction"), in_steps("lr-warmup")
-    if fraction is not None:
+    total, end, warmup = in_steps("train"), in_steps("lr-decay"), in_steps("lr-warmup")
+    fraction = draft.number("lr-warmup-fraction")
+    steps = int(total or max(100, end or 0, warmup or 0))
+    if total:
+        draft.put("train.steps", steps)
+    else:
+        draft.leave_open("train.steps", steps, draft.why_missing("train-iters", "train-samples"))
+    if fraction is not None and (end or total):
         warmup = fraction * (end or steps)
         draft.decide(f"optimizer.warmup_steps = {round(warmup)}: {fraction} of {end or steps:.0f} steps")
-    draft.put("optimizer.warmup_steps", min(round(warmup or 0), steps))
+    elif fraction is not None:
+        draft.leave_open("optimizer.warmup_steps", 0, f"{fraction} of the steps, which are not known")
+    if "optimizer.warmup_steps" not in draft.open:
+        draft.put("optimizer.warmup_steps", min(round(warmup or 0), steps))
+    if draft.number("lr-warmup-init"):
+        draft.refuse("lr-warmup-init", "warm-up starts at 1/warmup_steps of the peak rate")
     rate = draft.number("lr")
     if rate is None:
-        rate = 3e-4
-        draft.put("optimizer.learning_rate", rate, "set by hand: the file has no --lr")
+        draft.leave_open("optimizer.learning_rate", 3e-4, draft.why_missing("lr"))
+    _decay(draft, steps, end, in_steps("lr-wsd-decay"))
+    return rate
+
+
+def _decay(draft: Draft, steps: int, end: float | None, wsd: float | None) -> None:
+    """Translate the form of the decay. ``end``, ``wsd``: step at which it ends, and its length for WSD."""
     style = draft.text("lr-decay-style", "linear") or ""
     low = draft.number("min-lr", 0.0)
-    wsd = in_steps("lr-wsd-decay")
     if style == "constant":
         draft.put("optimizer.schedule", "constant")
-        return rate
+        return
     draft.put("optimizer.min_learning_rate", low)
     if style == "WSD":
         draft.put("optimizer.schedule", "wsd")
         draft.put("optimizer.decay_steps", max(1, round(wsd or 1)))
         shape = draft.text("lr-wsd-decay-style", "exponential")
         if shape != "linear":
-            draft.drop("lr-wsd-decay-style", DropReason.DIFFERS, "the decay of wsd is linear here")
-            draft.decide(f"the decay of wsd is linear; Megatron-LM's is {shape}")
+            draft.refuse("lr-wsd-decay-style", f"the decay of WSD is {shape} there, and linear here")
     elif style in ("cosine", "linear"):
         draft.put("optimizer.schedule", style)
     else:
-        draft.put("optimizer.schedule", "cosine", "the nearest supported one")
-        draft.drop("lr-decay-style", DropReason.NONE, 'optimizer.schedule = "cosine" instead')
+        draft.put("optimizer.schedule", "cosine")
+        draft.refuse("lr-decay-style", "no such decay here, only cosine, linear, wsd and constant")
     if end is not None and round(end) != steps:
         draft.put("optimizer.decay_until", round(end))
-    return rate
 
 
-def optimizer(draft: Draft, rate: float) -> None:
+def optimizer(draft: Draft, rate: float | None) -> None:
     """Translate the optimizer and its dtype. ``rate``: the peak learning rate."""
     draft.put("optimizer.learning_rate", rate)
     name = draft.text("optimizer", "adam")
@@ -72,13 +83,16 @@ def optimizer(draft: Draft, rate: float) -> None:
     if name == "sgd":
         draft.put("optimizer.momentum", draft.number("sgd-momentum", 0.9))
     else:
-        if name != "adam":
-            draft.drop("optimizer", DropReason.NONE, 'optimizer.name = "adamw" instead')
+        if name not in ("adam", "adamw"):
+            draft.refuse("optimizer", "no such optimizer here, only adam (AdamW) and sgd")
         draft.put("optimizer.betas", [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)])
         draft.put("optimizer.eps", draft.number("adam-eps", 1e-8))
     draft.put("optimizer.weight_decay", draft.number("weight-decay", 0.01))
+    if draft.text("weight-decay-incr-style", "constant") != "constant":
+        draft.refuse("weight-decay-incr-style", "the weight decay is constant here")
+    draft.skip("start-weight-decay", "end-weight-decay")
     draft.put("optimizer.clip_norm", draft.number("clip-grad", 1.0))
     low = draft.boolean("bf16") or draft.boolean("fp16")
     if draft.has("fp16"):
-        draft.drop("fp16", DropReason.NONE, FLOAT16)
+        draft.drop("fp16", DropReason.DIFFERS, FLOAT16)
     draft.put("train.dtype", "bfloat16" if low else "float32")

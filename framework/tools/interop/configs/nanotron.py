@@ -7,71 +7,12 @@ from __future__ import annotations
 
 import re
 
+from meshwright.config.keys import format_value
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.translation import (
-    CORPUS,
-    FLOAT16,
-    HALVES,
-    PRETRAINED,
-    TOKENIZER,
-    TRACING,
-    Draft,
-    DropReason,
-    DropRule,
-    is_off,
-)
-
-CONFIG = "model.model_config"
-FACTORY = "optimizer.optimizer_factory"
-RATE = "optimizer.learning_rate_scheduler"
-SCHEDULES = {"1f1b": "1f1b", "afab": "gpipe"}
-NOT_LLAMA = {
-    "no_rope_layer": "layers without positions",
-    "moe_config": "mixture of experts",
-    "rope_seq_len_interpolation_factor": "interpolated positions",
-}
-"""Keys of features that meshwright.models.llama lacks -> the feature; they are accepted if they are off."""
-REST = (
-    DropRule(
-        "checkpoints.resume_checkpoint_path",
-        DropReason.BY_HAND,
-        "the same command resumes; nanotron's checkpoints are not read",
-    ),
-    DropRule("data_stages data.*", DropReason.BY_HAND, CORPUS),
-    DropRule("s3_upload*", DropReason.NONE, "checkpoints stay in the run directory"),
-    DropRule("model.init_method.path", DropReason.BY_HAND, PRETRAINED),
-    DropRule("model.init_method.use_mup", DropReason.NONE, "no muP"),
-    DropRule(
-        "model.init_method.*",
-        DropReason.DIFFERS,
-        "meshwright.models.llama initialises with std 0.02, less in each residual branch's last layer",
-    ),
-    DropRule(
-        "model.make_vocab_size_divisible_by", DropReason.NEEDLESS, "the vocabulary is padded for tp automatically"
-    ),
-    DropRule(f"{CONFIG}.*_token_id", DropReason.NEEDLESS, "the corpus stores its end-of-document token"),
-    DropRule(f"{CONFIG}.z_loss*", DropReason.NONE, "no z-loss"),
-    DropRule(f"{CONFIG}.rope_interleaved", DropReason.DIFFERS, HALVES),
-    DropRule(f"{CONFIG}.flex_attention_mask", DropReason.BY_HAND, "data.document_boundaries separates documents"),
-    DropRule("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are accumulated in float32"),
-    DropRule(
-        "optimizer.weight_decay_exclude_named_params",
-        DropReason.DIFFERS,
-        "biases and norms are never decayed, everything else is",
-    ),
-    DropRule("parallelism.expert_parallel_size", DropReason.NONE, "no expert parallelism"),
-    DropRule("parallelism.context_parallel_size", DropReason.NONE, "no context parallelism"),
-    DropRule("profiler*", DropReason.NONE, TRACING),
-    DropRule("tokenizer.tokenizer_name_or_path", DropReason.BY_HAND, TOKENIZER),
-    DropRule("checkpoints.save_initial_state lighteval* tokens.limit_test_batches", DropReason.NONE),
-    DropRule(
-        f"""checkpoints.* general.* logging.* metrics_logging* {FACTORY}.* parallelism.* tokenizer.*
-        {CONFIG}.initializer_range {CONFIG}.pretraining_tp {CONFIG}.use_cache {CONFIG}._attn_implementation
-        {CONFIG}._fused_* {CONFIG}._use_qkv_packed {CONFIG}.log_attn_probs""",
-        DropReason.NEEDLESS,
-    ),
-)
-"""Rows for all keys without a translation; the first match applies."""
+from meshwright.tools.interop.configs.nanotron_keys import CONFIG, FACTORY, NOT_LLAMA, REST, SCHEDULES
+from meshwright.tools.interop.configs.nanotron_optimizer import optimizer
+from meshwright.tools.interop.configs.source_keys import CORPUS, FLOAT16, MUP, PREPARED, PRETRAINED, DropReason, is_off
+from meshwright.tools.interop.configs.translation import Draft
 
 
 def canonical(key: str) -> str:
@@ -94,10 +35,56 @@ def translate(draft: Draft, ranks: int | None) -> None:
     """
     if not draft.own_model:
         _model(draft)
+        _initial(draft)
     _layout(draft, ranks)
-    _optimizer(draft)
+    optimizer(draft)
     _train(draft)
     draft.drop_rest(REST)
+
+
+def _data(draft: Draft) -> None:
+    """Leave the corpus open, since nanotron's data has another form, and refuse a second stage of it by its name."""
+    stages = draft.value("data_stages")
+    stages = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    draft.leave_open(
+        "data.train",
+        "runs/data/corpus/train",
+        PREPARED.format(f"nanotron reads its own form{_sources(stages[0]) if stages else ''}"),
+    )
+    draft.drop("data_stages", DropReason.BY_HAND, CORPUS)
+    if len(stages) < 2:
+        return
+    names = [
+        f"{stage.get('name', 'a stage')} from step {stage.get('start_training_step', '?')}{_sources(stage)}"
+        for stage in stages
+    ]
+    what = f"one corpus for the whole run here, and the file has {len(stages)} stages: {'; '.join(names)}"
+    draft.refuse("data_stages", f"{what}. Only the first would remain")
+
+
+def _sources(stage: dict[str, object]) -> str:
+    """Return the datasets of a stage for a message."""
+    data = stage.get("data")
+    dataset = data.get("dataset") if isinstance(data, dict) else None
+    names = ("dataset_folder", "hf_dataset_or_datasets", "training_folder")
+    found = [dataset[name] for name in names if dataset.get(name)] if isinstance(dataset, dict) else []
+    return f" ({format_value(found[0])})" if found else ""
+
+
+def _initial(draft: Draft) -> None:
+    """Translate the initial weights: nanotron's ``RandomInit``, or muP's, which are scaled by width."""
+    method = "model.init_method"
+    if draft.boolean(f"{method}.use_mup"):
+        draft.refuse(f"{method}.use_mup", MUP, final=True)
+    if draft.has(f"{method}.path"):
+        draft.refuse(f"{method}.path", PRETRAINED)
+    std = draft.number(f"{method}.std", 0.02)
+    draft.put("model.options.init_std", None if std == 0.02 else std)
+    scaling = (draft.text(f"{method}.scaling_method", "NUM_LAYERS") or "").upper()
+    if scaling == "NONE":
+        draft.put("model.options.residual_init", "none")
+    elif scaling != "NUM_LAYERS":
+        draft.refuse(f"{method}.scaling_method", "the last layers of branches are scaled by the number of layers here")
 
 
 def _model(draft: Draft) -> None:
@@ -134,7 +121,8 @@ def _model(draft: Draft) -> None:
     if not draft.boolean(f"{CONFIG}.z_loss_enabled"):
         draft.skip(f"{CONFIG}.z_loss*")
     else:
-        draft.drop(f"{CONFIG}.z_loss_enabled", DropReason.NONE, "no z-loss")
+        draft.refuse(f"{CONFIG}.z_loss_enabled", "no z-loss here")
+        draft.skip(f"{CONFIG}.z_loss*")
     mask = draft.items.get(f"{CONFIG}.flex_attention_mask")
     if draft.boolean(f"{CONFIG}._use_doc_masking") or (mask is not None and "document" in str(mask.value)):
         draft.skip(f"{CONFIG}.flex_attention_mask")
@@ -203,71 +191,16 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     draft.put("batch.chunks", draft.count("tokens.batch_accumulation_per_replica", 1))
 
 
-def _optimizer(draft: Draft) -> None:
-    name = draft.text(f"{FACTORY}.name", "adamW") or ""
-    draft.put("optimizer.name", "sgd" if name.lower() == "sgd" else "adamw")
-    if name.lower() == "sgd":
-        draft.put("optimizer.momentum", 0.0, "nanotron's SGD has none")
-    elif name.lower() != "adamw":
-        draft.drop(f"{FACTORY}.name", DropReason.NONE, 'optimizer.name = "adamw" instead')
-    else:
-        betas = [draft.number(f"{FACTORY}.adam_beta1", 0.9), draft.number(f"{FACTORY}.adam_beta2", 0.95)]
-        draft.put("optimizer.betas", betas)
-        draft.put("optimizer.eps", draft.number(f"{FACTORY}.adam_eps", 1e-8))
-    decay = draft.number("optimizer.weight_decay", 0.01)
-    draft.put(
-        "optimizer.weight_decay", decay, "on matrices only; nanotron decays norms and biases too" if decay else ""
-    )
-    draft.put("optimizer.clip_norm", draft.number("optimizer.clip_grad") or 0.0)
-    if draft.boolean("optimizer.accumulate_grad_in_fp32", True) is False:
-        draft.drop("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are accumulated in float32")
-    _learning_rate(draft)
-
-
-def _learning_rate(draft: Draft) -> None:
-    """Translate nanotron's lr_scheduler_builder.
-
-    Its rate rises until ``lr_warmup_steps``, is flat until ``lr_decay_starting_step``, falls, and is flat at the end.
-    """
-    steps = draft.count("tokens.train_steps", 100)
-    rate = draft.number(f"{RATE}.learning_rate", 3e-4)
-    low = draft.number(f"{RATE}.min_decay_lr", rate)
-    assert rate is not None and low is not None
-    draft.put("train.steps", steps)
-    draft.put("optimizer.learning_rate", rate)
-    warmup = min(draft.integer(f"{RATE}.lr_warmup_steps", 0) or 0, steps)
-    if (draft.text(f"{RATE}.lr_warmup_style", "linear")) == "constant":
-        draft.put("optimizer.warmup_steps", 0, "lr_warmup_style constant starts at the peak rate")
-    else:
-        draft.put("optimizer.warmup_steps", warmup)
-    start = draft.integer(f"{RATE}.lr_decay_starting_step")
-    first = warmup if start is None else start
-    last = first + (draft.integer(f"{RATE}.lr_decay_steps") or steps - warmup - (start or 0))
-    style = draft.text(f"{RATE}.lr_decay_style", "linear")
-    if low >= rate or first >= steps:
-        draft.put("optimizer.schedule", "constant", "the rate never decays")
-        return
-    draft.put("optimizer.min_learning_rate", low)
-    if style == "1-sqrt":
-        draft.drop(f"{RATE}.lr_decay_style", DropReason.NONE, "the learning rate decays linearly instead")
-    if first > warmup:
-        draft.put("optimizer.schedule", "wsd")
-        draft.put("optimizer.decay_steps", last - first, f"from lr_decay_starting_step {first} on")
-        if style == "cosine":
-            draft.drop(f"{RATE}.lr_decay_style", DropReason.DIFFERS, "the decay of wsd is linear here")
-    else:
-        draft.put("optimizer.schedule", "cosine" if style == "cosine" else "linear")
-    if last != steps:
-        draft.put("optimizer.decay_until", last)
-
-
 def _train(draft: Draft) -> None:
-    draft.put("data.sequence_length", draft.count("tokens.sequence_length", 2048))
-    draft.put("data.train", "runs/data/corpus/train")
+    length = draft.optional_count("tokens.sequence_length")
+    if length is None:
+        draft.leave_open("data.sequence_length", 2048, draft.why_missing("tokens.sequence_length"))
+    draft.put("data.sequence_length", length)
+    _data(draft)
     dtype = draft.text("model.dtype", "bfloat16") or ""
     if dtype in ("float16", "fp16"):
         draft.put("train.dtype", "bfloat16")
-        draft.drop("model.dtype", DropReason.NONE, FLOAT16)
+        draft.drop("model.dtype", DropReason.DIFFERS, FLOAT16)
     else:
         draft.put("train.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
     draft.put("run.seed", draft.integer("general.seed", 42))
@@ -283,7 +216,8 @@ def _train(draft: Draft) -> None:
     draft.put("tracking.log_every", draft.count("logging.iteration_step_info_interval", 1))
     every, batches = draft.integer("tokens.val_check_interval"), draft.integer("tokens.limit_val_batches")
     if every is not None and every > 0:
-        draft.put("data.validation", "runs/data/corpus/validation")
+        reason = "nanotron takes validation batches from its own form of the data"
+        draft.leave_open("data.validation", "runs/data/corpus/validation", reason)
         draft.put("train.validate_every", every)
         if batches:
             draft.put("train.validate_steps", batches, "global batches")

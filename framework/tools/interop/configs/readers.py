@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.config.sources import toml_lines
 from meshwright.errors import ConfigError
-from meshwright.system.bounded import MIB, parse_toml, parse_yaml, read_bytes
-from meshwright.tools.interop.configs.translation import SourceKey
+from meshwright.system.bounded import MIB, check_values, parse_json, parse_toml, parse_yaml, read_bytes
+from meshwright.tools.interop.configs.source_keys import SourceKey
+
+JSON_KEY = re.compile(r'^(\s*)"([^"\\]+)"\s*:')
 
 
 def read_text(path: Path) -> str:
@@ -40,30 +43,64 @@ def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def read_toml(path: Path, text: str) -> dict[str, SourceKey]:
-    """Parse TOML: dotted key -> item.
+def read_document(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Parse TOML, JSON or YAML by the suffix: the document, and the lines of its dotted keys.
 
     Raises:
-        ConfigError: not TOML, with the line.
+        ConfigError: not of this form, or no mapping, with the line.
     """
+    if path.suffix == ".toml":
+        return _parse_toml(path, text)
+    if path.suffix == ".json":
+        return _parse_json(path, text), _json_lines(text)
+    return _parse_yaml(path, text)
+
+
+def items_of(
+    path: Path, document: Mapping[str, Any], lines: Mapping[str, int], above: str = ""
+) -> dict[str, SourceKey]:
+    """Flatten a document, or its part below ``above``: dotted key -> item."""
+    return {key: SourceKey(key, value, _place(path, lines.get(f"{above}{key}"))) for key, value in flat(dict(document))}
+
+
+def _parse_toml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     try:
-        document = parse_toml(text)
+        return parse_toml(text), toml_lines(text)
     except ValueError as error:
         raise ConfigError("MW-INTEROP-015", f"{path}: not valid TOML: {error}") from None
-    lines = toml_lines(text)
-    return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
+
+
+def _parse_json(path: Path, text: str) -> dict[str, Any]:
+    try:
+        document = parse_json(text)
+        check_values(document)
+    except ValueError as error:
+        raise ConfigError("MW-INTEROP-091", f"{path}: not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError("MW-INTEROP-092", f"{path}: not a JSON object of sections, which a configuration is")
+    return document
+
+
+def _json_lines(text: str) -> dict[str, int]:
+    """Return the lines of the dotted keys of JSON as ``json.dump`` indents it: one key per line."""
+    above: list[tuple[int, str]] = []
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        found = JSON_KEY.match(line)
+        if found is None:
+            continue
+        indent = len(found[1])
+        above = [(width, name) for width, name in above if width < indent] + [(indent, found[2])]
+        lines.setdefault(".".join(name for _, name in above), number)
+    return lines
 
 
 def _place(path: Path, line: int | None) -> str:
     return str(path) if line is None else f"{path}:{line}"
 
 
-def read_yaml(path: Path, text: str) -> dict[str, SourceKey]:
-    """Parse YAML: dotted key -> item. Tags are ignored, so that a file cannot run code.
-
-    Raises:
-        ConfigError: not YAML, or no mapping, with the line.
-    """
+def _parse_yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """Parse YAML. Tags are ignored, so that a file cannot run code."""
     import yaml
 
     try:
@@ -77,12 +114,13 @@ def read_yaml(path: Path, text: str) -> dict[str, SourceKey]:
     except ValueError as error:
         raise ConfigError("MW-INTEROP-017", f"{path}: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError("MW-INTEROP-018", f"{path}: not a mapping of sections, which a nanotron file is")
+        raise ConfigError("MW-INTEROP-018", f"{path}: not a mapping of sections, which a configuration is")
     try:
         lines = dict(_yaml_lines(root))
-        return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flat(document)}
+        list(flat(document))
     except RecursionError:
         raise ConfigError("MW-INTEROP-019", f"{path}: an alias in it contains itself") from None
+    return document, lines
 
 
 def _yaml_lines(node: Any, above: str = "") -> Iterator[tuple[str, int]]:

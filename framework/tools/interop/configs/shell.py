@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.shell_script import Script, Word
 from meshwright.tools.interop.configs.shell_words import split_words
-from meshwright.tools.interop.configs.translation import SourceKey
+from meshwright.tools.interop.configs.source_keys import SourceKey
 
 LAUNCHER = "launcher."
 """Prefix of the launcher's own flags, such as ``launcher.nproc-per-node``."""
@@ -17,6 +17,10 @@ LAUNCHER = "launcher."
 
 PROGRAM = f"{LAUNCHER}program"
 """Key of the Python file that the launcher starts; the ``key`` of its item is the file's name, the value True."""
+
+
+VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+"""A word that is an undefined variable; after the value of a flag it holds further flags."""
 
 
 ARGUMENTS = re.compile(r"\$@|\$\*|\$\{[@*]\}|\$\{\w+\[[@*]\]\}")
@@ -50,8 +54,12 @@ def read_script(path: Path, text: str) -> dict[str, SourceKey]:
         keys[PROGRAM] = SourceKey(program.text, True, f"{path}:{program.line}")
     for prefix, arguments in ((LAUNCHER, launcher), ("", words)):
         for flag, values, line in _flags(arguments):
+            more = [] if _key(flag).endswith("data-path") else [each for each in values[1:] if VARIABLE.fullmatch(each)]
+            values = [values[0], *(each for each in values[1:] if each not in more)] if more else values
             value: object = True if not values else values[0] if len(values) == 1 else values
             keys[prefix + _key(flag)] = SourceKey(flag, value, f"{path}:{line}")
+            for each in more:
+                keys[f"undefined.{each}"] = SourceKey(each, True, f"{path}:{line}", each)
     for group in script.skipped:
         for flag, values, line in _flags(group):
             if _key(flag) not in keys:

@@ -7,9 +7,12 @@ names of the last version; ``torchtitan_keys.MOVED`` maps older names to them.
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
+from meshwright.tools.interop.configs.source_keys import CORPUS, PREPARED, PRETRAINED, DropReason, is_off
+from meshwright.tools.interop.configs.torchtitan_dump import dumped_model, is_dump
 from meshwright.tools.interop.configs.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
 from meshwright.tools.interop.configs.torchtitan_model import model
-from meshwright.tools.interop.configs.translation import CORPUS, Draft, DropReason, is_off
+from meshwright.tools.interop.configs.torchtitan_optimizer import optimizer
+from meshwright.tools.interop.configs.translation import Draft
 
 
 def translate(draft: Draft, ranks: int | None) -> None:
@@ -22,10 +25,10 @@ def translate(draft: Draft, ranks: int | None) -> None:
     Raises:
         ConfigError: torchtitan does not accept a value, or meshwright has no such model.
     """
-    num_layers = None if draft.own_model else model(draft)
+    num_layers = None if draft.own_model else dumped_model(draft) if is_dump(draft) else model(draft)
     _layout(draft, ranks)
     _batch(draft, _pipeline(draft, num_layers))
-    _optimizer(draft)
+    optimizer(draft)
     _train(draft)
     _recompute(draft, num_layers)
     _services(draft)
@@ -52,7 +55,10 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     draft.put("parallel.tp", tp)
     draft.put("parallel.pp", pp)
     if tp > 1:
-        draft.put("parallel.sequence", True, "torchtitan uses sequence parallelism whenever tp > 1")
+        sequence = draft.boolean("parallelism.enable_sequence_parallel", True)
+        draft.put(
+            "parallel.sequence", sequence, "torchtitan uses sequence parallelism whenever tp > 1" if sequence else ""
+        )
     if shards == -1:
         draft.put("parallel.dp", "auto", "fills the ranks; --ranks N fixes it")
         if replicas > 1:
@@ -137,61 +143,13 @@ def _batch(draft: Draft, stages_per_rank: int) -> None:
         draft.put("batch.chunks", local // micro, "torchtitan's global batch is local_batch_size x dp")
 
 
-def _optimizer(draft: Draft) -> None:
-    name = draft.text("optimizer.name", "AdamW")
-    draft.put("optimizer.name", "adamw")
-    if name == "Adam":
-        draft.drop("optimizer.name", DropReason.DIFFERS, "weight decay is decoupled (AdamW), not added to the gradient")
-    elif name != "AdamW":
-        draft.drop("optimizer.name", DropReason.NONE, 'optimizer.name = "adamw" instead')
-    rate = draft.number("optimizer.lr", 8e-4)
-    assert rate is not None
-    draft.put("optimizer.learning_rate", rate)
-    draft.put("optimizer.betas", [draft.number("optimizer.beta1", 0.9), draft.number("optimizer.beta2", 0.95)])
-    draft.put("optimizer.eps", draft.number("optimizer.eps", 1e-8))
-    decay = draft.number("optimizer.weight_decay", 0.1)
-    draft.put(
-        "optimizer.weight_decay", decay, "on matrices only; torchtitan decays norms and biases too" if decay else ""
-    )
-    draft.put("optimizer.clip_norm", draft.number("training.max_norm", 1.0))
-    _learning_rate(draft, rate)
-
-
-def _learning_rate(draft: Draft, rate: float) -> None:
-    steps = draft.count("training.steps", 10000)
-    draft.put("train.steps", steps)
-    total = draft.optional_count("lr_scheduler.total_steps")
-    if total is not None and total != steps:
-        draft.drop(
-            "lr_scheduler.total_steps", DropReason.DIFFERS, f"the schedule ends with the run, after {steps} steps"
-        )
-    warmup = min(draft.integer("lr_scheduler.warmup_steps", 200) or 0, steps)
-    draft.put("optimizer.warmup_steps", warmup)
-    low = float(f"{rate * (draft.number('lr_scheduler.min_lr_factor', 0.0) or 0.0):.12g}")
-    draft.put("optimizer.min_learning_rate", low)
-    kind, ratio = draft.text("lr_scheduler.decay_type", "linear"), draft.number("lr_scheduler.decay_ratio")
-    decay = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
-    if ratio == 0.0 or decay == 0:
-        draft.put("optimizer.schedule", "constant")
-        draft.tree.pop("optimizer.min_learning_rate")
-        return
-    if kind == "sqrt":
-        draft.drop("lr_scheduler.decay_type", DropReason.NONE, "the learning rate decays linearly instead")
-    if warmup + decay < steps:
-        draft.put("optimizer.schedule", "wsd")
-        draft.put("optimizer.decay_steps", decay, f"lr_scheduler.decay_ratio {ratio} of {steps} steps")
-        if kind == "cosine":
-            draft.drop("lr_scheduler.decay_type", DropReason.DIFFERS, "the decay of wsd is linear here")
-    else:
-        draft.put("optimizer.schedule", "cosine" if kind == "cosine" else "linear")
-
-
 def _train(draft: Draft) -> None:
     draft.put("data.sequence_length", draft.count("training.seq_len", 2048))
     if not draft.own_model:
         draft.put("model.options.max_sequence_length", draft.tree["data.sequence_length"])
     dataset = draft.text("training.dataset", "c4_test") or "corpus"
-    draft.put("data.train", f"runs/data/{dataset}/train")
+    name = "its own dataset" if is_dump(draft) else dataset
+    draft.leave_open("data.train", f"runs/data/{dataset}/train", PREPARED.format(f"torchtitan reads {name}"))
     draft.drop("training.dataset", DropReason.BY_HAND, CORPUS)
     whole, mixed = draft.text("training.dtype", "float32"), draft.text("training.mixed_precision_param", "bfloat16")
     low = "bfloat16" in (whole, mixed)
@@ -239,7 +197,8 @@ def _services(draft: Draft) -> None:
     every, batches = draft.integer("validation.freq"), draft.integer("validation.steps")
     dataset = draft.text("validation.dataset")
     if draft.boolean("validation.enable"):
-        draft.put("data.validation", f"runs/data/{dataset or 'c4_validation'}/validation")
+        name = dataset or "c4_validation"
+        draft.leave_open("data.validation", f"runs/data/{name}/validation", PREPARED.format(f"torchtitan reads {name}"))
         draft.drop(
             "validation.dataset",
             DropReason.BY_HAND,
@@ -270,6 +229,8 @@ def _checkpoint(draft: Draft) -> None:
         draft.skip("checkpoint.*")
         draft.decide("checkpoint.every = 0: torchtitan saves nothing here; meshwright still saves after the last step")
         return
+    if not is_off(draft.value("checkpoint.initial_load_path")):
+        draft.refuse("checkpoint.initial_load_path", PRETRAINED)
     draft.put("checkpoint.every", draft.count("checkpoint.interval", 500))
     keep = draft.integer("checkpoint.keep_latest_k", 10)
     if keep:

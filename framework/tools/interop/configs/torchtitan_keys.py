@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from meshwright.tools.interop.configs.translation import (
+from meshwright.tools.interop.configs.source_keys import (
     BALANCE,
     CORPUS,
     METRICS,
-    PRETRAINED,
     TRACING,
     DropReason,
     DropRule,
@@ -60,6 +59,14 @@ SWITCHES = {
 """Section -> the key that enables it; without it the others of the section have no effect."""
 
 REST = (
+    DropRule("dataloader.* tokenizer.*", DropReason.BY_HAND, CORPUS),
+    DropRule("validator.*", DropReason.BY_HAND, CORPUS),
+    DropRule(
+        """training.disable_cuda_graphs parallelism.enable_fsdp_symm_mem parallelism.spmd_backend profiler.*
+        override* optimizer.optimizer_factory_kwargs_by_name optimizer.param_groups* loss.*
+        parallelism.enable_sequence_parallel""",
+        DropReason.NEEDLESS,
+    ),
     DropRule("job.description", DropReason.NONE, "use a comment in the file"),
     DropRule("profiling.*", DropReason.NONE, TRACING),
     DropRule("metrics.enable_tensorboard", DropReason.NONE, METRICS),
@@ -92,7 +99,7 @@ REST = (
     ),
     DropRule("checkpoint.folder", DropReason.NEEDLESS, "RUN/checkpoints"),
     DropRule("checkpoint.interval_type", DropReason.NEEDLESS, "steps"),
-    DropRule("checkpoint.initial_load*", DropReason.BY_HAND, PRETRAINED),
+    DropRule("checkpoint.initial_load*", DropReason.NEEDLESS),
     DropRule("checkpoint.load*", DropReason.NEEDLESS, "the same command resumes from the newest sound checkpoint"),
     DropRule("checkpoint.*", DropReason.NONE, "a checkpoint always has the full state"),
     DropRule("compile.*", DropReason.NONE, "train.compile compiles each layer separately"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.tools.interop.configs.translation import TOKENIZER, Draft, DropReason
+from meshwright.tools.interop.configs.source_keys import TOKENIZER, DropReason
+from meshwright.tools.interop.configs.translation import Draft
 
 
 class Size(NamedTuple):

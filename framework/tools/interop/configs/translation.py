@@ -2,104 +2,46 @@
 
 Item per key of the file --read--> Draft.put(meshwright key) --> tree ----> config.change --> RunConfig
                          --drop--> dropped, with the reason
+                         --refuse-> an error that names the key: without it the run would train something else
                          --neither-> dropped, as unknown: no key of the file is lost silently
+
+A meshwright key that the file does not give is left open (no command accepts the file before it is set) or guessed
+(the value is marked on its line).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshwright.config.keys import format_value
-from meshwright.config.sources import is_secret_name
 from meshwright.errors import ConfigError
-
-
-class DropReason(StrEnum):
-    """Reason why a key was not carried over."""
-
-    BY_HAND = "set by hand"
-    DIFFERS = "differs in meaning"
-    NONE = "no counterpart"
-    NEEDLESS = "not needed here"
-
-
-class SourceKey(NamedTuple):
-    """One key of the file."""
-
-    key: str
-    """Name of the key as written in the file."""
-    value: Any
-    place: str
-    """Location in the file, ``file:line``."""
-
-    @property
-    def written(self) -> str:
-        """Text of the item: ``key = value``, or a flag with its words. Values of keys that look secret are hidden."""
-        if is_secret_name(self.key):
-            return f"{self.key} = (not shown)"
-        if not self.key.startswith("-") and not self.key.endswith(".py"):
-            return f"{self.key} = {format_value(self.value)}"
-        words = self.value if isinstance(self.value, list) else [] if self.value is True else [self.value]
-        return " ".join(map(str, [self.key, *words]))
-
-
-class DroppedKey(NamedTuple):
-    """Key that was not carried over, or only with another meaning."""
-
-    item: SourceKey
-    reason: DropReason
-    note: str
-
-
-class DropRule(NamedTuple):
-    """Row of a table of keys without a translation: their patterns, and the reason to drop them."""
-
-    patterns: str
-    """Patterns of keys, separated by blanks."""
-    reason: DropReason
-    note: str = ""
-
-    def matches(self, name: str) -> bool:
-        """Return True if one of the patterns matches the key."""
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns.split())
-
-
-TOKENIZER = "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"
-CORPUS = "data.train, the path of a corpus prepared by `meshwright data`"
-PRETRAINED = "convert the weights first, with `meshwright convert`"
-TRACING = "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"
-METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
-BALANCE = "pipeline.balance, as numbers of layers"
-FLOAT16 = 'float16, which needs loss scaling, is not supported: train.dtype = "bfloat16"'
-HALVES = "halves are rotated, not neighbours: it only matters for imported weights"
-
-
-OFF = (None, False, "", "none", "disabled", "off")
-"""Values of an option that is not in use, so that nothing is lost. 0, empty lists and empty tables count as well."""
-
-
-DEGREES = ("_degree", "_size", "-size")
-"""Suffixes of keys that hold a parallel degree, for which 1 means not in use."""
-
-
-def is_off(value: Any) -> bool:
-    """Return True if an option with this value is not in use."""
-    return value in ([], {}, 0) or any(value is each or (value == each and isinstance(each, str)) for each in OFF)
+from meshwright.tools.interop.configs.source_keys import (
+    DEGREES,
+    DroppedKey,
+    DropReason,
+    DropRule,
+    SourceKey,
+    is_off,
+    is_variable,
+)
 
 
 class Draft:
     """Configuration under translation. Keys of the file have canonical names: the newest one if a key was moved."""
 
-    def __init__(self, items: Mapping[str, SourceKey], framework: str, *, own_model: bool = False) -> None:
+    def __init__(
+        self, items: Mapping[str, SourceKey], framework: str, *, own_model: bool = False, without: Collection[str] = ()
+    ) -> None:
         self.items = dict(items)
         self.framework = framework
         self.own_model = own_model
         """True if the command line sets model.builder; the model of the file is then ignored."""
+        self.without = frozenset(without)
+        """Keys that the user imports the file without."""
         self.read: set[str] = set()
         self.tree: dict[str, Any] = {}
         """Dotted meshwright key -> value."""
@@ -107,6 +49,13 @@ class Draft:
         self.assumed: list[str] = []
         """Keys missing from the file, with the defaults of their framework: ``key = value``."""
         self.dropped: list[DroppedKey] = []
+        self.open: dict[str, str] = {}
+        """Dotted meshwright key whose value is not in the file -> the reason. The tree has a stand-in for checks."""
+        self.guessed: dict[str, str] = {}
+        """Dotted meshwright key with a guessed value -> the reason."""
+        self.refused: list[ConfigError] = []
+        self.unset: dict[str, str] = {}
+        """Key of the file whose value is a variable that a script does not define -> the variable."""
 
     # -- keys of the file
 
@@ -137,7 +86,7 @@ class Draft:
 
     def number(self, name: str, default: float | None = None) -> float | None:
         """Return a finite number, also from text, since YAML 1.1 reads ``3e-4`` as text."""
-        raw = self.value(name, default)
+        raw = self._known(name, default)
         if raw is None:
             return None
         if isinstance(raw, bool):
@@ -159,8 +108,10 @@ class Draft:
         return raw
 
     def optional_count(self, name: str) -> int | None:
-        """Return a whole number from 1 up; None if the file has none."""
-        return self.count(name, 1) if self.has(name) else None
+        """Return a whole number from 1 up; None if the file has none, or an undefined variable."""
+        if not self.has(name) or self.integer(name) is None:
+            return None
+        return self.count(name, 1)
 
     def boolean(self, name: str, default: bool = False) -> bool:
         """Return a boolean; a flag without a value is true."""
@@ -172,18 +123,29 @@ class Draft:
         return raw
 
     def text(self, name: str, default: str | None = None) -> str | None:
-        """Return text; numbers are converted to text."""
-        raw = self.value(name, default)
+        """Return text; numbers are converted to text. An undefined variable counts as missing."""
+        raw = self._known(name, default)
         if isinstance(raw, dict | list | bool):
             raise self._wrong(name, "text")
         return None if raw is None else str(raw)
 
+    def _known(self, name: str, default: Any) -> Any:
+        """Return the value, or the default in place of an undefined variable, which is recorded in ``unset``."""
+        raw = self.value(name, default)
+        if not is_variable(raw) or name not in self.items:
+            return raw
+        self.unset[name] = raw
+        return default
+
+    def why_missing(self, *names: str) -> str:
+        """Return the reason why none of the keys gives a value: an undefined variable, or a file without them."""
+        name = next((name for name in names if name in self.unset), None)
+        if name is not None:
+            return f"{self.items[name].key} is {self.unset[name]}, which the file does not define"
+        dashes = "--" if self.framework.startswith("Megatron") else ""
+        return f"the file has no {' or '.join(dashes + name for name in names)}"
+
     def _wrong(self, name: str, wanted: str) -> ConfigError:
-        if str(self.items[name].value).startswith("$"):
-            return ConfigError(
-                "MW-INTEROP-028",
-                f"{self.place(name)}: the file does not define this variable: write its value there instead",
-            )
         return ConfigError(
             "MW-INTEROP-029", f"{self.place(name)}: {self.framework} expects {wanted} here: correct the file"
         )
@@ -203,6 +165,21 @@ class Draft:
             f"--model.builder=module:function and its --model.options.*",
         )
 
+    def refuse(self, name: str, why: str, *, final: bool = False) -> None:
+        """Refuse a key of the file that changes the training and has no counterpart.
+
+        Args:
+            name: the key, or one at the framework's default.
+            why: the reason, for the error.
+            final: False if ``--without NAME`` imports the file without the key.
+        """
+        if name in self.without and not final:
+            self.drop(name, DropReason.NONE, f"{why}; left out by --without")
+            return
+        self.read.add(name)
+        end = "" if final else f"; `--without {name}` imports the file without it"
+        self.refused.append(ConfigError("MW-INTEROP-089", f"{self.place(name)}: {why}{end}"))
+
     @staticmethod
     def run_name(text: str) -> str:
         """Convert text to a valid ``run.name``."""
@@ -220,6 +197,18 @@ class Draft:
         self.tree[key] = value
         if reason:
             self.decided.append(f"{key} = {format_value(value)}: {reason}")
+
+    def leave_open(self, key: str, stand_in: Any, reason: str) -> None:
+        """Leave a meshwright key open for the user. ``stand_in``: value with which this import is checked."""
+        self.guessed.pop(key, None)
+        self.open[key] = reason
+        self.tree.pop(key, None)
+        self.put(key, stand_in)
+
+    def guess(self, key: str, value: Any, reason: str) -> None:
+        """Set a meshwright key to a value that is a guess, and mark it."""
+        self.tree[key] = value
+        self.guessed[key] = reason
 
     def decide(self, note: str) -> None:
         """Append a line to the report that belongs to no single key."""

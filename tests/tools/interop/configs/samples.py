@@ -337,6 +337,7 @@ eval $run_cmd ${DATA_ARGS[@]}
 
 MEGATRON_FLAGS = """\
 --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --micro-batch-size 2 \\
-  --train-iters 10 --lr=1e-3 --lr-decay-style WSD --lr-wsd-decay-iters 3 --recompute-activations \\
+  --train-iters 10 --lr=1e-3 --lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-wsd-decay-style linear \\
+  --recompute-activations \\
   --vocab-size 128 --no-such-flag-there-is 3
 """

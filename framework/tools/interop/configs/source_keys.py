@@ -1,0 +1,100 @@
+"""Keys of a foreign file, reasons not to carry them over, and the notes that several frameworks share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from meshwright.config.keys import format_value
+from meshwright.config.sources import is_secret_name
+
+
+class DropReason(StrEnum):
+    """Reason why a key was not carried over."""
+
+    BY_HAND = "set by hand"
+    DIFFERS = "differs in meaning"
+    NONE = "no counterpart"
+    NEEDLESS = "not needed here"
+
+
+class SourceKey(NamedTuple):
+    """One key of the file."""
+
+    key: str
+    """Name of the key as written in the file."""
+    value: Any
+    place: str
+    """Location in the file, ``file:line``."""
+    text: str = ""
+    """Text in the file, if it is not key and value; never of a key that looks secret."""
+
+    @property
+    def written(self) -> str:
+        """Text of the item: ``key = value``, or a flag with its words. Values of keys that look secret are hidden."""
+        if is_secret_name(self.key):
+            return f"{self.key} = (not shown)"
+        if self.text:
+            return self.text
+        if not self.key.startswith("-") and not self.key.endswith(".py"):
+            return f"{self.key} = {format_value(self.value)}"
+        words = self.value if isinstance(self.value, list) else [] if self.value is True else [self.value]
+        return " ".join(map(str, [self.key, *words]))
+
+
+class DroppedKey(NamedTuple):
+    """Key that was not carried over, or only with another meaning."""
+
+    item: SourceKey
+    reason: DropReason
+    note: str
+
+
+class DropRule(NamedTuple):
+    """Row of a table of keys without a translation: their patterns, and the reason to drop them."""
+
+    patterns: str
+    """Patterns of keys, separated by blanks."""
+    reason: DropReason
+    note: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Return True if one of the patterns matches the key."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns.split())
+
+
+TOKENIZER = "data.tokenizer, the path of a tokenizer.json; only `sample` reads it"
+PREPARED = "{}; here the path of a corpus prepared by `meshwright data`"
+CORPUS = "data.train, the path of a corpus prepared by `meshwright data`"
+PRETRAINED = (
+    "the run would start from random weights: first convert these with `meshwright convert`, whose run directory "
+    "`meshwright train` continues"
+)
+TRACING = "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"
+METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
+BALANCE = "pipeline.balance, as numbers of layers"
+FLOAT16 = 'float16, which needs loss scaling, is not supported; train.dtype = "bfloat16" instead'
+MUP = (
+    "muP scales initial weights, learning rates and logits by the width. None of these scales exists here, so the same "
+    "learning rate would train another model"
+)
+HALVES = "halves are rotated, not neighbours: it only matters for imported weights"
+
+
+OFF = (None, False, "", "none", "disabled", "off")
+"""Values of an option that is not in use, so that nothing is lost. 0, empty lists and empty tables count as well."""
+
+
+DEGREES = ("_degree", "_size", "-size")
+"""Suffixes of keys that hold a parallel degree, for which 1 means not in use."""
+
+
+def is_off(value: Any) -> bool:
+    """Return True if an option with this value is not in use."""
+    return value in ([], {}, 0) or any(value is each or (value == each and isinstance(each, str)) for each in OFF)
+
+
+def is_variable(value: Any) -> bool:
+    """Return True for text with a shell variable, or a command, that the file leaves open."""
+    return isinstance(value, str) and ("$" in value or "`" in value)

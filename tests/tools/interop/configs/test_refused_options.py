@@ -1,0 +1,139 @@
+"""Options that change the training and have no counterpart are refused by name, all at once; others are notes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.launch.cli import main
+from meshwright.tools.interop.configs import DropReason, convert_file
+from tests.tools.interop.configs import samples
+
+FLAGS = samples.MEGATRON_FLAGS
+LLAMA = samples.MEGATRON_LLAMA
+STAGES = samples.NANOTRON.replace(
+    "general:",
+    """- data:
+    dataset:
+      dataset_folder:
+      - datasets/code
+    seed: 6
+  name: Annealing
+  start_training_step: 10
+general:""",
+)
+RATE = "    lr_decay_style: cosine\n"
+TITAN = samples.TORCHTITAN_PIPELINE
+
+FINAL = [
+    ("a.sh", LLAMA.replace("--swiglu", "--swiglu --use-mup --mup-base-hidden-size 16"), "--use-mup: muP scales"),
+    (
+        "a.yaml",
+        samples.NANOTRON.replace("    std: 0.025", "    use_mup: true"),
+        "model.init_method.use_mup = true: muP",
+    ),
+    (
+        "a.sh",
+        LLAMA.replace("pretrain_gpt.py", "examples/multimodal/train.py"),
+        "train.py: meshwright has no model with",
+    ),
+    (
+        "a.sh",
+        f"--language-model-type mistral_7b --img-h 336 {FLAGS}",
+        "--language-model-type mistral_7b: meshwright has",
+    ),
+    (
+        "a.sh",
+        LLAMA.replace("--swiglu", "--swiglu --num-experts 8"),
+        "--num-experts 8: meshwright has no model with mixture",
+    ),
+    ("a.sh", LLAMA.replace("--swiglu", "--swiglu --mtp-num-layers 1"), "multi-token prediction"),
+    ("a.toml", '[model]\nname = "llama3-siglip2"\n', 'model.name = "llama3-siglip2": meshwright has no model'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "said"), FINAL)
+def test_another_model_is_never_imported_as_a_llama(
+    tmp_path: Path, name: str, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    words = ["use-mup", "model.init_method.use_mup", "num-experts", "mtp-num-layers", "language-model-type"]
+    options = [word for key in words for word in ("--without", key)]
+    assert main(["config", "import", str(path), *options]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err and shown.out == ""
+
+
+REFUSED = [
+    ("a.sh", f"--rampup-batch-size 2 2 100 {FLAGS}", "rampup-batch-size", "the batch size is fixed here"),
+    ("a.sh", f"--decoupled-lr 5e-4 {FLAGS}", "decoupled-lr", "one learning rate for all weights"),
+    ("a.sh", f"--fim-data {FLAGS}", "fim-data", "filling in the middle"),
+    ("a.sh", f"--sft {FLAGS}", "sft", "conversation"),
+    ("a.sh", f"--optimizer muon {FLAGS}", "optimizer", "no such optimizer here, only adam"),
+    ("a.sh", f"--attention-dropout 0.2 {FLAGS}", "attention-dropout", "one probability everywhere here"),
+    ("a.sh", f"--weight-decay-incr-style cosine {FLAGS}", "weight-decay-incr-style", "the weight decay is constant"),
+    ("a.sh", f"--lr-warmup-init 1e-5 {FLAGS}", "lr-warmup-init", "warm-up starts at 1/warmup_steps"),
+    ("a.sh", FLAGS.replace("decay-style linear", "decay-style exponential"), "lr-wsd-decay-style", "exponential there"),
+    ("a.sh", FLAGS.replace("WSD", "inverse-square-root"), "lr-decay-style", "no such decay here"),
+    ("a.sh", f"--pretrained-checkpoint /x --finetune {FLAGS}", "pretrained-checkpoint",
+     "would start from random weights"),
+    ("a.yaml", STAGES, "data_stages", "Annealing from step 10 ([\"datasets/code\"])"),
+    ("a.yaml", samples.NANOTRON.replace("cosine", "1-sqrt"), "optimizer.learning_rate_scheduler.lr_decay_style",
+     "no such decay"),
+    ("a.yaml", samples.NANOTRON.replace("    std: 0.025", "    path: /w"), "model.init_method.path", "random weights"),
+    ("a.yaml", samples.NANOTRON.replace("    use_cache: true", "    z_loss_enabled: true"),
+     "model.model_config.z_loss_enabled", "no z-loss here"),
+    ("a.yaml", samples.NANOTRON.replace("starting_step: null", "starting_step: 1"),
+     "optimizer.learning_rate_scheduler.lr_decay_starting_step", "starts inside of the warm-up"),
+    ("a.toml", TITAN + '[optimizer]\nname = "Adam"\n', "optimizer.name", "weight decay is decoupled here"),
+    ("a.toml", TITAN.replace('"cosine"', '"sqrt"'), "lr_scheduler.decay_type", "no such decay here"),
+    ("a.toml", TITAN + '[checkpoint]\nenable = true\ninitial_load_path = "/w"\n', "checkpoint.initial_load_path",
+     "random"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "key", "said"), REFUSED)
+def test_a_recipe_without_a_counterpart_is_refused_by_name(
+    tmp_path: Path, name: str, text: str, key: str, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        convert_file(path)
+    message = str(caught.value)
+    assert said in message and f"`--without {key}` imports the file without it" in message
+    refused = [problem for problem in caught.value.problems if problem.code == "MW-INTEROP-089"]
+    others = {problem.message.rpartition("--without ")[2].partition("`")[0] for problem in refused}
+    found = convert_file(path, without=others)
+    left = {dropped.note for dropped in found.dropped if dropped.reason is DropReason.NONE}
+    assert any(said in note and "left out by --without" in note for note in left) or key not in text
+
+
+def test_all_of_them_are_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(f"--rampup-batch-size 2 2 100 --sft --optimizer lion {FLAGS}")
+    with pytest.raises(ConfigError) as caught:
+        convert_file(path)
+    assert len(caught.value.problems) == 3
+
+
+def test_what_changes_no_number_is_a_note(tmp_path: Path) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(
+        f"--overlap-grad-reduce --tensorboard-dir x --mup-base-hidden-size 8 --moe-router-topk 2 "
+        f"--rotary-seq-len-interpolation-factor 1 {FLAGS}"
+    )
+    found = convert_file(path)
+    assert {key.item.key for key in found.dropped if key.reason is not DropReason.NEEDLESS} == {
+        "--tensorboard-dir",
+        "--no-such-flag-there-is",
+    }
+
+
+def test_with_a_model_of_ones_own_its_features_are_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.sh"
+    path.write_text(LLAMA.replace("pretrain_gpt.py", "examples/multimodal/train.py"))
+    assert convert_file(path, overrides=["--model.builder=mine:build"]).config.model.builder == "mine:build"
