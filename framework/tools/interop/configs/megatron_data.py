@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.megatron_keys import INDEXED_CORPUS
-from meshwright.tools.interop.configs.source_keys import DropReason
+from meshwright.tools.interop.configs.source_keys import DropReason, is_variable
 from meshwright.tools.interop.configs.translation import Draft
 
 
@@ -83,4 +83,4 @@ def _weight(word: object) -> float | None:
 
 
 def _is_path(value: object) -> bool:
-    return isinstance(value, str) and "$" not in value and "<" not in value and value != "MOCK"
+    return isinstance(value, str) and not is_variable(value) and "<" not in value and value != "MOCK"

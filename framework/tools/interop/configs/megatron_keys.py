@@ -26,7 +26,8 @@ NEEDLESS = """
     no-load-* no-save-* use-persistent-ckpt-worker use-checkpoint-* override-opt_param-scheduler
     override-opt-param-scheduler num-workers data-cache-path num-dataset-builder-threads dataloader-type
     no-mmap-bin-files no-create-attention-mask-in-dataloader no-data-sharding no-use-* no-pin-*
-    make-vocab-size-divisible-by attention-softmax-in-fp32 accumulate-allreduce-grads-in-fp32
+    apply-query-key-layer-scaling make-vocab-size-divisible-by attention-softmax-in-fp32
+    accumulate-allreduce-grads-in-fp32
 """
 """Patterns of flags that affect only the speed or the logging of Megatron-LM: nothing is lost without them."""
 REST = (

@@ -45,6 +45,8 @@ MULTIMODAL = """
 """Patterns of flags of vision and audio models."""
 GPT_PROGRAM = re.compile(r"(pretrain|train|finetune|run)_?(gpt|llama|qwen|mistral)[\w.-]*\.py")
 """Programs whose model is described by Megatron-LM's flags alone."""
+OTHER_PROGRAM = re.compile(r"moe|vl|vision|audio|mamba|hybrid", re.IGNORECASE)
+"""Parts of the names of programs that train other models."""
 MAX_LAYERS = 100_000
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 """Vocabulary sizes of tokenizers that have only one version."""
@@ -211,7 +213,8 @@ def _refuse_others(draft: Draft) -> None:
     if multimodal is not None:
         raise draft.unsupported_model(multimodal, "images, sound or several encoders")
     name = "" if program is None else program.key.rpartition("/")[2]
-    if name and GPT_PROGRAM.fullmatch(name) is None and not is_variable(name):
+    is_other = GPT_PROGRAM.fullmatch(name) is None or OTHER_PROGRAM.search(name) is not None
+    if name and is_other and not is_variable(name):
         raise draft.unsupported_model(
             PROGRAM, f"the architecture of {name}, whose code may add to the flags; only that of pretrain_gpt.py,"
         )

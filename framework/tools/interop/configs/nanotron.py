@@ -52,6 +52,8 @@ def _data(draft: Draft) -> None:
         PREPARED.format(f"nanotron reads its own form{_sources(stages[0]) if stages else ''}"),
     )
     draft.drop("data_stages", DropReason.BY_HAND, CORPUS)
+    if draft.has("doremi.domain_names"):
+        draft.refuse("doremi.domain_names", "the weights of corpora are fixed here, not learnt or by domain")
     if len(stages) < 2:
         return
     names = [
@@ -211,6 +213,10 @@ def _train(draft: Draft) -> None:
             "run.name", name, "the same name for every start, so that the same command resumes" if name != run else ""
         )
     draft.put("tracking.project", draft.text("general.project"))
+    start = draft.text("checkpoints.resume_checkpoint_path")
+    own = draft.text("checkpoints.checkpoints_path") or "checkpoints"
+    if start is not None and not start.startswith(own):
+        draft.refuse("checkpoints.resume_checkpoint_path", PRETRAINED)
     draft.put("checkpoint.every", draft.count("checkpoints.checkpoint_interval", 1000))
     draft.put("run.directory", draft.text("checkpoints.checkpoints_path", "checkpoints"))
     draft.put("tracking.log_every", draft.count("logging.iteration_step_info_interval", 1))

@@ -22,11 +22,6 @@ NOT_LLAMA = {
 }
 """Keys of features that meshwright.models.llama lacks -> the feature; they are accepted if they are off."""
 REST = (
-    DropRule(
-        "checkpoints.resume_checkpoint_path",
-        DropReason.BY_HAND,
-        "the same command resumes; nanotron's checkpoints are not read",
-    ),
     DropRule("data.*", DropReason.BY_HAND, CORPUS),
     DropRule("s3_upload*", DropReason.NONE, "checkpoints stay in the run directory"),
     DropRule("model.init_method.*", DropReason.NEEDLESS),

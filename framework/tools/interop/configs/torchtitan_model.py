@@ -1,8 +1,9 @@
 """Model sizes that torchtitan's files name by a flavor, ``model.flavor = "8B"``; torchtitan defines them in code.
 
-Source: pytorch/torchtitan, ``torchtitan/models/llama3/__init__.py`` of February 2026 (the last version with TOML
-files), and ``torchtitan/models/llama/__init__.py`` of July 2024 for Llama 2. torchtitan computes the ffn size: 2/3 of
-4 x hidden size, times ``ffn_dim_multiplier``, rounded up to ``multiple_of``. Here it is written out.
+Source: pytorch/torchtitan, ``torchtitan/models/llama3/__init__.py`` and ``qwen3`` beside it of February 2026 (the
+last version with TOML files), and ``torchtitan/models/llama/__init__.py`` of July 2024 for Llama 2. torchtitan
+computes the ffn size: 2/3 of 4 x hidden size, times ``ffn_dim_multiplier``, rounded up to ``multiple_of``. Here it is
+written out.
 """
 
 from __future__ import annotations
@@ -40,7 +41,17 @@ LLAMA2 = {
     "26B": Size(5120, 80, 40, 40, 13824, 32000, 10_000.0),
     "70B": Size(8192, 80, 64, 8, 28672, 32000, 10_000.0),
 }
-FLAVORS = {"llama3": LLAMA3, "llama2": LLAMA2}
+QWEN3 = {
+    "debugmodel": Size(256, 8, 16, 8, 3072, 2048, 1_000_000.0),
+    "0.6B": Size(1024, 28, 16, 8, 3072, 151936, 1_000_000.0),
+    "1.7B": Size(2048, 28, 16, 8, 6144, 151936, 1_000_000.0),
+    "4B": Size(2560, 36, 32, 8, 9728, 151936, 1_000_000.0),
+    "8B": Size(4096, 36, 32, 8, 12288, 151936, 1_000_000.0),
+    "14B": Size(5120, 40, 40, 8, 17408, 151936, 1_000_000.0),
+    "32B": Size(5120, 64, 64, 8, 25600, 151936, 1_000_000.0),
+}
+"""Dense models only; heads of 128, norms of q and k; the four smallest are tied."""
+FLAVORS = {"llama3": LLAMA3, "llama2": LLAMA2, "qwen3": QWEN3}
 """Model name -> flavor -> sizes."""
 
 VARIANTS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
@@ -51,7 +62,7 @@ def model(draft: Draft) -> int:
     """Translate the model's name and flavor to its sizes, and return the number of layers."""
     name, flavor = draft.text("model.name", "llama3") or "", draft.text("model.flavor", "debugmodel") or ""
     if name not in FLAVORS:
-        raise draft.unsupported_model("model.name", f"the name {name}, only {' and '.join(FLAVORS)},")
+        raise draft.unsupported_model("model.name", f"the name {name}, only {', '.join(FLAVORS)},")
     plain = next((flavor.removesuffix(end) for end in VARIANTS if flavor.endswith(end)), flavor)
     if plain not in FLAVORS[name]:
         known = ", ".join(FLAVORS[name])
@@ -60,7 +71,11 @@ def model(draft: Draft) -> int:
     draft.put("model.builder", "meshwright.models.llama:build")
     for option, value in size._asdict().items():
         draft.put(f"model.options.{option}", value)
-    draft.put("model.options.norm_eps", 1e-5)
+    draft.put("model.options.norm_eps", 1e-6 if name == "qwen3" else 1e-5)
+    if name == "qwen3":
+        draft.put("model.options.head_dim", 128)
+        draft.put("model.options.qk_norm", True)
+        draft.put("model.options.tied", plain in ("debugmodel", "0.6B", "1.7B", "4B"))
     shape = f"{size.num_layers} layers of {size.hidden_size}, {size.num_heads} heads, {size.num_kv_heads} kv heads"
     draft.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
     if plain != flavor:

@@ -124,3 +124,15 @@ def test_where_nanotrons_numbers_are_others_it_is_refused(tmp_path: Path, text: 
     with pytest.raises(ConfigError) as caught:
         convert_file(path)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("flavor", "tied"), [("0.6B", True), ("8B", False)])
+def test_the_qwen3_of_torchtitan(tmp_path: Path, flavor: str, tied: bool) -> None:
+    """Heads of 128 whatever the width, norms of q and k; the small ones are tied."""
+    path = tmp_path / "a.toml"
+    path.write_text(f'[model]\nname = "qwen3"\nflavor = "{flavor}"\n')
+    found = convert_file(path).config.model.options
+    assert (found["head_dim"], found["qk_norm"], found["norm_eps"], found["tied"]) == (128, True, 1e-6, tied)
+    path.write_text('[model]\nname = "qwen3"\nflavor = "30B-A3B"\n')
+    with pytest.raises(ConfigError, match="has no model with the flavor qwen3 30B-A3B"):
+        convert_file(path)
