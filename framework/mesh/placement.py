@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import TypeVar
 
 from meshwright.errors import MeshError
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 
-WIDTH = 110
+WIDTH = 80
 MOST_BOXES = 8
 MOST_ROWS = 16
 MOST_COLUMNS = 24
@@ -70,9 +71,9 @@ def draw(grid: Grid, nodes: Sequence[str]) -> str:
     lines = [head, "", *_side_by_side(boxes[:half])]
     if num_left_out:
         lines += [f"    ... {num_left_out:,} more nodes ...", *_side_by_side(boxes[half:])]
-    return "\n".join(
-        [*lines, "", *_tensor_parallel(grid, nodes), *_data_parallel(grid, nodes), *_pipelines(grid, nodes)]
-    )
+    groups = [*_tensor_parallel(grid, nodes), *_data_parallel(grid, nodes), *_pipelines(grid, nodes)]
+    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False) for line in groups]
+    return "\n".join([*lines, "", *wrapped])
 
 
 def _count(number: int, what: str) -> str:

@@ -15,7 +15,7 @@ from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_act
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.picture.text import text as schedule_text
 
-WIDTH = 100
+WIDTH = 80
 
 
 class RankShare(NamedTuple):
@@ -246,7 +246,7 @@ def _table(shares: list[RankShare]) -> list[str]:
             (
                 str(share.stage),
                 share.layers,
-                f"{share.num_parameters:,}",
+                f"{share.num_parameters:,}" if share.num_parameters < 10**9 else f"{share.num_parameters / 1e6:,.1f}M",
                 format_size(share.weight_bytes),
                 format_size(share.gradient_bytes),
                 format_size(share.optimizer_bytes),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -16,12 +16,12 @@ SMOOTHING = 0.9
 """Weight of earlier steps in the running mean of the step time, which gives the remaining time."""
 
 
-def step_line(record: StepRecord, total_steps: int, left_s: float, unit: str = "tokens") -> str:
-    """Format a step as one plain line. ``left_s``: estimated remaining seconds."""
-    width = len(str(total_steps))
-    return " | ".join(
-        [f"step {record.step:>{width}}/{total_steps}", *_numbers(record, unit), f"{format_duration(left_s)} left"]
-    )
+def step_lines(record: StepRecord, total_steps: int, left_s: float, unit: str = "tokens") -> list[str]:
+    """Format a step as one plain line, in forms of falling length. ``left_s``: estimated remaining seconds."""
+    step = f"step {record.step:>{len(str(total_steps))}}/{total_steps}"
+    left = format_duration(left_s)
+    forms = ["  ".join([step, *numbers, f"{left} left"]) for numbers in _numbers(record, unit)]
+    return [*forms, "  ".join([step, *_numbers(record, unit)[-1], left])]
 
 
 def validation_line(record: StepRecord) -> str:
@@ -33,19 +33,39 @@ def validation_line(record: StepRecord) -> str:
     return text
 
 
-def _numbers(record: StepRecord, unit: str) -> list[str]:
+def _numbers(record: StepRecord, unit: str) -> list[list[str]]:
+    """Return the numbers of a step in forms of falling length; each but the last leaves out what matters less."""
+    loss = f"loss {record.loss:.4f}{' (skipped)' if record.skipped else ''}"
+    norm, rate = f"norm {record.grad_norm:.3g}", f"lr {record.learning_rate:.2e}"
+    speed, step_s = format_count(record.tokens_per_s), f"{record.step_s:.3g} s/step"
+    memory = format_gib(record.memory_bytes)
     return [
-        f"loss {record.loss:.4f}{' (skipped)' if record.skipped else ''}",
-        f"grad norm {record.grad_norm:.3g}",
-        f"lr {record.learning_rate:.2e}",
-        f"{format_count(record.tokens_per_s)} {unit}/s",
-        f"{record.step_s:.3g} s/step",
-        format_gib(record.memory_bytes),
+        [loss, f"grad {norm}", rate, f"{speed} {unit}/s", step_s, memory],
+        [loss, f"grad {norm}", rate, f"{speed} {unit}/s", memory],
+        [loss, norm, rate, f"{speed} {unit}/s", memory],
+        [loss, norm, rate, f"{speed} {unit}/s"],
+        [loss, norm, rate, f"{speed}/s"],
+        [loss, norm, rate],
+        [loss, norm],
+        [loss],
     ]
 
 
+class _Fitting:
+    """Choice of the longest form that fits. It never grows again, so that the lines of a run have the same columns."""
+
+    def __init__(self) -> None:
+        self._form = 0
+
+    def __call__(self, forms: Sequence[str], width: int) -> str:
+        """Return the first form that has at most ``width`` columns, or the shortest one."""
+        while len(forms[self._form]) > width and self._form + 1 < len(forms):
+            self._form += 1
+        return forms[self._form]
+
+
 class _Bar(Progress):
-    """Progress bar with the numbers on a line below; both fit into 80 columns."""
+    """Progress bar with the numbers on a line below, which fit into the terminal."""
 
     def __init__(self, console: Console) -> None:
         self.numbers = ""
@@ -65,6 +85,7 @@ class _Bar(Progress):
 class ConsoleSink:
     """Sink of the console: a bar on a terminal, with validations above it, otherwise plain lines.
 
+    Lines fit into the terminal, or into COLUMNS, or into 80 columns: shorter forms leave out what matters less.
     Plain lines appear every ``log_every`` steps, for the first step of this process and for the last of the run.
     """
 
@@ -77,6 +98,7 @@ class ConsoleSink:
         self._console = console or Console()
         self._bar: _Bar | None = None
         self._task = TaskID(0)
+        self._fit = _Fitting()
         self._num_steps = 0
         self._step_s = 0.0
 
@@ -88,7 +110,7 @@ class ConsoleSink:
         if self._console.is_terminal:
             self._draw(record, left_s)
         elif self._num_steps == 1 or record.step % self.log_every == 0 or record.step >= self.total_steps:
-            self._print(step_line(record, self.total_steps, left_s, self.unit))
+            self._print(self._fit(step_lines(record, self.total_steps, left_s, self.unit), self._console.width))
         if record.validation_loss is not None:
             self._print(validation_line(record))
 
@@ -102,7 +124,8 @@ class ConsoleSink:
             self._bar = _Bar(self._console)
             self._task = self._bar.add_task("", total=self.total_steps, left="")
             self._bar.start()
-        self._bar.numbers = "  ".join(_numbers(record, self.unit))
+        forms = ["  ".join(numbers) for numbers in _numbers(record, self.unit)]
+        self._bar.numbers = self._fit(forms, self._console.width)
         self._bar.update(self._task, completed=record.step, left=format_duration(left_s))
 
     def _print(self, line: str) -> None:

@@ -12,6 +12,9 @@ a time limit, after which busy sinks are abandoned. No error of a sink reaches t
 from __future__ import annotations
 
 import contextlib
+import shutil
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -44,8 +47,14 @@ class Sink(Protocol):
 
 
 def warn_on_stderr(message: str) -> None:
-    """Print a warning to stderr: the default for ``warn``."""
-    tell(f"tracking: {message}")
+    """Print a warning to stderr: the default for ``warn``. On a terminal its lines break between words."""
+    text = f"tracking: {message}"
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
+        if sys.stderr.isatty():
+            columns = max(40, shutil.get_terminal_size().columns)
+            lines = textwrap.wrap(text, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            text = "\n".join(lines)
+    tell(text)
 
 
 def never_raising(warn: Warn) -> Warn:

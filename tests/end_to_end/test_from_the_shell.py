@@ -70,14 +70,14 @@ def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool
         "schedule   1f1b: 20.0% of the time is bubble",
         "\npp0 | F0 F1 .  .  B0--- F2",
         f"/checkpoints/step-{reached:08}: step {reached}, {8 * reached} samples seen\n",
-        f"step {reached + 1:>2}/12 | loss ",
-        "step 12/12 | loss ",
+        f"step {reached + 1:>2}/12  loss ",
+        "step 12/12  loss ",
         "validation at step 12: loss ",
         f"saved {run_directory(config)}/checkpoints/step-00000012\n",
         "unigram entropy  ",
     ):
         assert line in said, line
-    assert max(len(line) for line in said.splitlines() if str(tmp_path) not in line) <= 115
+    assert max(len(line) for line in said.splitlines() if str(tmp_path) not in line) <= 80
     train(pool, same)
     assert exact_losses(config) == exact_losses(same)
     assert not differing(tensors(run_directory(config)), tensors(run_directory(same)))

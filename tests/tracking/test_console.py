@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import re
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -28,10 +30,41 @@ def log() -> Console:
 def test_plain_lines_every_log_every_steps(log, record) -> None:
     run(ConsoleSink(total_steps=25, log_every=10, console=log), [record(step) for step in range(4, 26)])
     lines = log.file.getvalue().splitlines()
-    assert [line.split(" | ")[0] for line in lines] == ["step  4/25", "step 10/25", "step 20/25", "step 25/25"]
-    assert lines[1] == (
-        "step 10/25 | loss 0.9000 | grad norm 1.25 | lr 3.00e-04 | 4.1k tokens/s | 0.5 s/step | 1.50 GiB | 0:08 left"
-    )  # one line, though the console is 80 wide
+    assert [line.split("  loss")[0] for line in lines] == ["step  4/25", "step 10/25", "step 20/25", "step 25/25"]
+    assert lines[1] == "step 10/25  loss 0.9000  norm 1.25  lr 3.00e-04  4.1k tokens/s  0:08 left"
+
+
+def test_a_wide_console_has_every_number(record) -> None:
+    wide = Console(file=io.StringIO(), force_terminal=False, width=120)
+    run(ConsoleSink(total_steps=25, console=wide), [record(10)])
+    assert wide.file.getvalue() == (
+        "step 10/25  loss 0.9000  grad norm 1.25  lr 3.00e-04  4.1k tokens/s  0.5 s/step  1.50 GiB  0:08 left\n"
+    )
+
+
+LARGE = {"loss": 10.12345, "grad_norm": 1234.5, "tokens_per_s": 12.34e6, "step_s": 12.34, "memory_bytes": 80 * 2**30}
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("steps", [120, 10**5, 10**7])
+@pytest.mark.parametrize("changes", [{}, LARGE, {"loss": math.nan, "grad_norm": math.inf, "skipped": True}])
+def test_lines_fit_and_keep_their_columns(record, width: int, steps: int, changes: dict[str, Any]) -> None:
+    log = Console(file=io.StringIO(), force_terminal=False, width=width)
+    last = record(steps, validation_loss=2.0, validation_perplexity=7.389)
+    run(ConsoleSink(steps, console=log, unit="labels"), [record(1), record(2, **changes), record(3), last])
+    lines = log.file.getvalue().splitlines()
+    assert len(lines) == 5 and max(map(len, lines)) <= width, lines
+    assert all("loss" in line and f"/{steps}" in line for line in lines[:-1])
+    assert len({line.partition("loss")[2].count("  ") for line in lines[1:4]}) == 1
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_the_bar_fits(record, width: int) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    run(ConsoleSink(10**6, console=terminal), [record(10**5, **LARGE)])
+    shown = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", terminal.file.getvalue())]
+    assert any(re.match("loss 10.1235  (grad )?norm 1.23e", line) for line in shown)
+    assert max(map(len, shown)) <= width, shown
 
 
 def test_a_validation_is_told_whether_or_not_its_step_is(log, record) -> None:
@@ -47,7 +80,7 @@ def test_non_finite_numbers_are_shown_as_they_are(log, record) -> None:
     broken = dataclasses.replace(broken, validation_loss=1e9, validation_perplexity=math.inf)
     run(ConsoleSink(2, console=log), [broken])
     line, validation = log.file.getvalue().splitlines()
-    assert "loss nan" in line and "grad norm inf" in line and "-:-- left" in line
+    assert "loss nan" in line and "norm inf" in line and "-:-- left" in line
     assert validation.endswith("perplexity inf")
 
 
