@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.source_keys import CORPUS, PREPARED, PRETRAINED, DropReason, is_off
-from meshwright.tools.interop.configs.torchtitan_dump import dumped_model, is_dump
+from meshwright.tools.interop.configs.torchtitan_dump import dumped_dataset, dumped_model, is_dump
 from meshwright.tools.interop.configs.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
 from meshwright.tools.interop.configs.torchtitan_model import model
 from meshwright.tools.interop.configs.torchtitan_optimizer import optimizer
@@ -148,7 +148,7 @@ def _train(draft: Draft) -> None:
     if not draft.own_model:
         draft.put("model.options.max_sequence_length", draft.tree["data.sequence_length"])
     dataset = draft.text("training.dataset", "c4_test") or "corpus"
-    name = "its own dataset" if is_dump(draft) else dataset
+    name = dumped_dataset(draft) if is_dump(draft) else dataset
     draft.leave_open("data.train", f"runs/data/{dataset}/train", PREPARED.format(f"torchtitan reads {name}"))
     draft.drop("training.dataset", DropReason.BY_HAND, CORPUS)
     whole, mixed = draft.text("training.dtype", "float32"), draft.text("training.mixed_precision_param", "bfloat16")
@@ -212,7 +212,7 @@ def _services(draft: Draft) -> None:
                 "validation.steps", DropReason.BY_HAND, "train.validate_steps, in global batches: there is no 'all'"
             )
     else:
-        draft.skip("validation.*")
+        draft.skip("validation.*", "validator.*")
 
 
 def _switched_off(draft: Draft) -> None:
@@ -229,8 +229,9 @@ def _checkpoint(draft: Draft) -> None:
         draft.skip("checkpoint.*")
         draft.decide("checkpoint.every = 0: torchtitan saves nothing here; meshwright still saves after the last step")
         return
-    if not is_off(draft.value("checkpoint.initial_load_path")):
-        draft.refuse("checkpoint.initial_load_path", PRETRAINED)
+    for name in ("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"):
+        if not is_off(draft.value(name)):
+            draft.refuse(name, PRETRAINED)
     draft.put("checkpoint.every", draft.count("checkpoint.interval", 500))
     keep = draft.integer("checkpoint.keep_latest_k", 10)
     if keep:

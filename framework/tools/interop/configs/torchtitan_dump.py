@@ -18,6 +18,7 @@ SPEC = "model_spec"
 NAME = "model_spec.name"
 MODEL = "model_spec.model."
 GROUP = "optimizer.param_groups"
+LOADER = "dataloader."
 RENAMED = {
     "dump_folder": "job.dump_folder",
     "hf_assets_path": "model.hf_assets_path",
@@ -88,6 +89,15 @@ def is_dump(draft: Draft) -> bool:
     return NAME in draft.items
 
 
+def dumped_dataset(draft: Draft) -> str:
+    """Return the name of the dataset, and refuse one of conversations, whose labels are masked there."""
+    conversations = next((key for key in draft.items if key.startswith(LOADER) and key.endswith("messages_fn")), None)
+    if conversations is not None:
+        draft.refuse(conversations, "the labels of a conversation are not masked here")
+    path = next((key for key in draft.items if key.startswith(LOADER) and key.endswith(".path")), None)
+    return "its own dataset" if path is None else str(draft.items[path].value)
+
+
 def dumped_model(draft: Draft) -> int:
     """Translate the modules of the model to options of Llama, and return the number of layers.
 
@@ -113,7 +123,7 @@ def dumped_model(draft: Draft) -> int:
     draft.put("model.options.num_layers", len(layers))
     draft.put("model.options.num_heads", heads)
     draft.put("model.options.num_kv_heads", kv_heads or heads)
-    if size is not None and heads is not None and size * heads != width:
+    if type(size) is int and type(heads) is int and size * heads != width:
         draft.put("model.options.head_dim", size)
     draft.put("model.options.ffn_size", _table(mlp, "w1").get("out_features"))
     draft.put("model.options.norm_eps", norm.get("eps", 1e-5))
@@ -147,10 +157,13 @@ def _refuse_others(
         *(_table(qkv, each) for each in ("wqkv", "wq", "wkv")),
         *(_table(mlp, each) for each in ("w1", "w2", "w3")),
     ]
-    eps = _table(layer, "attention_norm").get("eps", 1e-5)
+    eps, heads = _table(layer, "attention_norm").get("eps", 1e-5), attention.get("n_heads")
+    width, size = draft.value(f"{MODEL}dim"), attention.get("head_dim")
+    if size is None and type(width) is int and type(heads) is int and heads > 0:
+        size = width // heads
     problems = {
         "mixture of experts": bool(layer.get("moe")),
-        "no attention of heads and groups": not {"n_heads", "qkv_linear", "rope"} <= attention.keys(),
+        "no attention of heads and groups": type(heads) is not int or not {"qkv_linear", "rope"} <= attention.keys(),
         "no SwiGLU": not {"w1", "w2", "w3"} <= mlp.keys() or "gate" in mlp,
         "biases": any(linear.get("bias") for linear in (*linears, _table(attention, "wo"))),
         "other positions than rotary ones, or those of Llama 3.1": _table(attention, "rope").get("scaling", "none")
@@ -158,6 +171,8 @@ def _refuse_others(
         "a sliding window": _table(attention, "inner_attention").get("window_size", [-1, 0]) not in ([-1, 0], (-1, 0)),
         "attention of another kind": bool({"sliding_window_size", "sinks", "q_lora_rank"} & attention.keys()),
         "norms of q and k with another epsilon": isinstance(norm, Mapping) and norm.get("eps", 1e-5) != eps,
+        "a last norm with another epsilon": draft.value(f"{MODEL}norm.eps", eps) != eps,
+        "rotary positions in a part of each head": _table(attention, "rope").get("dim", size) != size,
         "images or sound": any(key.startswith((f"{MODEL}vision", f"{MODEL}audio")) for key in draft.items),
     }
     what = next((what for what, is_so in problems.items() if is_so), None)

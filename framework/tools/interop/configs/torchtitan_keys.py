@@ -59,7 +59,7 @@ SWITCHES = {
 """Section -> the key that enables it; without it the others of the section have no effect."""
 
 REST = (
-    DropRule("dataloader.* tokenizer.*", DropReason.BY_HAND, CORPUS),
+    DropRule("dataloader.* tokenizer*", DropReason.BY_HAND, CORPUS),
     DropRule("validator.*", DropReason.BY_HAND, CORPUS),
     DropRule(
         """training.disable_cuda_graphs parallelism.enable_fsdp_symm_mem parallelism.spmd_backend profiler.*

@@ -29,6 +29,7 @@ def test_the_json_of_torchtitan(tmp_path: Path) -> None:
     found = imported(tmp_path / "config.json", dumps.text(dumps.torchtitan()))
     config = found.config
     assert found.framework == "torchtitan" and list(found.open) == ["data.train"]
+    assert "torchtitan reads allenai/c4;" in found.open["data.train"]
     assert config.model.options == {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -67,7 +68,7 @@ def test_its_micro_batches_in_a_pipeline(tmp_path: Path) -> None:
     ("change", "option"),
     [
         ({"qk_norm": {"normalized_shape": 16, "eps": 1e-5}}, ("qk_norm", True)),
-        ({"head_dim": 32}, ("head_dim", 32)),
+        ({"head_dim": 32, "rope": {"dim": 32, "theta": 1e4}}, ("head_dim", 32)),
     ],
 )
 def test_options_of_its_attention(tmp_path: Path, change: dict[str, Any], option: tuple[str, Any]) -> None:
@@ -85,6 +86,8 @@ def test_options_of_its_attention(tmp_path: Path, change: dict[str, Any], option
         ({"layers": [dumps.layer(0, wo=dumps.linear(64, 64, bias=True))]}, "biases"),
         ({"layers": [dumps.layer(0, rope={"theta": 1.0, "scaling": "yarn"})]}, "other positions than rotary ones"),
         ({"layers": [dumps.layer(0, qk_norm={"eps": 1e-6})]}, "norms of q and k with another epsilon"),
+        ({"layers": [dumps.layer(0, head_dim=32)]}, "rotary positions in a part of each head"),
+        ({"norm": {"eps": 1e-6}}, "a last norm with another epsilon"),
         ({"vision_encoder": {"dim": 64}}, "images or sound"),
     ],
 )
@@ -94,6 +97,20 @@ def test_modules_that_no_option_describes_are_refused(tmp_path: Path, changed: d
     path = tmp_path / "a.json"
     path.write_text(dumps.text(document))
     with pytest.raises(ConfigError, match=f"model_spec.name.*{said}"):
+        convert_file(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "said"),
+    [
+        ("dataloader", {"dataset": {"dataset": {"processor": {"messages_fn": "f"}}}}, "the labels of a conversation"),
+        ("checkpoint", {"initial_load_in_hf": True}, "would start from random weights"),
+    ],
+)
+def test_its_fine_tuning_is_refused(tmp_path: Path, section: str, change: dict[str, Any], said: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(dumps.text(dumps.torchtitan(**{section: change})))
+    with pytest.raises(ConfigError, match=said):
         convert_file(path)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs import convert_file, file_text, format_report
 from meshwright.tools.interop.configs.shell import read_script
-from tests.tools.interop.configs import samples
+from tests.tools.interop.configs import dumps, samples
 
 WORDS = """if then else elif fi for while do done case esac function { } ( ) [ ] [[ ]] == != -z -n || && ; ;; | > < & $
     ${ } $(( )) $( ` ' " \\ = += A A= A=( A+=( B ${A} ${A[@]} ${A:-b} $A $1 $@ --x --y=1 1 2 x.py torchrun eval #"""
@@ -38,13 +38,22 @@ def test_any_script(text: str) -> None:
         ("a.sh", samples.MEGATRON_GPT),
         ("a.sh", samples.MEGATRON_LLAMA),
         ("a.sh", samples.MEGATRON_FLAGS),
+        ("a.json", dumps.text(dumps.torchtitan())),
+        ("run_config.yaml", dumps.BRIDGE),
+        ("model_config.yaml", dumps.MODEL_CONFIG),
     ],
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_value_in_any_place(name: str, text: str, data: st.DataObject) -> None:
     """One or two values of a sample are others; one line may be missing."""
-    assigned = r"^(\s*[\w-]+: )\S+$" if name == "a.yaml" else r"^(\w+ = ).+$" if name == "a.toml" else r"(--[\w-]+ )\S+"
+    forms = {
+        ".yaml": r"^(\s*[\w-]+: )\S+$",
+        ".toml": r"^(\w+ = ).+$",
+        ".json": r'^(\s*"\w+": )[^\s\[{,]+',
+        ".sh": r"(--[\w-]+ )\S+",
+    }
+    assigned = forms[Path(name).suffix]
     for _ in range(data.draw(st.integers(1, 2))):
         found = list(re.finditer(assigned, text, re.MULTILINE))
         chosen = data.draw(st.sampled_from(found))
