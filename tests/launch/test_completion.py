@@ -26,7 +26,7 @@ CASES: list[tuple[str, list[str]]] = [
     ("meshwright ch", ["checkpoint"]),
     ("meshwright checkpoint ", ["list", "verify", "show", "reshard"]),
     ("meshwright completion ", ["bash", "zsh", "fish"]),
-    ("meshwright config import --from ", ["torchtitan", "nanotron", "megatron"]),
+    ("meshwright config import --from ", ["torchtitan", "nanotron", "megatron", "bridge"]),
     ("meshwright mesh configs/demo.toml --no", ["--nodes"]),
     ("meshwright train configs/de", ["configs/demo.toml"]),
     ("meshwright train tests/tr", ["tests/tracking"]),
