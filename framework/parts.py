@@ -140,6 +140,8 @@ class StepEvent:
     straggler: StragglerShare | None = None
     """None: not measured in this step, or not on this rank."""
     validation_loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """More metrics of the step, by name: a callback adds its own, and rank 0 records them."""
 
 
 class Observer:

@@ -8,8 +8,11 @@ after each step, save what is due, and end together with the message of the firs
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 
@@ -18,6 +21,7 @@ from meshwright.config.functions import error_place, find_function
 from meshwright.errors import CallbackError, ConfigError
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.terminal.output import tell
+from meshwright.tracking.record import MAX_EXTRA, is_extra_name
 
 
 def find_callbacks(config: RunConfig) -> list[Callable[[Parts], Observer]]:
@@ -55,6 +59,28 @@ def make_callbacks(parts: Parts) -> list[Observer]:
     return made
 
 
+def find_problem(metrics: Mapping[Any, Any]) -> str | None:
+    """Return why metrics of callbacks cannot be recorded; None if they can."""
+    if len(metrics) > MAX_EXTRA:
+        return f"event.metrics has {len(metrics):,} numbers: record at most {MAX_EXTRA} a step"
+    for name, value in metrics.items():
+        if not is_extra_name(name):
+            return (
+                f"event.metrics[{repr(name)[:120]}]: a name has letters, digits, _, - and ., parts separated by /, at "
+                f'most 100 characters, and is none of meshwright\'s own: call it "evaluation/accuracy", for example'
+            )
+        if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
+            return f"event.metrics[{name!r}] is {repr(value)[:60]}: record a finite int or float (.item() of a tensor)"
+    return None
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the range of floats
+        return False
+
+
 class Callbacks(Observer):
     """The user's observers as one. Every rank has the same ones in the same order."""
 
@@ -71,7 +97,9 @@ class Callbacks(Observer):
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Run ``after_step`` of each callback; then agree on errors. Collective over all ranks; blocks."""
-        self._call("after_step", parts, lambda each: each.after_step(parts, event))
+        self._call("after_step", parts, lambda each: self._after_step(each, parts, event))
+        if self._problem is not None:
+            event.metrics = {}  # the record of the step is still written
         self._agree(parts)
 
     def after_training(self, parts: Parts) -> None:
@@ -106,6 +134,14 @@ class Callbacks(Observer):
                     f"callback {_name(each)}.{hook} failed after step {parts.state.step} on rank {parts.mesh.rank}"
                     f"{error_place(error)}: {type(error).__name__}: {error}"
                 )
+
+    def _after_step(self, each: Observer, parts: Parts, event: StepEvent) -> None:
+        """Run one callback, and check the metrics that it has added."""
+        each.after_step(parts, event)
+        if problem := find_problem(event.metrics):
+            self._problem = (
+                f"callback {_name(each)}.after_step, step {parts.state.step}, rank {parts.mesh.rank}: {problem}"
+            )
 
     def _agree(self, parts: Parts) -> None:
         """Find out whether a callback has failed on any rank: one number is all-reduced, texts only after a failure."""

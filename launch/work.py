@@ -142,9 +142,9 @@ def observe(
         RunFilesCheck(checkpoints.saver),  # lost files of the run's directory
         Timing(parts, files.directory, log),  # the traced step, stragglers
         Validation(validate, lambda loss: log(describe_validation(parts, loss))),
+        *own,  # the user's, of train.callbacks and of a script; they may add metrics to the record
         Records(tracker),  # metrics.jsonl, console, wandb
-        DriftCheck(),  # equality of replicas, before they are saved
-        *own,  # the user's, of train.callbacks and of a script
+        DriftCheck(),  # equality of replicas, also after callbacks, before they are saved
         PeakMemory(files.directory),  # memory.json
         checkpoints,  # saves, and ends the run after a signal
         *(CallbackErrors(callbacks) for callbacks in own),  # ends the run after an error of a callback

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshwright.checkpoint import find
-from meshwright.errors import CheckpointError, DriftError, NonFiniteError, Preempted
+from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, Observer, Parts, StepEvent
 from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles
@@ -109,11 +109,11 @@ class Checkpoints(Observer):
                 saver.finish_or_fail()
 
     def on_error(self, parts: Parts, error: Exception) -> None:
-        """Finish the checkpoint being written after NaN, Inf or drift: it is of an earlier, sound step.
+        """Finish the checkpoint being written after NaN, Inf, drift or an error of a callback: its step is sound.
 
         Collective over all ranks; blocks. Other errors are not handled here.
         """
-        if isinstance(error, NonFiniteError | DriftError):  # on all ranks alike
+        if isinstance(error, NonFiniteError | DriftError | CallbackError):  # on all ranks alike
             with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
                 self.saver.finish()
 

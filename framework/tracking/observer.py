@@ -107,6 +107,7 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         bubble_share=stats.bubble_share,
         memory_bytes=parts.mesh.peak_memory_bytes(),
         validation_loss=loss,
+        extra={name: float(value) for name, value in event.metrics.items()},
         validation_perplexity=perplexity(loss) if loss is not None and has_perplexity(parts.blueprint) else None,
         skipped=stats.skipped,
         restarts=parts.restarts,

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.system.bounded import parse_json
 
@@ -68,6 +69,8 @@ class StepRecord:
     """Share of a step, 0..1, that the straggler made other ranks wait; 0 without a straggler."""
     validation_perplexity: float | None = None
     """``exp(validation_loss)``; None if the loss is no cross-entropy over tokens."""
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of callbacks, by name."""
 
 
 def perplexity(loss: float) -> float:
@@ -104,9 +107,23 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
 """Public name of each metric -> its value in a record."""
 
 
+OTHER_NAMES = frozenset({"step", "train/loss_hex", "perf/straggler"})
+"""Names in a line of ``metrics.jsonl`` besides those of :data:`METRICS`."""
+MAX_EXTRA = 100
+"""Most metrics of callbacks in a step."""
+_EXTRA_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)*", re.ASCII)
+
+
+def is_extra_name(name: object) -> bool:
+    """Return whether a metric of a callback may have this name."""
+    if not isinstance(name, str) or len(name) > 100 or _EXTRA_NAME.fullmatch(name) is None:
+        return False
+    return name not in METRICS and name not in OTHER_NAMES
+
+
 def metrics(record: StepRecord) -> dict[str, Number]:
-    """Return the measured values of a record under the names of :data:`METRICS`, without the step."""
-    return {name: value for name, of in METRICS.items() if (value := of(record)) is not None}
+    """Return the measured values of a record under the names of :data:`METRICS`, without the step; then callbacks'."""
+    return {name: value for name, of in METRICS.items() if (value := of(record)) is not None} | dict(record.extra)
 
 
 def to_json(record: StepRecord) -> str:
@@ -166,4 +183,15 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
         straggler_rank=int(content["perf/straggler_rank"]) if "perf/straggler_rank" in content else None,
         straggler_share=optional("perf/straggler_share"),
         validation_perplexity=optional("validation/perplexity"),
+        extra=_extra(content),
     )
+
+
+def _extra(content: Mapping[str, Number | str]) -> dict[str, float]:
+    """Return the metrics of callbacks in a line. Text and other values of a newer version are left out."""
+    found: dict[str, float] = {}
+    for name, value in content.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and len(found) < MAX_EXTRA and is_extra_name(name):
+            found[name] = float(value)
+    return found

@@ -15,10 +15,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from meshwright.checkpoint import find
 from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.tools.report.page import page
+from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import read_records
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-NOTEBOOK, RANKS, CALLBACKS, SINKS, PROFILE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+NOTEBOOK, RANKS, CALLBACKS, EXTRA, SINKS, PROFILE = re.findall(
+    r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+)
 
 
 CONFIG = """
@@ -66,6 +70,7 @@ def desk(tmp_path: Path, small_corpus: Path) -> Path:
     (tmp_path / "callbacks.py").write_text(CALLBACKS)
     (tmp_path / "profiling.py").write_text(PROFILE)
     (tmp_path / "sinks.py").write_text(SINKS)
+    (tmp_path / "extra.py").write_text(EXTRA)
     return tmp_path
 
 
@@ -122,6 +127,23 @@ def command_with(text: str) -> list[str]:
         line for line in re.findall(r"^    meshwright (train run.toml .*)$", PAGE, re.MULTILINE) if text in line
     ]
     return shlex.split(found)
+
+
+@pytest.mark.slow
+def test_metrics_of_a_callback(desk: Path) -> None:
+    run(desk, "-m", "meshwright.launch", *command_with("smooth_loss"), '--tracking.sinks=["tensorboard"]')
+    records = list(read_records(desk / "runs/extra/metrics.jsonl"))
+    means = [records[0].loss]
+    for record in records[1:]:
+        means.append(0.9 * means[-1] + 0.1 * record.loss)
+    assert [record.extra["smooth/loss"] for record in records] == pytest.approx(means)
+    assert [record.extra["smooth/fallen_share"] for record in records] == pytest.approx(
+        [1 - m / means[0] for m in means]
+    )
+    events = EventAccumulator(str(desk / "runs/extra/tensorboard"))
+    events.Reload()
+    assert [each.value for each in events.Scalars("smooth/loss")] == pytest.approx(means, rel=1e-6)
+    assert "smooth/fallen_share" in page([read_run(desk / "runs/extra")])
 
 
 @pytest.mark.slow

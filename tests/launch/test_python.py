@@ -22,6 +22,8 @@ from meshwright.checkpoint import find, open_checkpoint
 from meshwright.errors import CallbackError, ConfigError, LockError
 from meshwright.launch.failure import RankFailed
 from meshwright.launch.python import OpenRun
+from meshwright.tools.report.page import page
+from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import read_records
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +81,16 @@ class FailAt(meshwright.Observer):
             raise ValueError("a bug of the user")
 
 
+class Measure(meshwright.Observer):
+    """Records one metric."""
+
+    def __init__(self, name: Any, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def after_step(self, parts: meshwright.Parts, event: meshwright.StepEvent) -> None:
+        event.metrics[self.name] = self.value
+
+
 class FailAfter(meshwright.Observer):
     """Raises after training."""
 
@@ -114,6 +126,36 @@ def fails_at_two(config: meshwright.RunConfig) -> None:
 
 def stops_at_two(config: meshwright.RunConfig) -> None:
     meshwright.run_training(config, [StopAt(2)])
+
+
+def test_metrics_of_callbacks_are_recorded_and_survive_a_resume(tmp_path: Path) -> None:
+    meshwright.run_training(made(tmp_path, train={"steps": 2}), [Measure("ema/decay", 0.1), Measure("count", 3)])
+    meshwright.run_training(made(tmp_path), [Measure("ema/decay", 0.3)])
+    records = list(read_records(tmp_path / "own/metrics.jsonl"))
+    assert [record.extra for record in records] == [{"ema/decay": 0.1, "count": 3.0}] * 2 + [{"ema/decay": 0.3}] * 4
+    assert "ema/decay" in page([read_run(tmp_path / "own")])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("train/loss", 1.0, "event.metrics['train/loss']: a name"),
+        ("a b", 1.0, "event.metrics['a b']: a name"),
+        (7, 1.0, "event.metrics[7]: a name"),
+        ("<script>", 1.0, "event.metrics['<script>']: a name"),
+        ("x", float("nan"), "event.metrics['x'] is nan"),
+        ("x", 10**400, "event.metrics['x'] is 1000"),
+        ("x", True, "event.metrics['x'] is True"),
+        ("x", torch.ones(1), "event.metrics['x'] is tensor([1.])"),
+    ],
+)
+def test_a_metric_that_cannot_be_recorded_ends_the_run_saved(tmp_path: Path, name: Any, value: Any, place: str) -> None:
+    with pytest.raises(CallbackError) as error:
+        meshwright.run_training(made(tmp_path, checkpoint={"every": 1}), [Measure(name, value)])
+    assert error.value.code == "MW-LAUNCH-058" and place in str(error.value)
+    assert "callback Measure.after_step, step 1, rank 0: " in str(error.value)
+    assert [record.step for record in read_records(tmp_path / "own/metrics.jsonl")] == [1]
+    assert find(tmp_path / "own")[0].step == 1
 
 
 def test_steps_by_hand_are_those_of_the_command_and_resume(tmp_path: Path) -> None:

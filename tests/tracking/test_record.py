@@ -66,8 +66,18 @@ def test_every_field_reaches_a_metric(record) -> None:
     assert from_json(to_json(plain)) == plain
     for field in dataclasses.fields(StepRecord):
         value = getattr(plain, field.name)
-        other = dataclasses.replace(plain, **{field.name: f"{value}7" if isinstance(value, str) else value + 7})
+        changed = {"a": 7.0} if field.name == "extra" else f"{value}7" if isinstance(value, str) else value + 7
+        other = dataclasses.replace(plain, **{field.name: changed})
         assert to_json(other) != to_json(plain), field.name
+
+
+def test_metrics_of_callbacks_survive_and_what_is_none_is_left_out(record) -> None:
+    plain = record(1, extra={"ema/decay": 0.1, "b": 3.0})
+    line = json.loads(to_json(plain))
+    assert line["ema/decay"] == 0.1 and from_json(json.dumps(line)) == plain
+    strange = {"<b>": 1, "c": "text", "d": True, "e": [1], "perf/straggler": "", **{f"n{i}": i for i in range(200)}}
+    found = from_json(json.dumps(line | strange)).extra
+    assert set(found) == {"ema/decay", "b", *(f"n{i}" for i in range(98))}
 
 
 def test_what_was_not_measured_is_left_out(record) -> None:

@@ -17,6 +17,8 @@ from meshwright.tracking.record import GIB, StepRecord
 
 MAX_BAD = 200
 """Most marks of non-finite steps in one chart."""
+MAX_EXTRA_CHARTS = 24
+"""Most charts of metrics of callbacks."""
 
 
 class Recorded(NamedTuple):
@@ -61,7 +63,18 @@ def of_run(run: RunContents) -> list[Markup]:
     for each in RECORDED:
         curves = [Curve(each.quantity.title.lower(), points(run.records, each)), *repeated_curves(run, each)]
         charts.append(chart(each.quantity, curves, marks=marks, legend=False))
+    charts += [chart(Quantity(name), [Curve(name, extra_points(run, name))], marks=marks) for name in extra_names(run)]
     return [drawn for drawn in charts if drawn]
+
+
+def extra_names(run: RunContents) -> list[str]:
+    """Return the names of the metrics of callbacks, at most ``MAX_EXTRA_CHARTS``."""
+    return list({name: None for record in run.records for name in record.extra})[:MAX_EXTRA_CHARTS]
+
+
+def extra_points(run: RunContents, name: str) -> list[Point]:
+    """Return the values of a metric of callbacks by step."""
+    return points(run.records, Recorded(Quantity(name), lambda record: record.extra.get(name)))
 
 
 def loss_curves(run: RunContents) -> list[Curve]:
