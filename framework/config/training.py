@@ -86,6 +86,9 @@ class Watch(Section):
     """Steps between comparisons of values that several ranks replicate; 0: never. Each checkpoint compares them too."""
 
 
+WandbName = Annotated[str, Field(max_length=128)]
+
+
 class Tracking(Section):
     """Outputs of metrics. ``metrics.jsonl`` is always written and is the reference."""
 
@@ -97,6 +100,14 @@ class Tracking(Section):
     """Weights & Biases. auto: online with an API key and a network, otherwise offline."""
     project: str = "meshwright"
     """Project in Weights & Biases."""
+    entity: WandbName = ""
+    """Team or user that owns the project in Weights & Biases. "": the account's default."""
+    group: WandbName = ""
+    """Group of runs in Weights & Biases. "": none."""
+    tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
+    """Tags of the run in Weights & Biases."""
+    notes: Annotated[str, Field(max_length=10_000)] = ""
+    """Description of the run in Weights & Biases."""
     sinks: tuple[Annotated[str, Field(pattern=r"^([\w.]+:\w+|tensorboard)$")], ...] = ()
     """More sinks: tensorboard, or functions ``module:function`` (config, directory) -> sink; docs/python.md."""
     trace_step: Steps = 5

@@ -212,7 +212,7 @@ class WandbSink:
         limit_s = self.init_limit_s if mode is WandbMode.ONLINE else OFFLINE_LIMIT_S
         hello = {
             "id": run_id(self.run_directory),
-            "project": self.config.tracking.project,
+            **{name: getattr(self.config.tracking, name) for name in ("project", "entity", "group", "tags", "notes")},
             "name": self.config.run.name,
             "mode": str(mode),
             "directory": str(self.run_directory.resolve()),

@@ -37,6 +37,8 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=(parent, hello["finish_limit_s"]), daemon=True).start()
     try:
         run = start(hello)
+        for name in ("train/loss", "validation/*"):  # comparable over batch sizes; all else is drawn over steps
+            run.define_metric(name, step_metric="train/tokens")
     except BaseException as error:
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode())
         os._exit(1)
@@ -60,6 +62,10 @@ def start(hello: dict[str, Any]) -> Any:
         id=hello["id"],
         resume="allow",
         project=hello["project"],
+        entity=hello["entity"] or None,
+        group=hello["group"] or None,
+        tags=hello["tags"] or None,
+        notes=hello["notes"] or None,
         name=hello["name"],
         mode=hello["mode"],
         dir=hello["directory"],

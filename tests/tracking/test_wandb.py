@@ -125,6 +125,30 @@ def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None
         assert not file.is_file() or b"not-for-the-record" not in file.read_bytes(), file
 
 
+def test_entity_group_tags_notes_and_the_axis_of_a_loss(tmp_path, record) -> None:
+    named = {"entity": "a-team", "group": "sweep 1", "tags": ("long", "bf16"), "notes": "a run\nof two lines"}
+    tree = config_of(WandbMode.OFFLINE).model_dump()
+    config = RunConfig.model_validate({**tree, "tracking": {**tree["tracking"], **named}})
+    warnings: list[str] = []
+    one = WandbSink(tmp_path, config, warn=warnings.append)
+    one.open()
+    one.write(record(1))
+    one.close()
+    found = list(wandb_records(offline_files(tmp_path)[0]))
+    [run] = [each.run for each in found if each.HasField("run")][:1]
+    assert (run.entity, run.run_group, list(run.tags), run.notes) == (
+        "a-team",
+        "sweep 1",
+        ["long", "bf16"],
+        named["notes"],
+    )
+    axes = {
+        each.metric.name or each.metric.glob_name: each.metric.step_metric for each in found if each.HasField("metric")
+    }
+    assert axes["train/loss"] == axes["validation/*"] == "train/tokens" and not axes.get("train/lr")
+    assert warnings == []
+
+
 def test_a_resumed_run_goes_on_under_its_id(tmp_path, record) -> None:
     warnings: list[str] = []
     for steps in ((1, 2), (3,)):
