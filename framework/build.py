@@ -4,6 +4,7 @@ nothing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -24,25 +25,22 @@ from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer, host_me
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage, StageSpec
-from meshwright.pipeline.values import Loss, cross_entropy
-from meshwright.tensor_parallel.cross_entropy import (
-    check_full_sequence,
-    split_vocab_size,
-    vocab_parallel_cross_entropy,
-)
+from meshwright.pipeline.values import Loss, Losses, cross_entropy
+from meshwright.tensor_parallel.cross_entropy import check_full_sequence, split_vocab_size, vocab_parallel_cross_entropy
 from meshwright.watch.observers import handle_nonfinite
 
 
-def pick_loss(blueprint: Blueprint, tp: Group) -> Loss:
-    """Return the loss for the last layer's output: full logits, or this tp rank's shard of the vocabulary."""
+def pick_loss(blueprint: Blueprint, tp: Group, *, training: bool) -> Loss:
+    """Return the loss of full logits or this tp rank's shard of them; its options are for training alone."""
     model = blueprint.model
     if model.loss is not None:
         return model.loss
+    options = model.loss_options if training else {}
     vocab_size = split_vocab_size(model.layers, blueprint.infos)
     if vocab_size is None:
         check_full_sequence(model.layers, sequence=blueprint.config.parallel.sequence)
-        return cross_entropy
-    return lambda output, labels: vocab_parallel_cross_entropy(output, labels, tp, vocab_size)
+        return partial(cross_entropy, **options)
+    return partial(vocab_parallel_cross_entropy, group=tp, vocab_size=vocab_size, **options)
 
 
 def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
@@ -80,7 +78,7 @@ def build(
     for source in (training, validation):
         open_files(source)
     tied = tied_groups(blueprint, mesh)
-    loss = pick_loss(blueprint, mesh.tp)
+    losses = pick_loss(blueprint, mesh.tp, training=True), pick_loss(blueprint, mesh.tp, training=False)
     sharding = Sharding(*mesh.split_dp(shard_factor(config)))
     host = host_memory(config, mesh.device)
     replicas: dict[int, Replica] = {}
@@ -90,7 +88,7 @@ def build(
         if config.train.compile:
             for layer in layers:
                 layer.compile()
-        stages[index] = make_stage(blueprint, index, layers, loss, replicas[index].wait_for_layer)
+        stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host)
     executor = Executor(
         blueprint.schedule,
@@ -135,9 +133,9 @@ def make_optimizer(
 
 
 def make_stage(
-    blueprint: Blueprint, index: int, layers: nn.Sequential, loss: Loss, before_layer: Callable[[str], None]
+    blueprint: Blueprint, index: int, layers: nn.Sequential, losses: Losses, before_layer: Callable[[str], None]
 ) -> Stage:
-    """Build a stage of these layers, with the input and output specs of the blueprint."""
+    """Build a stage of these layers with the specs of the blueprint. ``losses``: of training and of validation."""
     labels_per_step = batch_numbers(blueprint.config).global_batch * blueprint.example.labels_per_sample
     spec = StageSpec(
         index,
@@ -148,8 +146,8 @@ def make_stage(
         recomputed=blueprint.recomputed,
         running=frozenset(blueprint.running),
     )
-    model = blueprint.model
-    return Stage(spec, layers, loss, before_layer=before_layer, draw=model.draw, checks_loss=model.loss is not None)
+    stage = partial(Stage, spec, layers, losses[0], validation_loss=losses[1], before_layer=before_layer)
+    return stage(draw=blueprint.model.draw, checks_loss=blueprint.model.loss is not None)
 
 
 def _replica(

@@ -36,6 +36,8 @@ Attributes of the Sequential (plain and optional)
 ``tied_weights``: tuples of parameter names that are one weight, the canonical one first.
 ``initialise(name, tensor)``: fills the whole tensor of that parameter from torch's default generator. Without it the
     module's own ``reset_parameters`` is used.
+``label_smoothing``, ``z_loss``: numbers, options of the default loss (cross-entropy) in training.
+``loss(output, labels)``: a loss of your own in its place, one number for each label.
 
 Requirements on a splittable module
 -----------------------------------

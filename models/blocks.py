@@ -29,23 +29,27 @@ RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight")
 RESIDUAL_INITS = ("num_layers", "layer_index", "none")
 
 
-class InitialWeights(NamedTuple):
-    """Options of :func:`initialise`."""
+class TrainingOptions(NamedTuple):
+    """Options of a decoder that matter in training alone."""
 
-    std: float = 0.02
-    residual: str = "num_layers"
-    """Divisor of ``std`` for the projections that end a residual branch, of L layers and in layer l from 1:
+    init_std: float = 0.02
+    residual_init: str = "num_layers"
+    """Divisor of ``init_std`` for the projections that end a residual branch, of L layers and in layer l from 1:
 
     ``num_layers`` sqrt(2 L), as in GPT-2, Megatron-LM and nanotron; ``layer_index`` sqrt(2 l), as torchtitan's
     ``depth_init``; ``none`` 1.
     """
+    label_smoothing: float = 0.0
+    """Share of each label that is spread evenly over the vocabulary, as in torch."""
+    z_loss: float = 0.0
+    """Factor of logsumexp(logits)^2, added to each label's loss (PaLM: 1e-4)."""
 
     def check(self) -> None:
-        """Raise ValueError for options without a meaning."""
-        if self.std <= 0:
-            raise ValueError(f"init_std={self.std} must be positive")
-        if self.residual not in RESIDUAL_INITS:
-            raise ValueError(f"residual_init={self.residual!r} must be one of {', '.join(RESIDUAL_INITS)}")
+        """Raise ValueError for initial weights without a meaning."""
+        if self.init_std <= 0:
+            raise ValueError(f"init_std={self.init_std} must be positive")
+        if self.residual_init not in RESIDUAL_INITS:
+            raise ValueError(f"residual_init={self.residual_init!r} must be one of {', '.join(RESIDUAL_INITS)}")
 
 
 def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02, residual: str = "num_layers") -> None:
@@ -66,7 +70,7 @@ def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02,
 
 
 def _residual_divisor(name: str, num_layers: int, residual: str) -> float:
-    """Return the divisor of :class:`InitialWeights` for a weight of ``block<i>``."""
+    """Return the divisor of :class:`TrainingOptions` for a weight of ``block<i>``."""
     if residual == "none":
         return 1.0
     if residual == "num_layers":
@@ -83,7 +87,8 @@ def assemble(
     sharding_plan: dict[str, str],
     divisible: dict[str, int],
     tied_weights: list[tuple[str, ...]],
-    selective_recompute: Sequence[str] = (),
+    selective_recompute: Sequence[str],
+    loss_options: dict[str, float],
 ) -> nn.Sequential:
     """Build the Sequential with the attributes of ``models/__init__.py``, tie its weights and initialise them."""
     model = nn.Sequential(OrderedDict(layers))
@@ -95,7 +100,7 @@ def assemble(
         if not parameter.is_meta:
             initialise(name, parameter)
     carried: dict[str, object] = {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights}
-    carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute)}
+    carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute), **loss_options}
     for attribute, value in carried.items():
         setattr(model, attribute, value)
     return model
@@ -227,22 +232,23 @@ def assemble_decoder(
     tied: bool,
     sharding_plan: dict[str, str],
     units: tuple[int, int],
-    initial: InitialWeights,
+    training: TrainingOptions,
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
     ``units``: indivisible units of the split linears of attention and of mlp, see ``models/__init__.py``.
     """
-    initial.check()
+    training.check()
     attention_units, mlp_units = units
     head = nn.Linear(embedding.tokens.embedding_dim, embedding.tokens.num_embeddings, bias=False)
     numbered = {f"block{i}": block for i, block in enumerate(blocks)}
     split = [pattern for pattern, kind in sharding_plan.items() if kind in ("column", "row")]
     return assemble(
         {"embedding": embedding, **numbered, "norm": norm, "head": head},
-        initialise=partial(initialise, num_layers=len(blocks), **initial._asdict()),
+        initialise=partial(initialise, num_layers=len(blocks), std=training.init_std, residual=training.residual_init),
         sharding_plan=sharding_plan,
         divisible={pattern: mlp_units if ".mlp." in pattern else attention_units for pattern in split},
         tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
         selective_recompute=["block*.attention.core"],
+        loss_options={"label_smoothing": training.label_smoothing, "z_loss": training.z_loss},
     )

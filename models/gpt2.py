@@ -16,8 +16,8 @@ from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
     Block,
     Embedding,
-    InitialWeights,
     LastLayerNorm,
+    TrainingOptions,
     assemble_decoder,
     check_positive,
     head_dim_of,
@@ -58,7 +58,9 @@ def build(
     ffn_size: int | None = None,
     norm_eps: float = 1e-5,
     init_std: float = 0.02,
-    residual_init: str = "num_layers",  # "layer_index" or "none": see InitialWeights in models/blocks.py
+    residual_init: str = "num_layers",  # "layer_index" or "none": see TrainingOptions in models/blocks.py
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -94,5 +96,5 @@ def build(
         tied=tied,
         sharding_plan=dict(SHARDING_PLAN),
         units=(num_heads, ffn_size),
-        initial=InitialWeights(init_std, residual_init),
+        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss),
     )

@@ -27,8 +27,8 @@ from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
     Block,
     Embedding,
-    InitialWeights,
     LastRMSNorm,
+    TrainingOptions,
     assemble_decoder,
     check_positive,
     head_dim_of,
@@ -183,7 +183,9 @@ def build(
     qk_norm: bool = False,  # an RMSNorm on the queries and keys of each head
     sliding_window: int | None = None,  # tokens that each token attends to, itself included; None: all before it
     init_std: float = 0.02,
-    residual_init: str = "num_layers",  # "layer_index" or "none": see InitialWeights in models/blocks.py
+    residual_init: str = "num_layers",  # "layer_index" or "none": see TrainingOptions in models/blocks.py
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -209,5 +211,5 @@ def build(
         tied=tied,
         sharding_plan=SHARDING_PLAN | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {}),
         units=(num_kv_heads, num_blocks),
-        initial=InitialWeights(init_std, residual_init),
+        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss),
     )

@@ -97,6 +97,8 @@ def build(
     padding_id: int = 0,  # encoder token that receives no attention; -1: none
     norm_eps: float = 1e-6,
     scaled: bool | None = None,  # multiply the head's input by 1 / sqrt(hidden_size); None: the value of tied
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,  # 1e-4 in the paper's code
 ) -> nn.Sequential:
     """Build the layers named above: {encoder_ids (B, Se), decoder_ids (B, Sd)} int64 -> logits (B, Sd, V).
 
@@ -130,7 +132,7 @@ def build(
         "decoder_norm": DecoderNorm(sizes, scale),
         "head": nn.Linear(hidden_size, vocab_size, bias=False),
     }
-    return _assemble(layers, sizes, tied)
+    return _assemble(layers, sizes, tied, {"label_smoothing": label_smoothing, "z_loss": z_loss})
 
 
 def _check_buckets(num_buckets: int, max_distance: int) -> None:
@@ -141,7 +143,9 @@ def _check_buckets(num_buckets: int, max_distance: int) -> None:
         )
 
 
-def _assemble(layers: dict[str, nn.Module], sizes: T5Sizes, tied: bool) -> nn.Sequential:
+def _assemble(
+    layers: dict[str, nn.Module], sizes: T5Sizes, tied: bool, loss_options: dict[str, float]
+) -> nn.Sequential:
     ties = [("encoder_embedding.tokens.weight", "decoder_embedding.tokens.weight", *(["head.weight"] if tied else []))]
     for stack in ("encoder", "decoder"):
         biases = [f"{name}.attention.relative_bias.weight" for name in layers if name.removeprefix(stack).isdigit()]
@@ -161,4 +165,5 @@ def _assemble(layers: dict[str, nn.Module], sizes: T5Sizes, tied: bool) -> nn.Se
         },
         tied_weights=ties,
         selective_recompute=["*attention.core"],
+        loss_options=loss_options,
     )

@@ -78,9 +78,9 @@ LARGE_FILES = {
 }
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
-    "models/gpt2.py:build": 11,
-    "models/llama.py:build": 23,
-    "models/t5.py:build": 15,
+    "models/gpt2.py:build": 13,
+    "models/llama.py:build": 25,
+    "models/t5.py:build": 17,
 }
 CORE_LINES, FRAMEWORK_LINES = 12_000, 48_000
 FACE = "meshwright"

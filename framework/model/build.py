@@ -9,6 +9,7 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
     loss            (output of the last layer, labels) -> loss per label, zero where the label is -100. Default:
                     cross-entropy of logits (..., classes) and labels (...)
+    label_smoothing, z_loss   numbers: options of the default loss in training
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
     impossible      {"tp" | "sequence": reason why the model does not support it}
 
@@ -58,6 +59,8 @@ class PlainModel:
     divisible: dict[str, int] = field(default_factory=dict)
     initialise: Initialise | None = None
     loss: Callable[[Any, Tensor], Tensor] | None = None
+    loss_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the cross-entropy in training, if not zero: ``label_smoothing``, ``z_loss``."""
     selective_recompute: list[str] = field(default_factory=list)
     impossible: dict[str, str] = field(default_factory=dict)
     """"tp", "sequence" -> reason why the model does not support it."""
@@ -207,6 +210,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         divisible=dict(getattr(layers, "divisible", {})),
         initialise=getattr(layers, "initialise", None),
         loss=getattr(layers, "loss", None),
+        loss_options={name: float(given) for name in requirements.LOSS_OPTIONS if (given := getattr(layers, name, 0))},
         selective_recompute=list(getattr(layers, "selective_recompute", [])),
         impossible=dict(getattr(layers, "impossible", {})),
         draw=seed_dropouts(layers, seed),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 import os
 
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from meshwright.errors import ModelError
+
+LOSS_OPTIONS = ("label_smoothing", "z_loss")
+"""Attributes of a model that are options of the default loss."""
 
 
 def check_model(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
@@ -170,6 +174,15 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
         raise ModelError("MW-MODEL-020", f"{path}: model.initialise is no function of (parameter name, tensor)")
     if getattr(layers, "loss", None) is not None and not callable(getattr(layers, "loss", None)):
         raise ModelError("MW-MODEL-021", f"{path}: model.loss is no function of (output of the last layer, labels)")
+    for option in LOSS_OPTIONS:
+        given = getattr(layers, option, 0)
+        fits = isinstance(given, int | float) and 0 <= given < (1 if option == "label_smoothing" else math.inf)
+        if not fits or (given and getattr(layers, "loss", None) is not None):
+            raise ModelError(
+                "MW-MODEL-027",
+                f"{path}: model.{option} = {given!r}: it is a number, at least 0 (label_smoothing also below 1), and "
+                f"an option of the default cross-entropy: a model with its own model.loss adds it there",
+            )
 
 
 def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:

@@ -64,6 +64,7 @@ class Stage:
         before_layer: function called with the name of each layer before it runs, because its weights may still be in an
             all-gather.
         draw: sample indices of the current micro-batch, restored when a forward is recomputed.
+        validation_loss: loss in eval mode, if another.
         checks_loss: check in the first forward that the loss ignores ignored labels.
     """
 
@@ -76,12 +77,13 @@ class Stage:
         before_layer: Callable[[str], None] = lambda name: None,
         draw: Draw | None = None,
         checks_loss: bool = False,
+        validation_loss: Loss | None = None,
     ) -> None:
         self.index = spec.index
         self.input_spec, self.output_spec = spec.input, spec.output
         self.loss_scale = spec.loss_scale
         self.layers = layers
-        self.loss = loss
+        self.loss, self.validation_loss = loss, validation_loss or loss
         self.before_layer = before_layer
         self.split = SplitBackward() if spec.splits_backward else None
         self._running = spec.running
@@ -154,7 +156,7 @@ class Stage:
                 assert labels is not None
                 if train and self._checks_loss:
                     check_ignored(self.loss, value, labels)
-                loss_sum = self.loss(value, labels).sum()
+                loss_sum = (self.loss if train else self.validation_loss)(value, labels).sum()
                 roots = [loss_sum]
                 found = LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
         if train:

@@ -19,6 +19,8 @@ from meshwright.errors import ModelError
 
 Loss = Callable[[Any, Tensor], Tensor]
 """Loss function: (output of the last layer, labels) -> loss per label, in the labels' shape, zero where ignored."""
+Losses = tuple[Loss, Loss]
+"""Loss of training, and of validation."""
 
 IGNORED_LABEL = -100
 
@@ -104,10 +106,17 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)
 
 
-def cross_entropy(output: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss per label: logits (..., V), labels (...) -> (...), in float32, or float64 for float64 logits."""
-    logits = output if output.dtype == torch.float64 else output.float()
-    flat = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+def cross_entropy(output: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Return the loss per label: logits (..., V), labels (...) -> (...), in float32, or float64 for float64 logits.
+
+    ``label_smoothing``: as in torch; ``z_loss``: factor of logsumexp(logits)^2, which is added.
+    """
+    logits = (output if output.dtype == torch.float64 else output.float()).flatten(0, -2)
+    flat = F.cross_entropy(
+        logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=label_smoothing
+    )
+    if z_loss:
+        flat = flat + z_loss * logits.logsumexp(-1).square().masked_fill(labels.flatten() == IGNORED_LABEL, 0)
     return flat.view(labels.shape)
 
 

@@ -165,6 +165,19 @@ def test_logits_of_the_wrong_shape(layout: str) -> None:
     assert "it must return logits of shape (1, 6, classes)" in message
 
 
+@pytest.mark.parametrize("option", [{"label_smoothing": 1.0}, {"z_loss": -1e-4}, {"z_loss": "small"}])
+def test_options_of_the_loss_that_mean_nothing(option: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 17, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_sequence_length": 6}
+    message = said("meshwright.models.gpt2:build", **sizes, **option)
+    ((name, value),) = option.items()
+    assert f"model.{name} = {value!r}: it is a number, at least 0" in message
+
+
+def test_options_of_the_loss_beside_a_loss_of_its_own() -> None:
+    message = said("own_loss_and_z_loss")
+    assert "model.z_loss = 0.0001" in message and "a model with its own model.loss adds it there" in message
+
+
 def test_a_value_that_is_no_tensor() -> None:
     message = said("hands_on_a_number", "pp4")
     assert "returns a int: layers pass tensors, or tuples and dicts of tensors" in message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,16 +28,18 @@ def whole_case(vocab_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     return logits, labels, drawn(B, S, seed=2, dtype=torch.float64)
 
 
-def plain(logits: Tensor, labels: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def plain(logits: Tensor, labels: Tensor, gradient: Tensor, **options: float) -> tuple[Tensor, Tensor]:
     """torch's losses and gradient of the logits."""
     logits = logits.clone().requires_grad_()
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    smoothing, z_loss = options.get("label_smoothing", 0.0), options.get("z_loss", 0.0)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing)
+    losses = losses.view(labels.shape) + z_loss * torch.logsumexp(logits, -1).square() * (labels != -100)
     losses.backward(gradient.to(losses.dtype))
     assert logits.grad is not None
     return losses.detach(), logits.grad
 
 
-def split_rank(rank: int, tp: int, vocab_size: int, dtype: torch.dtype, tolerance: float) -> Tensor:
+def split_rank(rank: int, tp: int, vocab_size: int, dtype: torch.dtype, tolerance: float, **options: float) -> Tensor:
     group = tp_group(rank, tp)
     whole, labels, gradient = whole_case(vocab_size, dtype)
     rows = vocab_slice(vocab_size, rank, tp)
@@ -48,7 +52,7 @@ def split_rank(rank: int, tp: int, vocab_size: int, dtype: torch.dtype, toleranc
         cross_entropy.CHUNK_ELEMENTS, kept = chunk, cross_entropy.CHUNK_ELEMENTS
         try:
             local.grad = None
-            losses = vocab_parallel_cross_entropy(local, labels, group, vocab_size)
+            losses = vocab_parallel_cross_entropy(local, labels, group, vocab_size, **options)
             losses.backward(gradient.to(losses.dtype), retain_graph=True)
             first = local.grad
             local.grad = None
@@ -57,7 +61,7 @@ def split_rank(rank: int, tp: int, vocab_size: int, dtype: torch.dtype, toleranc
             cross_entropy.CHUNK_ELEMENTS = kept
         assert first is not None and local.grad is not None
         assert torch.equal(first, local.grad) and torch.equal(before, local)
-        want_losses, want_gradient = plain(whole.to(losses.dtype), labels, gradient)
+        want_losses, want_gradient = plain(whole.to(losses.dtype), labels, gradient, **options)
         assert losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert local.grad.dtype == dtype
         close(losses.detach(), want_losses, tolerance)
@@ -70,7 +74,8 @@ def split_rank(rank: int, tp: int, vocab_size: int, dtype: torch.dtype, toleranc
         assert not first[..., count:].any() and not first[labels == -100].any()
     counted = group.traffic.counts["tp", "all_reduce"]
     assert counted.calls == 4  # two of each forward, none of backward
-    assert counted.wire_bytes == 2 * 3 * B * S * losses.element_size() * 2 * (tp - 1) / tp
+    numbers = 4 if options.get("label_smoothing") else 3
+    assert counted.wire_bytes == 2 * numbers * B * S * losses.element_size() * 2 * (tp - 1) / tp
     return losses.detach()
 
 
@@ -91,18 +96,31 @@ def test_equals_torch_over_the_whole_vocabulary(
     assert all(torch.equal(losses[0], other) for other in losses)
 
 
-def replicated_rank(rank: int, tp: int) -> None:
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 0.1}, {"z_loss": 1e-4}, {"label_smoothing": 0.3, "z_loss": 0.01}]
+)
+@pytest.mark.parametrize(("tp", "vocab_size"), [(2, 64), (4, 257), (8, 9)])  # padding; a rank with padding alone
+def test_label_smoothing_and_z_loss_equal_torch(
+    pool: RankPool, tp: int, vocab_size: int, options: dict[str, float]
+) -> None:
+    losses = pool.run(partial(split_rank, **options), tp, vocab_size, torch.float64, 1e-12)
+    assert all(torch.equal(losses[0], other) for other in losses)
+
+
+def replicated_rank(rank: int, tp: int, **options: float) -> None:
     whole, labels, gradient = whole_case(11, torch.float64)
     logits = whole.clone().requires_grad_()
-    losses = vocab_parallel_cross_entropy(logits, labels, tp_group(rank, tp), 11)
+    losses = vocab_parallel_cross_entropy(logits, labels, tp_group(rank, tp), 11, **options)
     losses.backward(gradient)
-    want_losses, want_gradient = plain(whole, labels, gradient)
+    want_losses, want_gradient = plain(whole, labels, gradient, **options)
     assert logits.grad is not None
-    assert torch.equal(losses.detach(), want_losses) and torch.equal(logits.grad, want_gradient)
+    close(losses.detach(), want_losses, 1e-14)
+    close(logits.grad, want_gradient, 1e-14)
 
 
 def test_logits_that_are_whole_on_every_rank_are_taken_as_such(pool: RankPool) -> None:
     pool.run(replicated_rank, 2)
+    pool.run(partial(replicated_rank, label_smoothing=0.1, z_loss=0.01), 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -164,7 +164,7 @@ def open_trained(
     compare_digests(blueprint, mesh)
     path = newest_sound(place.run, mesh, print_warning, only=place.checkpoints)
     assert path is not None, place
-    loss = loss or pick_loss(blueprint, mesh.tp)
+    loss = loss or pick_loss(blueprint, mesh.tp, training=False)
     try:
         with open_checkpoint(path) as checkpoint:
             stages = {
@@ -196,4 +196,4 @@ def _stage(blueprint: Blueprint, index: int, checkpoint: CheckpointReader, mesh:
             saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
             assert saved is not None
             buffer.copy_(saved)
-    return make_stage(blueprint, index, layers, loss, lambda name: None)
+    return make_stage(blueprint, index, layers, (loss, loss), lambda name: None)

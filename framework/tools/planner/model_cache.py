@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -207,13 +207,14 @@ class ModelCache:
         """Return the loss that ``meshwright.build`` would choose."""
         if self.model.loss is not None:
             return self.model.loss
+        options = self.model.loss_options
         parameters = self.model.layers.named_parameters(remove_duplicate=False)
         vocab_size = split_vocab_size(
             layers, {name: ParameterInfo(name, tuple(each.shape)) for name, each in parameters}
         )
         if vocab_size is None:
-            return cross_entropy
-        return lambda output, labels: vocab_parallel_cross_entropy(output, labels, group, vocab_size)
+            return partial(cross_entropy, **options)
+        return partial(vocab_parallel_cross_entropy, group=group, vocab_size=vocab_size, **options)
 
     def layout(self, config: RunConfig, schedule: Schedule | None = None, *, approximate: bool = False) -> LayoutModel:
         """Build the layout model; ``config`` is resolved, and differs from the cache's own only in layout and batch.

@@ -144,8 +144,11 @@ class PlainRun:
         starts = range(first, first + self.global_batch, size)
         return [(*self.source.read(range(at, at + size)), torch.arange(at, at + size)) for at in starts]
 
-    def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor) -> Tensor:
-        """Return the loss summed over the labels that count: the model's own loss, or cross-entropy."""
+    def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor, *, training: bool = True) -> Tensor:
+        """Return the loss summed over the labels that count: the model's own loss, or cross-entropy.
+
+        Label smoothing and z-loss of the model are for training alone.
+        """
         self.dropout.begin(sample_indices)
         output = self.layers(cast_floats(inputs, self.dtype))
         labels = cast_floats(labels, self.dtype)
@@ -153,7 +156,13 @@ class PlainRun:
             losses: Tensor = self.loss(output, labels)
             return losses[labels != IGNORED_LABEL].sum()
         logits = output if output.dtype == torch.float64 else output.float()
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        options = ("label_smoothing", "z_loss")
+        smoothing, z_loss = (getattr(self.layers, name, 0.0) if training else 0.0 for name in options)
+        rows, targets = logits.flatten(0, -2), labels.flatten()
+        total = F.cross_entropy(rows, targets, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=smoothing)
+        if z_loss:
+            total = total + z_loss * rows[targets != IGNORED_LABEL].logsumexp(-1).square().sum()
+        return total
 
     def step(self, step: int, findings: RunNumbers) -> None:
         """Run one optimizer step on global batch ``step``, counted from 0, and append its numbers to ``findings``."""
@@ -203,7 +212,7 @@ class PlainRun:
         self.layers.eval()
         batch = self.microbatches(batch_index)
         with torch.no_grad():
-            total = sum(float(self.loss_sum(*microbatch)) for microbatch in batch)
+            total = sum(float(self.loss_sum(*microbatch, training=False)) for microbatch in batch)
         for module, training in modes.items():  # modules that the builder has put into eval mode stay in it
             module.training = training
         num_tokens = sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch)

@@ -39,3 +39,17 @@ def test_initial_weights(
     layout: str, model: str, options: dict[str, Any], pool: RankPool, references: References
 ) -> None:
     check(layout, model, options, pool, references)
+
+
+LOSSES = [
+    ("gpt2", {"label_smoothing": 0.1}),
+    ("llama", {"z_loss": 0.01}),
+    ("t5", {"label_smoothing": 0.2, "z_loss": 1e-3}),
+]
+
+
+@pytest.mark.parametrize("layout", ["dp2,pp2,tp2", "dp2,tp4,sequence,zero3", "pp4,zb_h1", "dp4,zero2"])
+@pytest.mark.parametrize(("model", "options"), LOSSES)
+def test_losses(layout: str, model: str, options: dict[str, Any], pool: RankPool, references: References) -> None:
+    """The vocabulary of 61 is padded where tp splits it. Validation has neither option in layouts and reference."""
+    check(layout, model, options, pool, references)

@@ -56,8 +56,8 @@ def mean_per_microbatch(patch: pytest.MonkeyPatch) -> None:
     """The mean over the micro-batches of their means, instead of the mean over all labels that count."""
     forward, pick_loss = Stage.forward, meshwright.build.pick_loss
 
-    def picked(*args: Any) -> Any:
-        loss = pick_loss(*args)
+    def picked(*args: Any, **more: Any) -> Any:
+        loss = pick_loss(*args, **more)
         return lambda output, labels: loss(output, labels) * (labels.numel() / (labels != IGNORED_LABEL).sum())
 
     def counting_all(stage: Stage, microbatch: int, inputs: Any, labels: Any, *, train: bool) -> Any:
