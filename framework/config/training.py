@@ -108,8 +108,8 @@ class Tracking(Section):
     """Tags of the run in Weights & Biases."""
     notes: Annotated[str, Field(max_length=10_000)] = ""
     """Description of the run in Weights & Biases."""
-    sinks: tuple[Annotated[str, Field(pattern=r"^([\w.]+:\w+|tensorboard)$")], ...] = ()
-    """More sinks: tensorboard, or functions ``module:function`` (config, directory) -> sink; docs/python.md."""
+    sinks: tuple[Annotated[str, Field(pattern=r"^([\w.]+:\w+|tensorboard|mlflow)$")], ...] = ()
+    """More sinks: tensorboard, mlflow, or functions ``module:function`` (config, directory) -> sink; docs/python.md."""
     trace_step: Steps = 5
     """Step after each start to record for `meshwright draw RUN`; the last step if there are fewer. 0: none."""
     stragglers_every: Steps = 20

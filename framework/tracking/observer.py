@@ -18,7 +18,10 @@ from meshwright.tracking.record import StepRecord, perplexity
 from meshwright.tracking.tracker import Sink, Tracker
 from meshwright.tracking.wandb import WandbSink
 
-SINKS = {"tensorboard": "meshwright.tracking.tensorboard:TensorBoardSink"}
+SINKS = {
+    "tensorboard": "meshwright.tracking.tensorboard:TensorBoardSink",
+    "mlflow": "meshwright.tracking.mlflow:MlflowSink",
+}
 """Short names in ``tracking.sinks`` of meshwright's own sinks."""
 BF16_PEAKS = {
     "A100": 312e12,
