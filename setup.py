@@ -18,6 +18,7 @@ setup(
         for inner in ["", *find_packages(folder)]
     ],
     package_data={
+        "meshwright": ["py.typed"],
         "meshwright.configs": ["*.toml", "clusters/*.toml"],
         "meshwright.examples": ["*/*.toml", "*/*.md"],
         "": ["templates/*", "tables/*"],

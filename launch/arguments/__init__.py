@@ -9,6 +9,7 @@ from meshwright.launch.arguments.common import CommandParser
 from meshwright.system.process import own_version
 
 COMMANDS = (
+    planning.init,
     training.train,
     planning.mesh,
     training.doctor,

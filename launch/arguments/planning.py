@@ -1,10 +1,41 @@
-"""Commands that describe or predict a run before it starts, without its ranks or devices."""
+"""Commands that write, describe or predict a run before it starts, without its ranks or devices."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from meshwright.launch.arguments.common import Added, command, config_file, count, nodes_of_job, trust_code
+
+
+def init(added: Added) -> None:
+    parser = command(
+        added,
+        "init",
+        "init:init",
+        "write a small complete configuration, and the corpus that it trains on",
+        "Writes a commented TOML file that `meshwright train` runs as it is, on one CPU or on all GPUs of the machine, "
+        "and prepares its corpus in runs/data: the text files named with --text, or Python's own source text. An "
+        "existing file is never overwritten.",
+        "meshwright init\n"
+        "  meshwright train first.toml\n"
+        "  meshwright init mine.toml --model llama --text notes/ book.txt",
+    )
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        default=Path("first.toml"),
+        metavar="FILE",
+        help="the new file; the run gets its name (default: first.toml)",
+    )
+    parser.add_argument("--model", choices=("gpt2", "llama", "t5"), default="gpt2", help="default: gpt2")
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="text files, or folders of them (default: the source text of Python's standard library)",
+    )
 
 
 def mesh(added: Added) -> None:

@@ -21,6 +21,8 @@ from tests.docs.test_commands import COMMANDS, ROOT
 from tests.tools.interop.configs.samples import TORCHTITAN
 
 ELSEWHERE = {
+    r"init$": "12 MB of text: tests/launch/test_init.py, and tests/launch/test_wheel.py from a wheel",
+    r"train first.toml$": "the same tests, with fewer steps",
     r"train configs/demo.toml": "minutes on eight ranks: `make demo`, and tests/end_to_end of the same layouts",
     r"verify configs/demo.toml": "minutes on eight ranks: tests/tools/verify proves the same layouts",
     r"(train|verify) examples/vision/": "tests/examples/test_vision.py, with fewer steps",

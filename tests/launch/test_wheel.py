@@ -1,0 +1,102 @@
+"""The wheel, built from this checkout and installed into an environment of its own, as a user has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+FOLDERS = ("framework", "models", "launch", "configs", "examples")
+
+
+def run(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without this checkout on its path."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, cwd=cwd, env=kept | env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, f"{' '.join(map(str, words))}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy: the build leaves nothing in this checkout."""
+    place = tmp_path_factory.mktemp("source")
+    for name in FILES:
+        shutil.copy(ROOT / name, place)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+    out = tmp_path_factory.mktemp("wheel")
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
+        *("--wheel-dir", out, place),
+        cwd=out,
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of a new environment with the wheel; its dependencies are those of this one."""
+    place = tmp_path_factory.mktemp("environment")
+    venv.create(place)
+    (site,) = place.glob("lib/python*/site-packages")
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    run(
+        *(sys.executable, "-m", "pip", "--python", place / "bin" / "python", "install", "--quiet", "--no-deps"),
+        *("--no-index", "--ignore-installed", wheel),
+        cwd=place,
+    )
+    return place / "bin"
+
+
+def test_init_and_train_in_an_empty_directory(environment: Path, tmp_path: Path) -> None:
+    run(environment / "meshwright", "init", cwd=tmp_path)
+    short = ("--train.steps=2", "--batch.global_batch=4", "--train.device=cpu", "--optimizer.warmup_steps=1")
+    told = run(environment / "meshwright", "train", "first.toml", *short, cwd=tmp_path, OMP_NUM_THREADS="1").stdout
+    assert "saved runs/first/checkpoints/step-00000002" in told
+    where = run(environment / "python", "-c", "import meshwright; print(meshwright.__file__)", cwd=tmp_path).stdout
+    assert Path(where.strip()).is_relative_to(environment.parent), "the wheel, not this checkout"
+
+
+def test_files_that_are_no_code_are_in_it(wheel: Path) -> None:
+    def of(root: Path, pattern: str, package: str) -> set[str]:
+        return {f"{package}/{path.relative_to(root).as_posix()}" for path in root.glob(pattern)}
+
+    wanted = of(ROOT / "launch", "templates/*", "meshwright/launch") | of(
+        ROOT / "configs", "**/*.toml", "meshwright/configs"
+    )
+    wanted |= of(ROOT / "framework", "**/tables/*", "meshwright")
+    assert wanted and wanted <= set(zipfile.ZipFile(wheel).namelist())
+
+
+TYPED = """\
+import meshwright
+
+config: meshwright.RunConfig = meshwright.load_config("first.toml", ["--train.steps=2"])
+steps: int = config.train.steps
+reveal_type(meshwright.run_training)
+"""
+UNTYPED = 'meshwright.load_config(1)\nsteps: str = meshwright.load_config("first.toml").train.steps\n'
+
+
+def test_types_reach_who_imports_it(environment: Path, tmp_path: Path) -> None:
+    """mypy, strict, reads the annotations of the installed package: right use passes, and wrong use does not."""
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--python-executable", environment / "python", "--no-incremental"]
+    (tmp_path / "right.py").write_text(TYPED)
+    told = run(*mypy, "right.py", cwd=tmp_path).stdout
+    assert "Success" in told and "Any" not in told.partition("Revealed type is")[2].partition("->")[0], told
+    (tmp_path / "wrong.py").write_text("import meshwright\n" + UNTYPED)
+    done = subprocess.run([*mypy, "wrong.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "2 errors" in done.stdout.replace("Found 2", "2"), done.stdout
+    assert "[arg-type]" in done.stdout and "[assignment]" in done.stdout
