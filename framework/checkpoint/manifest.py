@@ -125,6 +125,8 @@ class Manifest(StrictModel):
     step: Int64
     samples_seen: Int64
     seed: Int64
+    saved_at_s: Annotated[int, Field(ge=0, lt=2**37)] | None = None
+    """Time of publication on rank 0's clock, in seconds since 1970; None: an earlier version saved it."""
     config: dict[str, Any]
     data_fingerprint: dict[str, str]
     versions: dict[str, str]

@@ -13,6 +13,7 @@ After a kill at any moment there is either no ``step-*`` directory of this step 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -152,6 +153,7 @@ def merge(head: CheckpointMetadata, reports: Sequence[ShardReport]) -> Manifest:
         step=head.step,
         samples_seen=head.samples_seen,
         seed=head.seed,
+        saved_at_s=int(time.time()),
         config=dict(head.config),
         data_fingerprint=dict(head.data_fingerprint),
         versions=versions(),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.system.bounded import (
     MAX_MANIFEST_BYTES,
     parse_json,
     read_bytes,
 )
+
+MAX_SAVED_AT_S = 2**37
+"""Bound of the time of saving, as in a manifest: a year that clocks can show."""
 
 
 class CheckpointInfo(NamedTuple):
@@ -42,7 +45,7 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
                 " ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp")),
                 sum(int(file["size"]) for file in tree["files"].values()),
                 sum(math.prod(shape) for shape in shapes),
-                manifest.stat().st_mtime,
+                _saved_at_s(tree, manifest),
             )
         except FileNotFoundError:
             remarks.append(f"{path} has no manifest.json: it is ignored")
@@ -56,3 +59,13 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
             if missing:
                 remarks.append(f"{path} lacks {', '.join(missing[:3])}: it is damaged")
     return tuple(sorted(found))
+
+
+def _saved_at_s(tree: dict[str, Any], manifest: Path) -> float:
+    """Return the time in the manifest; of a checkpoint of an earlier version that of its file, which a copy changes."""
+    saved_at_s = tree.get("saved_at_s")
+    if saved_at_s is None:
+        return manifest.stat().st_mtime
+    if not 0 <= saved_at_s < MAX_SAVED_AT_S:
+        raise ValueError(f"saved_at_s = {saved_at_s}")
+    return float(saved_at_s)

@@ -98,14 +98,15 @@ def make_peaks(run: Path, step: int, grid: Grid) -> None:
     (run / PEAKS).write_text(found.model_dump_json())
 
 
-def make_checkpoint(run: Path, step: int, config: RunConfig) -> None:
-    """Its manifest and an empty file: nobody reads more of it here."""
+def make_checkpoint(run: Path, step: int, config: RunConfig, saved_at_s: object = None) -> None:
+    """Its manifest and an empty file: nobody reads more of it here. ``saved_at_s`` None: of an earlier version."""
     path = run / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
     tensors = {"weights/a": {"shape": [100, 20]}, "weights/b": {"shape": [7]}, "exp_avg/a": {"shape": [100, 20]}}
     manifest = {
         "step": step,
         "samples_seen": 8 * step,
+        **({} if saved_at_s is None else {"saved_at_s": saved_at_s}),
         "config": config.model_dump(mode="json"),
         "files": {"pp0-tp0-00000.safetensors": {"size": 3 * 2**20}},
         "tensors": tensors,

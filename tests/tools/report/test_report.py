@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -20,11 +21,11 @@ from meshwright.launch.cli import main
 from meshwright.mesh.grid import Grid
 from meshwright.tools.report.curves import LOSS, loss_curves, marks_of, points
 from meshwright.tools.report.page import MAX_ROWS, differences, memory_of, page, time_totals
-from meshwright.tools.report.run import read_run
+from meshwright.tools.report.run import clock, read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
 from meshwright.watch.hang.status import Status
-from tests.tools.report.builders import make_run, record
+from tests.tools.report.builders import make_checkpoint, make_run, record
 
 ROOT = Path(__file__).parents[3]
 
@@ -40,6 +41,21 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
     text = page([run])
     for said in ("measured, step 5: 1f1b", "simulated: 1f1b", "Where the time went", "pp2 x dp2 x tp2", "2,007 param"):
         assert said in text, said
+
+
+def test_the_time_of_a_checkpoint_is_that_of_its_manifest(tmp_path: Path) -> None:
+    """A copy with new file times keeps it; a checkpoint of an earlier version has only its file's; nonsense is damage."""
+    directory = make_run(tmp_path / "demo", saved=(10,))
+    resolved = read_run(directory).resolved
+    assert resolved is not None
+    for step, saved_at_s in ((20, 1_700_000_000), (30, 2**62), (40, "soon")):
+        make_checkpoint(directory, step, resolved, saved_at_s)
+    for manifest in directory.glob("checkpoints/*/manifest.json"):
+        os.utime(manifest, (1_600_000_000, 1_600_000_000))
+    run = read_run(directory)
+    assert [(each.step, each.at_s) for each in run.checkpoints] == [(10, 1_600_000_000.0), (20, 1_700_000_000.0)]
+    assert len(run.remarks) == 2 and all("is damaged" in remark for remark in run.remarks)
+    assert clock(1_700_000_000) in page([run])
 
 
 def test_the_memory_of_each_rank_is_on_the_page(tmp_path: Path) -> None:
