@@ -38,14 +38,14 @@ class Starter(NamedTuple):
     title: str
     num_sentinels: int = 0
     """Tokens of the vocabulary that stand for missing spans."""
-    samples: bool = True
-    """Whether ``meshwright sample`` can continue a prompt with it."""
+    can_sample: bool = True
+    """True if ``meshwright sample`` can continue a prompt with it."""
 
 
 STARTERS = {
     "gpt2": Starter("A small GPT-2"),
     "llama": Starter("A small Llama"),
-    "t5": Starter("A small T5, encoder and decoder", num_sentinels=8, samples=False),
+    "t5": Starter("A small T5, encoder and decoder", num_sentinels=8, can_sample=False),
 }
 """Value of ``--model`` -> model."""
 
@@ -100,7 +100,7 @@ def render(model: str, file: Path, name: str, corpus: Path, outcome: Outcome) ->
         (f"meshwright eval runs/{name}", "loss and perplexity"),
         (f"meshwright report runs/{name}", "a page with curves"),
     ]
-    if starter.samples:
+    if starter.can_sample:
         commands.append((f'meshwright sample runs/{name} --prompt "class"', "lets it write"))
     return render_template(
         "init.toml.j2",
