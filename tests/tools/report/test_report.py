@@ -44,7 +44,7 @@ def test_a_whole_run_is_read(tmp_path: Path) -> None:
 
 
 def test_the_time_of_a_checkpoint_is_that_of_its_manifest(tmp_path: Path) -> None:
-    """A copy with new file times keeps it; a checkpoint of an earlier version has only its file's; nonsense is damage."""
+    """A copy with new file times keeps it; a checkpoint of an earlier version has its file's; nonsense is damage."""
     directory = make_run(tmp_path / "demo", saved=(10,))
     resolved = read_run(directory).resolved
     assert resolved is not None
