@@ -151,6 +151,8 @@ def build(
         sharding_plan=dict(SHARDING_PLAN),
         divisible={"block*.attention.qkv": num_heads, "block*.attention.out": num_heads},
         tied_weights=[],
+        selective_recompute=[],
+        loss_options={},
     )
     if own_loss:
         model.loss = loss  # type: ignore[assignment]

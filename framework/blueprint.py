@@ -21,10 +21,11 @@ from meshwright.config import RunConfig, dump
 from meshwright.data.sources import example
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
-from meshwright.model.build import PlainModel, build_model
+from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
 from meshwright.model.running_buffers import cast_model
 from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import (
     LayerCost,
@@ -103,8 +104,16 @@ class Blueprint:
 
     def digest(self) -> str:
         """Return a digest of configuration, schedule and stages, which must be equal on all ranks."""
-        text = dump(self.config) + schedule_digest(self.schedule) + repr(self.stages)
+        groups = sorted((i.name, i.rate_factor, i.weight_decay) for i in self.infos.values())
+        steps = self.config.train.steps
+        rates = [learning_rate(self.config.optimizer, step, steps) for step in _some_steps(steps)]
+        text = dump(self.config) + schedule_digest(self.schedule) + repr((self.stages, groups, rates))
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _some_steps(num_steps: int) -> list[int]:
+    """Return up to 33 steps from the first to the last."""
+    return sorted({round(part * (num_steps - 1) / 32) for part in range(33)})
 
 
 class BatchNumbers(NamedTuple):
@@ -138,7 +147,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         check_sequence_lengths(
             shapes.inputs, parallel.tp, config.data.sequence_length if config.data.builder is None else None
         )
-    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    model = configured_model(config)
     check_supported(config.model.builder, model.impossible, tp=parallel.tp, sequence=parallel.sequence)
     whole = describe_model(config, model, shapes)
     check_recompute(config.pipeline, model, config.model.builder)
@@ -186,4 +195,7 @@ def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Gro
         divisible=model.divisible,
     )
     cast_model(model.layers, whole.running, dtype)
+    for name, info in infos.items():
+        if (group := model.groups.get(model.canonical(name))) is not None:
+            infos[name] = info._replace(rate_factor=group.learning_rate_factor, weight_decay=group.weight_decay)
     return with_blocks(infos, optimizer.block_size) if optimizer.name == "adamw8bit" else infos

@@ -122,6 +122,8 @@ def make_optimizer(
             bucket.kind.owns(tp_rank) and owns_copy,
             bucket.fetch_gradient,
             bucket.gather,
+            bucket.kind.rate_factor,
+            bucket.kind.weight_decay,
         )
         for bucket in buckets
     ]

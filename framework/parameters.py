@@ -33,6 +33,10 @@ class ParameterInfo(NamedTuple):
     """True: each tp rank's gradient is a partial sum (it saw a part of the tokens, or of the heads)."""
     in_blocks: bool = False
     """True: its optimizer state is block-quantized, 8 bits per element."""
+    rate_factor: float = 1.0
+    """Factor on the learning rate."""
+    weight_decay: float | None = None
+    """Weight decay of its parameter group; None: the optimizer's for matrices, otherwise 0."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

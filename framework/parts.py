@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,6 +39,8 @@ class TrainState:
     """The data cursor: the global index of the next sample."""
     tokens_seen: int = 0
     """Labels that counted, summed over all steps."""
+    callbacks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """State of callbacks after the last step, as JSON, by the callback's name."""
 
 
 @dataclass
@@ -81,6 +83,10 @@ class Parts(ForwardParts):
     on_nonfinite: Callable[[Parts, Feed, str], None] | None = None
     """Called on all ranks when loss or gradient norm is NaN or Inf, before any weight has changed: (parts, the step's
     feed, a text with the numbers). It raises, or returns to skip the step. None: the step is skipped."""
+
+    def add_state(self, name: str) -> list[Tensor]:
+        """Add a state with one number per weight of this rank; from an observer's ``setup``. See FlatOptimizer."""
+        return self.optimizer.add_state(name)
 
     def request_stop(self, reason: str) -> None:
         """Ask to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""
@@ -149,6 +155,16 @@ class Observer:
 
     Every rank has the same observers in the same order, so that each may communicate.
     """
+
+    def setup(self, parts: Parts) -> None:
+        """Run once, when the parts are built and before a checkpoint is loaded; add states here (``add_state``)."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state to save with each checkpoint: plain JSON, the same on every rank. Called after each step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the saved state, after a checkpoint that has one was loaded."""
 
     def before_step(self, parts: Parts) -> None:
         """Run before each step."""

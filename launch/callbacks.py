@@ -8,6 +8,7 @@ after each step, save what is due, and end together with the message of the firs
 
 from __future__ import annotations
 
+import json
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,9 @@ from meshwright.errors import CallbackError, ConfigError
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.terminal.output import tell
 from meshwright.tracking.record import MAX_EXTRA, is_extra_name
+
+MAX_STATE_CHARS = 2**16
+"""Longest state of a callback, as JSON."""
 
 
 def find_callbacks(config: RunConfig) -> list[Callable[[Parts], Observer]]:
@@ -90,6 +94,34 @@ class Callbacks(Observer):
         """Error of a callback on this rank."""
         self._agreed: str | None = None
         """The first error on any rank; the same on all ranks."""
+        names = [_name(each) for each in self.observers]
+        self._names = [
+            f"{name}-{number}" if (number := names[: at + 1].count(name)) > 1 else name for at, name in enumerate(names)
+        ]
+
+    def setup(self, parts: Parts) -> None:
+        """Run ``setup`` of each callback, before a checkpoint is loaded. Collective over all ranks; blocks.
+
+        Raises:
+            CallbackError: on every rank; a callback has failed on some rank.
+        """
+        self._call("setup", parts, lambda each: each.setup(parts))
+        self._agree(parts)
+        self.raise_error()
+
+    def load(self, parts: Parts) -> None:
+        """Run ``load_state_dict`` of each callback with a state in the checkpoint. Collective over all ranks; blocks.
+
+        Raises:
+            CallbackError: on every rank; a callback has failed on some rank.
+        """
+        saved = parts.state.callbacks
+        state_of = {
+            id(each): saved[name] for name, each in zip(self._names, self.observers, strict=True) if name in saved
+        }
+        self._call("load_state_dict", parts, lambda each: _load(each, state_of.get(id(each))))
+        self._agree(parts)
+        self.raise_error()
 
     def before_step(self, parts: Parts) -> None:
         """Run ``before_step`` of each callback."""
@@ -100,6 +132,10 @@ class Callbacks(Observer):
         self._call("after_step", parts, lambda each: self._after_step(each, parts, event))
         if self._problem is not None:
             event.metrics = {}  # the record of the step is still written
+        states: list[Mapping[str, Any]] = []
+        self._call("state_dict", parts, lambda each: states.append(_as_json(each.state_dict())))
+        if self._problem is None:  # otherwise those of the step before are saved
+            parts.state.callbacks = {name: state for name, state in zip(self._names, states, strict=True) if state}
         self._agree(parts)
 
     def after_training(self, parts: Parts) -> None:
@@ -166,6 +202,21 @@ class CallbackErrors(Observer):
     def after_training(self, parts: Parts) -> None:
         """Raise :class:`CallbackError` on every rank if a callback has failed."""
         self._callbacks.raise_error()
+
+
+def _load(observer: Observer, state: Mapping[str, Any] | None) -> None:
+    if state is not None:
+        observer.load_state_dict(state)
+
+
+def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a callback's state as it will be read back; refuse what is no JSON object or too large."""
+    text = json.dumps(dict(state), allow_nan=False)
+    if len(text) > MAX_STATE_CHARS:
+        raise ValueError(
+            f"a state of {len(text):,} characters as JSON, at most {MAX_STATE_CHARS:,}: see Parts.add_state"
+        )
+    return dict(json.loads(text))
 
 
 def _name(observer: Observer) -> str:

@@ -91,7 +91,10 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     if corpus := describe_source(parts.source, config.train.steps * batch_numbers(config).global_batch):
         log(corpus)
     request = StopRequest()
+    callbacks = Callbacks([*observers, *make_callbacks(parts)])
+    callbacks.setup(parts)
     resume(parts, directory, log)
+    callbacks.load(parts)
     record_start(parts, files, corpus_times(parts.source), log)
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps
@@ -100,7 +103,6 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
         try:
             with watchdog, mesh.activity.during("training"), tracker:
                 if parts.state.step < steps:
-                    callbacks = Callbacks([*observers, *make_callbacks(parts)])
                     train(parts, observe(parts, files, tracker, request, log, callbacks))
                 else:
                     _report_finished(parts, log)

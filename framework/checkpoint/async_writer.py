@@ -213,7 +213,7 @@ def check_finite(pieces: Iterable[TensorPiece]) -> None:
     only one to resume from.
     """
     pieces = list(pieces)
-    trained = {piece.info.name for piece in pieces if piece.kind is not TensorKind.WEIGHTS}
+    trained = {piece.info.name for piece in pieces if piece.kind != TensorKind.WEIGHTS}
     for piece in pieces:
         if piece.info.name in trained and not torch.isfinite(piece.tensor).all():
             raise CheckpointError(

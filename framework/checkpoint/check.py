@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from meshwright.checkpoint.manifest import FORMAT, VERSION, Manifest, PieceEntry, TensorEntry, TensorKind
+from meshwright.checkpoint.manifest import FORMAT, KIND, VERSION, Manifest, PieceEntry, TensorEntry
 from meshwright.errors import CheckpointError
 from meshwright.system.bounded import parse_json
 
@@ -73,12 +73,11 @@ def check(manifest: Manifest) -> list[str]:
     Return the problems.
     """
     problems = contradictions(manifest)
-    kinds = {str(kind) for kind in TensorKind}
     used: set[tuple[str, str]] = set()
     for name, entry in manifest.tensors.items():
         kind, _, parameter = name.partition("/")
-        if kind not in kinds or not parameter:
-            problems.append(f"tensor {name!r}: the name must be <kind>/<parameter> with a kind of {sorted(kinds)}")
+        if not KIND.fullmatch(kind) or not parameter:
+            problems.append(f"tensor {name!r}: the name must be <kind>/<parameter>, such as weights/0.weight")
         for part in entry.pieces:
             if part.file not in manifest.files:
                 problems.append(f"tensor {name!r}: its file {part.file} has no size and hash in the manifest")

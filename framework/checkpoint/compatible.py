@@ -22,6 +22,7 @@ REFUSED = {
     "change micro_batch_size or chunks so that it stays, on any number of ranks",
     "run.seed": "the order of samples and dropout would change",
     "optimizer.name": "the checkpoint has the state of another optimizer",
+    "optimizer.builder": "the checkpoint has the state of another optimizer",
     "train.dtype": "rounding would differ from before",
 }
 """Configuration fields or sections that must not change in a resumed run -> consequence of a change."""

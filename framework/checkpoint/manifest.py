@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,18 +26,31 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*\.safetenso
 """A plain file name: no separator and no leading dot, so that no piece lies outside its checkpoint."""
 
 
-class TensorKind(StrEnum):
-    """Role of a tensor for its parameter. The value is the first part of the tensor's name."""
+KIND = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+"""Names of kinds of tensors."""
 
-    WEIGHTS = "weights"
-    MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-    MOMENTUM = "momentum"
+
+class TensorKind(str):
+    """Role of a tensor for its parameter, the first part of the tensor's name: weights, master weights, or a state.
+
+    The states are those of the optimizer (exp_avg, exp_avg_sq, momentum, those of a user's optimizer) and of callbacks.
+    """
+
+    WEIGHTS: ClassVar[TensorKind]
+    MASTER: ClassVar[TensorKind]
+
+    def __new__(cls, name: str) -> TensorKind:
+        """Return the kind of this name. Raises ValueError: it is no identifier."""
+        if not KIND.fullmatch(name):
+            raise ValueError(f"{name!r} is no kind of tensor")
+        return super().__new__(cls, name)
 
     def of(self, parameter: str) -> str:
         """Return the name of the tensor in manifest and shards."""
         return f"{self}/{parameter}"
+
+
+TensorKind.WEIGHTS, TensorKind.MASTER = TensorKind("weights"), TensorKind("master")
 
 
 class Dtype(StrEnum):

@@ -188,6 +188,10 @@ class CheckpointReader:
         prefix = kind.of("")
         return sorted(name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
 
+    def kinds(self) -> list[TensorKind]:
+        """Return the kinds of tensors in this checkpoint, sorted."""
+        return [TensorKind(name) for name in sorted({name.partition("/")[0] for name in self.manifest.tensors})]
+
     def shape(self, kind: TensorKind, parameter: str) -> tuple[int, ...]:
         """Return the global shape of a tensor in this checkpoint."""
         return self.manifest.tensors[kind.of(parameter)].shape
@@ -212,7 +216,7 @@ class CheckpointReader:
         entry = self.manifest.tensors.get(name)
         if entry is None:
             known = self.parameters(kind)
-            if not known and kind is not TensorKind.WEIGHTS:
+            if not known and kind != TensorKind.WEIGHTS:
                 return None
             raise CheckpointError(
                 "MW-CHECKPOINT-017",

@@ -20,6 +20,7 @@ from meshwright.config.sections import Batch as Batch
 from meshwright.config.sections import Data as Data
 from meshwright.config.sections import Model as Model
 from meshwright.config.sections import Parallel as Parallel
+from meshwright.config.sections import ParameterGroup as ParameterGroup
 from meshwright.config.sections import Pipeline as Pipeline
 from meshwright.config.sections import Run as Run
 from meshwright.config.sections import Section as Section

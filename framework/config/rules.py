@@ -95,6 +95,31 @@ def _decay_until(config: RunConfig) -> str | None:
     return f"optimizer.decay_until = {optimizer.decay_until} {why}: leave it out, or let the decay end later"
 
 
+def _own_optimizer(config: RunConfig) -> str | None:
+    optimizer = config.optimizer
+    if optimizer.builder is None:
+        return (
+            "optimizer.options have no effect without optimizer.builder: leave them out" if optimizer.options else None
+        )
+    changed = _changed(optimizer, "name", "betas", "eps", "momentum", "block_size")
+    if changed:
+        given = " and ".join(f"optimizer.{name} = {format_value(getattr(optimizer, name))}" for name in changed)
+        return f"{given} without effect with optimizer.builder: its arguments are optimizer.options"
+    if config.parallel.offload_directory is not None:
+        return (
+            "parallel.offload_directory works with meshwright's own optimizers only: leave optimizer.builder out, or it"
+        )
+    return None
+
+
+def _own_schedule(config: RunConfig) -> str | None:
+    changed = _changed(config.optimizer, "warmup_steps", "min_learning_rate", "decay_until")
+    if ":" not in config.optimizer.schedule or not changed:
+        return None
+    given = " and ".join(f"optimizer.{name} = {getattr(config.optimizer, name)}" for name in changed)
+    return f"{given} without effect: the function of optimizer.schedule gives the factor of every step; leave it out"
+
+
 def _validation(config: RunConfig) -> str | None:
     changed = _changed(config.train, "validate_every", "validate_steps")
     if config.data.validation is not None or config.data.builder is not None or not changed:
@@ -205,5 +230,9 @@ RULES = (
         ("optimizer.decay_steps", "optimizer.schedule", "optimizer.warmup_steps", "train.steps"),
     ),
     Rule("MW-CONFIG-057", _decay_until, ("optimizer.decay_until", "optimizer.schedule", "optimizer.warmup_steps")),
+    Rule(
+        "MW-CONFIG-060", _own_optimizer, ("optimizer.builder", "optimizer.name", "optimizer.options", "optimizer.betas")
+    ),
+    Rule("MW-CONFIG-059", _own_schedule, ("optimizer.schedule", "optimizer.warmup_steps")),
     Rule("MW-CONFIG-055", _validation, ("train.validate_every", "train.validate_steps", "data.validation")),
 )

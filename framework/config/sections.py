@@ -31,6 +31,23 @@ class Run(Section):
     """Seed of the initial weights, of dropout and of the order of the samples."""
 
 
+FUNCTION = r"^[\w.]+:\w+$"
+"""Pattern of ``package.module:function``."""
+
+
+class ParameterGroup(Section):
+    """Parameters, by name pattern, that are trained otherwise than the rest."""
+
+    names: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+    """Patterns of parameter names, such as ``block0.*`` or ``*.bias``."""
+    learning_rate_factor: float = Field(default=1.0, ge=0)
+    """Factor on the learning rate of every step."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of the group. Default: ``optimizer.weight_decay`` for matrices, none for biases and norms."""
+    frozen: bool = False
+    """Do not train these parameters."""
+
+
 class Model(Section):
     """Source of the model: ``builder(**options)`` returns an ``nn.Sequential``."""
 
@@ -42,6 +59,13 @@ class Model(Section):
     """Function that builds the model; or a directory with a model of Hugging Face transformers."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the builder, such as ``num_layers``."""
+    parameter_groups: list[ParameterGroup] | Annotated[str, Field(pattern=FUNCTION)] = Field(
+        default_factory=list,
+        description='a list such as [{names = ["embedding.*"], learning_rate_factor = 0.1, weight_decay = 0.0}, '
+        '{names = ["*.bias"], frozen = true}], or a function of (name, shape) as "my_package.my_module:group"',
+    )
+    """Groups of parameters with a learning-rate factor or weight decay of their own, or frozen; the first match counts.
+    """
 
 
 class Weighted(Section):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
 from meshwright.config.bounds import Count, Length, Share, Steps
-from meshwright.config.sections import Section
+from meshwright.config.sections import FUNCTION, Section
 
 
 class Optimizer(Section):
@@ -15,12 +15,24 @@ class Optimizer(Section):
 
     name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
     """Optimizer. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead of 8."""
+    builder: str | None = Field(
+        default=None,
+        pattern=FUNCTION,
+        description='a class or function, as in "torch.optim:RAdam" or "my_package:build"',
+    )
+    """Alternative to ``name``: a function of (parameter groups, **options) that returns a torch optimizer."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the optimizer's builder."""
     learning_rate: PositiveFloat = 3e-4
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Decay of the learning rate after the warm-up; wsd is warmup-stable-decay."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] | Annotated[str, Field(pattern=FUNCTION)] = Field(
+        default="cosine",
+        description='"cosine", "linear", "wsd" or "constant"; or a function of (step, number of steps) that returns a '
+        'factor on optimizer.learning_rate, as "my_package.my_module:decay"',
+    )
+    """Decay of the learning rate after the warm-up; wsd is warmup-stable-decay. Or a function for the whole course."""
     warmup_steps: Steps = 0
     """First steps, in which the learning rate rises linearly."""
     decay_steps: Steps = 0

@@ -55,6 +55,8 @@ class BucketKind(NamedTuple):
     replicated_over_tp: bool
     sum_over_tp: bool
     tied: Tie | None
+    rate_factor: float = 1.0
+    weight_decay: float | None = None
 
     def owns(self, tp_rank: int) -> bool:
         """Return whether this tp rank counts the bucket in gradient norms and parameter numbers.
@@ -78,7 +80,8 @@ class StageParameter(NamedTuple):
     def kind(self) -> BucketKind:
         """Bucket kind. Only parameters of the same kind share a bucket."""
         info = self.info
-        return BucketKind(info.decays, info.in_blocks, info.slice is None, info.sum_over_tp, self.tied)
+        group = info.rate_factor, info.weight_decay
+        return BucketKind(info.decays, info.in_blocks, info.slice is None, info.sum_over_tp, self.tied, *group)
 
 
 class BucketSlot(NamedTuple):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import SCHEMES, error_place, find_function
 from meshwright.errors import ModelError, UserError
 from meshwright.model import requirements
@@ -42,6 +43,7 @@ from meshwright.model.first_values import (
     find_owners,
     first_value,
 )
+from meshwright.model.groups import assign_groups, freeze
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
@@ -68,6 +70,8 @@ class PlainModel:
     seed: int = 0
     owners: dict[str, ParameterOwner] = field(default_factory=dict)
     """Parameter name -> module whose reset initialises it."""
+    groups: dict[str, ParameterGroup] = field(default_factory=dict)
+    """Canonical parameter name -> its group of ``model.parameter_groups``."""
 
     def canonical(self, name: str) -> str:
         """Return the name that a weight is stored, initialised and optimised under: the first of its tied set."""
@@ -75,6 +79,10 @@ class PlainModel:
             if name in names:
                 return names[0]
         return name
+
+    def freeze(self, layers: nn.Sequential) -> None:
+        """Freeze the parameters of frozen groups in ``layers``, which has this model's names."""
+        freeze(layers, self.canonical, self.groups)
 
     def initial(self, name: str) -> Tensor:
         """Return the full initial tensor of a parameter, float32 on CPU: a pure function of (seed, canonical name)."""
@@ -217,6 +225,21 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         seed=seed,
         owners=owners,
     )
+
+
+def configured_model(config: RunConfig) -> PlainModel:
+    """Build the model of a configuration, with its parameter groups; see :func:`build_model`.
+
+    Raises:
+        ModelError: see there; or the groups do not fit the model.
+    """
+    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    shapes = {n: tuple(p.shape) for n, p in model.layers.named_parameters() if model.canonical(n) == n}
+    model.groups = assign_groups(shapes, config.model.parameter_groups)
+    model.freeze(model.layers)
+    if not any(parameter.requires_grad for parameter in model.layers.parameters()):
+        raise ModelError("MW-MODEL-029", "model.parameter_groups freezes every parameter: there is nothing to train")
+    return model
 
 
 def materialise(

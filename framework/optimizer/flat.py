@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.own import ElementStates, build_own, element_states
 
 NORM_PIECE = 2**16
 """Elements per piece of the norm: squares are summed in float32 within a piece, and in float64 over pieces.
@@ -25,6 +26,8 @@ _IN_TORCH = {"momentum": "momentum_buffer"}
 
 def states_of(config: Optimizer) -> tuple[str, ...]:
     """Return the names of the configured optimizer's state."""
+    if config.builder is not None:
+        return element_states(config).names
     return STATES[config.name] if config.name != "sgd" or config.momentum else ()
 
 
@@ -42,10 +45,14 @@ class OptimizerShard(NamedTuple):
     """Function that returns the gradient on the weights' device, which may be the host; blocks until complete."""
     after_step: Callable[[], None]
     """Function called after the step, to post the all-gather of the weights. Does not block."""
+    rate_factor: float = 1.0
+    """Factor on the learning rate."""
+    weight_decay: float | None = None
+    """Weight decay of the parameters' group; None: the configuration's if ``decays``, otherwise 0."""
 
 
 class FlatOptimizer:
-    """Torch optimizer with one parameter per shard: shards with weight decay in one group, the others in another."""
+    """Torch optimizer with one parameter per shard, in groups of the same learning rate and weight decay."""
 
     def __init__(
         self,
@@ -64,15 +71,30 @@ class FlatOptimizer:
         self.shards = list(shards)
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
         self.state_names = states_of(config)
+        self._own: ElementStates | None = None if config.builder is None else element_states(config)
+        self.added: dict[str, list[Tensor]] = {}
+        """States of callbacks by name, one flat tensor per shard; see :meth:`add_state`."""
         self._order = list(range(len(self.shards)) if order is None else order)
         self._num_steps = 0
-        groups: dict[tuple[bool, bool], list[nn.Parameter]] = {(True, True): [], (True, False): [], (False, False): []}
+        decay = config.weight_decay
+        groups: dict[tuple[float, bool, float], list[nn.Parameter]] = {
+            (decay, True, 1.0): [],  # torch accepts empty groups, but no empty list
+            (decay, False, 1.0): [],
+            (0.0, False, 1.0): [],
+        }
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            groups[shard.decays, shard.in_blocks].append(parameter)
+            own_decay = decay * shard.decays if shard.weight_decay is None else shard.weight_decay
+            groups.setdefault((own_decay, shard.in_blocks, shard.rate_factor), []).append(parameter)
         self.inner = _build_optimizer(
             [
-                {"params": group, "weight_decay": config.weight_decay if decays else 0.0, "eight_bit": in_blocks}
-                for (decays, in_blocks), group in groups.items()  # torch accepts empty groups, but no empty list
+                {
+                    "params": group,
+                    "lr": config.learning_rate,
+                    "weight_decay": own_decay,
+                    "rate_factor": factor,
+                    "eight_bit": in_blocks,
+                }
+                for (own_decay, in_blocks, factor), group in groups.items()
             ],
             config,
             allocate,
@@ -105,7 +127,7 @@ class FlatOptimizer:
     def step(self, learning_rate: float, gradient_factor: float) -> None:
         """Step all shards once, with every gradient multiplied by ``gradient_factor`` first."""
         for group in self.inner.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["rate_factor"]
         self._step(self._order, gradient_factor)
         self._num_steps += 1
 
@@ -127,7 +149,7 @@ class FlatOptimizer:
         if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks:
             return self.inner.moments(parameter), self._num_steps
         kept = self.inner.state.get(parameter, {})
-        found = {name: kept.get(_IN_TORCH.get(name, name)) for name in self.state_names}
+        found = {name: kept.get(self._key(name)) for name in self.state_names}
         return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
 
     def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
@@ -137,13 +159,32 @@ class FlatOptimizer:
         if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks:
             self.inner.set_moments(parameter, states, steps)
             return
+        if self._own is not None and steps == 0:
+            return  # its own initial state
         kept = {}
         for name in self.state_names:
-            key = _IN_TORCH.get(name, name)
+            key = self._key(name)
             kept[key] = self._place(states[name], weights, self.inner.state.get(parameter, {}).get(key))
-        if "exp_avg" in kept:
+        if self._own is not None:
+            kept |= self._own.counters_at(steps, weights.device)
+        elif "exp_avg" in kept:
             kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=weights.device)
         self.inner.state[parameter] = kept
+
+    def _key(self, name: str) -> str:
+        """Return torch's name of a state."""
+        return name if self._own is not None else _IN_TORCH.get(name, name)
+
+    def add_state(self, name: str) -> list[Tensor]:
+        """Add a state with one number per weight, which checkpoints hold under ``name``; for callbacks.
+
+        Returns:
+            one flat tensor per shard of :attr:`shards`, now a copy of its weights. A resume fills it from the
+            checkpoint; where the checkpoint has none, with the weights.
+        """
+        assert name.isidentifier() and name not in (*self.state_names, *self.added, "weights", "master"), name
+        self.added[name] = [shard.weights.clone() for shard in self.shards]
+        return self.added[name]
 
     def _place(self, state: Tensor, weights: Tensor, present: Tensor | None) -> Tensor:
         """Return the tensor that holds ``state`` from now on; ``present`` holds the shard's earlier state."""
@@ -154,6 +195,8 @@ def _build_optimizer(
     groups: list[dict[str, Any]], config: Optimizer, allocate: Callable[[int, torch.dtype], Tensor] | None
 ) -> torch.optim.Optimizer:
     """Build the configured torch optimizer."""
+    if config.builder is not None:
+        return build_own(groups, config)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     if config.name == "adamw8bit":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.config import Optimizer
+from meshwright.optimizer.own import own_rate
 
 
 def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
@@ -17,8 +18,14 @@ def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
         wsd       peak until the last ``decay_steps``, then a line to min (warmup, stable, decay)
         constant  peak
 
-    With ``decay_until`` = n the decay is that of a run of n steps; from step n-1 on the rate is at min.
+    With ``decay_until`` = n the decay is that of a run of n steps; from step n-1 on the rate is at min. A function of
+    the user, ``package.module:function``, returns the factor on the peak for every step.
+
+    Raises:
+        ConfigError: the user's function fails or returns no finite factor.
     """
+    if ":" in optimizer.schedule:
+        return own_rate(optimizer, step, num_steps)
     peak, low = optimizer.learning_rate, optimizer.min_learning_rate
     warmup = optimizer.warmup_steps
     if step < warmup:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshwright import checkpoint as checkpoints
 from meshwright.blueprint import Blueprint, batch_numbers
@@ -75,6 +77,7 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
     parts.state.skipped_in_a_row = saved_count(manifest, "skipped_in_a_row", 0)
     parts.state.samples_seen = manifest.samples_seen
     parts.state.tokens_seen = saved_count(manifest, "tokens_seen")
+    parts.state.callbacks = saved_callbacks(manifest)
     if manifest.step == 0:
         log(f"starting from the weights of {path}")
     else:
@@ -138,6 +141,18 @@ def newest_sound(
     own = [each.path for each in checkpoints.find(directory)] if only is None else list(only)
     paths: list[Path] = mesh.world.gather_objects(own)[0]
     return checkpoints.first_sound(directory, paths, verify, warn if mesh.rank == 0 else lambda message: None)
+
+
+def saved_callbacks(manifest: Manifest) -> dict[str, Mapping[str, Any]]:
+    """Return the states of callbacks from the manifest. Raises CheckpointError for anything but tables by name."""
+    found = manifest.state.get("callbacks", {})
+    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+        raise CheckpointError(
+            "MW-RUN-032",
+            f"the manifest of the checkpoint of step {manifest.step} has state.callbacks = {reprlib.repr(found)}, "
+            f"which must be a table for each callback: it was not written by this project; take another checkpoint",
+        )
+    return dict(found)
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:

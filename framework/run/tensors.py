@@ -47,6 +47,7 @@ def checkpoint_metadata(
             "tokens_seen": state.tokens_seen,
             "optimizer_steps": state.optimizer_steps,
             "skipped_in_a_row": state.skipped_in_a_row,
+            **({"callbacks": state.callbacks} if state.callbacks else {}),
         },
     )
 
@@ -90,6 +91,7 @@ def pieces(
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
             states, _ = optimizer.states(index)
+            states |= {name: flats[index] for name, flats in optimizer.added.items()}
             index += 1
             if not bucket.kind.owns(mesh.at.tp_rank):
                 continue
@@ -116,6 +118,7 @@ def restore(
     """Load weights, running buffers, master weights and optimizer states from a checkpoint of any layout.
 
     A checkpoint without optimizer steps (an imported model) has weights alone: master weights start as copies of them.
+    So does a callback's state that the checkpoint does not have.
 
     Raises:
         CheckpointError: a parameter is missing, or has another shape.
@@ -142,6 +145,10 @@ def restore(
                     for name in optimizer.state_names
                 }
                 optimizer.restore(index, states, optimizer_steps)
+            for name, flats in optimizer.added.items():
+                kind = TensorKind(name)
+                is_saved = bool(checkpoint.parameters(kind))
+                flats[index].copy_(_read_bucket(checkpoint, kind, bucket)[start:stop] if is_saved else bucket.master)
             index += 1
 
 

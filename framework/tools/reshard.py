@@ -98,7 +98,7 @@ def reshard(
             draw_blueprint(config, Group("tp", tuple(range(parallel.tp)), tp_rank)) for tp_rank in range(parallel.tp)
         ]
         is_fresh = not saved.state.get("optimizer_steps") and not any(
-            checkpoint.parameters(kind) for kind in TensorKind if kind is not TensorKind.WEIGHTS
+            kind != TensorKind.WEIGHTS for kind in checkpoint.kinds()
         )
         _check_names(checkpoint, blueprints[0], is_fresh)
         out.mkdir(parents=True, exist_ok=True)
@@ -130,13 +130,16 @@ class ShardTensor(NamedTuple):
     info: ParameterInfo
 
 
-def shard_tensors(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False) -> Iterator[ShardTensor]:
+def shard_tensors(
+    blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False, added: Sequence[TensorKind] = ()
+) -> Iterator[ShardTensor]:
     """Yield the tensors that dp rank 0 of these coordinates writes, in the order of
     :func:`meshwright.run.tensors.pieces`.
 
     Args:
         blueprint: drawn for this tp rank.
         is_fresh: the checkpoint is an imported model, with weights alone.
+        added: states of callbacks.
     """
     stages = blueprint.schedule.stages_of(pp_rank)
     if tp_rank == 0:
@@ -156,7 +159,7 @@ def shard_tensors(blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bo
             if not together[0].kind.owns(tp_rank):
                 continue
             dtype = together[0].parameter.dtype
-            kinds = [TensorKind.WEIGHTS, *(TensorKind(name) for name in states_of(blueprint.config.optimizer))]
+            kinds = [TensorKind.WEIGHTS, *(TensorKind(name) for name in states_of(blueprint.config.optimizer)), *added]
             if dtype != accumulation_dtype(dtype):
                 kinds.append(TensorKind.MASTER)
             if is_fresh:
@@ -170,10 +173,17 @@ def pieces(
     checkpoint: CheckpointReader, blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool
 ) -> Iterator[TensorPiece]:
     """Yield the tensors of :func:`shard_tensors` with their values, read one by one."""
-    for kind, info in shard_tensors(blueprint, pp_rank, tp_rank, is_fresh):
+    added = added_states(checkpoint, blueprint)
+    for kind, info in shard_tensors(blueprint, pp_rank, tp_rank, is_fresh, added):
         tensor = checkpoint.read(kind, info)
         assert tensor is not None, (kind, info)  # guaranteed by _check_names
         yield TensorPiece(kind, info, info.unpadded(tensor))
+
+
+def added_states(checkpoint: CheckpointReader, blueprint: Blueprint) -> list[TensorKind]:
+    """Return the kinds of states in a checkpoint that callbacks of its run have added."""
+    own = {TensorKind.WEIGHTS, TensorKind.MASTER, *states_of(blueprint.config.optimizer)}
+    return [kind for kind in checkpoint.kinds() if kind not in own]
 
 
 def _members(blueprint: Blueprint, stage: int) -> list[StageParameter]:
@@ -267,7 +277,7 @@ def _check_names(checkpoint: CheckpointReader, blueprint: Blueprint, is_fresh: b
     expected = {
         kind.of(info.name)
         for pp_rank in range(blueprint.grid.pp)
-        for kind, info in shard_tensors(blueprint, pp_rank, 0, is_fresh)
+        for kind, info in shard_tensors(blueprint, pp_rank, 0, is_fresh, added_states(checkpoint, blueprint))
     }
     stored = set(checkpoint.manifest.tensors)
     if expected == stored:

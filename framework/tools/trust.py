@@ -24,7 +24,10 @@ from meshwright.run.directory import is_checkpoint, is_run
 from meshwright.system.bounded import real_path
 from meshwright.terminal.output import tell
 
-CODE_KEYS = (("model", "builder"), ("data", "builder"), ("train", "callbacks"), ("tracking", "sinks"))
+CODE_KEYS = (
+    *(("model", "builder"), ("model", "parameter_groups"), ("data", "builder")),
+    *(("optimizer", "builder"), ("optimizer", "schedule"), ("train", "callbacks"), ("tracking", "sinks")),
+)
 """Configuration keys whose value, or each value of a list, is imported as code."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
 """Files beside the configuration of a run, or of an exported model, whose other files are missing."""
@@ -73,10 +76,15 @@ def foreign_builders(config: RunConfig) -> list[tuple[str, str, str]]:
     found = []
     for section, key in CODE_KEYS:
         value = getattr(getattr(config, section), key)
-        paths = [value] if isinstance(value, str) else value or ()
-        is_own = is_own_builder if section == "model" else lambda path: ":" not in path  # "tensorboard", a sink of ours
+        paths = [each for each in ([value] if isinstance(value, str) else value or ()) if isinstance(each, str)]
+        is_own = is_own_builder if (section, key) == ("model", "builder") else _is_word
         found += [(section, key, path) for path in paths if not is_own(path)]
     return found
+
+
+def _is_word(value: str) -> bool:
+    """Return whether a value names no code: "tensorboard" is a sink of ours, "cosine" a schedule."""
+    return ":" not in value
 
 
 def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:

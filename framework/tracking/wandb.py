@@ -210,9 +210,14 @@ class WandbSink:
         """Start a child in this mode. Return the error, or None when it is ready."""
         self.run_directory.mkdir(parents=True, exist_ok=True)
         limit_s = self.init_limit_s if mode is WandbMode.ONLINE else OFFLINE_LIMIT_S
+        tracking = self.config.tracking
         hello = {
             "id": run_id(self.run_directory),
-            **{name: getattr(self.config.tracking, name) for name in ("project", "entity", "group", "tags", "notes")},
+            "project": tracking.project,
+            "entity": tracking.entity,
+            "group": tracking.group,
+            "tags": tracking.tags,
+            "notes": tracking.notes,
             "name": self.config.run.name,
             "mode": str(mode),
             "directory": str(self.run_directory.resolve()),

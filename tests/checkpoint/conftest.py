@@ -22,6 +22,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 CUT_DIMS = {"embedding.weight": 0, "block0.mlp.up.weight": 0, "block0.mlp.down.weight": 1}
 
+KINDS = [TensorKind(name) for name in ("weights", "master", "exp_avg", "exp_avg_sq", "momentum")]
 State = dict[tuple[TensorKind, str], Tensor]
 
 
@@ -43,10 +44,10 @@ class Fake:
     def state(self, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> State:
         generator = torch.Generator().manual_seed(seed)
         full: State = {}
-        for kind in TensorKind:
+        for kind in KINDS:
             for name, shape in SHAPES.items():
                 numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
-                full[kind, name] = numbers.to(dtype if kind is TensorKind.WEIGHTS else torch.float32)
+                full[kind, name] = numbers.to(dtype if kind == TensorKind.WEIGHTS else torch.float32)
         return full
 
     def pieces(self, state: State, tp: int, tp_rank: int) -> Iterator[TensorPiece]:

@@ -239,8 +239,8 @@ def test_killed_at_any_moment_the_run_has_a_sound_checkpoint(tmp_path: Path, fak
     assert outcomes == {1, 2}, "the moments must lie on both sides of the rename"
     found = newest_valid(tmp_path)
     assert found is not None and found.manifest.step == 100
-    local = found.read(TensorKind.EXP_AVG, fake.info("block0.mlp.down.weight", 1, 0))
-    assert local is not None and torch.equal(local, older[TensorKind.EXP_AVG, "block0.mlp.down.weight"])
+    local = found.read(TensorKind("exp_avg"), fake.info("block0.mlp.down.weight", 1, 0))
+    assert local is not None and torch.equal(local, older[TensorKind("exp_avg"), "block0.mlp.down.weight"])
     fake.save(tmp_path, 200)
     assert not list((tmp_path / "checkpoints").glob(".tmp-*")), "what the dead left behind is removed by the next save"
 

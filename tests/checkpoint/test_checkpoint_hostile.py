@@ -23,6 +23,7 @@ import torch
 from meshwright.checkpoint import Manifest, TensorKind, find, newest_valid, open_checkpoint, prune
 from meshwright.errors import CheckpointError
 from meshwright.run.resume import saved_count
+from tests.checkpoint.conftest import KINDS
 
 pytestmark = pytest.mark.fault(row="hostile files: pickles, headers, paths, links, names, shapes: refused, nothing run")
 
@@ -247,7 +248,7 @@ def go_over(run: Path, fake: Any) -> str:
     try:
         found = newest_valid(run, warn=said.append)
         assert found is not None
-        for kind, info in itertools.product(TensorKind, fake.infos(1, 0)):
+        for kind, info in itertools.product(KINDS, fake.infos(1, 0)):
             found.read(kind, info)
     except CheckpointError as error:
         said.append(str(error))

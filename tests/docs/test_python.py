@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.checkpoint import find
+from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.tools.report.page import page
 from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import read_records
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-NOTEBOOK, RANKS, CALLBACKS, EXTRA, SINKS, PROFILE = re.findall(
+NOTEBOOK, RANKS, CALLBACKS, EXTRA, STATE, OWN, SINKS, PROFILE = re.findall(
     r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )
 
@@ -144,6 +144,30 @@ def test_metrics_of_a_callback(desk: Path) -> None:
     events.Reload()
     assert [each.value for each in events.Scalars("smooth/loss")] == pytest.approx(means, rel=1e-6)
     assert "smooth/fallen_share" in page([read_run(desk / "runs/extra")])
+
+
+@pytest.mark.slow
+def test_state_of_callbacks_is_resumed(desk: Path) -> None:
+    (desk / "state.py").write_text(STATE)
+    run(desk, "state.py")
+    first = open_checkpoint(find(desk / "runs/ema")[0].path)
+    (desk / "state.py").write_text(STATE.replace("train.steps=3", "train.steps=5"))
+    run(desk, "state.py")
+    second = open_checkpoint(find(desk / "runs/ema")[0].path)
+    kind = TensorKind("ema")
+    assert second.parameters(kind) == second.parameters(TensorKind.WEIGHTS) and second.manifest.step == 5
+    best = [each.manifest.state["callbacks"]["Best"]["best"] for each in (first, second)]
+    assert best[1] < best[0] < 1e9
+
+
+@pytest.mark.slow
+def test_own_optimizer_schedule_and_groups(desk: Path) -> None:
+    (desk / "own.py").write_text(OWN)
+    run(desk, "-m", "meshwright.launch", *command_with("own:radam"))
+    saved = open_checkpoint(find(desk / "runs/own")[0].path)
+    assert {"exp_avg", "exp_avg_sq", "weights"} == set(saved.kinds())
+    rates = [record.learning_rate for record in read_records(desk / "runs/own/metrics.jsonl")]
+    assert rates == pytest.approx([3e-4 * step / 100 for step in (1, 2, 3)])
 
 
 @pytest.mark.slow

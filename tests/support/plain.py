@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.checkpoint import TensorKind, newest_valid
 from meshwright.config import RunConfig, parse
-from meshwright.model.build import PlainModel, build_model
+from meshwright.model.build import PlainModel, configured_model
 from meshwright.parameters import ParameterInfo
 
 
@@ -19,7 +19,7 @@ def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
     config = parse(resolved.read_text(), str(resolved))
     found = newest_valid(run_directory)
     assert found is not None
-    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    model = configured_model(config)
     made: dict[str, nn.Parameter] = {}
     with found as checkpoint:
         for name, outline in list(model.layers.named_parameters(remove_duplicate=False)):

@@ -20,7 +20,7 @@ from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.config import RunConfig
 from meshwright.data.sources import example
 from meshwright.mesh.fake import CountingGroup
-from meshwright.model.build import PlainModel, build_model
+from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
 from meshwright.model.running_buffers import cast_parameters
 from meshwright.optimizer.eight_bit import with_blocks
@@ -84,7 +84,7 @@ class ModelCache:
     @cached_property
     def model(self) -> PlainModel:
         """Whole plain model, on meta."""
-        return build_model(self.config.model.builder, self.config.model.options, self.config.run.seed)
+        return configured_model(self.config)
 
     @cached_property
     def names(self) -> list[str]:

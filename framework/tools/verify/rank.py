@@ -17,7 +17,7 @@ from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.model.build import build_model
+from meshwright.model.build import configured_model
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.step import take_step, total_loss
@@ -56,7 +56,7 @@ def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
 
 def count_logits(config: RunConfig) -> int:
     """Return the last dim of the model's logits, measured on meta, for models without a ``vocab_size`` option."""
-    layers = build_model(config.model.builder, config.model.options, config.run.seed).layers.to("meta")
+    layers = configured_model(config).layers.to("meta")
     with torch.no_grad():
         logits = layers(example(config, 1)[0])
     return int(logits.shape[-1])

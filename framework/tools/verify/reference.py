@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.config import Optimizer, RunConfig
+from meshwright.config import RunConfig
 from meshwright.config.functions import error_place
 from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
-from meshwright.model.build import PlainModel, build_model, find_builder
+from meshwright.model.build import PlainModel, configured_model, find_builder
 from meshwright.model.running_buffers import cast_running, cast_statistics, running_buffers, running_values
-from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout
+from meshwright.tools.verify.plain_optimizer import plain_optimizer
 
 
 class RunNumbers(NamedTuple):
@@ -78,6 +78,7 @@ def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -
             real = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
             for other in shared:
                 layers.get_submodule(other.rpartition(".")[0])._parameters[other.rpartition(".")[2]] = real
+    model.freeze(layers)
     with torch.no_grad():
         for name, parameter in layers.named_parameters():
             if parameter.is_floating_point():
@@ -92,23 +93,6 @@ def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
 
 
-def _optimizer(parameters: list[nn.Parameter], config: Optimizer) -> torch.optim.Optimizer:
-    """Return torch's own optimizer on whole parameters; for ``adamw8bit`` the framework's, since torch has none."""
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
-    options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
-    if config.name == "adamw8bit":
-        narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]
-        wide = [p for p in groups[0]["params"] if p[0].numel() % config.block_size]
-        both = [{**groups[0], "params": narrow, "eight_bit": True}, {**groups[0], "params": wide}]
-        return AdamW8bit([*both, groups[1]], config.block_size, **options)
-    return torch.optim.AdamW(groups, **options)
-
-
 class PlainRun:
     """Training of the plain model in one process. See :func:`run_reference`."""
 
@@ -116,7 +100,7 @@ class PlainRun:
         assert config.batch.global_batch is not None
         self.config, self.source, self.dtype, self.micro_batch_size = config, source, dtype, micro_batch_size
         self.global_batch = config.batch.global_batch
-        model = build_model(config.model.builder, config.model.options, config.run.seed)
+        model = configured_model(config)
         outline = MetaMicrobatch(*example(config, micro_batch_size))
         self.running = running_buffers(model.layers, outline.cast(torch.float32).inputs)
         self.layers = untouched_layers(config, model, dtype)
@@ -131,7 +115,7 @@ class PlainRun:
         """Tensors that the optimizer steps: the weights; for bfloat16, float32 copies with float32 gradients."""
         if dtype == torch.bfloat16:
             self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items()}
-        self.optimizer = _optimizer(list(self.masters.values()), config.optimizer)
+        self.optimizer = plain_optimizer(self.masters, config.optimizer, model.groups)
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of weights and running buffers, by canonical name."""
@@ -187,7 +171,8 @@ class PlainRun:
             findings.gradients.update({n: _gradient(p) for n, p in self.masters.items()})  # clipping is in place
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.optimizer.clip_norm or float("inf"))
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config.optimizer, step, self.config.train.steps)
+            rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
+            group["lr"] = rate * group.get("rate_factor", 1.0)
         self.optimizer.step()
         if self.masters is not self.parameters:
             with torch.no_grad():

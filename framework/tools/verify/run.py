@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.blueprint import DTYPES, draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
-from meshwright.model.build import build_model
+from meshwright.model.build import configured_model
 from meshwright.tools.verify.compare import SAME_ROUNDING, compare, relative_distances, tolerance_of
 from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config
@@ -123,7 +123,7 @@ class Verification:
         draw_blueprint(self.plain)  # one error for a model that no layout supports, instead of one per layout
         self.source = open_verify_source(self.plain, random_tokens)
         self.traits = probe_coupling(traits_of(self.plain), self.plain, self.source)
-        model = build_model(self.plain.model.builder, self.plain.model.options, self.plain.run.seed)
+        model = configured_model(self.plain)
         self.problems, self.tied = initial_problems(self.plain, model), {names[0] for names in model.tied}
         self._reference = functools.cache(self._run_reference)
 

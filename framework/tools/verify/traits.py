@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.data.sources import Source, example
-from meshwright.model.build import PlainModel, build_model
+from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.running_buffers import couples_samples, running_buffers
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.seeding import SeededDropout
@@ -90,7 +90,7 @@ def traits_of(config: RunConfig) -> Traits:
     Raises:
         UserError: the model or the samples cannot be built.
     """
-    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    model = configured_model(config)
     shapes = MetaMicrobatch(*example(config, 2)).cast(torch.float32)
     trained = {model.canonical(n): p.numel() for n, p in model.layers.named_parameters() if p.requires_grad}
     try:

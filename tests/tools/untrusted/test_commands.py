@@ -64,7 +64,7 @@ NOT_IMPORTING = {
     "config import": ["config", "import", "{run}/config.toml", "--from=torchtitan"],
 }
 """They need no model."""
-NO_RUN = {"calibrate", "completion", "data prepare", "data verify", "data show", "data stdlib", "data files"}
+NO_RUN = {"calibrate", "init", "completion", "data prepare", "data verify", "data show", "data stdlib", "data files"}
 """They read none of these."""
 
 

@@ -37,6 +37,9 @@ ALLOWED = {
 }
 IMPORTERS = {
     "framework/model/build.py": "model.builder; see BUILDERS",
+    "framework/model/groups.py": "model.parameter_groups of a configuration that was judged as model.builder was",
+    "framework/optimizer/own.py": "optimizer.builder and .schedule of a configuration judged as model.builder was",
+    "framework/tools/verify/plain_optimizer.py": "the same optimizer.builder",
     "framework/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
     "framework/tools/interop/huggingface/convert/families.py": "only the builders of FAMILIES, which are ours",
     "launch/callbacks.py": "train.callbacks of a configuration that was judged as model.builder was",
@@ -104,7 +107,7 @@ def test_what_is_allowed_is_still_there() -> None:
 def test_who_imports_what_a_configuration_names() -> None:
     """A new caller is judged by where its path comes from, and put into the table with that."""
     assert callers("find_function") - {"framework/config/functions.py"} == IMPORTERS.keys()
-    assert callers("build_model") - {"framework/model/build.py"} == BUILDERS.keys()
+    assert callers("build_model", "configured_model") - {"framework/model/build.py"} == BUILDERS.keys()
 
 
 def test_who_reads_saved_configurations() -> None:

@@ -1,0 +1,74 @@
+"""Parameter groups: another learning rate or weight decay for some parameters, or none of both, by name.
+
+    model.parameter_groups = [
+        {names = ["embedding.*"], learning_rate_factor = 0.1, weight_decay = 0.0},
+        {names = ["block0.*"], frozen = true},
+    ]
+
+The first group with a matching pattern counts. A tied weight has one group, that of its canonical name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from pydantic import ValidationError
+from torch import nn
+
+from meshwright.config import ParameterGroup
+from meshwright.config.functions import error_place, find_function
+from meshwright.errors import ModelError
+
+_KEY = "model.parameter_groups"
+
+
+def assign_groups(
+    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[ParameterGroup] | str
+) -> dict[str, ParameterGroup]:
+    """Return canonical parameter name -> its group, for the parameters that have one.
+
+    ``shapes``: global shapes by canonical name.
+
+    Raises:
+        ModelError: a pattern matches no parameter; or the user's function fails or returns something else.
+    """
+    if isinstance(groups, str):
+        found = {name: _ask(groups, name, shape) for name, shape in shapes.items()}
+        return {name: group for name, group in found.items() if group is not None}
+    for pattern in [pattern for group in groups for pattern in group.names]:
+        if not any(fnmatchcase(name, pattern) for name in shapes):
+            close = difflib.get_close_matches(pattern, shapes, 1, cutoff=0.4)
+            hint = f"the closest is {close[0]}" if close else f"they are {', '.join(list(shapes)[:5])}, ..."
+            raise ModelError("MW-MODEL-030", f"{_KEY}: {pattern!r} matches no parameter of the model; {hint}")
+    assigned = {}
+    for name in shapes:
+        group = next((g for g in groups if any(fnmatchcase(name, pattern) for pattern in g.names)), None)
+        if group is not None:
+            assigned[name] = group
+    return assigned
+
+
+def freeze(layers: nn.Sequential, canonical: Callable[[str], str], groups: Mapping[str, ParameterGroup]) -> None:
+    """Set ``requires_grad`` to False for the parameters of frozen groups; ``canonical``: of a tied name."""
+    for name, parameter in layers.named_parameters(remove_duplicate=False):
+        group = groups.get(canonical(name))
+        if group is not None and group.frozen:
+            parameter.requires_grad_(False)
+
+
+def _ask(path: str, name: str, shape: tuple[int, ...]) -> ParameterGroup | None:
+    """Call the user's function for one parameter."""
+    wanted = "a function of (name, shape) that returns a mapping such as {'learning_rate_factor': 0.1}, or None"
+    function = find_function(path, _KEY, wanted, ModelError)
+    try:
+        found = function(name, shape)
+        return None if found is None else ParameterGroup.model_validate({"names": [name], **found})
+    except ValidationError as error:
+        first = error.errors()[0]
+        text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ModelError("MW-MODEL-028", f"{_KEY} = {path!r} returned {found!r} for {name}: {text}") from error
+    except Exception as error:
+        text = f"failed for {name}{error_place(error)}: {type(error).__name__}: {error}"
+        raise ModelError("MW-MODEL-028", f"{_KEY} = {path!r} {text}") from error

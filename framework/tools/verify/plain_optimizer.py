@@ -1,0 +1,55 @@
+"""Optimizer of the plain reference run: torch's or the user's, on whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.config import Optimizer, ParameterGroup
+from meshwright.config.functions import find_function
+from meshwright.errors import ModelError
+from meshwright.optimizer.eight_bit import AdamW8bit
+
+
+def plain_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: Optimizer, own_groups: Mapping[str, ParameterGroup]
+) -> torch.optim.Optimizer:
+    """Return torch's or the user's optimizer on whole parameters; for ``adamw8bit`` the framework's.
+
+    ``own_groups``: canonical parameter name -> its group of ``model.parameter_groups``. Those parameters come last, in
+    one torch group each, with "rate_factor" beside "lr".
+    """
+    others = [p for name, p in parameters.items() if name not in own_groups]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    for name, wanted in own_groups.items():
+        if (parameter := parameters.get(name)) is not None:
+            decay = config.weight_decay if parameter.dim() >= 2 else 0.0
+            decay = decay if wanted.weight_decay is None else wanted.weight_decay
+            groups.append({"params": [parameter], "weight_decay": decay, "rate_factor": wanted.learning_rate_factor})
+    if config.builder is not None:
+        filled = [{"lr": config.learning_rate, **group} for group in groups if group["params"]]
+        factor_of = {id(p): group.get("rate_factor", 1.0) for group in groups for p in group["params"]}
+        own: torch.optim.Optimizer = find_function(config.builder, "optimizer.builder", "a function", ModelError)(
+            filled, **config.options
+        )
+        for each in own.param_groups:
+            each["rate_factor"] = factor_of[id(each["params"][0])]
+        return own
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
+    options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
+    if config.name == "adamw8bit":
+        narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]
+        wide = [p for p in groups[0]["params"] if p[0].numel() % config.block_size]
+        both = [{**groups[0], "params": narrow, "eight_bit": True}, {**groups[0], "params": wide}]
+        for single in groups[2:]:
+            (p,) = single["params"]
+            single["eight_bit"] = p.dim() >= 2 and p[0].numel() % config.block_size == 0
+        return AdamW8bit([*both, *groups[1:]], config.block_size, **options)
+    return torch.optim.AdamW(groups, **options)
