@@ -13,6 +13,7 @@ transient failure are requeued. A failure that would recur is not, nor a run aft
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import re
 import shlex
@@ -27,6 +28,7 @@ from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError, UserError
 from meshwright.launch.rendering import render_template
 from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE, MAX_FUTILE_RESTARTS
+from meshwright.launch.slurm_values import as_word, check_lines, check_options, read_prologue, seconds_of
 from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.run.directory import METRICS, run_directory
 from meshwright.terminal.output import put, tell
@@ -38,16 +40,8 @@ SLURM_EARLY_S = 60
 """Time by which Slurm may send a signal too early; it never sends one too late."""
 UNKNOWN_LEAD_S = 300
 """Lead of a run without measurements."""
-NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*"
-WORDS = {
-    "time": (r"[0-9A-Za-z:-]+", "minutes, h:mm:ss or days-hours"),
-    "partition": (rf"{NAME}(,{NAME})*", "names of letters, digits and _.@+-, with commas between"),
-    "account": (NAME, "a name of letters, digits and _.@+-"),
-    "qos": (NAME, "a name of letters, digits and _.@+-"),
-    "constraint": (r"[A-Za-z0-9_\[(][A-Za-z0-9_.*&|,()\[\]-]*", "features, combined by &|,*()[]"),
-    "exclude": (r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*", "nodes such as n1,n[3-4]"),
-}
-"""Option of sbatch -> (pattern of its value, description of that pattern)."""
+SEAL = "# as rendered, sha256 "
+"""Start of the last line of a script, before the hash of the lines above."""
 LAST = 50
 """Number of latest steps and saves from which the lead is measured."""
 
@@ -60,7 +54,8 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
     """
     config, picture = resolve_for_nodes(load(options.config, overrides), options.nodes, options.devices_per_node)
     script = render(config, overrides, options)
-    place = write(script, config)
+    script = sealed(script)
+    place = write(script, config, replaces=options.force)
     if not options.submit:
         print(script, end="")
         tell(f"written to {place}; `sbatch {place}` submits it, or --submit")
@@ -116,7 +111,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
     run = run_directory(config).absolute()
     cwd = Path.cwd()
     container = options.container
-    check_lines(options.config, *overrides, str(run), container or "", options.mounts or "")
+    check_lines(options.config, *overrides, str(run), container or "", options.mounts or "", options.prologue or "")
     lead_s, why = measure_lead(run)
     if options.time is not None and (limit_s := seconds_of(options.time)) is not None and lead_s >= limit_s:
         raise UserError(
@@ -138,8 +133,10 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
             "tp": tp,
             "num_ranks": config.launch.processes,
             "gpus": config.train.device == "cuda" or (config.train.device == "auto" and may_have_gpus()),
-            "chdir": _word(cwd),
-            "logs": _word(run / "slurm"),
+            "chdir": as_word(cwd),
+            "logs": as_word(run / "slurm"),
+            "prologue": None if options.prologue is None else read_prologue(options.prologue),
+            "asks_for_gpus": options.gres is None,
             "run": shlex.quote(str(run)),
             "lead_s": lead_s,
             "lead_why": why,
@@ -164,10 +161,31 @@ def may_have_gpus() -> bool:
     return done.returncode != 0 or "gpu" in done.stdout
 
 
-def write(script: str, config: RunConfig) -> Path:
-    """Write the script into the run's directory, next to the job's logs: Slurm creates no directory for them."""
+def sealed(script: str) -> str:
+    """Return the script with a last line that shows whether it was edited since."""
+    return f"{script}{SEAL}{hashlib.sha256(script.encode()).hexdigest()}\n"
+
+
+def is_edited(script: str) -> bool:
+    """Return True unless a script is as :func:`sealed` returned it."""
+    text, seal, _ = script.rpartition(SEAL)
+    return not seal or sealed(text) != script
+
+
+def write(script: str, config: RunConfig, *, replaces: bool = False) -> Path:
+    """Write the script into the run's directory, next to the job's logs: Slurm creates no directory for them.
+
+    Raises:
+        ConfigError: the present script was edited, and ``replaces`` is False; or the directory is not writable.
+    """
     place = run_directory(config) / "slurm" / "job.sbatch"
     try:
+        if not replaces and place.exists() and (old := place.read_text(errors="replace")) != script and is_edited(old):
+            raise ConfigError(
+                "MW-LAUNCH-066",
+                f"{place} was edited, or is of an earlier version, and would be lost: submit it with `sbatch {place}`, "
+                f"move it away, or replace it with --force",
+            )
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(script)
         place.chmod(0o755)
@@ -198,65 +216,3 @@ def submit(place: Path, times: int) -> list[str]:
             )
         jobs.append(done.stdout.strip().partition(";")[0])
     return jobs
-
-
-def seconds_of(time: str) -> int | None:
-    """Return the seconds of a Slurm time limit, or None for no limit.
-
-    Slurm reads minutes, minutes:seconds, hours:minutes:seconds, and days-hours[:minutes[...]].
-
-    Raises:
-        UserError: the text has none of these forms.
-    """
-    if time.lower() in ("infinite", "unlimited", "0"):
-        return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if not found:
-        raise UserError(
-            "MW-LAUNCH-048",
-            f"--time {time!r} is not a time limit of Slurm: give minutes, h:mm:ss or days-hours (90, 4:00:00, 2-12)",
-        )
-    days, first, second, third = (int(part) if part else None for part in found.groups())
-    assert first is not None
-    if days is not None:
-        return ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
-    if third is not None:
-        return (first * 60 + (second or 0)) * 60 + third
-    return first * 60 + (second or 0)
-
-
-def _word(path: Path) -> str:
-    """Return a path for an #SBATCH line, where spaces cannot be quoted and some options expand %."""
-    text = str(path)
-    if not re.fullmatch(r"/[\w./+,:=@~-]*", text):
-        raise ConfigError(
-            "MW-LAUNCH-049",
-            f"an #SBATCH line takes only paths of letters, digits and ./_-+,:=@~, and not {text!r}: choose another "
-            f"place",
-        )
-    return text
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse values for #SBATCH lines that do not match their pattern: the shell does not unquote these lines.
-
-    Raises:
-        UserError: a value does not match; has the allowed form.
-    """
-    for name, (pattern, allowed) in WORDS.items():
-        value = getattr(options, name)
-        if value is not None and not re.fullmatch(pattern, value):
-            raise UserError("MW-LAUNCH-050", f"--{name} {value!r} cannot stand in a job script: give {allowed}")
-
-
-def check_lines(*values: str) -> None:
-    """Refuse values with a line break or another control character; quoting does not make them safe.
-
-    Raises:
-        UserError: has the value.
-    """
-    for value in values:
-        if not value.isprintable():
-            raise UserError(
-                "MW-LAUNCH-051", f"{value!r} cannot stand in a job script: it has a line break or a control character"
-            )

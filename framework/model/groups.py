@@ -71,4 +71,4 @@ def _ask(path: str, name: str, shape: tuple[int, ...]) -> ParameterGroup | None:
         raise ModelError("MW-MODEL-028", f"{_KEY} = {path!r} returned {found!r} for {name}: {text}") from error
     except Exception as error:
         text = f"failed for {name}{error_place(error)}: {type(error).__name__}: {error}"
-        raise ModelError("MW-MODEL-028", f"{_KEY} = {path!r} {text}") from error
+        raise ModelError("MW-MODEL-031", f"{_KEY} = {path!r} {text}") from error

@@ -207,7 +207,7 @@ def own_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
         raise ConfigError("MW-OPTIM-006", text) from error
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
         text = f"{key} = {path!r} returned {factor!r} for step {step} of {num_steps}: return {wanted[45:]}, from 0 up"
-        raise ConfigError("MW-OPTIM-006", text)
+        raise ConfigError("MW-OPTIM-007", text)
     return optimizer.learning_rate * factor
 
 

@@ -65,9 +65,19 @@ def slurm(added: Added) -> None:
     parser.add_argument("--nodes", type=count, required=True, metavar="N")
     parser.add_argument("--devices-per-node", type=count, required=True, metavar="M", help="ranks on each")
     parser.add_argument("--time", metavar="T", help="time limit, as for sbatch: minutes, h:mm:ss, days-hours")
-    for name in ("partition", "account", "qos", "constraint", "exclude"):
+    for name in ("partition", "account", "qos", "constraint", "exclude", "gres", "mem", "reservation"):
         parser.add_argument(f"--{name}", metavar="TEXT", help=f"for sbatch's --{name}")
+    parser.add_argument("--exclusive", action="store_true", help="whole nodes, for sbatch's --exclusive")
     parser.add_argument("--cpus-per-task", type=count, metavar="N", help="for sbatch's --cpus-per-task")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        metavar="OPTION",
+        help="any other option, as in --sbatch=--mail-type=END",
+    )
+    parser.add_argument(
+        "--prologue", metavar="FILE", help="lines of bash to run before the ranks: modules, NCCL's environment"
+    )
     parser.add_argument("--container", metavar="IMAGE", help="container of the ranks; needs Slurm with pyxis")
     parser.add_argument(
         "--mounts", metavar="LIST", help="mounts of the container (default: this directory and the runs)"
@@ -79,6 +89,7 @@ def slurm(added: Added) -> None:
         "--chain", type=count, default=1, metavar="N", help="submit N jobs that run one after another (default: 1)"
     )
     parser.add_argument("--submit", action="store_true", help="call sbatch")
+    parser.add_argument("--force", action="store_true", help="replace a job script that was edited")
     trust_code(parser)
 
 

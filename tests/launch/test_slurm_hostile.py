@@ -45,7 +45,9 @@ def arguments(folder: Path, script: Path) -> list[str]:
     return out.read_text().split("\0")[:-1]
 
 
-@pytest.mark.parametrize("option", ["partition", "account", "qos", "constraint", "exclude", "time"])
+@pytest.mark.parametrize(
+    "option", ["partition", "account", "qos", "constraint", "exclude", "time", "gres", "mem", "reservation"]
+)
 @pytest.mark.parametrize("value", ["a\ntouch canary", "$(touch canary)", "a b", "", "-x", "a\n#SBATCH --x", "é'"])
 def test_what_enters_a_line_of_sbatch_is_of_its_pattern(
     option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

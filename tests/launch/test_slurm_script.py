@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from meshwright.launch.cli import main
-from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, measure_lead, seconds_of
+from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, measure_lead
+from meshwright.launch.slurm_values import seconds_of
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord
 
@@ -118,3 +120,62 @@ def test_limits_as_slurm_reads_them() -> None:
         "1-1:1:1": 90_061,
         "UNLIMITED": None,
     }
+
+
+def test_more_options_of_sbatch(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gres=gpu:h100:4", "--mem=0", "--reservation=ours", "--exclusive"]
+    text = script(capsys, *words, "--sbatch=--mail-type=END", "--sbatch=--switches=1@1:00:00", "--sbatch=--hold")
+    found = asked(text)
+    assert found | {"gres": "gpu:h100:4", "mem": "0", "reservation": "ours", "exclusive": ""} == found
+    assert found | {"mail-type": "END", "switches": "1@1:00:00", "hold": ""} == found
+    assert "gpus-per-node" not in found
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("--nodes=3", "use --nodes"),
+        ("--ntasks-per-node=1", "use --devices-per-node"),
+        ("--job-name=x", "use run.name"),
+        ("--cpus-per-task=2", "use --cpus-per-task"),
+        ("--signal=USR1", "use --time"),
+        ("-N3", "cannot stand"),
+        ("--comment=$(touch canary)", "cannot stand"),
+        ("--comment=a b", "cannot stand"),
+        ("--hold\n#SBATCH --array=1-9", "cannot stand"),
+    ],
+)
+def test_an_option_that_the_script_has_or_that_is_no_word_is_refused(
+    option: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["slurm", DEMO, "--nodes=2", "--devices-per-node=4", f"--sbatch={option}"]) == 2
+    assert instead in capsys.readouterr().err and not Path("runs").exists()
+
+
+def test_a_prologue_runs_before_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("modules.sh").write_text("module load cuda/13\nexport NCCL_DEBUG='WARN {{ 1 }}'\n")
+    text = script(capsys, "--prologue=modules.sh")
+    assert "module load cuda/13\nexport NCCL_DEBUG='WARN {{ 1 }}'\n" in text
+    assert text.index("trap :") < text.index("module load") < text.index("\nSRUN=(")
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"a\x00b", b"x" * (2**16 + 1), b"echo \x1b[2J"])
+def test_a_prologue_that_is_no_text_is_refused(content: bytes | None, capsys: pytest.CaptureFixture[str]) -> None:
+    if content is not None:
+        Path("modules.sh").write_bytes(content)
+    assert main(["slurm", DEMO, "--nodes=2", "--devices-per-node=4", "--prologue=modules.sh"]) == 2
+    told = capsys.readouterr().err
+    assert re.search("MW-LAUNCH-06[37]", told) and "--prologue modules.sh" in told and "\x1b[2J" not in told
+
+
+def test_an_edited_script_is_never_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    script(capsys)
+    script(capsys, "--time=4:00:00")  # as rendered: replaced
+    place = Path("runs/demo/slurm/job.sbatch")
+    edited = place.read_text().replace("#SBATCH --nodes=2", "#SBATCH --nodes=2\n#SBATCH --comment=mine")
+    for text in (edited, edited.rpartition("# as rendered")[0], ""):
+        place.write_text(text)
+        assert main(["slurm", DEMO, "--nodes=2", "--devices-per-node=4"]) == 2
+        assert "MW-LAUNCH-066" in capsys.readouterr().err and place.read_text() == text
+    script(capsys, "--force")
+    assert "comment" not in place.read_text()

@@ -192,11 +192,14 @@ def test_a_schedule_is_a_function_of_the_step() -> None:
     assert [learning_rate(optimizer, step, 8) for step in (0, 2, 7)] == [0.2, 0.1, 0.025]
 
 
-@pytest.mark.parametrize(("name", "text"), [("negative", "returned -1.0 for step 0"), ("fails", "division")])
-def test_a_schedule_that_fails_is_named(name: str, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [("negative", "MW-OPTIM-007", "returned -1.0 for step 0"), ("fails", "MW-OPTIM-006", "division")],
+)
+def test_a_schedule_that_fails_is_named(name: str, code: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         learning_rate(Optimizer(schedule=f"{HERE}:{name}"), 0, 8)
-    assert caught.value.code == "MW-OPTIM-006" and text in caught.value.message
+    assert caught.value.code == code and text in caught.value.message
 
 
 def test_states_of_callbacks_start_as_the_weights() -> None:

@@ -1,0 +1,124 @@
+"""Values in a job script: #SBATCH lines cannot be quoted, so each value there must match a pattern."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from meshwright.errors import ConfigError, UserError
+
+NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*"
+WORDS = {
+    "time": (r"[0-9A-Za-z:-]+", "minutes, h:mm:ss or days-hours"),
+    "partition": (rf"{NAME}(,{NAME})*", "names of letters, digits and _.@+-, with commas between"),
+    "account": (NAME, "a name of letters, digits and _.@+-"),
+    "qos": (NAME, "a name of letters, digits and _.@+-"),
+    "constraint": (r"[A-Za-z0-9_\[(][A-Za-z0-9_.*&|,()\[\]-]*", "features, combined by &|,*()[]"),
+    "exclude": (r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*", "nodes such as n1,n[3-4]"),
+    "gres": (rf"{NAME}(:{NAME})*(,{NAME}(:{NAME})*)*", "resources such as gpu:h100:8"),
+    "mem": (r"[0-9]+[KMGT]?", "a number with K, M, G or T, such as 500G; 0: all"),
+    "reservation": (rf"{NAME}(,{NAME})*", "names of letters, digits and _.@+-, with commas between"),
+}
+"""Option of sbatch -> (pattern of its value, description of that pattern)."""
+OWN = {
+    **{name: f"--{name.replace('_', '-')}" for name in (*WORDS, "nodes", "cpus_per_task", "exclusive")},
+    **dict.fromkeys(("job-name", "output", "error", "open-mode", "chdir"), "run.name and run.directory"),
+    **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus", "gpus-per-node"), "--devices-per-node"),
+    **{"requeue": "--no-requeue", "no-requeue": "--no-requeue", "signal": "--time", "dependency": "--chain"},
+    **dict.fromkeys(("wrap", "array", "parsable", "test-only", "wait"), "no option: the script needs a job of its own"),
+}
+"""Option of sbatch that the script sets itself -> what sets it."""
+PASSED = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=[A-Za-z0-9_./:,@%+=*&|()\[\]-]+)?")
+MAX_PROLOGUE_CHARS = 2**16
+
+
+def read_prologue(path: str) -> str:
+    """Return the lines of the user's own shell code that run before srun, as they stand in the file.
+
+    Raises:
+        UserError: the file cannot be read, is too long, or is no text.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MAX_PROLOGUE_CHARS + 1)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        raise UserError("MW-LAUNCH-063", f"--prologue {path}: {why}; name a file with lines of bash") from None
+    bad = next((char for char in text if not (char.isprintable() or char in "\n\t")), None)
+    if bad is not None or len(text) > MAX_PROLOGUE_CHARS:
+        why = f"has the character {bad!r}" if bad is not None else f"is longer than {MAX_PROLOGUE_CHARS:,} characters"
+        raise UserError("MW-LAUNCH-067", f"--prologue {path}: it {why}; name a file with lines of bash")
+    return text.rstrip("\n")
+
+
+def seconds_of(time: str) -> int | None:
+    """Return the seconds of a Slurm time limit, or None for no limit.
+
+    Slurm reads minutes, minutes:seconds, hours:minutes:seconds, and days-hours[:minutes[...]].
+
+    Raises:
+        UserError: the text has none of these forms.
+    """
+    if time.lower() in ("infinite", "unlimited", "0"):
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if not found:
+        raise UserError(
+            "MW-LAUNCH-048",
+            f"--time {time!r} is not a time limit of Slurm: give minutes, h:mm:ss or days-hours (90, 4:00:00, 2-12)",
+        )
+    days, first, second, third = (int(part) if part else None for part in found.groups())
+    assert first is not None
+    if days is not None:
+        return ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
+    if third is not None:
+        return (first * 60 + (second or 0)) * 60 + third
+    return first * 60 + (second or 0)
+
+
+def as_word(path: Path) -> str:
+    """Return a path for an #SBATCH line, where spaces cannot be quoted and some options expand %."""
+    text = str(path)
+    if not re.fullmatch(r"/[\w./+,:=@~-]*", text):
+        raise ConfigError(
+            "MW-LAUNCH-049",
+            f"an #SBATCH line takes only paths of letters, digits and ./_-+,:=@~, and not {text!r}: choose another "
+            f"place",
+        )
+    return text
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Refuse values for #SBATCH lines that do not match their pattern: the shell does not unquote these lines.
+
+    Raises:
+        UserError: a value does not match; has the allowed form.
+    """
+    for name, (pattern, allowed) in WORDS.items():
+        value = getattr(options, name)
+        if value is not None and not re.fullmatch(pattern, value):
+            raise UserError("MW-LAUNCH-050", f"--{name} {value!r} cannot stand in a job script: give {allowed}")
+    for value in options.sbatch or ():
+        found = PASSED.fullmatch(value)
+        if found is None:
+            raise UserError(
+                "MW-LAUNCH-064",
+                f"--sbatch {value!r} cannot stand in a job script: give one option of sbatch with its value, such as "
+                f"--sbatch=--mail-type=END, of letters, digits and ./_-:,@%+=*&|()[]",
+            )
+        if (instead := OWN.get(found["name"], OWN.get(found["name"].replace("-", "_")))) is not None:
+            raise UserError("MW-LAUNCH-065", f"--sbatch {value!r}: the script has this option already; use {instead}")
+
+
+def check_lines(*values: str) -> None:
+    """Refuse values with a line break or another control character; quoting does not make them safe.
+
+    Raises:
+        UserError: has the value.
+    """
+    for value in values:
+        if not value.isprintable():
+            raise UserError(
+                "MW-LAUNCH-051", f"{value!r} cannot stand in a job script: it has a line break or a control character"
+            )
