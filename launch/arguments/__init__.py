@@ -14,6 +14,7 @@ COMMANDS = (
     planning.mesh,
     training.doctor,
     training.slurm,
+    training.kubernetes,
     planning.draw,
     planning.stages,
     planning.plan,

@@ -93,6 +93,29 @@ def slurm(added: Added) -> None:
     trust_code(parser)
 
 
+def kubernetes(added: Added) -> None:
+    parser = command(
+        added,
+        "kubernetes",
+        "kubernetes:kubernetes",
+        "print a JobSet for Kubernetes",
+        "Prints one pod per node with one torchrun each, for `kubectl apply -f -` on a cluster with JobSet. Runs must "
+        "lie on a volume that all pods share (--claim). A failed job is restarted, and resumes.",
+        "meshwright kubernetes configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --image team/train:1 --claim runs",
+    )
+    config_file(parser)
+    parser.add_argument("--nodes", type=count, required=True, metavar="N")
+    parser.add_argument("--devices-per-node", type=count, required=True, metavar="M", help="ranks on each")
+    parser.add_argument("--image", required=True, metavar="IMAGE", help="container image with meshwright")
+    parser.add_argument("--claim", metavar="NAME", help="PersistentVolumeClaim with the configuration, corpus and runs")
+    parser.add_argument("--mount", default="/work", metavar="DIR", help="where it is mounted; the ranks start there")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of a pod, such as 512Gi")
+    parser.add_argument("--name", metavar="NAME", help="name of the JobSet (default: run- and run.name)")
+    parser.add_argument("--namespace", metavar="NAME", help="namespace of the JobSet (default: that of kubectl)")
+    parser.add_argument("--max-restarts", type=parse_count_from_0, default=3, metavar="N", help="default: 3")
+    trust_code(parser)
+
+
 def verify(added: Added) -> None:
     parser = command(
         added,

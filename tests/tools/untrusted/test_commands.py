@@ -47,6 +47,7 @@ CONFIGS = {
     "plan": ["plan", "{run}/config.toml", "--cluster=h100", "--nodes=1"],
     "doctor": ["doctor", "{run}/config.toml"],
     "slurm": ["slurm", "{run}/config.toml", "--nodes=1", "--devices-per-node=1"],
+    "kubernetes": ["kubernetes", "{run}/config.toml", "--nodes=1", "--devices-per-node=1", "--image=a"],
 }
 """They build the model of a configuration, or have it built later."""
 NOT_IMPORTING = {
