@@ -167,12 +167,12 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.tools.inference.evaluate import EvaluationJob, check
     from meshwright.tools.inference.load import config_for, locate
 
-    place = locate(options.place, options.step)
+    place = locate(options.place, options.step)._replace(weights=options.weights)
     defaults = ["--parallel.dp=auto"] if is_launched else []
     config = config_for(place, overrides, "eval", defaults=defaults, trust_code=options.trust_code)
     if options.data is not None:
         config = with_corpus(config, options.data)
-    work = EvaluationJob(place, options.data is None, options.out, options.batches)
+    work = EvaluationJob(place, options.data is None and options.weights == "weights", options.out, options.batches)
     return _run_inference(config, place.run, lambda config, size: (work, check(config, size)))
 
 
@@ -182,7 +182,7 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.tools.inference.load import config_for, locate
     from meshwright.tools.inference.sample import SAME_TEXT, Sampling, SamplingRequest, check
 
-    place = locate(options.place, options.step)
+    place = locate(options.place, options.step)._replace(weights=options.weights)
     defaults = list(SAME_TEXT)
     if not is_launched and not any(word.startswith("--parallel.") for word in overrides):
         defaults += ["--parallel.pp=1", "--parallel.tp=1"]

@@ -186,6 +186,7 @@ def evaluate(
     *,
     step: int | None = None,
     batches: int | None = None,
+    weights: str = "weights",
     trust_code: bool = False,
 ) -> EvaluationResult:
     """Evaluate the newest model of a run, or the checkpoint at ``place``, on its validation set, in this process.
@@ -194,17 +195,18 @@ def evaluate(
         overrides: of ``train.device``, ``train.dtype`` and ``batch.micro_batch_size``.
         step: the checkpoint of this step; None: the newest.
         batches: global batches to evaluate; None: the whole validation set.
+        weights: tensors to use as the weights: a state that a callback has added, such as "ema".
         trust_code: import whatever builders the run names (docs/security.md).
 
     Raises:
         UserError: there is no run, no checkpoint, or no validation set.
     """
-    where = locate(Path(place), step)
+    where = locate(Path(place), step)._replace(weights=weights)
     alone = ("--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1")
     config = check_evaluation(
         config_for(where, _as_options(overrides), "evaluate", defaults=alone, trust_code=trust_code), 1
     )
-    result = EvaluationJob(where, True, None, batches).evaluate(config)
+    result = EvaluationJob(where, weights == "weights", None, batches).evaluate(config)
     assert result is not None  # this process is rank 0
     return result
 

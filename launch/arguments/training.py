@@ -116,6 +116,15 @@ def kubernetes(added: Added) -> None:
     trust_code(parser)
 
 
+def weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--weights",
+        default="weights",
+        metavar="KIND",
+        help="tensors to use as weights, such as a callback's ema",
+    )
+
+
 def verify(added: Added) -> None:
     parser = command(
         added,
@@ -155,6 +164,7 @@ def evaluate(added: Added) -> None:
         "  torchrun --nproc-per-node=8 -m meshwright.launch eval runs/demo",
         takes_overrides=True,
     )
+    weights(parser)
     parser.add_argument("--data", type=Path, metavar="DIR", help="a prepared corpus: its folder, or DIR/NAME of a pair")
     parser.add_argument("--batches", type=count, metavar="N", help="number of global batches (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the result, as JSON")
@@ -174,6 +184,7 @@ def sample(added: Added) -> None:
         '  meshwright sample runs/demo --prompt "import" --prompt "class" --top-p 0.9 --seed 7 --parallel.tp=2',
         takes_overrides=True,
     )
+    weights(parser)
     parser.add_argument(
         "--prompt",
         required=True,

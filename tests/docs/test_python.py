@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from meshwright import evaluate
 from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.errors import CheckpointError
 from meshwright.tools.report.page import page
 from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import read_records
@@ -147,7 +149,8 @@ def test_metrics_of_a_callback(desk: Path) -> None:
 
 
 @pytest.mark.slow
-def test_state_of_callbacks_is_resumed(desk: Path) -> None:
+def test_state_of_callbacks_is_resumed(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk)
     (desk / "state.py").write_text(STATE)
     run(desk, "state.py")
     first = open_checkpoint(find(desk / "runs/ema")[0].path)
@@ -158,6 +161,11 @@ def test_state_of_callbacks_is_resumed(desk: Path) -> None:
     assert second.parameters(kind) == second.parameters(TensorKind.WEIGHTS) and second.manifest.step == 5
     best = [each.manifest.state["callbacks"]["Best"]["best"] for each in (first, second)]
     assert best[1] < best[0] < 1e9
+    plain, average = (evaluate(desk / "runs/ema", batches=1, weights=name).loss for name in ("weights", "ema"))
+    assert plain < average < 6.5  # the average lags behind
+    with pytest.raises(CheckpointError) as caught:
+        evaluate(desk / "runs/ema", weights="emma")
+    assert caught.value.code == "MW-INFERENCE-017"
 
 
 @pytest.mark.slow

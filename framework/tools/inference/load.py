@@ -54,6 +54,8 @@ class ModelLocation(NamedTuple):
     """Configuration of the training."""
     source: str
     """File that ``saved`` was read from."""
+    weights: str = TensorKind.WEIGHTS
+    """Kind of tensors to read as the weights: a callback's state, such as "ema"."""
 
 
 def locate(place: Path, step: int | None) -> ModelLocation:
@@ -167,8 +169,9 @@ def open_trained(
     loss = loss or pick_loss(blueprint, mesh.tp, training=False)
     try:
         with open_checkpoint(path) as checkpoint:
+            kind = _kind(checkpoint, place.weights)
             stages = {
-                index: _stage(blueprint, index, checkpoint, mesh, loss)
+                index: _stage(blueprint, index, checkpoint, mesh, loss, kind)
                 for index in blueprint.schedule.stages_of(mesh.at.pp_rank)
             }
     except FileNotFoundError as error:
@@ -181,11 +184,26 @@ def open_trained(
     return ForwardParts(config, mesh, blueprint, executor), checkpoint
 
 
-def _stage(blueprint: Blueprint, index: int, checkpoint: CheckpointReader, mesh: Mesh, loss: Loss) -> Stage:
-    dtype = DTYPES[blueprint.config.train.dtype]
+def _kind(checkpoint: CheckpointReader, name: str) -> TensorKind:
+    """Return the kind of tensors with this name. Raises CheckpointError: the checkpoint has none."""
+    kind = next((each for each in checkpoint.kinds() if each == name), None)
+    if kind is None:
+        raise CheckpointError(
+            "MW-INFERENCE-017",
+            f"{checkpoint.path} has no tensors {name!r} to use as weights; it has {', '.join(checkpoint.kinds())}",
+        )
+    return kind
+
+
+def _stage(
+    blueprint: Blueprint, index: int, checkpoint: CheckpointReader, mesh: Mesh, loss: Loss, kind: TensorKind
+) -> Stage:
+    """Return a stage with the tensors of this kind as its weights; frozen parameters have weights only."""
+    dtype, present = DTYPES[blueprint.config.train.dtype], set(checkpoint.parameters(kind))
 
     def read(info: ParameterInfo) -> Tensor:
-        weight = checkpoint.read(TensorKind.WEIGHTS, info, dtype)
+        of = kind if info.name in present else TensorKind.WEIGHTS
+        weight = checkpoint.read(of, info, dtype)
         assert weight is not None  # a missing weight raises in read
         return weight
 
