@@ -25,6 +25,7 @@ ELSEWHERE = {
     r"train first.toml$": "the same tests, with fewer steps",
     r"train configs/demo.toml": "minutes on eight ranks: `make demo`, and tests/end_to_end of the same layouts",
     r"verify configs/demo.toml": "minutes on eight ranks: tests/tools/verify proves the same layouts",
+    r"(train|verify) own_run.toml": "tests/examples/test_own_run.py, with fewer steps",
     r"(train|verify) examples/vision/": "tests/examples/test_vision.py, with fewer steps",
     r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; small ones: tests/tools/interop/huggingface",
     r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
@@ -112,7 +113,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("book.txt").write_text("\n".join(texts))
         chat = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Eight ranks."}]
         Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(200)))
-        Path("llama3_8b.toml").write_text(TORCHTITAN)
+        Path("llama3_8b.toml").write_text(TORCHTITAN.replace('decay_type = "cosine"', 'decay_type = "linear"'))
         made(
             "data prepare chats.jsonl --format messages --tokenizer models/mine --out data/chats --validation-share 0.1"
         )

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint import TensorKind
 from meshwright.launch.cli import main
-from tests.checkpoint.conftest import Fake
+from tests.checkpoint.conftest import KINDS, Fake
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = next(line for line in out.splitlines() if line.startswith("weights/block0.mlp.up.weight"))
     assert line.split() == ["weights/block0.mlp.up.weight", "BF16", "(24,", "6)", "2", "pieces"]
     code, out, _ = said(capsys, "show", run, "--step", "100", "--tensor", "block0.mlp.down.weight")
-    assert code == 0 and len(out.splitlines()) == len(TensorKind) * 3, "every kind, each with two pieces"
+    assert code == 0 and len(out.splitlines()) == len(KINDS) * 3, "every kind, each with two pieces"
     assert "[0:6, 12:24]  pp0-tp1-" in out
 
 
