@@ -398,7 +398,7 @@ def test_a_model_of_ones_own(adopted: Callable[..., ImportedConfig]) -> None:
     ):
         adopted("gpt.sh", text=text)
     found = adopted("gpt.sh", "--model.builder=mine:build", "--model.options.experts=8", text=text)
-    assert found.config.model.model_dump() == {"builder": "mine:build", "options": {"experts": 8}}
+    assert found.config.model.builder == "mine:build" and found.config.model.options == {"experts": 8}
     assert values(found, "parallel.tp", "optimizer.learning_rate")["parallel.tp"] == 2
 
 
