@@ -115,11 +115,8 @@ class Callbacks(Observer):
         Raises:
             CallbackError: on every rank; a callback has failed on some rank.
         """
-        saved = parts.state.callbacks
-        state_of = {
-            id(each): saved[name] for name, each in zip(self._names, self.observers, strict=True) if name in saved
-        }
-        self._call("load_state_dict", parts, lambda each: _load(each, state_of.get(id(each))))
+        name_of = dict(zip(map(id, self.observers), self._names, strict=True))
+        self._call("load_state_dict", parts, lambda each: _load(each, parts.state.callbacks.get(name_of[id(each)])))
         self._agree(parts)
         self.raise_error()
 

@@ -48,7 +48,7 @@ class Optimizer(Section):
     momentum: Share = 0.9
     """Momentum of SGD; 0: SGD has no state."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay of matrices. Parameters with one dimension (biases, norms) are never decayed."""
+    """Weight decay of matrices. Biases and norms, which have one dim, are decayed only by a parameter group."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the global gradient norm; 0 turns clipping off."""
 

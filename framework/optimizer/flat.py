@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.optimizer.own import ElementStates, build_own, element_states
+from meshwright.optimizer.own import ElementStates, build_own, element_states, is_state_name
 
 NORM_PIECE = 2**16
 """Elements per piece of the norm: squares are summed in float32 within a piece, and in float64 over pieces.
@@ -181,8 +181,12 @@ class FlatOptimizer:
         Returns:
             one flat tensor per shard of :attr:`shards`, now a copy of its weights. A resume fills it from the
             checkpoint; where the checkpoint has none, with the weights.
+
+        Raises:
+            ValueError: the name is taken, or none that a checkpoint can hold.
         """
-        assert name.isidentifier() and name not in (*self.state_names, *self.added, "weights", "master"), name
+        if not is_state_name(name) or name in (*self.state_names, *self.added):
+            raise ValueError(f"state {name!r}: choose another name, of at most 64 letters, digits and underscores")
         self.added[name] = [shard.weights.clone() for shard in self.shards]
         return self.added[name]
 

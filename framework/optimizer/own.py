@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from meshwright.errors import ConfigError
 
 _STEPS, _ELEMENTS, _CUT, _RATE, _DECAY = 4, 24, 9, 1e-2, 0.1
 _RESERVED = ("weights", "master")
-"""Names of tensors in a checkpoint that are no optimizer state."""
+"""Names of tensors in a checkpoint that are no state."""
 
 
 class ElementStates(NamedTuple):
@@ -44,6 +44,11 @@ class ElementStates(NamedTuple):
         """Return the counters after ``steps`` steps."""
         tensor = torch.tensor(float(steps), dtype=torch.float32, device=device)
         return {name: tensor.clone() if kind is Tensor else kind(steps) for name, kind in self.counters.items()}
+
+
+def is_state_name(name: str) -> bool:
+    """Return whether a checkpoint can hold a state under this name."""
+    return re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name) is not None and name not in _RESERVED
 
 
 def build_own(groups: Sequence[Mapping[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
@@ -151,7 +156,7 @@ class _Trial:
                 text = f"keeps state[{name!r}], {shape}: neither a number per element nor the number of steps"
                 raise _not_saved(self.config, text)
         for name in names:
-            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) or name in _RESERVED:
+            if not is_state_name(name):
                 raise _not_saved(self.config, f"keeps state[{name!r}]: a checkpoint cannot have this name")
         return ElementStates(tuple(names), counters)
 
@@ -197,20 +202,24 @@ def own_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     Raises:
         ConfigError: it fails, or returns something other than a finite factor from 0 up.
     """
-    key, path = "optimizer.schedule", optimizer.schedule
-    wanted = "a function of (step, number of steps) that returns a factor on optimizer.learning_rate"
-    function = _cached(path, key, wanted)
+    path = optimizer.schedule
+    function = _schedule(path)
     try:
         factor = function(step, num_steps)
     except Exception as error:
-        text = f"{key} = {path!r} failed at step {step}{error_place(error)}: {type(error).__name__}: {error}"
-        raise ConfigError("MW-OPTIM-006", text) from error
+        why = f"{error_place(error)}: {type(error).__name__}: {error}"
+        raise ConfigError("MW-OPTIM-006", f"optimizer.schedule = {path!r} failed at step {step}{why}") from error
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
-        text = f"{key} = {path!r} returned {factor!r} for step {step} of {num_steps}: return {wanted[45:]}, from 0 up"
-        raise ConfigError("MW-OPTIM-007", text)
+        raise ConfigError(
+            "MW-OPTIM-007",
+            f"optimizer.schedule = {path!r} returned {factor!r} for step {step} of {num_steps}: return a finite factor "
+            f"on optimizer.learning_rate, from 0 up",
+        )
     return optimizer.learning_rate * factor
 
 
 @cache
-def _cached(path: str, key: str, wanted: str) -> Any:
-    return find_function(path, key, wanted, ConfigError)
+def _schedule(path: str) -> Callable[[int, int], Any]:
+    """Import the user's schedule."""
+    wanted = "a function of (step, number of steps) that returns a factor on optimizer.learning_rate"
+    return find_function(path, "optimizer.schedule", wanted, ConfigError)

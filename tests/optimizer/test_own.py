@@ -208,5 +208,7 @@ def test_states_of_callbacks_start_as_the_weights() -> None:
     (added,) = optimizer.add_state("ema")
     weights += 1
     assert added.tolist() == [0, 1, 2, 3] and optimizer.added == {"ema": [added]}
-    with pytest.raises(AssertionError):
-        optimizer.add_state("exp_avg")
+    for name in ("exp_avg", "ema", "weights", "master", "_ema", "é", "a/b", "", "a" * 65):
+        with pytest.raises(ValueError, match="choose another name"):
+            optimizer.add_state(name)
+    assert list(optimizer.added) == ["ema"]
