@@ -97,7 +97,7 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
     from meshwright.launch import rank
     from meshwright.launch.environment import Launcher, check_port, check_rendezvous_port, read_place, torch_variables
     from meshwright.launch.failure import describe
-    from meshwright.system.process import leave
+    from meshwright.system.process import ignore_signals, leave
 
     if launcher is Launcher.SLURM:
         os.environ.update(torch_variables())
@@ -134,6 +134,7 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
 
     try:
         work(checked, end)
+        ignore_signals()  # a time limit's signal during the interpreter's shutdown: the run is complete
     except KeyboardInterrupt:
         leave(130)
     except Preempted as error:

@@ -23,7 +23,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import Preempted
 from meshwright.launch.failure import LOG_HEAD, FailureRecord, describe, write_failure
 from meshwright.launch.forking import die_with_parent, loopback
-from meshwright.system.process import LISTENING, SIGNALS, GiveUp, leave
+from meshwright.system.process import LISTENING, SIGNALS, GiveUp, ignore_signals, leave
 from meshwright.terminal.output import tell
 
 Work = Callable[[RunConfig, GiveUp], None]
@@ -91,8 +91,7 @@ def run_rank(
     except BaseException as error:
         _end_rank(rank, Path(records), error)
     finally:
-        for each in SIGNALS:  # the rank is exiting and has reported everything
-            signal.signal(each, signal.SIG_IGN)
+        ignore_signals()  # the rank is exiting and has reported everything
 
 
 def _report(error: BaseException, rank: int, records: Path) -> FailureRecord:

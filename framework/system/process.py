@@ -76,6 +76,12 @@ class StopRequest:
             self.signal = signal.Signals(signum)
 
 
+def ignore_signals() -> None:
+    """Ignore SIGNALS until this process exits. Its work is saved, and a signal must not change its exit code."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
 def ignored_signals() -> list[signal.Signals]:
     """Return those of SIGNALS that this process ignores, as its parent process set it up."""
     return [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]

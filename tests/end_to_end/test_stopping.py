@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -36,7 +37,7 @@ from tests.end_to_end.driving import (
     train,
     with_own_samples,
 )
-from tests.end_to_end.shell import LIMIT_S, Shell, written
+from tests.end_to_end.shell import LIMIT_S, ROOT, Shell, written
 
 EXIT_CODE = 85
 CONSTANT: dict[str, dict[str, Any]] = {"optimizer": {"schedule": "constant"}}
@@ -217,3 +218,21 @@ def test_any_signal_to_anyone_at_any_moment(
     if whom == "all":
         signals = signals[:1]  # who came first differs from rank to rank
     stopped(shell, config, tmp_path, whom, signals, draw.uniform(0, 1.0))
+
+
+SIGNAL_AT_EXIT = "import atexit, os, signal; atexit.register(os.kill, os.getpid(), signal.SIGUSR2)"
+"""A sitecustomize.py. Of all functions registered for the exit it runs last."""
+
+
+def test_a_signal_after_the_end_changes_nothing(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """Slurm tells a rank of its time limit while the interpreter shuts down: a complete run exits with 0."""
+    (tmp_path / "sitecustomize.py").write_text(SIGNAL_AT_EXIT)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shell.environment |= place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shell.environment["PYTHONPATH"] = f"{tmp_path}:{ROOT}"
+    config = run_config(corpus, tmp_path)
+    done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert shell.run("-c", "pass").returncode == -signal.SIGUSR2, "the signal is sent"

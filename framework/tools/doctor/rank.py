@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, environment_rank, open_mesh, open_store
 from meshwright.run.directory import run_directory
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
-from meshwright.system.process import SIGNALS, GiveUp, end_process
+from meshwright.system.process import GiveUp, end_process, ignore_signals
 from meshwright.terminal.output import put
 from meshwright.tools.doctor.connectivity import judge_reach, try_links
 from meshwright.tools.doctor.facts import gather_facts
@@ -75,7 +74,7 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
             (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
             put(f"\nlink figures: {directory / LINKS}", flush=True)
     rank = mesh.rank
-    _ignore_signals()
+    ignore_signals()
     close_mesh(mesh)
     if findings and rank == 0:
         raise unfit(findings)
@@ -109,7 +108,7 @@ def _rendezvous(grid: Grid, directory: Path) -> tuple[Any, bool]:
     except CommunicationError:
         if rank == 0:
             raise
-    _ignore_signals()
+    ignore_signals()
     if rank != 0:
         return None, False
     directory.mkdir(parents=True, exist_ok=True)
@@ -123,12 +122,6 @@ def _wait_for_others(store: Any, world_size: int) -> None:
     deadline_s = time.monotonic() + NOTICE_S
     while store is not None and store.add("noticed", 0) < world_size - 1 and time.monotonic() < deadline_s:
         time.sleep(0.05)
-
-
-def _ignore_signals() -> None:
-    """Ignore the signals by which srun ends all ranks once one has failed; this rank is about to exit with 0 anyway."""
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
 
 
 def expected_of(cluster: Path) -> float | None:
