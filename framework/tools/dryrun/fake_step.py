@@ -28,6 +28,7 @@ from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
 from meshwright.mesh.grid import Grid
+from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.stage import LossPart, Stage
@@ -123,7 +124,11 @@ class SharedBlueprint(NamedTuple):
         layers = nn.Sequential()
         for index, (name, layer) in enumerate(model.layers.named_children()):
             layers.add_module(name, copy.deepcopy(layer, memo) if index in own else layer)
-        return replace(blueprint, model=replace(model, layers=layers))
+        return replace(blueprint, model=replace(model, layers=layers, initialise=_leave_empty))
+
+
+def _leave_empty(name: str, full: Tensor) -> None:
+    """Initialise a fake parameter, which has no values."""
 
 
 def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:
@@ -133,6 +138,7 @@ def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:
 
 def share_blueprint(config: RunConfig, tp_rank: int = 0) -> SharedBlueprint:
     """Draw the blueprint of many ranks once."""
+    states_of(config.optimizer)  # an optimizer of one's own is tried once per process, on real tensors
     tp = PlaceholderGroup("tp", tuple(range(config.parallel.tp)), tp_rank)
     return SharedBlueprint(draw_blueprint(without_offload_directory(config), tp), tp)
 

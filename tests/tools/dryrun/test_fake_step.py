@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, resolve
 from meshwright.errors import MeshError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.fake import fake_mesh
@@ -35,6 +35,10 @@ OF_GLOO = 4096
     ids=["pp2", "llama-zb_h1-zero2", "llama-sequence-zero3"],
 )
 def test_a_dry_run_of_a_rank_equals_the_rank(pool: RankPool, config: RunConfig) -> None:
+    check_rank_equals_dry_run(pool, config)
+
+
+def check_rank_equals_dry_run(pool: RankPool, config: RunConfig) -> None:
     grid, held = grid_of(config), measured(pool, config)
     for pp_rank in range(grid.pp):
         ranks = range(pp_rank * grid.dp * grid.tp, (pp_rank + 1) * grid.dp * grid.tp)
@@ -44,6 +48,24 @@ def test_a_dry_run_of_a_rank_equals_the_rank(pool: RankPool, config: RunConfig) 
             assert -ALMOST <= off <= ALMOST + config.parallel.sequence * OF_GLOO, (rank, off)
         assert sum(record.call.wire_bytes for record in found.communication) == pytest.approx(held[ranks[0]].wire_bytes)
         assert sum(found.held.values()) == found.peak_bytes == max(peak.num_bytes for peak in found.peaks)
+
+
+def test_a_plain_model_and_an_optimizer_of_ones_own(pool: RankPool) -> None:
+    """Layers that initialise themselves, with their resets, and an optimizer that is tried on values first."""
+    config = RunConfig.model_validate(
+        {
+            "model": {
+                "builder": "tests.support.builders:plain",
+                "options": {"vocab_size": 500, "width": 64, "depth": 4},
+            },
+            "data": {"train": "in memory", "sequence_length": 48},
+            "batch": {"micro_batch_size": 2, "chunks": 4},
+            "parallel": {"pp": 2, "dp": 2, "bucket_bytes": 2**17},
+            "optimizer": {"builder": "torch.optim:RAdam", "options": {"decoupled_weight_decay": True}},
+            "train": {"device": "cpu"},
+        }
+    )
+    check_rank_equals_dry_run(pool, resolve(config, 4))
 
 
 def same_as_whole(job: Job, pp_rank: int) -> None:
