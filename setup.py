@@ -21,6 +21,6 @@ setup(
         "meshwright": ["py.typed"],
         "meshwright.configs": ["*.toml", "clusters/*.toml"],
         "meshwright.examples": ["*/*.toml", "*/*.md"],
-        "": ["templates/*", "tables/*"],
+        "": ["templates/*", "tables/*", "*.cpp"],
     },
 )

@@ -57,13 +57,24 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
         _seed_fault(job, words, *fault)
     problems = disagreements(job)
     put(describe(job, nodes, problems, time_model))
+    is_refused = options.device == "cuda" and bool(_check_cuda(job))
     if out is not None:
         picture = figure(job, time_model)
         with writing(out) as file:
             picture.savefig(file, dpi=130)
         put(out)
     sys.stdout.flush()
-    return 1 if problems else 0
+    return 1 if problems or is_refused else 0
+
+
+def _check_cuda(job: Job) -> list[str]:
+    """Take a step of each kind of rank on fake CUDA tensors, print the findings and return what NCCL would refuse."""
+    from meshwright.tools.dryrun.cuda.process import describe_cuda_steps, take_cuda_steps
+
+    per_stage = job.grid.dp * job.grid.tp
+    steps = take_cuda_steps(job.short_config, [kind * per_stage for kind in dict.fromkeys(job.representatives)])
+    put(describe_cuda_steps(steps))
+    return [problem for step in steps for problem in step.problems]
 
 
 def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeModel | None:

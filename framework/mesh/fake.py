@@ -118,10 +118,14 @@ def _ignore(what: object) -> None:
 
 
 @contextmanager
-def fake_mesh(grid: Grid, rank: int, on_begin: Callable[[object], None] = _ignore) -> Iterator[Mesh]:
-    """Open the mesh of ``rank`` on CPU inside the context, over torch's fake backend.
+def fake_mesh(
+    grid: Grid, rank: int, on_begin: Callable[[object], None] = _ignore, device: str = "cpu"
+) -> Iterator[Mesh]:
+    """Open the mesh of ``rank`` inside the context, over torch's fake backend.
 
-    ``on_begin``: called with each activity that the rank begins.
+    Args:
+        on_begin: called with each activity that the rank begins.
+        device: of the rank's tensors. "cuda" without a GPU: see :mod:`meshwright.tools.dryrun.cuda`.
 
     Raises:
         MeshError: this process is a rank of a real job, whose process groups would be lost.
@@ -148,7 +152,7 @@ def fake_mesh(grid: Grid, rank: int, on_begin: Callable[[object], None] = _ignor
         world = FakeGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
         pp, dp, tp = axes[Axis.PP], axes[Axis.DP], axes[Axis.TP]
         nodes = ["node0"] * grid.size
-        yield FakeMesh(grid, rank, torch.device("cpu"), pp, dp, tp, world, traffic, nodes, activity=activity)
+        yield FakeMesh(grid, rank, torch.device(device), pp, dp, tp, world, traffic, nodes, activity=activity)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -277,8 +277,9 @@ def materialise(
             made[canonical] = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=outline.requires_grad)
         owner_name, _, attribute = name.rpartition(".")
         layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
-    is_here = all(buffer.device == device for buffer in layers.buffers())
-    return layers if is_here else layers.to(device)
+    for module in layers.modules():
+        module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})
+    return layers
 
 
 def meta_copy(layers: nn.Sequential) -> nn.Sequential:

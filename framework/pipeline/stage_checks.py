@@ -34,7 +34,7 @@ class InspectedLayer:
             key: buffer for key, buffer in self.layer.named_buffers() if f"{self.name}.{key}" not in self.running
         }
         before = {key: (buffer._version, buffer.clone()) for key, buffer in constant.items()}
-        drawn = torch.default_generator.get_state()
+        drawn = _generator_states()
         value = self.layer(value)
         for key, (version, numbers) in before.items():
             now = self.layer.get_buffer(key)
@@ -45,7 +45,7 @@ class InspectedLayer:
                     f"where the run was planned: it would be in no checkpoint. Write it in place "
                     f"(self.{key}.mul_(...)) and not under `if not x.is_meta`, or {INSTEAD}",
                 )
-        if not torch.equal(drawn, torch.default_generator.get_state()):
+        if drawn != _generator_states():
             raise ModelError(
                 "MW-PIPELINE-020",
                 f"layer {self.name} draws from torch's random generator in forward: the draw would differ between "
@@ -53,6 +53,15 @@ class InspectedLayer:
                 f"drawn by name",
             )
         return value
+
+
+def _generator_states() -> list[bytes | int]:
+    """Return the states of torch's default generators: the CPU's, and the offset of each CUDA device's, without a sync.
+
+    A CUDA generator draws at positions of a fixed Philox stream; its offset is kept on the host.
+    """
+    cuda = [generator.get_offset() for generator in torch.cuda.default_generators]
+    return [torch.default_generator.get_state().numpy().tobytes(), *cuda]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

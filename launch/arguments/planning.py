@@ -161,6 +161,13 @@ def dryrun(added: Added) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="a picture: .svg, .png or .pdf")
     parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: also take a step of each kind of rank on fake CUDA tensors, without a GPU, and print where the "
+        "host waits for the device; needs a CPU build of torch and a C++ compiler",
+    )
+    parser.add_argument(
         "--cluster",
         metavar="NAME|FILE",
         help="hardware for predicted seconds and MFU (default: h100 for a run on GPUs)",

@@ -341,3 +341,29 @@ def test_a_buffer_that_is_changed_where_none_was_planned(table: float, written: 
             forward(stages, 0, *batch(0))
     else:
         forward(stages, 0, *batch(0))
+
+
+class OffsetOnly:
+    """A CUDA device's generator, as far as it can be read without a sync."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+
+    def get_offset(self) -> int:
+        return self.offset
+
+
+def test_a_draw_from_a_cuda_generator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA alone, such as dropout in a fused kernel: the draw on meta, before the run, does not see it."""
+    generator = OffsetOnly()
+    monkeypatch.setattr(torch.cuda, "default_generators", (OffsetOnly(), generator))
+    (stage,) = cut(builders.plain(V), [6])
+    first = stage.layers[1].forward
+
+    def drawing(x: Tensor) -> Tensor:
+        generator.offset += 4
+        return first(x)
+
+    monkeypatch.setattr(stage.layers[1], "forward", drawing)
+    with pytest.raises(ModelError, match=r"layer 1 draws from torch's random generator.*MW-PIPELINE-020"):
+        stage.forward(0, *batch(0), train=True)

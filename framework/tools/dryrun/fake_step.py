@@ -175,11 +175,24 @@ def profile_rank(config: RunConfig, rank: int, shared: SharedBlueprint | None = 
     )
 
 
-def record_step(config: RunConfig, rank: int, shared: SharedBlueprint | None) -> StepRecording:
-    """Run the dry run of :func:`profile_rank` and return all records."""
-    recorder = StepRecorder()
+def record_step(
+    config: RunConfig,
+    rank: int,
+    shared: SharedBlueprint | None,
+    recorder: StepRecorder | None = None,
+    device: str = "cpu",
+    step: Callable[[Parts], object] | None = None,
+) -> StepRecording:
+    """Run the dry run of :func:`profile_rank` and return all records.
+
+    Args:
+        recorder: of another kind.
+        device: of the fake tensors.
+        step: function that takes the step; None: one that reads no values.
+    """
+    recorder = recorder or StepRecorder()
     config = without_offload_directory(config)
-    with fake_mesh(grid_of(config), rank, recorder.begin_activity) as mesh:
+    with fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
         shared = share_blueprint(config, mesh.at.tp_rank) if shared is None else shared
         shared.tp.become(mesh.tp)
         blueprint = shared.for_rank(mesh.at.pp_rank)
@@ -196,7 +209,7 @@ def record_step(config: RunConfig, rank: int, shared: SharedBlueprint | None) ->
             gc.collect()
             gc.disable()  # Python's collector would release storages at arbitrary moments
             try:
-                _step(parts)
+                (step or _step)(parts)
             finally:
                 gc.enable()
         del parts, blueprint, stage

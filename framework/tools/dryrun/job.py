@@ -48,6 +48,11 @@ class Job:
         """Return the profile that holds for a rank."""
         return self.own_profiles.get(rank) or self.profiles[self.grid.coordinates(rank).pp_rank]
 
+    @property
+    def short_config(self) -> RunConfig:
+        """Configuration with at most CHUNKS micro-batches, in which every kind of action occurs."""
+        return _with_few_chunks(self.config) if batch_numbers(self.config).chunks > CHUNKS else self.config
+
 
 def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: None) -> Job:
     """Run the dry run of every kind of rank of a resolved configuration.

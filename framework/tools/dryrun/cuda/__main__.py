@@ -1,0 +1,32 @@
+"""Process that takes steps on the CUDA device that does nothing: ``python -m meshwright.tools.dryrun.cuda LIBRARY``.
+
+It reads lines of a rank and a resolved configuration in JSON from stdin, and writes one JSON object for each to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from meshwright.tools.dryrun.cuda.library import load_library
+
+
+def main(library: str) -> int:
+    """Run the ranks; return the exit code."""
+    load_library(Path(library))
+    from meshwright.tools.dryrun.cuda.stubs import HostWaits
+
+    waits = HostWaits()
+    waits.install()  # before other modules take functions out of torch.cuda
+    from meshwright.config import parse
+    from meshwright.tools.dryrun.cuda.rank import check_rank
+
+    for line in sys.stdin:
+        rank, _, config = line.partition(" ")
+        print(json.dumps(check_rank(parse(config), int(rank), waits)._asdict()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

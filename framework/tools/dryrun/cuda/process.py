@@ -1,0 +1,87 @@
+"""Steps of several ranks in a process that has loaded the library, and their report. Imports no torch.
+
+this process    compile_library -> python -m meshwright.tools.dryrun.cuda -> one CudaStep per rank -> describe
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.tools.dryrun.cuda.library import compile_library
+
+
+class CudaStep(NamedTuple):
+    """Findings of one rank's step."""
+
+    rank: int
+    num_operations: int
+    num_collectives: int
+    """Collectives and messages."""
+    num_from_autograd: int
+    """Those posted by autograd's thread of the device, while backward computes."""
+    off_device: list[str]
+    """Those with a tensor in host memory, which NCCL refuses."""
+    waits: dict[str, int]
+    """Place -> number of waits of the host program for the device, from the first forward to the optimizer's launch."""
+    waits_after: dict[str, int]
+    """The same for the rest of the step."""
+
+    @property
+    def problems(self) -> list[str]:
+        """Operations that NCCL would refuse, as text."""
+        return [f"rank {self.rank}: {each} has a tensor in host memory, which NCCL refuses" for each in self.off_device]
+
+
+def take_cuda_steps(config: RunConfig, ranks: Sequence[int]) -> list[CudaStep]:
+    """Take one step of each rank of a resolved configuration. Takes some seconds for the compiler, and some per rank.
+
+    Raises:
+        UserError: no compiler, or a rank fails, with its error.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-cuda-") as directory:
+        return run_process(compile_library(Path(directory)), [(config, rank) for rank in ranks])
+
+
+def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[CudaStep]:
+    """Take the step of each (configuration, rank) in one process with this library; see :func:`take_cuda_steps`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright.tools.dryrun.cuda", str(library)],
+        input="".join(f"{rank} {config.model_dump_json()}\n" for config, rank in jobs),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode:
+        last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
+        raise UserError(
+            "MW-DRYRUN-003", f"--device cuda: the step of rank {jobs[len(lines)][1]} fails on fake CUDA tensors: {last}"
+        )
+    return [CudaStep(**line) for line in lines]
+
+
+def describe_cuda_steps(steps: Sequence[CudaStep]) -> str:
+    """Return the report, as printed."""
+    lines = ["CUDA path, on fake tensors of a CUDA device (no GPU was used):"]
+    for step in steps:
+        before = sum(step.waits.values())
+        after = sum(step.waits_after.values())
+        lines.append(
+            f"  rank {step.rank}: {step.num_operations:,} operations, {step.num_collectives:,} collectives and "
+            f"messages ({step.num_from_autograd:,} posted during backward by autograd's thread); the host waits for "
+            f"the device {before} times before the optimizer's launch, {after} after it"
+        )
+        for where, count in sorted({**step.waits, **step.waits_after}.items(), key=lambda item: (-item[1], item[0])):
+            lines.append(f"    {count:4} x {where}")
+        lines += [f"    {problem}" for problem in step.problems]
+    return "\n".join(lines)

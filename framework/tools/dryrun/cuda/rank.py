@@ -1,0 +1,44 @@
+"""One rank's step on the CUDA device that does nothing, and what was found in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from meshwright.config import RunConfig
+from meshwright.parts import Parts
+from meshwright.step import take_step
+from meshwright.tools.dryrun.cuda.process import CudaStep
+from meshwright.tools.dryrun.cuda.recorder import CudaRecorder
+from meshwright.tools.dryrun.cuda.stubs import HostWaits
+from meshwright.tools.dryrun.fake_step import record_step
+
+
+def check_rank(config: RunConfig, rank: int, waits: HostWaits) -> CudaStep:
+    """Build a rank on the device and take one step. ``config``: resolved. Call it in a process with the library."""
+    recorder = CudaRecorder(waits)
+    waits.noted.clear()
+    launched = 0
+
+    def step(parts: Parts) -> None:
+        update = parts.optimizer.step
+
+        def launch(learning_rate: float, gradient_factor: float) -> None:
+            nonlocal launched
+            launched = recorder.now
+            update(learning_rate, gradient_factor)
+
+        parts.optimizer.step = launch  # type: ignore[method-assign]
+        take_step(parts)
+
+    run = record_step(config, rank, None, recorder, "cuda:0", step)
+    in_step = [(at, where) for at, where in waits.noted if at >= run.first]
+    calls = [call for call in recorder.communication if call.at > run.first]
+    return CudaStep(
+        rank,
+        recorder.now - run.first,
+        len(calls),
+        recorder.num_from_autograd,
+        recorder.off_device,
+        dict(Counter(where for at, where in in_step if at < launched)),
+        dict(Counter(where for at, where in in_step if at >= launched)),
+    )

@@ -1,0 +1,58 @@
+"""Recorder of a step on the CUDA device that does nothing: waits of the host, devices of collectives, threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from meshwright.model.recorder import Operation
+from meshwright.tools.dryrun.cuda.stubs import HostWaits, place
+from meshwright.tools.dryrun.recorder import StepRecorder
+
+aten = torch.ops.aten
+_VALUES = {torch.bool: True, torch.int64: 1, torch.int32: 1}
+"""Dtype -> value that a fake tensor gives to the host."""
+
+
+class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
+    """StepRecorder that also notes what would be wrong, or slow, on a GPU."""
+
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self.waits = waits
+        waits.now = lambda: self.now
+        self.off_device: list[str] = []
+        """Collectives and messages with a tensor that is not on the device."""
+        self.num_from_autograd = 0
+        """Collectives posted by hooks on the thread that autograd has for the device."""
+        self._main = threading.get_ident()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and args[0].device.type == "cuda":
+            self.waits.note()
+            return _VALUES.get(args[0].dtype, 1.0)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def record(self, operation: Operation) -> None:
+        """Record the operation; note a blocking copy, and a collective off the device."""
+        before = len(self.communication)
+        super().record(operation)
+        if operation.packet in (aten._to_copy, aten.copy_) and _is_blocking_copy(operation):
+            self.waits.note()
+        if len(self.communication) > before:
+            call = self.communication[-1].call
+            if any(tensor.device.type != "cuda" for tensor in operation.inputs):
+                self.off_device.append(f"{call.operation} of {call.num_bytes:,} bytes at {place()}")
+            self.num_from_autograd += threading.get_ident() != self._main
+
+
+def _is_blocking_copy(operation: Operation) -> bool:
+    """Return True for a copy between host and device in which the host program waits."""
+    target = operation.outputs[0].device.type
+    source = operation.inputs[-1].device.type
+    is_async = operation.kwargs.get("non_blocking") or (
+        operation.packet is aten.copy_ and operation.args[2:3] == (True,)
+    )
+    return {source, target} == {"cpu", "cuda"} and not is_async

@@ -1,0 +1,125 @@
+"""Ranks take real steps on fake tensors of a CUDA device that does nothing: no GPU, the code of a GPU run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.config import RunConfig, resolve
+from meshwright.errors import UserError
+from meshwright.mesh.grid import Grid
+from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
+from meshwright.tools.dryrun.cuda.process import describe_cuda_steps, run_process
+from tests.tools.dryrun.jobs import configured
+
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA: it has hooks of its own"),
+]
+
+WAITS_OF_ACTIONS = 4
+"""Per computation: the events of its start and end are each awaited and read."""
+WAITS_OF_STEP = 2
+"""The step's sums: from host numbers, and read by the host."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_library(tmp_path_factory.mktemp("library"))
+
+
+def on_cuda(config: RunConfig) -> RunConfig:
+    return config.replace(train={"device": "cuda", "dtype": "bfloat16"})
+
+
+def computations(config: RunConfig) -> int:
+    """Number of F and of B, or I and W, of a rank in a step."""
+    assert isinstance(config.batch.chunks, int)
+    schedule = config.pipeline.schedule
+    stages = 2 if schedule in ("zb_v", "interleaved") else 1
+    return config.batch.chunks * stages * (3 if schedule.startswith("zb") else 2)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2 dp2 tp2 sequence": {"pp": 2, "dp": 2, "tp": 2, "sequence": True, "model": "llama", "num_layers": 4},
+    "pp2 zb_v dp2 zero2": {"schedule": "zb_v", "pp": 2, "dp": 2, "zero": 2, "num_layers": 4},
+    "dp2 tp2 zero3": {"dp": 2, "tp": 2, "zero": 3, "model": "llama", "num_layers": 2},
+    "one": {},
+    "dp2 zero0": {"dp": 2, "zero": 0},
+    "dp2 zero1 offload": {"dp": 2, "offload": True},
+    "pp4 gpipe": {"schedule": "gpipe", "pp": 4, "num_layers": 4},
+    "pp2 interleaved": {"schedule": "interleaved", "pp": 2, "num_layers": 4},
+    "pp2 zb_h1 tp2": {"schedule": "zb_h1", "pp": 2, "tp": 2, "num_layers": 2},
+    "dp2 zero3 offload": {"dp": 2, "zero": 3, "offload": True, "num_layers": 2},
+    "dp4 zero2": {"dp": 4, "zero": 2},
+    "tp2": {"tp": 2, "model": "llama"},
+}
+
+
+@pytest.mark.parametrize(
+    "names", [list(LAYOUTS)[:2], pytest.param(list(LAYOUTS)[2:], marks=pytest.mark.all_layouts)], ids=["some", "others"]
+)
+def test_layouts(names: list[str], library: Path) -> None:
+    """No tensor of a collective in host memory, gradients reduced by autograd's thread, few waits of the host."""
+    jobs = []
+    for name in names:
+        config = on_cuda(configured(**LAYOUTS[name]))
+        jobs += [(config, rank) for rank in sorted({0, Grid(*config.parallel.degrees).size - 1})]
+    for (config, _), step in zip(jobs, run_process(library, jobs), strict=True):
+        grid = Grid(*config.parallel.degrees)
+        assert not step.problems
+        assert (step.num_collectives > 0) == (grid.size > 1)
+        assert (step.num_from_autograd > 0) == (grid.dp * grid.tp > 1)
+        assert sum(step.waits.values()) <= WAITS_OF_ACTIONS * computations(config) + WAITS_OF_STEP, step
+        assert not step.waits_after or config.parallel.offload, step
+
+
+def faulty(fault: str) -> tuple[RunConfig, int]:
+    config = RunConfig.model_validate(
+        {
+            "model": {"builder": "tests.tools.dryrun.cuda_faults:build", "options": {"fault": fault}},
+            "data": {"train": "in memory", "sequence_length": 4},
+            "batch": {"micro_batch_size": 2, "chunks": 2},
+            "parallel": {"dp": 2},
+        }
+    )
+    return on_cuda(resolve(config, 2)), 0
+
+
+def test_faults_of_a_layer_are_named(library: Path) -> None:
+    """Once per micro-batch, by file and line."""
+    faults = ["item", "branch", "copy", "none", "host collective"]
+    steps = dict(zip(faults, run_process(library, list(map(faulty, faults))), strict=True))
+    for fault, step in steps.items():
+        found = {where: count for where, count in step.waits.items() if "cuda_faults" in where}
+        assert sorted(found.values()) == ([2] if fault in ("item", "branch", "copy") else []), (fault, found)
+        assert len(step.off_device) == (2 if fault == "host collective" else 0)
+    text = describe_cuda_steps([steps["host collective"]])
+    assert re.search(
+        r"all_reduce of 4 bytes at cuda_faults.py:\d+ has a tensor in host memory, which NCCL refuses", text
+    )
+
+
+def test_a_layer_that_fails_on_cuda_alone(library: Path) -> None:
+    with pytest.raises(UserError, match=r"the step of rank 0 fails on fake CUDA tensors: .*MW-DRYRUN-003") as caught:
+        run_process(library, [faulty("wrong device")])
+    assert caught.value.exit_code == 2
+
+
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match=r"install a C\+\+ compiler.*MW-DRYRUN-001"):
+        compile_library(tmp_path)
+
+
+def test_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho 'x.cpp:1: fatal error: no such file' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(UserError, match=r"cannot compile .*no such file.*MW-DRYRUN-002"):
+        compile_library(tmp_path)
