@@ -62,6 +62,7 @@ READERS = {
     "framework/tools/interop/huggingface/export.py": "only the builders of FAMILIES, which are ours, or hf:DIRECTORY",
     "framework/tools/interop/configs/convert.py": "written as a file, and not built",
     "framework/tools/report/run.py": "shown, and not built",
+    "framework/tools/dryrun/cuda/__main__.py": "the configuration of a command line, from the process that started it",
     "framework/tools/verify/rank.py": "the configuration of a command line, from the process that forked the rank",
     "launch/commands.py": "plot: the paths of the corpus",
     "launch/python.py": "make_config: the sections that the caller's own code gives",
