@@ -205,7 +205,10 @@ def test_status_of_a_live_a_killed_and_an_ended_run(tmp_path: Path, shell: Shell
         live = shell.run("-m", "meshwright.launch", "status", run)
         process.kill()
     assert live.returncode == 0, live.stderr
-    first, state, step, _, head, *ranks = live.stdout.splitlines()
+    summary, _, table = live.stdout.partition("\n\n")
+    first, state, step, *straggler = summary.splitlines()
+    head, *ranks = table.splitlines()
+    assert not straggler or straggler[0].startswith("waits  "), "on a busy machine one rank may be slower"
     assert first == f"run    {run}" and state == "state  training", live.stdout
     assert re.fullmatch(
         r"step   \d+ of 100000, \S+ s each \(median of the last \d+\), [\d:]+ left, until about .*", step
