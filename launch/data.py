@@ -68,14 +68,34 @@ def prepare_files(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def show(options: argparse.Namespace, _: list[str]) -> int:
-    """Print samples of each split of a corpus as text."""
+    """Print samples of each split of a corpus as text; of a configuration, its data stages and their corpora."""
     from meshwright.data import prepare as data
 
+    if options.place.suffix == ".toml":
+        return _show_stages(options)
     for number, prefix in enumerate(data.splits_of(options.place)):
         if number:
             put()
         tokenizer = options.tokenizer or prefix.with_name("tokenizer.json")
         data.show(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
+    return 0
+
+
+def _show_stages(options: argparse.Namespace) -> int:
+    """Print the stages of a configuration with the share of each corpus, then samples of each corpus."""
+    from meshwright.config import default_world_size, load, resolve
+    from meshwright.data import prepare as data
+    from meshwright.data.sources import causal_corpora, describe_source, open_sources
+
+    config = load(options.place)
+    config = resolve(config, default_world_size(config, 0))
+    source, _ = open_sources(config)
+    assert config.batch.global_batch is not None
+    put(describe_source(source, config.train.steps * config.batch.global_batch))
+    for corpus in causal_corpora(source):
+        put()
+        tokenizer = options.tokenizer or config.data.tokenizer or corpus.prefix.with_name("tokenizer.json")
+        data.show(corpus.prefix, Path(tokenizer), options.samples, config.data.sequence_length, config.data.packing)
     return 0
 
 

@@ -30,7 +30,8 @@ def find_open(value: Any, path: Path) -> list[Path]:
     """Return the paths of a value, or of values in a table, that are still to be set by the user."""
     if isinstance(value, dict):
         return [found for name, inner in value.items() for found in find_open(inner, (*path, str(name)))]
-    return [path] if value == OPEN_VALUE else []
+    is_open = value == OPEN_VALUE or (isinstance(value, list) and any(find_open(inner, path) for inner in value))
+    return [path] if is_open else []
 
 
 def split(dotted: str) -> Path:

@@ -154,7 +154,7 @@ def _most_skipped(config: RunConfig) -> str | None:
 
 
 CORPUS_FORM = ("eod_mask_loss", "packing", "document_boundaries")
-CORPUS_KEYS = ("train", "validation", "tokenizer", *CORPUS_FORM, "task", "sequence_length")
+CORPUS_KEYS = ("train", "stages", "validation", "tokenizer", *CORPUS_FORM, "task", "sequence_length")
 
 
 def _corpus(config: RunConfig) -> str | None:
@@ -179,6 +179,21 @@ def _corpus(config: RunConfig) -> str | None:
             f"data.eod_mask_loss has no effect with {form[1]}, which already excludes the token after the end of a "
             f"document from the loss: leave it out"
         )
+    return None
+
+
+def _stages(config: RunConfig) -> str | None:
+    steps, stages = config.train.steps, config.data.stages
+    given = [name for name in ("from_step", "from_samples") if any(getattr(stage, name) for stage in stages)]
+    starts = [getattr(stage, name) for name in given for stage in stages]
+    if len(starts) != len(stages) or None in starts:
+        return "data.stages: give each stage its from_step, or each of them its from_samples"
+    if starts != sorted(set(starts)):
+        return f"data.stages start at {', '.join(map(str, starts))}: list them in the order of the run, each once"
+    if given == ["from_step"] and starts[0] == 1:
+        return "data.stages: a stage from step 1 on leaves nothing for data.train: make its corpus data.train"
+    if given == ["from_step"] and starts[-1] > steps:
+        return f"data.stages: a stage from step {starts[-1]} on never starts in train.steps = {steps}: leave it out"
     return None
 
 
@@ -217,6 +232,7 @@ def _layers(config: RunConfig) -> str | None:
 RULES = (
     Rule("MW-CONFIG-036", _layers, ("model.options",)),
     Rule("MW-CONFIG-046", _corpus, ("data.train", "data.builder")),
+    Rule("MW-CONFIG-061", _stages, ("data.stages", "train.steps")),
     Rule("MW-CONFIG-047", _recompute, ("pipeline.recompute", "pipeline.recompute_layers", "train.compile")),
     Rule("MW-CONFIG-048", _schedule_file, ("pipeline.schedule_file", "pipeline.schedule", "pipeline.interleave")),
     Rule("MW-CONFIG-049", _keep_every, ("checkpoint.keep_every", "checkpoint.every")),

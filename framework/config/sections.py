@@ -76,6 +76,17 @@ class Weighted(Section):
     """Sampling frequency relative to the other corpora."""
 
 
+class DataStage(Section):
+    """Corpus or mixture of the training samples from a step or sample of the run on, to the next stage."""
+
+    train: str | Annotated[list[Weighted], Field(min_length=1)] = Field(min_length=1)
+    """Training corpus, or a weighted mixture of several."""
+    from_step: Length | None = None
+    """First step of the stage; the first of the run is step 1."""
+    from_samples: Length | None = None
+    """Alternative to ``from_step``: number of the run's samples before the stage."""
+
+
 class Data(Section):
     """Training data: a corpus in Megatron's ``.bin``/``.idx`` format, or a dataset of the user."""
 
@@ -85,6 +96,12 @@ class Data(Section):
         '{path = "b", weight = 1}]',
     )
     """Training corpus, or a weighted mixture of several."""
+    stages: list[DataStage] = Field(
+        default_factory=list,
+        description='a list such as [{from_step = 9000, train = "c"}, {from_step = 9500, train = [{path = "a", '
+        'weight = 3}, {path = "b", weight = 1}]}], or with from_samples in place of from_step',
+    )
+    """Later stages of training, each from a step or sample on with another corpus or mixture than ``train``."""
     validation: str | None = Field(default=None, description="the path of a .bin/.idx pair, without the suffix")
     """Validation corpus. Default: no validation."""
     tokenizer: str | None = Field(default=None, description="the path of a tokenizer.json")

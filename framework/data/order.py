@@ -101,6 +101,23 @@ class BlendOrder:
                 first, n = middle, n - before
         return first, n
 
+    def drawn(self, num_samples: int) -> tuple[int, ...]:
+        """Return how many of the first ``num_samples`` samples come from each set."""
+        counts: list[int] = []
+
+        def split(first: int, last: int, n: int) -> None:
+            if last - first == 1:
+                counts.append(n)
+                return
+            middle = (first + last) // 2
+            part, whole = sum(self.weights[first:middle]), sum(self.weights[first:last])
+            before = (2 * n * part + whole) // (2 * whole)
+            split(first, middle, before)
+            split(middle, last, n - before)
+
+        split(0, len(self.weights), num_samples)
+        return tuple(counts)
+
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return integers in exactly the ratio of the decimal weights: 0.7, 0.3 -> 7, 3."""

@@ -18,6 +18,7 @@ from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.dataset import DatasetSource, open_dataset
 from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder, whole_weights
 from meshwright.data.span_corruption import SpanCorruptionSource, corrupt, lengths, open_corpus, spans_of
+from meshwright.data.stages import StageBlend, open_stages
 from meshwright.data.tokenizer import end_of_document_id, load
 from meshwright.errors import ConfigError, DataError
 from meshwright.model.build import vocabulary_size
@@ -138,10 +139,10 @@ def span_corruption_sampler(
 def describe_source(source: Source, num_samples: int) -> str:
     """Describe, in lines, the share and epochs of each blended corpus in a run, and the truncated documents."""
     blend = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
-    lines = []
+    lines = blend.describe(num_samples) if isinstance(blend, StageBlend) else []
     for at, part in enumerate(_corpora(source)):
         notes = []
-        if isinstance(blend, Blend):
+        if isinstance(blend, Blend) and blend.weights:
             share = blend.weights[at] / sum(blend.weights)
             notes.append(f"{share:.1%} of the samples, {share * num_samples / part.num_samples:.3g} times through it")
         if part.packed is not None and part.packed.num_cut:
@@ -161,11 +162,29 @@ def data_fingerprint(source: Source) -> dict[str, str]:
     corpus = source.corpus
     if isinstance(corpus, Corpus):
         return _fingerprint_of(corpus)
+    if isinstance(corpus, StageBlend):
+        return _fingerprint_of_stages(corpus)
     return {
         f"{name} of data.train[{i}] (weight {weight:g})": value
         for i, (each, weight) in enumerate(zip(corpus.corpora, corpus.weights, strict=True))
         for name, value in _fingerprint_of(each).items()
     }
+
+
+def _fingerprint_of_stages(blend: StageBlend) -> dict[str, str]:
+    """Return the hashes of each stage: of the first as without stages, later ones with the sample that they begin at.
+
+    A checkpoint is compared in the stages that had begun when it was saved (checkpoint/compatible.py): later ones may
+    still be added, moved or removed.
+    """
+    found: dict[str, str] = {}
+    hashes = [_fingerprint_of(corpus) for corpus in blend.corpora]
+    for stage in blend.stages:
+        begin = f"from sample {stage.first}: " if stage.first else ""
+        for i, (index, weight) in enumerate(zip(stage.corpora, stage.weights, strict=True)):
+            where = f" of {stage.key}[{i}] (weight {weight:g})" if stage.is_mixture else ""
+            found |= {f"{begin}{name}{where or (begin and f' of {stage.key}')}": v for name, v in hashes[index].items()}
+    return found
 
 
 def corpus_times(source: Source) -> dict[str, int]:
@@ -223,6 +242,8 @@ def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None
     where = data.train if split == "train" else data.validation
     if where is None:
         return None
+    if split == "train" and data.stages:
+        return _source_of(config, *open_stages(config, lambda path: _open_corpus(config, path, eod_id)))
     if isinstance(where, str):
         corpus = _open_corpus(config, where, eod_id)
         return _source_of(config, corpus, order(corpus.num_samples))

@@ -137,11 +137,17 @@ def _data_show(sources: Added) -> None:
         "data:show",
         "print samples of a corpus as text, with counts",
         "Prints training samples, with the start of each document; tokens without a label are dimmed (in a file: in "
-        "braces). Names damaged files. Reads only a few tokens of a corpus of any size.",
+        "braces). Of a configuration: the share of each corpus in each data stage, then samples of each corpus. Names "
+        "damaged files. Reads only a few tokens of a corpus of any size.",
         "meshwright data show data/chats --samples 5\n"
         "  meshwright data show data/pages/validation --sequence-length 512 --packing documents",
     )
-    shown.add_argument("place", type=Path, metavar="DIR", help="a prepared folder, or one .bin/.idx without its suffix")
+    shown.add_argument(
+        "place",
+        type=Path,
+        metavar="DIR",
+        help="a prepared folder, one .bin/.idx without its suffix, or a configuration (.toml)",
+    )
     shown.add_argument("--samples", type=count, default=3, metavar="N", help="samples of each split (default: 3)")
     shown.add_argument(
         "--sequence-length", type=count, default=256, metavar="S", help="tokens of a sample (default: 256)"

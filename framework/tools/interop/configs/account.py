@@ -52,9 +52,18 @@ def file_text(imported: ImportedConfig, source: str) -> str:
         table, values = tree, whole
         for part in tables:
             table, values = table.setdefault(part, {}), values[part]
-        table[name] = OPEN_VALUE if dotted in imported.open else values[name]
+        table[name] = _opened(values[name]) if dotted in imported.open else values[name]
     ordered = {section: tree[section] for section in whole if section in tree}
     return f"{comments}\n\n{_toml(ordered, imported)}"
+
+
+def _opened(value: Any) -> Any:
+    """Return OPEN_VALUE in place of a value; of tables in a list, such as the corpora of stages, in place of paths."""
+    if not isinstance(value, list | dict):
+        return OPEN_VALUE
+    if isinstance(value, list):
+        return [_opened(each) for each in value]
+    return {name: _opened(each) if name in ("path", "train") else each for name, each in value.items()}
 
 
 def _toml(tree: Mapping[str, Mapping[str, Any]], imported: ImportedConfig) -> str:

@@ -6,6 +6,7 @@ Source of keys, defaults and meaning: ``src/nanotron/config`` and ``helpers.py``
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from meshwright.config.keys import format_value
 from meshwright.errors import ConfigError
@@ -13,6 +14,9 @@ from meshwright.tools.interop.configs.nanotron_keys import CONFIG, FACTORY, NOT_
 from meshwright.tools.interop.configs.nanotron_optimizer import optimizer
 from meshwright.tools.interop.configs.source_keys import CORPUS, FLOAT16, MUP, PREPARED, PRETRAINED, DropReason, is_off
 from meshwright.tools.interop.configs.translation import Draft
+
+STAND_IN = "runs/data/corpus/train"
+"""Path of a corpus that the user has to set."""
 
 
 def canonical(key: str) -> str:
@@ -43,34 +47,60 @@ def translate(draft: Draft, ranks: int | None) -> None:
 
 
 def _data(draft: Draft) -> None:
-    """Leave the corpus open, since nanotron's data has another form, and refuse a second stage of it by its name."""
+    """Carry over starts and weights of the stages; leave their corpora open, as nanotron's data has another form."""
     stages = draft.value("data_stages")
     stages = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    stages.sort(key=lambda stage: _start(stage) or 0)
+    reads = "nanotron reads its own form{}"
     draft.leave_open(
-        "data.train",
-        "runs/data/corpus/train",
-        PREPARED.format(f"nanotron reads its own form{_sources(stages[0]) if stages else ''}"),
+        "data.train", _mixture(stages[0]) if stages else STAND_IN, PREPARED.format(reads.format(_sources(stages[:1])))
     )
     draft.drop("data_stages", DropReason.BY_HAND, CORPUS)
     if draft.has("doremi.domain_names"):
         draft.refuse("doremi.domain_names", "the weights of corpora are fixed here, not learnt or by domain")
     if len(stages) < 2:
         return
-    names = [
-        f"{stage.get('name', 'a stage')} from step {stage.get('start_training_step', '?')}{_sources(stage)}"
-        for stage in stages
-    ]
-    what = f"one corpus for the whole run here, and the file has {len(stages)} stages: {'; '.join(names)}"
-    draft.refuse("data_stages", f"{what}. Only the first would remain")
+    starts = [_start(stage) for stage in stages]
+    if None in starts or starts != sorted(set(starts)) or starts[0] != 1:
+        what = f"the first stage starts at step 1, and later ones after it; here: {', '.join(map(str, starts))}"
+        draft.refuse("data_stages", f"{what}. Only the first would remain")
+        return
+    later = [{"from_step": _start(stage), "train": _mixture(stage)} for stage in stages[1:]]
+    names = "; ".join(f"{stage.get('name', 'a stage')} from step {_start(stage)}" for stage in stages)
+    reason = PREPARED.format(reads.format(_sources(stages[1:])))
+    draft.leave_open("data.stages", later, f"{names}. {reason}")
 
 
-def _sources(stage: dict[str, object]) -> str:
-    """Return the datasets of a stage for a message."""
+def _start(stage: dict[str, object]) -> int | None:
+    start = stage.get("start_training_step")
+    return start if isinstance(start, int) and not isinstance(start, bool) and start > 0 else None
+
+
+def _mixture(stage: dict[str, object]) -> object:
+    """Return stand-ins for the corpora of a stage: one path, or a list with the weights of the file."""
     data = stage.get("data")
     dataset = data.get("dataset") if isinstance(data, dict) else None
+    folders = dataset.get("dataset_folder") if isinstance(dataset, dict) else None
+    weights = list(folders.values()) if isinstance(folders, dict) else None
+    if isinstance(folders, list) and isinstance(dataset, dict):
+        weights = dataset.get("dataset_weights") or [1.0] * len(folders)
+        if not isinstance(weights, list) or len(weights) != len(folders):
+            weights = None
+    if not weights or len(weights) < 2 or not all(isinstance(each, int | float) and each > 0 for each in weights):
+        return STAND_IN
+    return [{"path": STAND_IN, "weight": float(weight)} for weight in weights]
+
+
+def _sources(stages: Sequence[dict[str, object]]) -> str:
+    """Return the datasets of stages for a message."""
     names = ("dataset_folder", "hf_dataset_or_datasets", "training_folder")
-    found = [dataset[name] for name in names if dataset.get(name)] if isinstance(dataset, dict) else []
-    return f" ({format_value(found[0])})" if found else ""
+    texts = []
+    for stage in stages:
+        data = stage.get("data")
+        dataset = data.get("dataset") if isinstance(data, dict) else None
+        found = [dataset[name] for name in names if dataset.get(name)] if isinstance(dataset, dict) else []
+        texts += [format_value(found[0])] if found else []
+    return f" ({'; '.join(texts)})" if texts else ""
 
 
 def _initial(draft: Draft) -> None:

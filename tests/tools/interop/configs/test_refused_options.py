@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config import load
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
-from meshwright.tools.interop.configs import DropReason, convert_file
+from meshwright.tools.interop.configs import DropReason, convert_file, file_text
 from tests.tools.interop.configs import samples
 
 FLAGS = samples.MEGATRON_FLAGS
@@ -80,7 +81,7 @@ REFUSED = [
     ("a.sh", FLAGS.replace("WSD", "inverse-square-root"), "lr-decay-style", "no such decay here"),
     ("a.sh", f"--pretrained-checkpoint /x --finetune {FLAGS}", "pretrained-checkpoint",
      "would start from random weights"),
-    ("a.yaml", STAGES, "data_stages", "Annealing from step 10 ([\"datasets/code\"])"),
+    ("a.yaml", STAGES.replace("start_training_step: 10", "start_training_step: 1"), "data_stages", "here: 1, 1"),
     ("a.yaml", samples.NANOTRON.replace("cosine", "1-sqrt"), "optimizer.learning_rate_scheduler.lr_decay_style",
      "no such decay"),
     ("a.yaml", samples.NANOTRON.replace("    std: 0.025", "    path: /w"), "model.init_method.path", "random weights"),
@@ -140,3 +141,21 @@ def test_with_a_model_of_ones_own_its_features_are_ones_own(tmp_path: Path) -> N
     path = tmp_path / "a.sh"
     path.write_text(LLAMA.replace("pretrain_gpt.py", "examples/multimodal/train.py"))
     assert convert_file(path, overrides=["--model.builder=mine:build"]).config.model.builder == "mine:build"
+
+
+def test_stages_of_data_keep_their_starts_and_weights(tmp_path: Path) -> None:
+    path, own = tmp_path / "a.yaml", tmp_path / "own.toml"
+    path.write_text(STAGES.replace("      - datasets/code", "        datasets/code: 3\n        datasets/web: 1"))
+    imported = convert_file(path)
+    (stage,) = imported.config.data.stages
+    assert stage.from_step == 10 and not isinstance(stage.train, str)
+    assert [each.weight for each in stage.train] == [3.0, 1.0]
+    own.write_text(file_text(imported, "a.yaml"))
+    open_stage = (
+        'stages = [{train = [{path = "SET-ME", weight = 3.0}, {path = "SET-ME", weight = 1.0}], from_step = 10}]'
+    )
+    assert open_stage in own.read_text() and "Annealing from step 10" in own.read_text()
+    with pytest.raises(ConfigError, match=r"data\.stages is still to be set"):
+        load(own, ["--data.train=c"])
+    set_ = '--data.stages=[{from_step = 10, train = "d"}]'
+    assert load(own, ["--data.train=c", set_]).data.stages[0].train == "d"
