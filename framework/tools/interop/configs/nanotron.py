@@ -60,8 +60,8 @@ def _data(draft: Draft) -> None:
         draft.refuse("doremi.domain_names", "the weights of corpora are fixed here, not learnt or by domain")
     if len(stages) < 2:
         return
-    starts = [_start(stage) for stage in stages]
-    if None in starts or starts != sorted(set(starts)) or starts[0] != 1:
+    starts = [_start(stage) or 0 for stage in stages]
+    if starts != sorted(set(starts)) or starts[0] != 1:
         what = f"the first stage starts at step 1, and later ones after it; here: {', '.join(map(str, starts))}"
         draft.refuse("data_stages", f"{what}. Only the first would remain")
         return
