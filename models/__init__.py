@@ -46,6 +46,6 @@ Requirements on a splittable module
 * Dropout is an ``nn.Dropout`` module. Only then is its mask the same in every layout.
 * Buffers are made in ``__init__`` on ``device="cpu"``: they stay real while the parameters are on the meta device.
 
-``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` contain builders. ``models/attention.py`` and
-``models/blocks.py`` are shared code.
+``models/decoder.py``, ``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` contain builders.
+``models/attention.py``, ``models/blocks.py`` and ``models/feed_forward.py`` are shared code.
 """

@@ -8,6 +8,7 @@ follow from tensor shapes alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ class Attention(nn.Module):
         | q0 .. qR-1 | k | v | q0 .. qR-1 | k | v | ...        each of q, k, v: head_dim rows
 
     With R = 1 this is GPT-2's ``[q k v]`` per head. ``dropout`` acts on the probabilities (B, H, S, S), heads in dim 1.
-    ``bias`` is that of ``qkv``. With ``qk_norm_eps`` queries and keys pass an RMSNorm over head_dim, one weight for
-    all heads.
+    ``bias`` is that of ``qkv``. With ``qk_norm``, which builds a norm over so many features, queries and keys pass such
+    norms over head_dim, one weight for all heads.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Attention(nn.Module):
         out_bias: bool,
         dropout: float,
         rotary: nn.Module | None = None,
-        qk_norm_eps: float | None = None,
+        qk_norm: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         hidden_size, num_heads, num_kv_heads, self.head_dim, window = shape
@@ -67,8 +68,8 @@ class Attention(nn.Module):
         self.drops = dropout > 0
         self.core = AttentionCore(window)
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
-        self.q_norm = None if qk_norm_eps is None else nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
-        self.k_norm = None if qk_norm_eps is None else nn.RMSNorm(self.head_dim, eps=qk_norm_eps)
+        self.q_norm = None if qk_norm is None else qk_norm(self.head_dim)
+        self.k_norm = None if qk_norm is None else qk_norm(self.head_dim)
         self.rotary = rotary
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
@@ -130,10 +131,15 @@ class AttentionCore(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) of x (..., S, d) by angles given as cos and sin (..., S, d/2). Keeps x's dtype.
+    """Rotate the pairs (i, i + r/2) of x (..., S, d) by angles given as cos and sin (..., S, r/2). Keeps x's dtype.
+
+    Only the first r of the d features are rotated: all of them unless the model has partial rotary positions.
 
     The two elements of a pair are half a head apart, as in Hugging Face's checkpoints. Meta's checkpoints pair
     neighbours. That is the same model with the rows of q and k permuted.
     """
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((rotate(x[..., :rotated], cos, sin), x[..., rotated:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -180,6 +180,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x)). (B, S, D) -> (B, S, D).
 
+    With ``parallel`` both branches start from the block's input: x + attention(norm(x)) + mlp(norm(x)), as in GPT-NeoX.
     (x, starts) -> (x, starts).
     """
 
@@ -191,8 +192,10 @@ class Block(nn.Module):
         mlp: nn.Module,
         *,
         dropout: float,
+        parallel: bool = False,
     ) -> None:
         super().__init__()
+        self.parallel = parallel
         self.attention_norm = attention_norm
         self.attention = attention
         self.after_attention = nn.Dropout(dropout)
@@ -203,8 +206,8 @@ class Block(nn.Module):
     def forward(self, value: Value) -> Value:
         """Apply both branches. value: x (B, S, D), or (x, starts) with starts (B, S) bool. Return the same type."""
         x, starts = value if isinstance(value, tuple) else (value, None)
-        x = x + self.after_attention(self.attention(self.attention_norm(x), starts))
-        x = x + self.after_mlp(self.mlp(self.mlp_norm(x)))
+        attended = x + self.after_attention(self.attention(self.attention_norm(x), starts))
+        x = attended + self.after_mlp(self.mlp(self.mlp_norm(x if self.parallel else attended)))
         return x if starts is None else (x, starts)
 
 

@@ -9,8 +9,7 @@ Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Size
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
@@ -22,6 +21,7 @@ from meshwright.models.blocks import (
     check_positive,
     head_dim_of,
 )
+from meshwright.models.feed_forward import Mlp, gelu_tanh
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -33,18 +33,6 @@ SHARDING_PLAN = {
     "block*.mlp.down": "row",
     "head": "vocab",
 }
-
-
-class GeluMlp(nn.Module):
-    """Feed-forward down(gelu(up(x))), (B, S, D) -> (B, S, D), with the tanh approximation of GELU, as in GPT-2."""
-
-    def __init__(self, hidden_size: int, ffn_size: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(hidden_size, ffn_size)
-        self.down = nn.Linear(ffn_size, hidden_size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
 def build(
@@ -87,7 +75,8 @@ def build(
         attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         attention = Attention(shape, bias=True, out_bias=True, dropout=dropout)
         mlp_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
-        return Block(attention_norm, attention, mlp_norm, GeluMlp(hidden_size, ffn_size), dropout=dropout)
+        mlp = Mlp(hidden_size, ffn_size, activation=gelu_tanh, bias=True)
+        return Block(attention_norm, attention, mlp_norm, mlp, dropout=dropout)
 
     return assemble_decoder(
         Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=True, dropout=dropout),

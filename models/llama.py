@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from meshwright.models.attention import Attention, AttentionShape
@@ -33,6 +32,7 @@ from meshwright.models.blocks import (
     check_positive,
     head_dim_of,
 )
+from meshwright.models.feed_forward import GatedMlp
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -128,28 +128,6 @@ class Rotary(nn.Module):
         return self
 
 
-class SwiGlu(nn.Module):
-    """SwiGLU feed-forward down(silu(gate(x)) * up(x)), (B, S, D) -> (B, S, D) (Shazeer 2020).
-
-    Gate and up are one projection. Its rows are ordered in blocks, so that a contiguous run of blocks contains each
-    gate row with its up row::
-
-        | gate 0 .. f-1 | up 0 .. f-1 | gate f .. 2f-1 | up f .. 2f-1 | ...        f = block_size
-
-    Blocks instead of single pairs keep elements contiguous in memory for vector units.
-    """
-
-    def __init__(self, hidden_size: int, ffn_size: int, num_blocks: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.block_size = ffn_size // num_blocks
-        self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=bias)
-        self.down = nn.Linear(ffn_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = rearrange(self.gate_up(x), "b s (n two f) -> two b s n f", two=2, f=self.block_size)
-        return self.down(rearrange(F.silu(gate) * up, "b s n f -> b s (n f)"))
-
-
 def _attention_shape(
     hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, window: int | None
 ) -> AttentionShape:
@@ -198,8 +176,9 @@ def build(
     frequencies = rope_frequencies(shape.head_dim, rope_theta, scaling)
     num_blocks = math.gcd(ffn_size, num_kv_heads)  # tp divides num_kv_heads: more blocks would have no use
     norm = partial(nn.RMSNorm, hidden_size, eps=norm_eps)
-    attention = partial(Attention, shape, bias=qkv_bias, out_bias=out_bias, qk_norm_eps=norm_eps if qk_norm else None)
-    mlp = partial(SwiGlu, hidden_size, ffn_size, num_blocks, bias=mlp_bias)
+    head_norm = partial(nn.RMSNorm, eps=norm_eps)
+    attention = partial(Attention, shape, bias=qkv_bias, out_bias=out_bias, qk_norm=head_norm if qk_norm else None)
+    mlp = partial(GatedMlp, hidden_size, ffn_size, num_blocks, activation=F.silu, bias=mlp_bias)
     blocks = [
         Block(norm(), attention(rotary=Rotary(frequencies), dropout=dropout), norm(), mlp(), dropout=dropout)
         for _ in range(num_layers)

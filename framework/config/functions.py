@@ -22,7 +22,7 @@ from meshwright.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OWN_PACKAGE = "meshwright"
-OWN_BUILDERS = ("meshwright.models.gpt2:build", "meshwright.models.llama:build", "meshwright.models.t5:build")
+OWN_BUILDERS = tuple(f"meshwright.models.{name}:build" for name in ("decoder", "gpt2", "llama", "t5"))
 """Builders of meshwright itself, which any file may name."""
 FORMER_BUILDERS = {path.removeprefix("meshwright."): path for path in OWN_BUILDERS}
 """Names from before the models were part of the package ``meshwright`` -> their present names."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.models import gpt2, llama
+from meshwright.models import decoder, gpt2, llama
 
 
 def gpt2_8_heads() -> nn.Sequential:
@@ -27,7 +27,15 @@ def llama_many_heads() -> nn.Sequential:
     return llama.build(96, 48, 2, num_heads=8, num_kv_heads=8, ffn_size=56, max_sequence_length=16, tied=True)
 
 
-BUILDERS = [gpt2_8_heads, llama_4_groups, llama_many_heads]
+def nemotron_4_groups() -> nn.Sequential:
+    return decoder.build(
+        **{"vocab_size": 96, "hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 40},
+        **{"max_sequence_length": 16, "norm": "layer_norm", "mlp": "squared_relu", "rotary_share": 0.5},
+        **{"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    )
+
+
+BUILDERS = [gpt2_8_heads, llama_4_groups, llama_many_heads, nemotron_4_groups]
 
 
 def kind_of(model: nn.Sequential, name: str) -> str:
