@@ -45,7 +45,12 @@ from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.check import check_sequence_lengths, check_supported
 from meshwright.tensor_parallel.cross_entropy import check_output_shape
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.build import materialise
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
+from meshwright.optimizer.learning_rate import first_scale
 from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer, host_memory
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
@@ -102,6 +103,7 @@ def build(
     fingerprint = data_fingerprint(training)
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)
     parts.on_nonfinite = handle_nonfinite
+    parts.state.loss_scale = first_scale(config)
     return parts
 
 

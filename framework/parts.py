@@ -19,6 +19,7 @@ from meshwright.data.sources import Source
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
+from meshwright.optimizer.learning_rate import LossScale
 from meshwright.pipeline.executor import Executor, Feed, RowResult
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
@@ -39,6 +40,8 @@ class TrainState:
     """The data cursor: the global index of the next sample."""
     tokens_seen: int = 0
     """Labels that counted, summed over all steps."""
+    loss_scale: LossScale = field(default_factory=LossScale)
+    """Loss scale of the next step."""
     callbacks: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """State of callbacks after the last step, as JSON, by the callback's name."""
 
@@ -82,7 +85,8 @@ class Parts(ForwardParts):
     in the buckets."""
     on_nonfinite: Callable[[Parts, Feed, str], None] | None = None
     """Called on all ranks when loss or gradient norm is NaN or Inf, before any weight has changed: (parts, the step's
-    feed, a text with the numbers). It raises, or returns to skip the step. None: the step is skipped."""
+    feed, a text with the numbers). It raises, or returns to skip the step. None: the step is skipped. Not called for an
+    overflow that a smaller loss scale may avoid."""
 
     def add_state(self, name: str) -> list[Tensor]:
         """Add a state with one number per weight of this rank; from an observer's ``setup``. See FlatOptimizer."""
@@ -116,6 +120,8 @@ class StepStats(NamedTuple):
     """FLAGS that some rank raised."""
     skipped: bool = False
     """Loss or gradient were NaN or Inf: weights and optimizer are as before."""
+    loss_scale: float = 1.0
+    """Loss scale of the step; 1 unless the run computes in float16."""
 
 
 class StragglerShare(NamedTuple):

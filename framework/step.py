@@ -24,7 +24,7 @@ from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.members import sum_ties
 from meshwright.optimizer.flat import clip_factor
-from meshwright.optimizer.learning_rate import learning_rate
+from meshwright.optimizer.learning_rate import can_fall, learning_rate, next_scale
 from meshwright.parts import FLAGS, ForwardParts, Parts, StepStats
 from meshwright.pipeline.executor import Microbatch, RowResult
 from meshwright.pipeline.values import cast_floats
@@ -81,20 +81,25 @@ def take_step(parts: Parts) -> StepStats:
     state, parts.data_s = parts.state, 0.0
     for replica in parts.replicas.values():
         replica.begin_step()
-    skips = parts.config.watch.on_nonfinite == "skip"
+    for stage in parts.executor.stages.values():
+        stage.step_scale = state.loss_scale.value
+    skips = parts.config.watch.on_nonfinite == "skip" or can_fall(parts.config, state.loss_scale)
     running = {name: buffer.clone() for name, buffer in parts.running().items()} if skips else {}
     feed = StepFeed(parts, parts.source, state.samples_seen)
     found: list[StepStats] = []
     parts.last = parts.executor.run(feed, lambda row: found.append(_optimizer_step(parts, row)))
     (stats,) = found
     if stats.skipped:  # the same on every rank
-        if parts.on_nonfinite is not None:
-            parts.on_nonfinite(parts, feed, f"the loss is {stats.loss}, the gradient norm {stats.grad_norm}")
+        is_overflow = math.isfinite(stats.loss) and can_fall(parts.config, state.loss_scale)
+        if parts.on_nonfinite is not None and not is_overflow:
+            at = f" with the loss scale {stats.loss_scale:g}" if parts.config.train.dtype == "float16" else ""
+            parts.on_nonfinite(parts, feed, f"the loss is {stats.loss}, the gradient norm {stats.grad_norm}{at}")
         for name, buffer in parts.running().items() if skips else ():
             buffer.copy_(running[name])
     else:
         state.optimizer_steps += 1
         state.skipped_in_a_row = 0
+    state.loss_scale = next_scale(parts.config, state.loss_scale, overflow=not math.isfinite(stats.grad_norm))
     state.step += 1
     state.samples_seen += batch_numbers(parts.config).global_batch
     state.tokens_seen += stats.num_tokens
@@ -104,13 +109,15 @@ def take_step(parts: Parts) -> StepStats:
 def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
     """Run STEP of the schedule: all-reduce the sums over all ranks, then update this rank's shards.
 
-    The buckets hold the gradient of loss_sum / expected labels. The mean over the labels that counted needs the factor
-    expected / counted, which is 1 unless labels are ignored. Clipping is one more factor: both are applied at once.
+    The buckets hold the gradient of loss scale x loss_sum / expected labels. The mean over the labels that counted
+    needs the factor expected / counted / loss scale: 1 unless labels are ignored, or the run computes in float16.
+    Clipping is one more factor: all are applied at once.
     """
     config = parts.config
     sums = StepSums(*all_reduce_sums(parts, row).tolist())
     counted = max(sums.num_tokens, 1.0)
-    factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted
+    scale = parts.state.loss_scale.value
+    factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted / scale
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
     grad_norm = math.sqrt(sums.square_norm) * factor
@@ -123,6 +130,7 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
         bubble_share=1.0 - sums.busy_s / sums.passed_s,
         flags=frozenset(flag for flag in FLAGS if getattr(sums, flag) > 0),
         skipped=not (math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)),  # the same on every rank
+        loss_scale=scale,
     )
     if not stats.skipped:
         parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))

@@ -120,6 +120,18 @@ def _own_schedule(config: RunConfig) -> str | None:
     return f"{given} without effect: the function of optimizer.schedule gives the factor of every step; leave it out"
 
 
+def _loss_scale(config: RunConfig) -> str | None:
+    keys, dtype = config.loss_scale, config.train.dtype
+    changed = [f"loss_scale.{name}" for name in _changed(keys, *type(keys).model_fields)]
+    if changed and dtype != "float16":
+        return f'{changed[0]} has no effect with train.dtype = "{dtype}": leave it out, or choose "float16"'
+    if keys.fixed is not None and len(changed) > 1:
+        return f"{changed[1]} has no effect with loss_scale.fixed = {keys.fixed:g}: leave one of the two out"
+    if keys.minimum > keys.initial:
+        return f"loss_scale.minimum = {keys.minimum:g} is above loss_scale.initial = {keys.initial:g}: lower it"
+    return None
+
+
 def _validation(config: RunConfig) -> str | None:
     changed = _changed(config.train, "validate_every", "validate_steps")
     if config.data.validation is not None or config.data.builder is not None or not changed:
@@ -250,5 +262,6 @@ RULES = (
         "MW-CONFIG-060", _own_optimizer, ("optimizer.builder", "optimizer.name", "optimizer.options", "optimizer.betas")
     ),
     Rule("MW-CONFIG-059", _own_schedule, ("optimizer.schedule", "optimizer.warmup_steps")),
+    Rule("MW-CONFIG-061", _loss_scale, ("train.dtype", "loss_scale.fixed", "loss_scale.minimum", "loss_scale.initial")),
     Rule("MW-CONFIG-055", _validation, ("train.validate_every", "train.validate_steps", "data.validation")),
 )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.config.sections import Batch, Data, Model, Parallel, Pipeline, Run, Section
-from meshwright.config.training import Checkpoint, Launch, Optimizer, Tracking, Train, Watch
+from meshwright.config.training import Checkpoint, Launch, LossScaling, Optimizer, Tracking, Train, Watch
 
 
 class RunConfig(Section):
@@ -24,6 +24,7 @@ class RunConfig(Section):
     parallel: Parallel = Parallel()
     pipeline: Pipeline = Pipeline()
     optimizer: Optimizer = Optimizer()
+    loss_scale: LossScaling = LossScaling()
     train: Train = Train()
     checkpoint: Checkpoint = Checkpoint()
     watch: Watch = Watch()

@@ -53,13 +53,35 @@ class Optimizer(Section):
     """Bound on the global gradient norm; 0 turns clipping off."""
 
 
+Scale = Annotated[float, Field(gt=0, le=1e36)]
+
+
+class LossScaling(Section):
+    """Factor on the loss in backward, for float16: it falls after an overflow, and rises after steps without one."""
+
+    fixed: Scale | None = None
+    """Loss scale of all steps. Default: a dynamic one."""
+    initial: Scale = 2.0**32
+    """Loss scale of the first step."""
+    minimum: Scale = 1.0
+    """Smallest loss scale. An overflow there is treated as a NaN is, by ``watch.on_nonfinite``."""
+    window: Length = 1000
+    """Number of steps without overflow after which the loss scale rises."""
+    growth: float = Field(default=2.0, ge=1.0, le=2.0**16)
+    """Factor of a rise."""
+    backoff: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Factor of a fall."""
+    hysteresis: Count = 2
+    """Number of overflows since the last rise from which on the loss scale falls."""
+
+
 class Train(Section):
     """Length of training, precision, device and validation."""
 
     steps: Length = 100
     """Optimizer steps of the run."""
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    """Precision of the computation; with bfloat16 the master weights stay in float32."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Precision of the computation; with 16 bits, master weights and the sums of gradients stay in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. auto: GPUs if torch sees one, else the CPU."""
     compile: bool = False

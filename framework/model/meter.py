@@ -29,10 +29,10 @@ class ReferenceDevice(NamedTuple):
 
 MATMUL_SHARE, MEMORY_SHARE = 0.65, 0.85
 """Shares of an H100's peaks that large matrix products and elementwise kernels commonly reach; not measured here."""
-H100_FLOPS = {"bfloat16": 989e12, "float32": 67e12, "float64": 67e12}
+H100_FLOPS = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12}
 """Dense peak FLOP/s without TF32, torch's default (H100 SXM data sheet; float64 on tensor cores)."""
 H100_BYTES_PER_S = 3.35e12
-CPU_FLOPS = {"bfloat16": 180e9, "float32": 80e9, "float64": 38e9}
+CPU_FLOPS = {"bfloat16": 180e9, "float16": 180e9, "float32": 80e9, "float64": 38e9}
 CPU_BYTES_PER_S = 20e9
 """Rates of one thread on one server core, as measured: docs/balance.md."""
 
@@ -41,9 +41,9 @@ def reference(device: str, dtype: str) -> ReferenceDevice:
     """Return the reference device for balancing a run's layers, from ``train.device`` and ``train.dtype`` alone.
 
     It never depends on the machine: a planning laptop, a launcher and a rank must find the same partition. ``auto``
-    therefore follows the dtype: a GPU for bfloat16, otherwise a CPU.
+    therefore follows the dtype: a GPU for 16 bits, otherwise a CPU.
     """
-    if device == "cuda" or (device == "auto" and dtype == "bfloat16"):
+    if device == "cuda" or (device == "auto" and dtype in ("bfloat16", "float16")):
         return ReferenceDevice(
             f"an H100 in {dtype}", MATMUL_SHARE * H100_FLOPS[dtype], MEMORY_SHARE * H100_BYTES_PER_S, True
         )

@@ -82,6 +82,8 @@ class Stage:
         self.index = spec.index
         self.input_spec, self.output_spec = spec.input, spec.output
         self.loss_scale = spec.loss_scale
+        self.step_scale = 1.0
+        """Factor on ``loss_scale`` in the present step: the loss scale of float16."""
         self.layers = layers
         self.loss, self.validation_loss = loss, validation_loss or loss
         self.before_layer = before_layer
@@ -190,7 +192,7 @@ class Stage:
         """
         inputs, roots = self._saved.pop(microbatch)
         if self.is_last:
-            gradients = [torch.full_like(root, self.loss_scale) for root in roots]
+            gradients = [torch.full_like(root, self.loss_scale * self.step_scale) for root in roots]
         if roots:
             try:
                 torch.autograd.backward(roots, gradients)

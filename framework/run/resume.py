@@ -11,10 +11,11 @@ from meshwright import checkpoint as checkpoints
 from meshwright.blueprint import Blueprint, batch_numbers
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import check_manifest, check_space, checkpoint_bytes
-from meshwright.config import write_snapshot
+from meshwright.config import RunConfig, write_snapshot
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import states_of
+from meshwright.optimizer.learning_rate import MAX_SCALE, LossScale, first_scale
 from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
 from meshwright.run.files import RunFiles, make_directory
@@ -77,6 +78,7 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
     parts.state.skipped_in_a_row = saved_count(manifest, "skipped_in_a_row", 0)
     parts.state.samples_seen = manifest.samples_seen
     parts.state.tokens_seen = saved_count(manifest, "tokens_seen")
+    parts.state.loss_scale = saved_scale(manifest, parts.config)
     parts.state.callbacks = saved_callbacks(manifest)
     if manifest.step == 0:
         log(f"starting from the weights of {path}")
@@ -153,6 +155,27 @@ def saved_callbacks(manifest: Manifest) -> dict[str, Mapping[str, Any]]:
             f"which must be a table for each callback: it was not written by this project; take another checkpoint",
         )
     return dict(found)
+
+
+def saved_scale(manifest: Manifest, config: RunConfig) -> LossScale:
+    """Return the loss scale from the manifest; the first one of a run where there is none, or the scale is fixed.
+
+    Raises:
+        CheckpointError: it is no loss scale.
+    """
+    found = manifest.state.get("loss_scale")
+    if found is None or config.train.dtype != "float16" or config.loss_scale.fixed is not None:
+        return first_scale(config)
+    counts = [found.get(name) for name in ("sound_steps", "tolerated")] if isinstance(found, dict) else [None]
+    value = found.get("value") if isinstance(found, dict) else None
+    is_sound = isinstance(value, float) and 0 < value <= MAX_SCALE and all(type(n) is int and n >= 0 for n in counts)
+    if not is_sound or len(found) != len(LossScale._fields):
+        raise CheckpointError(
+            "MW-RUN-033",
+            f"the manifest of the checkpoint of step {manifest.step} has state.loss_scale = {reprlib.repr(found)}, "
+            f"which is no loss scale: it was not written by this project; take another checkpoint",
+        )
+    return LossScale(**found)
 
 
 def saved_count(manifest: Manifest, name: str, default: int | None = None) -> int:

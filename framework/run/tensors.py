@@ -47,6 +47,7 @@ def checkpoint_metadata(
             "tokens_seen": state.tokens_seen,
             "optimizer_steps": state.optimizer_steps,
             "skipped_in_a_row": state.skipped_in_a_row,
+            **({"loss_scale": state.loss_scale._asdict()} if config.train.dtype == "float16" else {}),
             **({"callbacks": state.callbacks} if state.callbacks else {}),
         },
     )

@@ -36,6 +36,8 @@ def validation_line(record: StepRecord) -> str:
 def _numbers(record: StepRecord, unit: str) -> list[list[str]]:
     """Return the numbers of a step in forms of falling length; each but the last leaves out what matters less."""
     loss = f"loss {record.loss:.4f}{' (skipped)' if record.skipped else ''}"
+    if record.loss_scale is not None:
+        loss += f"  scale {record.loss_scale:.3g}"
     norm, rate = f"norm {record.grad_norm:.3g}", f"lr {record.learning_rate:.2e}"
     speed, step_s = format_count(record.tokens_per_s), f"{record.step_s:.3g} s/step"
     memory = format_gib(record.memory_bytes)

@@ -113,6 +113,7 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         extra={name: float(value) for name, value in event.metrics.items()},
         validation_perplexity=perplexity(loss) if loss is not None and has_perplexity(parts.blueprint) else None,
         skipped=stats.skipped,
+        loss_scale=stats.loss_scale if config.train.dtype == "float16" else None,
         restarts=parts.restarts,
         save_s=event.save_s,
         straggler=straggler.name if straggler is not None else None,
@@ -122,8 +123,8 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return the dense peak FLOP/s of the device for MFU; None if it is no CUDA device in bfloat16, or unlisted."""
-    if device.type != "cuda" or dtype != "bfloat16":
+    """Return the dense peak FLOP/s of the device for MFU; None if it is no CUDA device in 16 bits, or unlisted."""
+    if device.type != "cuda" or dtype not in ("bfloat16", "float16"):
         return None
     name = torch.cuda.get_device_name(device)
     return next((BF16_PEAKS[key] for key in sorted(BF16_PEAKS, key=len, reverse=True) if key in name), None)

@@ -69,6 +69,8 @@ class StepRecord:
     """Share of a step, 0..1, that the straggler made other ranks wait; 0 without a straggler."""
     validation_perplexity: float | None = None
     """``exp(validation_loss)``; None if the loss is no cross-entropy over tokens."""
+    loss_scale: float | None = None
+    """Loss scale of the step; None unless the run computes in float16."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Metrics of callbacks, by name."""
 
@@ -89,6 +91,7 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
     "train/samples": lambda r: r.samples_seen,
     "train/skipped": lambda r: 1 if r.skipped else None,
     "train/restarts": lambda r: r.restarts or None,
+    "optimizer/loss_scale": lambda r: r.loss_scale,
     "perf/step_s": lambda r: r.step_s,
     "perf/data_s": lambda r: r.data_s,
     "perf/tokens_per_sec": lambda r: r.tokens_per_s,
@@ -183,6 +186,7 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
         straggler_rank=int(content["perf/straggler_rank"]) if "perf/straggler_rank" in content else None,
         straggler_share=optional("perf/straggler_share"),
         validation_perplexity=optional("validation/perplexity"),
+        loss_scale=optional("optimizer/loss_scale"),
         extra=_extra(content),
     )
 

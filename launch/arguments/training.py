@@ -142,7 +142,7 @@ def verify(added: Added) -> None:
     parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps (default: 10)")
     parser.add_argument(
         "--dtype",
-        choices=("float64", "float32", "bfloat16"),
+        choices=("float64", "float32", "bfloat16", "float16"),
         default="float64",
         help="precision of both runs; each has its own tolerances (default: float64)",
     )

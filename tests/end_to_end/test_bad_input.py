@@ -118,7 +118,7 @@ def test_a_corpus_that_is_none(
         ("did you mean num_layers?", ["--model.options.num_layer=3"]),
         ("vocab_size", ["--model.options.vocab_size=200"]),
         ("max_sequence_length", ["--data.sequence_length=64"]),
-        ('train.dtype = "float16" is not allowed', ["--train.dtype=float16"]),
+        ('train.dtype = "fp8" is not allowed', ["--train.dtype=fp8"]),
         ("less than one sample", ["--data.sequence_length=1000000", "--model.options.max_sequence_length=1000000"]),
         ("train.device", ["--train.device=cuda"]),
     ],

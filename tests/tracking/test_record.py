@@ -20,6 +20,7 @@ NAMES = [
     "train/samples",
     "train/skipped",
     "train/restarts",
+    "optimizer/loss_scale",
     "perf/step_s",
     "perf/data_s",
     "perf/tokens_per_sec",
@@ -45,7 +46,7 @@ whole = st.integers(min_value=0, max_value=2**62)
 def test_names_are_the_ones_people_know(record) -> None:
     measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "validation_loss": 2.0, "save_s": 1.5}
     measured["validation_perplexity"] = perplexity(2.0)
-    whole_record = record(3, skipped=True, restarts=1, **measured, **STRAGGLER)
+    whole_record = record(3, skipped=True, restarts=1, loss_scale=512.0, **measured, **STRAGGLER)
     found = metrics(whole_record)
     assert list(found) == NAMES == list(METRICS)
     assert found["train/loss"] == whole_record.loss
@@ -61,7 +62,7 @@ def test_names_are_the_ones_people_know(record) -> None:
 
 def test_every_field_reaches_a_metric(record) -> None:
     """A field that no metric reads would be measured for nobody."""
-    measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "save_s": 1.5}
+    measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "save_s": 1.5, "loss_scale": 8.0}
     plain = record(3, validation_loss=2.0, validation_perplexity=7.0, **measured, **STRAGGLER)
     assert from_json(to_json(plain)) == plain
     for field in dataclasses.fields(StepRecord):

@@ -56,7 +56,7 @@ def check_running(
                 f"{what}, and pipeline.recompute computes {inner} again in backward: each micro-batch would count "
                 f'twice. Leave it out of pipeline.recompute_layers, set pipeline.recompute = "none", or {INSTEAD}',
             )
-        if dtype == "bfloat16" and keeps_statistics(layers.get_submodule(name.rpartition(".")[0])):
+        if dtype in ("bfloat16", "float16") and keeps_statistics(layers.get_submodule(name.rpartition(".")[0])):
             raise ModelError(
                 "MW-PIPELINE-013",
                 f"{what}: its statistics stay float32, since sums of thousands of steps do, and torch's kernels do not "

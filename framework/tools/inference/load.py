@@ -39,7 +39,7 @@ KEPT = frozenset({("train", "device"), ("train", "dtype"), ("batch", "micro_batc
 """Other keys in which inference may differ from training."""
 
 
-ONLY_TRAINING = ("optimizer", "checkpoint", "watch", "tracking")
+ONLY_TRAINING = ("optimizer", "loss_scale", "checkpoint", "watch", "tracking")
 """Sections that a trained model does not need; they are reset to defaults, which fit any other key."""
 
 

@@ -220,7 +220,7 @@ def _replica_s(
     config, (_, dp, tp), traits = layout.config, layout.grid, performance.traits
     shards = shard_factor(config)
     weight_bytes, gradient_bytes = DTYPES[config.train.dtype].itemsize, traits.wide_gradient_bytes
-    if config.train.dtype != "bfloat16":
+    if weight_bytes != 2:
         gradient_bytes = max(gradient_bytes, weight_bytes)
     near = performance.group_link(shards, tp)
     far = performance.group_link(dp // shards, tp * shards)

@@ -54,7 +54,7 @@ class Hardware(Section):
     """Processors of a device, which work on the tiles of a product. CPU: cores of a node, shared by its ranks."""
     memory_bytes_per_s: PositiveFloat
     flops_per_s: dict[str, PositiveFloat]
-    """Dense peak by dtype."""
+    """Dense peak by dtype. Without float16: that of bfloat16."""
     product_share: float = Field(default=1.0, gt=0, le=1)
     """Fraction of ``flops_per_s`` that the largest products reach."""
     attention_share: float = Field(default=0.4, gt=0, le=1)
@@ -75,6 +75,12 @@ class Hardware(Section):
     """Measured elementwise operations, smallest first; empty: ``memory_bytes_per_s``."""
     messages: dict[Message, Link] = {}
     """Measured links by kind of message, carried by CPU cores; latency per hop. Empty: the links above."""
+
+    @field_validator("flops_per_s")
+    @classmethod
+    def _as_fast_as_bfloat16(cls, rates: dict[str, float]) -> dict[str, float]:
+        """Add float16: devices compute it as fast as bfloat16."""
+        return {**rates, "float16": rates["bfloat16"]} if "bfloat16" in rates and "float16" not in rates else rates
 
     @field_validator("products", "copies")
     @classmethod

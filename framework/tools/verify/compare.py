@@ -33,20 +33,21 @@ TOLERANCES = {
     "float64": Tolerance(1e-12, 1e-10, 1e-9, 1e-9, 1e-8),
     "float32": Tolerance(1e-6, 1e-5, 1e-4, 1e-4, 1e-3),
     "bfloat16": Tolerance(1e-2, 2e-2, None, 1e-2, 2e-2),
+    "float16": Tolerance(2e-3, 4e-3, None, 2e-3, 4e-3),
 }
 SAME_ROUNDING = Tolerance(1e-6, 1e-5, None, 1e-2, 2e-2)
-"""bfloat16 tolerances of layouts that round every activation as the plain run does (tp = 1, one sample at a time).
-Gradients are summed in float32 on both sides, so a faulty sum in bfloat16 (off by a percent) exceeds them.
+"""16-bit tolerances of layouts that round every activation as the plain run does (tp = 1, one sample at a time).
+Gradients are summed in float32 on both sides, so a faulty sum in 16 bits (off by a percent) exceeds them.
 """
 ROUNDING_MARGIN = 4.0
 """Allowed distance of a layout from the reference, in units of the reference's distance from exact arithmetic."""
 MAX_ROUND = 0.5
-"""Largest allowed share of float32 master weights without bits beyond bfloat16's; by chance it is 2**-16."""
+"""Largest allowed share of float32 master weights without bits beyond the weights'; by chance it is 2**-13 or less."""
 
 
 def tolerance_of(dtype: str, layout: Layout) -> Tolerance:
     """Return the tolerances of a precision, for a layout."""
-    if dtype == "bfloat16" and layout.tp == 1 and layout.micro_batch_size == 1:
+    if dtype in ("bfloat16", "float16") and layout.tp == 1 and layout.micro_batch_size == 1:
         return SAME_ROUNDING
     return TOLERANCES[dtype]
 
@@ -250,12 +251,14 @@ def _in_weights(
 def _in_masters(found: RunNumbers, expected: RunNumbers) -> list[str]:
     """Check that master weights have more bits than the weights, and that the weights are the rounded masters."""
     problems = []
-    moved = [n for n, master in expected.masters.items() if _round_share(master) < MAX_ROUND / 2]
-    rounded = [n for n in moved if n not in found.masters or _round_share(found.masters[n]) > MAX_ROUND]
+    dtypes = {name: tensor.dtype for name, tensor in expected.weights.items()}
+    moved = [n for n, master in expected.masters.items() if _round_share(master, dtypes[n]) < MAX_ROUND / 2]
+    rounded = [n for n in moved if n not in found.masters or _round_share(found.masters[n], dtypes[n]) > MAX_ROUND]
     if rounded:
         problems.append(
             f"master weights of {rounded[0]} ({len(rounded)} of {len(expected.masters)} parameters) have no bits "
-            f"beyond bfloat16 after {len(expected.losses)} steps: the optimizer must step float32 weights"
+            f"beyond {str(dtypes[rounded[0]]).removeprefix('torch.')} after {len(expected.losses)} steps: the "
+            f"optimizer must step float32 weights"
         )
     stale = [
         name
@@ -267,10 +270,10 @@ def _in_masters(found: RunNumbers, expected: RunNumbers) -> list[str]:
     return problems
 
 
-def _round_share(master: Tensor) -> float:
-    """Return the share of nonzero elements that bfloat16 represents exactly."""
+def _round_share(master: Tensor, dtype: torch.dtype) -> float:
+    """Return the share of nonzero elements that ``dtype`` represents exactly."""
     nonzero = master[master != 0]
-    return float((nonzero.bfloat16().to(nonzero.dtype) == nonzero).double().mean()) if nonzero.numel() else 1.0
+    return float((nonzero.to(dtype).to(nonzero.dtype) == nonzero).double().mean()) if nonzero.numel() else 1.0
 
 
 def _equal(found: Tensor | None, expected: Tensor) -> bool:

@@ -96,6 +96,10 @@ def parse_layout(text: str) -> Layout:
     return layout
 
 
+FLOAT16_SCALE = {"fixed": None, "initial": 1024.0, "window": 4, "hysteresis": 1}
+"""Loss scale of float16 in verify: no overflow in the first steps, some rises, and the rule of torch's GradScaler."""
+
+
 def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str, device: str = "cpu") -> RunConfig:
     """Return the config with this layout, on the same global batch, in the given precision, without ``torch.compile``.
 
@@ -134,6 +138,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "chunks": global_batch // replicas,
             "global_batch": global_batch,
         },
+        loss_scale=FLOAT16_SCALE if dtype == "float16" else {},
         train={"dtype": dtype, "device": device, "compile": False},
     )
 

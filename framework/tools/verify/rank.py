@@ -104,7 +104,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
             findings.tokens.append(recorder.seen)
             findings.validation.append(total.loss_sum / max(total.num_tokens, 1))
     findings.weights.extend(_weights(parts))
-    if config.train.dtype == "bfloat16":
+    if config.train.dtype in ("bfloat16", "float16"):
         findings.masters.extend(_full_tensors(parts, lambda bucket: bucket.master))
     return findings
 

@@ -112,10 +112,14 @@ class PlainRun:
         self.frozen = {model.canonical(n): p for n, p in self.layers.named_parameters() if not p.requires_grad}
         self.labels_per_step = self.global_batch * outline.labels_per_sample
         self.masters = self.parameters
-        """Tensors that the optimizer steps: the weights; for bfloat16, float32 copies with float32 gradients."""
-        if dtype == torch.bfloat16:
+        """Tensors that the optimizer steps: the weights; for 16 bits, float32 copies with float32 gradients."""
+        if dtype.itemsize == 2:
             self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items()}
         self.optimizer = plain_optimizer(self.masters, config.optimizer, model.groups)
+        scale = config.loss_scale
+        self.scaler = torch.amp.GradScaler(
+            "cpu", scale.initial, scale.growth, scale.backoff, scale.window, enabled=dtype == torch.float16
+        )
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of weights and running buffers, by canonical name."""
@@ -152,17 +156,18 @@ class PlainRun:
         """Run one optimizer step on global batch ``step``, counted from 0, and append its numbers to ``findings``."""
         batch = self.microbatches(step)
         num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
-        # bfloat16 gradients must be rounded as in the layouts, which scale by the largest possible number of labels
-        divisor = self.labels_per_step if self.dtype == torch.bfloat16 else num_tokens
+        # gradients in 16 bits must be rounded as in the layouts, which scale by the largest possible number of labels
+        divisor = self.labels_per_step if self.dtype.itemsize == 2 else num_tokens
         total = 0.0
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay
         for inputs, labels, sample_indices in batch:
             loss_sum = self.loss_sum(inputs, labels, sample_indices)
             total += float(loss_sum.detach())
-            (loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
-            if self.dtype == torch.bfloat16:  # a long bfloat16 sum would lose most of its bits
+            self.scaler.scale(loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
+            if self.dtype.itemsize == 2:  # a long sum in 16 bits would lose most of its bits
                 self._accumulate()
+        self.scaler.unscale_(self.optimizer)
         if divisor != num_tokens:
             for master in self.masters.values():
                 assert master.grad is not None
@@ -173,7 +178,8 @@ class PlainRun:
         for group in self.optimizer.param_groups:
             rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
             group["lr"] = rate * group.get("rate_factor", 1.0)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)  # without float16 a plain step
+        self.scaler.update()
         if self.masters is not self.parameters:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():

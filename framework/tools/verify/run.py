@@ -47,14 +47,14 @@ class Reference(NamedTuple):
     rounding: dict[str, float]
     """Rounding error of the weights, per parameter; filled for float32 only."""
     noise: dict[str, float]
-    """Rounding error of the gradients, per parameter; filled for bfloat16 only."""
+    """Rounding error of the gradients, per parameter; filled for 16 bits only."""
     duration_s: float
 
     def noise_in(self, layout: Layout, tied: Collection[str]) -> dict[str, float]:
         """Return the gradient noise that applies to a layout.
 
         Where all activations are rounded as in the plain run, only the ``tied`` weights have noise: torch sums their
-        gradients in bfloat16, pipeline stages sum them in float32.
+        gradients in 16 bits, pipeline stages sum them in float32.
         """
         alike = tolerance_of("bfloat16", layout) is SAME_ROUNDING
         return {name: value for name, value in self.noise.items() if not alike or name in tied}
@@ -86,7 +86,7 @@ def reference_of(
     rounding, noise = {}, {}
     if dtype == "float32":
         rounding = rounding_errors(steps, lambda run: run.weights)
-    if dtype == "bfloat16":  # two gradients of step 1 may lie apart by twice their rounding error
+    if dtype in ("bfloat16", "float16"):  # two gradients of step 1 may lie apart by twice their rounding error
         noise = {name: 2.0 * error for name, error in rounding_errors(1, lambda run: run.gradients).items()}
     return Reference(found, rounding, noise, duration_s)
 
