@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig, dump
+from meshwright.config import RunConfig, dump, phases
 from meshwright.data.sources import example
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
@@ -67,6 +67,7 @@ class Blueprint:
     stages: list[range]
     """Layers of each stage."""
     schedule: Schedule
+    """Schedule of a step; of the largest, with a batch-size ramp."""
     boundaries: list[ValueSpec]
     """Output spec of stage i, the input spec of stage i+1."""
     layer_costs: list[LayerCost]
@@ -75,6 +76,8 @@ class Blueprint:
     """Buffers that forward changes: part of the state, as weights are."""
     recomputed: tuple[str, ...] = ()
     """Layers, and parts of layers, that backward computes again."""
+    ramp: tuple[Schedule, ...] = ()
+    """Schedules of the smaller steps of a batch-size ramp."""
 
     @property
     def num_parameters(self) -> int:
@@ -112,7 +115,8 @@ class Blueprint:
         groups = sorted((i.name, i.rate_factor, i.weight_decay) for i in self.infos.values())
         steps = self.config.train.steps
         rates = [learning_rate(self.config.optimizer, step, steps) for step in _some_steps(steps)]
-        text = dump(self.config) + schedule_digest(self.schedule) + repr((self.stages, groups, rates))
+        schedules = "".join(map(schedule_digest, (self.schedule, *self.ramp)))
+        text = dump(self.config) + schedules + repr((self.stages, groups, rates))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -129,11 +133,18 @@ class BatchNumbers(NamedTuple):
     global_batch: int
 
 
-def batch_numbers(config: RunConfig) -> BatchNumbers:
-    """Return the batch numbers of a resolved config."""
+def batch_numbers(config: RunConfig, samples_seen: int | None = None) -> BatchNumbers:
+    """Return the batch numbers of a resolved config.
+
+    ``samples_seen``: samples before the step; None: the largest step of a batch-size ramp.
+    """
     batch = config.batch
     assert batch.micro_batch_size is not None and batch.chunks is not None and batch.global_batch is not None
-    return BatchNumbers(batch.micro_batch_size, batch.chunks, batch.global_batch)
+    largest = BatchNumbers(batch.micro_batch_size, batch.chunks, batch.global_batch)
+    if samples_seen is None or batch.ramp is None:
+        return largest
+    size = [phase for phase in phases(batch) if phase.samples_seen <= samples_seen][-1].global_batch
+    return BatchNumbers(batch.micro_batch_size, batch.chunks * size // batch.global_batch, size)
 
 
 def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
@@ -158,6 +169,8 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     check_recompute(config.pipeline, model, config.model.builder)
     recomputed = recomputed_names(config.pipeline, model)
     schedule = draw_schedule(config)
+    sizes = [batch_numbers(config, phase.samples_seen).chunks for phase in phases(config.batch)[:-1]]
+    ramp = tuple(draw_schedule(config.replace(batch={"chunks": chunks})) for chunks in sizes)
     check_running(config, model, whole.running, schedule, recomputed)
     costs = count_layers(
         model.layers,
@@ -185,6 +198,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         costs,
         tuple(whole.running),
         tuple(recomputed),
+        ramp,
     )
 
 

@@ -122,6 +122,8 @@ class StepStats(NamedTuple):
     """Loss or gradient were NaN or Inf: weights and optimizer are as before."""
     loss_scale: float = 1.0
     """Loss scale of the step; 1 unless the run computes in float16."""
+    num_samples: int = 0
+    """Samples of the step over all replicas."""
 
 
 class StragglerShare(NamedTuple):

@@ -32,7 +32,7 @@ from meshwright.pipeline.values import cast_floats
 
 @dataclass
 class StepFeed:
-    """The micro-batches of one step for this replica, on this rank's device.
+    """The micro-batches of one step for this replica, on this rank's device: as many as the executor's schedule has.
 
     NOTE [sample indices]: a step trains on global_batch consecutive sample indices from samples_seen on. Micro-batch m
     of replica dp_rank is the block of micro_batch_size indices that starts at samples_seen + (dp_rank x chunks + m) x
@@ -46,7 +46,8 @@ class StepFeed:
 
     def indices(self, m: int) -> range:
         """Return the sample indices of micro-batch ``m``: see NOTE [sample indices]."""
-        micro_batch_size, chunks, _ = batch_numbers(self.parts.config)
+        micro_batch_size, chunks = self.parts.config.batch.micro_batch_size, self.parts.executor.schedule.chunks
+        assert micro_batch_size is not None
         assert 0 <= m < chunks, (m, chunks)
         first = self.samples_seen + (self.parts.mesh.at.dp_rank * chunks + m) * micro_batch_size
         return range(first, first + micro_batch_size)
@@ -79,6 +80,10 @@ def take_step(parts: Parts) -> StepStats:
         NonFiniteError: on every rank, from ``parts.on_nonfinite``.
     """
     state, parts.data_s = parts.state, 0.0
+    batch = batch_numbers(parts.config, state.samples_seen)
+    if parts.executor.schedule.chunks != batch.chunks:  # in a batch-size ramp
+        schedules = {each.chunks: each for each in (*parts.blueprint.ramp, parts.blueprint.schedule)}
+        parts.executor.follow(schedules[batch.chunks])
     for replica in parts.replicas.values():
         replica.begin_step()
     for stage in parts.executor.stages.values():
@@ -101,7 +106,7 @@ def take_step(parts: Parts) -> StepStats:
         state.skipped_in_a_row = 0
     state.loss_scale = next_scale(parts.config, state.loss_scale, overflow=not math.isfinite(stats.grad_norm))
     state.step += 1
-    state.samples_seen += batch_numbers(parts.config).global_batch
+    state.samples_seen += batch.global_batch
     state.tokens_seen += stats.num_tokens
     return stats
 
@@ -131,6 +136,7 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
         flags=frozenset(flag for flag in FLAGS if getattr(sums, flag) > 0),
         skipped=not (math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)),  # the same on every rank
         loss_scale=scale,
+        num_samples=batch_numbers(config, parts.state.samples_seen).global_batch,
     )
     if not stats.skipped:
         parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
@@ -209,6 +215,8 @@ def total_loss(parts: ForwardParts, source: Source, batches: Iterable[int]) -> T
     Collective over all ranks. Equal on every rank and in every layout.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
+    schedule = parts.executor.schedule
+    parts.executor.follow(parts.blueprint.schedule)
     stages = parts.executor.stages.values()
     modes = {module: module.training for stage in stages for module in stage.layers.modules()}
     for stage in stages:
@@ -220,6 +228,7 @@ def total_loss(parts: ForwardParts, source: Source, batches: Iterable[int]) -> T
                 sums += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
     for module, training in modes.items():  # what the builder has put into eval mode stays there
         module.training = training
+    parts.executor.follow(schedule)
     parts.mesh.world.all_reduce(sums).wait()
     loss_sum, num_tokens = sums.tolist()
     return TotalLoss(float(loss_sum), int(num_tokens))

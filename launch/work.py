@@ -10,9 +10,9 @@ import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 
-from meshwright.blueprint import Blueprint, batch_numbers, draw_blueprint
+from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
-from meshwright.config import RunConfig, resolve
+from meshwright.config import RunConfig, resolve, samples_after
 from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources, unigram_nats
 from meshwright.errors import Preempted, RunFilesError
 from meshwright.launch.callbacks import CallbackErrors, Callbacks, find_callbacks, make_callbacks
@@ -88,7 +88,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     parts = build(config, mesh)
     log = print_lines if mesh.rank == 0 else _print_nothing
     log(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
-    if corpus := describe_source(parts.source, config.train.steps * batch_numbers(config).global_batch):
+    if corpus := describe_source(parts.source, samples_after(config.batch, config.train.steps)):
         log(corpus)
     request = StopRequest()
     callbacks = Callbacks([*observers, *make_callbacks(parts)])

@@ -3,7 +3,8 @@
 Refused are unknown or duplicate keys, numbers that are not whole and non-negative, file names with a path, tensors that
 their pieces do not cover exactly once, and counts that contradict each other:
 
-    samples_seen      = step x batch.global_batch (a run never changes its global batch; see `compatible`)
+    samples_seen      = step x batch.global_batch (a run never changes its global batch; see `compatible`); at most that
+                        with batch.ramp
     optimizer_steps  <= step
     skipped_in_a_row <= step - optimizer_steps, and <= watch.most_skipped of the start that saved
     tokens_seen      <= samples_seen x data.sequence_length, for a causal corpus
@@ -200,7 +201,10 @@ def contradictions(manifest: Manifest) -> list[str]:
     if problems:
         return problems
     global_batch = _value(config, "batch", "global_batch")
-    if _is_count(global_batch) and samples_seen != step * global_batch:
+    is_ramp = _value(config, "batch", "ramp") is not None
+    if _is_count(global_batch) and (
+        samples_seen > step * global_batch if is_ramp else samples_seen != step * global_batch
+    ):
         problems.append(
             f"samples_seen = {samples_seen}, and step {step} x batch.global_batch {global_batch} = "
             f"{step * global_batch}"

@@ -21,6 +21,7 @@ REFUSED = {
     "data.task": "the same text would become other samples",
     "batch.global_batch": "a step would have another number of samples than the learning-rate schedule expects; "
     "change micro_batch_size or chunks so that it stays, on any number of ranks",
+    "batch.ramp": "a step would have another number of samples",
     "run.seed": "the order of samples and dropout would change",
     "optimizer.name": "the checkpoint has the state of another optimizer",
     "optimizer.builder": "the checkpoint has the state of another optimizer",

@@ -1,6 +1,8 @@
 """Configuration of a run: TOML plus dotted overrides become a frozen, typed RunConfig; all problems are reported at
 once."""
 
+from meshwright.config.batch import phases as phases
+from meshwright.config.batch import samples_after as samples_after
 from meshwright.config.derived import bucket_bytes as bucket_bytes
 from meshwright.config.derived import default_world_size as default_world_size
 from meshwright.config.derived import reduces_each_microbatch as reduces_each_microbatch

@@ -6,6 +6,7 @@ Pure functions. They run once when the file is read, where dp may still be open,
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from meshwright.config.bounds import MAX_COUNT, MAX_LENGTH
 from meshwright.config.sections import Batch
@@ -53,7 +54,7 @@ def find_problem(batch: Batch, dp: int | None) -> str | None:
 
     ``dp`` is None while it is unknown; then only errors that hold for every dp are found.
     """
-    given = {name: value for name, value in batch.model_dump().items() if value is not None}
+    given = {name: value for name, value in batch.model_dump(exclude={"ramp"}).items() if value is not None}
     if len(given) < 2:
         present = ", ".join(f"{name} = {value}" for name, value in given.items()) or "none of them"
         return (
@@ -103,4 +104,62 @@ def derive(batch: Batch, dp: int) -> Batch:
                 f"batch.{name} follows from the other two and is {value:,}, at most {most:,} is allowed: lower "
                 f"batch.{'global_batch' if name != 'global_batch' else 'micro_batch_size or batch.chunks'}",
             )
-    return Batch(**derived)
+    resolved = Batch(**derived, ramp=batch.ramp)
+    if (wrong := _ramp_problem(resolved, dp)) is not None:
+        raise ConfigError("MW-CONFIG-062", wrong)
+    return resolved
+
+
+def _ramp_problem(batch: Batch, dp: int) -> str | None:
+    """Return what a resolved batch's ramp contradicts, or None."""
+    if batch.ramp is None:
+        return None
+    assert batch.micro_batch_size is not None and batch.global_batch is not None
+    start, increment, _ = batch.ramp
+    given, unit = f"batch.ramp = {list(batch.ramp)}", batch.micro_batch_size * dp
+    if start >= batch.global_batch or (batch.global_batch - start) % increment:
+        return (
+            f"{given}: {start} + a number of times {increment} is not batch.global_batch = {batch.global_batch}: "
+            f"choose a start below it, and an increment that divides the difference"
+        )
+    if start % unit or increment % unit:
+        return (
+            f"{given}: start and increment must be multiples of micro_batch_size {batch.micro_batch_size} x dp {dp} = "
+            f"{unit}, so that each replica has whole micro-batches: round them, or choose a smaller micro_batch_size"
+        )
+    return None
+
+
+class Phase(NamedTuple):
+    """Steps with the same number of samples in a batch-size ramp."""
+
+    first_step: int
+    """Steps before the phase."""
+    samples_seen: int
+    """Samples before the phase."""
+    global_batch: int
+
+
+def phases(batch: Batch) -> list[Phase]:
+    """Return the phases of a resolved batch, the last one with all of ``global_batch``; without a ramp there is one.
+
+    As in Megatron-LM, a step that begins at sample s has start + increment x floor(s x n / samples) samples, with n
+    increments. So it depends on no layout.
+    """
+    assert batch.global_batch is not None
+    start, increment, over = batch.ramp or (batch.global_batch, 1, 1)
+    num_increments = (batch.global_batch - start) // increment
+    found = [Phase(0, 0, start)]
+    while (last := found[-1]).global_batch < batch.global_batch:
+        passed = (last.global_batch - start) // increment
+        steps = -(-(-(-(passed + 1) * over // num_increments) - last.samples_seen) // last.global_batch)
+        samples = last.samples_seen + steps * last.global_batch
+        size = start + increment * min(samples * num_increments // over, num_increments)
+        found.append(Phase(last.first_step + steps, samples, size))
+    return found
+
+
+def samples_after(batch: Batch, steps: int) -> int:
+    """Return the number of samples in the first ``steps`` steps of a run."""
+    last = [phase for phase in phases(batch) if phase.first_step <= steps][-1]
+    return last.samples_seen + (steps - last.first_step) * last.global_batch

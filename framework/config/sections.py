@@ -135,6 +135,11 @@ class Batch(Section):
     """Micro-batches per replica and step (gradient accumulation)."""
     global_batch: Length | None = None
     """Samples of one step over all replicas."""
+    ramp: tuple[Length, Length, Length] | None = Field(
+        default=None, description="[start, increment, samples], as in [32, 32, 1000000]"
+    )
+    """Batch-size ramp: steps have ``start`` samples at first, and ``increment`` more at a time, evenly over the first
+    ``samples`` of the run, until they have ``global_batch``. Chunks change, nothing else. Default: none."""
 
 
 class Parallel(Section):

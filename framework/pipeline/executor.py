@@ -96,9 +96,14 @@ class Executor:
     """Reduce after every backward of a stage, not only after the last one of the step."""
 
     def __post_init__(self) -> None:
-        """Resolve each item of the row to the method that runs it and its argument."""
+        """Prepare to run the schedule."""
         self._activity = self.pp.activity
         self._values = ValueStore(self.pp, self.device)
+        self.follow(self.schedule)
+
+    def follow(self, schedule: Schedule) -> None:
+        """Run this schedule from now on. Resolves each item of the row to its method and argument."""
+        self.schedule = schedule
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
         methods: dict[Kind, Callable[[Action, _Run], None]] = {
             Kind.F: self._forward,

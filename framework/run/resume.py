@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import checkpoint as checkpoints
-from meshwright.blueprint import Blueprint, batch_numbers
+from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import check_manifest, check_space, checkpoint_bytes
-from meshwright.config import RunConfig, write_snapshot
+from meshwright.config import RunConfig, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import states_of
@@ -30,7 +30,7 @@ def prepare(blueprint: Blueprint, data_fingerprint: Mapping[str, str], warn: War
         ConfigError: a checkpoint would not be readable or does not fit on the disk; or the directory is not usable.
     """
     config = blueprint.config
-    samples = config.train.steps * batch_numbers(config).global_batch
+    samples = samples_after(config.batch, config.train.steps)
     at_end = TrainState(
         step=config.train.steps,
         optimizer_steps=config.train.steps,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
-from meshwright.config import Optimizer, RunConfig, reduces_each_microbatch, shard_factor
+from meshwright.config import Optimizer, RunConfig, phases, reduces_each_microbatch, shard_factor
 from meshwright.optimizer.flat import states_of
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.terminal.format import format_size, format_table
@@ -148,6 +148,16 @@ def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
     )
 
 
+def _ramp(blueprint: Blueprint) -> list[str]:
+    """Return the lines of a batch-size ramp; none without one."""
+    if blueprint.config.batch.ramp is None:
+        return []
+    first, *later = phases(blueprint.config.batch)
+    sizes = ", ".join(f"{each.global_batch:,} from step {each.first_step + 1:,}" for each in later[-4:])
+    omitted = " ..., then" if len(later) > 4 else ","
+    return [f"           ramp: {first.global_batch:,} samples{omitted} {sizes}"]
+
+
 def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str:
     """Return the whole summary. ``width``: columns for the schedule; all else fits into 80 where names are short."""
     config, timeline = blueprint.config, simulate(blueprint.schedule, Costs())
@@ -166,6 +176,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             f"           {config.train.dtype}, {zero}{sequence}",
             f"batch      {of_samples}",
             f"           {of_tokens}",
+            *_ramp(blueprint),
             *_price(blueprint),
             *_eight_bit(blueprint),
             *_offload(blueprint),

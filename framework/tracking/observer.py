@@ -91,7 +91,8 @@ def loss_unit(blueprint: Blueprint) -> str:
 def record(parts: Parts, event: StepEvent) -> StepRecord:
     """Return the record of a step."""
     config, world_size, stats = parts.config, parts.mesh.grid.size, event.stats
-    flops_per_s = parts.blueprint.flops_per_step / event.step_s / world_size
+    share = stats.num_samples / batch_numbers(config).global_batch  # less than 1 in a batch-size ramp
+    flops_per_s = share * parts.blueprint.flops_per_step / event.step_s / world_size
     peak = peak_flops(parts.mesh.device, config.train.dtype)
     straggler, loss = event.straggler, event.validation_loss
     return StepRecord(
@@ -103,7 +104,7 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         learning_rate=stats.learning_rate,
         step_s=event.step_s,
         data_s=parts.data_s,
-        tokens_per_s=batch_numbers(config).global_batch * parts.blueprint.example.tokens_per_sample / event.step_s,
+        tokens_per_s=stats.num_samples * parts.blueprint.example.tokens_per_sample / event.step_s,
         num_devices=world_size,
         tflops_per_device=flops_per_s / 1e12,
         mfu=flops_per_s / peak if peak else None,

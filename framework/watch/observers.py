@@ -125,7 +125,7 @@ def build_trace(pipeline: Sequence[RankSpans], parts: Parts) -> Trace:
         device=parts.mesh.device.type,
         hosts=tuple(each.host for each in pipeline),
         clock_error_s=error_s,
-        schedule=format_schedule(parts.blueprint.schedule),
+        schedule=format_schedule(parts.executor.schedule),
         spans=tuple((span.rank, str(span.action), span.start, span.end) for span in spans),
         data=tuple((each.rank, each.start, each.end) for each in readings),
     )

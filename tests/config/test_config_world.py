@@ -116,7 +116,9 @@ def test_a_batch_is_right_or_told_how_to_become_so(m: int | None, c: int | None,
         whole = derive(batch, dp)
         assert None not in (whole.micro_batch_size, whole.chunks, whole.global_batch)
         assert whole.micro_batch_size * whole.chunks * dp == whole.global_batch
-        assert all(old in (None, new) for old, new in zip((m, c, g), whole.model_dump().values(), strict=True))
+        assert all(
+            old in (None, new) for old, new in zip((m, c, g), whole.model_dump(exclude={"ramp"}).values(), strict=True)
+        )
         assert find_problem(batch, None) is None  # what is right for one dp is not refused while dp is open
     elif said is not None and (moves := re.findall(r"batch\.(\w+) = (\d+)(?: or (\d+))?", said.split(": ")[-1])):
         for name, *numbers in moves:  # every number that the message proposes does work

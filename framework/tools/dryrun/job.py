@@ -84,7 +84,8 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
 
 def _with_few_chunks(config: RunConfig) -> RunConfig:
     batch = batch_numbers(config)
-    return config.replace(batch={"chunks": CHUNKS, "global_batch": CHUNKS * batch.global_batch // batch.chunks})
+    few = {"chunks": CHUNKS, "global_batch": CHUNKS * batch.global_batch // batch.chunks, "ramp": None}
+    return config.replace(batch=few)
 
 
 def _kind(blueprint: Blueprint, pp_rank: int) -> Any:

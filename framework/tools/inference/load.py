@@ -126,7 +126,7 @@ def config_for(
     tree = saved.model_dump(mode="json")
     for section in ONLY_TRAINING:
         del tree[section]
-    tree["batch"]["chunks"] = None  # follows from global_batch, which stays, and dp
+    tree["batch"] |= {"chunks": None, "ramp": None}  # chunks follow from global_batch, which stays, and dp
     tree["train"]["compile"] = False
     tree["parallel"] |= {"zero": 1, "shard_factor": None, "reduce": None, "offload": False, "offload_directory": None}
     if changed.get(("parallel", "tp")) == 1 and ("parallel", "sequence") not in changed:

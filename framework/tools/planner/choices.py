@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig, shard_factor
+from meshwright.config import RunConfig, phases, shard_factor
 from meshwright.errors import UserError
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright.tools.planner.hardware import Hardware
@@ -134,6 +134,7 @@ def choices(
 ) -> Iterator[Choice | Rejection]:
     """Yield all layouts and rejections. ``offload``: with the optimizer on the host."""
     size, global_batch = nodes * hardware.devices_per_node, batch_numbers(cache.config).global_batch
+    unit = math.gcd(*(phase.global_batch for phase in phases(cache.config.batch)))
     num_layers = len(cache.names)
     recomputes = ["none", *(["selective"] if cache.model.selective_recompute else []), "full"]
     for tp in divisors(size):
@@ -159,14 +160,18 @@ def choices(
             if pp > num_layers:
                 yield Rejection(f"pp {pp} stages, but {num_layers} layers", f"pp {pp} x tp {tp}", 1)
                 continue
-            if global_batch % dp:
-                near = [each for each in divisors(global_batch) if each <= dp]
-                rule = f"global batch {global_batch} is not a multiple of dp {dp} (nearest smaller divisor: {near[-1]})"
+            if unit % dp:
+                near = [each for each in divisors(unit) if each <= dp]
+                ramp = "" if unit == global_batch else ", with its ramp,"
+                rule = f"global batch {global_batch}{ramp} is not a multiple of dp {dp}"
+                rule += f" (nearest smaller divisor: {near[-1]})"
                 yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
                 continue
             of_degrees = partial(Choice, pp=pp, dp=dp, tp=tp, sequence=sequence, offload=offload)
             in_node = max(1, hardware.devices_per_node // tp)
-            yield from _of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node)
+            for each in _of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node):
+                if isinstance(each, Rejection) or unit % (dp * each.micro_batch_size) == 0:
+                    yield each
 
 
 def _of_degrees(

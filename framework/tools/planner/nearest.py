@@ -50,7 +50,7 @@ class _Request(NamedTuple):
 
     def with_samples(self, samples: int) -> _Request:
         """Return the request with another global batch."""
-        config = self.cache.config.replace(batch={"chunks": samples, "global_batch": samples})
+        config = self.cache.config.replace(batch={"chunks": samples, "global_batch": samples, "ramp": None})
         cache = dataclasses.replace(self.cache, config=config)
         cache.__dict__["model"] = self.cache.model
         return self._replace(cache=cache)

@@ -137,6 +137,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "micro_batch_size": layout.micro_batch_size,
             "chunks": global_batch // replicas,
             "global_batch": global_batch,
+            "ramp": None,
         },
         loss_scale=FLOAT16_SCALE if dtype == "float16" else {},
         train={"dtype": dtype, "device": device, "compile": False},

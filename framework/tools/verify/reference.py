@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, samples_after
 from meshwright.config.functions import error_place
 from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
@@ -126,10 +126,10 @@ class PlainRun:
         weights = {name: p.detach().clone() for name, p in {**self.parameters, **self.frozen}.items()}
         return weights | widened(running_values(self.layers, self.running))
 
-    def microbatches(self, step: int) -> list[tuple[Any, Tensor, Tensor]]:
-        """Return (inputs, labels, sample indices (B,)) of the micro-batches of a global batch, in order."""
-        first, size = step * self.global_batch, self.micro_batch_size
-        starts = range(first, first + self.global_batch, size)
+    def microbatches(self, first: int, stop: int) -> list[tuple[Any, Tensor, Tensor]]:
+        """Return (inputs, labels, sample indices (B,)) of the micro-batches of samples [first, stop), in order."""
+        size = self.micro_batch_size
+        starts = range(first, stop, size)
         return [(*self.source.read(range(at, at + size)), torch.arange(at, at + size)) for at in starts]
 
     def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor, *, training: bool = True) -> Tensor:
@@ -154,7 +154,7 @@ class PlainRun:
 
     def step(self, step: int, findings: RunNumbers) -> None:
         """Run one optimizer step on global batch ``step``, counted from 0, and append its numbers to ``findings``."""
-        batch = self.microbatches(step)
+        batch = self.microbatches(*(samples_after(self.config.batch, each) for each in (step, step + 1)))
         num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
         # gradients in 16 bits must be rounded as in the layouts, which scale by the largest possible number of labels
         divisor = self.labels_per_step if self.dtype.itemsize == 2 else num_tokens
@@ -201,7 +201,7 @@ class PlainRun:
         """Append the loss of one global batch in eval mode to ``findings``."""
         modes = {module: module.training for module in self.layers.modules()}
         self.layers.eval()
-        batch = self.microbatches(batch_index)
+        batch = self.microbatches(batch_index * self.global_batch, (batch_index + 1) * self.global_batch)
         with torch.no_grad():
             total = sum(float(self.loss_sum(*microbatch, training=False)) for microbatch in batch)
         for module, training in modes.items():  # modules that the builder has put into eval mode stay in it

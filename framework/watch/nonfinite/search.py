@@ -91,9 +91,7 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
     A piece is either this rank's own gradient of the whole step, or a sum over several ranks.
     """
     mesh, evidence = parts.mesh, []
-    samples = tuple(
-        sample for m in range(parts.blueprint.schedule.chunks) for sample in feed.sample_indices(m).tolist()
-    )
+    samples = tuple(sample for m in range(parts.executor.schedule.chunks) for sample in feed.sample_indices(m).tolist())
     for bucket in replica.buckets:
         summed_over_dp = bucket.sharding.num_replicas > 1
         own_shard = bucket.sharding.shard.rank
