@@ -19,7 +19,8 @@ def microbatch(
     """Return micro-batch ``m`` of replica ``dp_rank`` in the step that starts at ``samples_seen``."""
     batch = Batch(micro_batch_size=micro_batch_size, chunks=chunks, global_batch=micro_batch_size * chunks * dp)
     mesh = SimpleNamespace(at=SimpleNamespace(dp_rank=dp_rank), device=torch.device("cpu"))
-    parts: Any = SimpleNamespace(config=RunConfig(batch=batch), mesh=mesh, data_s=0.0)
+    executor = SimpleNamespace(schedule=SimpleNamespace(chunks=chunks))
+    parts: Any = SimpleNamespace(config=RunConfig(batch=batch), mesh=mesh, executor=executor, data_s=0.0)
     return StepFeed(parts, source, samples_seen).microbatch(m)
 
 

@@ -76,6 +76,11 @@ FLAGS = {
             *("start_weight_decay", "end_weight_decay", "weight_decay_incr_style", "no_weight_decay_cond_type"),
         )
     },
+    **{
+        f"{section}.{name}": name.replace("_", "-")
+        for section in ("optimizer", "mixed_precision")
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    },
     "mixed_precision.bf16": "bf16",
     "mixed_precision.fp16": "fp16",
     "ddp.use_distributed_optimizer": "use-distributed-optimizer",

@@ -216,12 +216,35 @@ def _batch(draft: Draft) -> int | None:
     total = draft.optional_count("global-batch-size")
     if total is not None:
         draft.put("batch.global_batch", total)
+        _ramp(draft, total)
         return total
+    if draft.has("rampup-batch-size"):
+        draft.refuse("rampup-batch-size", "the ramp ends at --global-batch-size, which is missing")
     draft.put("batch.chunks", 1, "without --global-batch-size Megatron-LM takes micro_batch_size x dp")
     dp = draft.tree.get("parallel.dp")
     if {"global-batch-size", "micro-batch-size"} & draft.unset.keys():
         return None
     return micro * dp if isinstance(dp, int) else None
+
+
+def _ramp(draft: Draft, total: int) -> None:
+    """Translate the batch-size ramp to ``total`` samples: start, increment and samples."""
+    given = draft.value("rampup-batch-size")
+    words = [str(word).replace("_", "") for word in (given if isinstance(given, list) else [given])]
+    if is_off(given):
+        return
+    if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):
+        draft.refuse("rampup-batch-size", "it is no start, increment and number of samples")
+        return
+    start, increment, samples = (int(word) for word in words)
+    if start >= total or (total - start) % increment:
+        draft.refuse("rampup-batch-size", f"no number of increments leads from its start to {total}")
+        return
+    if "rampup-batch-size" in draft.without:
+        draft.drop("rampup-batch-size", DropReason.NONE, "left out by --without")
+        return
+    why = "the learning rate follows steps here and samples there, so in the ramp it is another"
+    draft.put("batch.ramp", [start, increment, samples], why)
 
 
 def _services(draft: Draft) -> None:

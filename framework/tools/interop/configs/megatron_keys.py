@@ -36,8 +36,8 @@ REST = (
     DropRule("undefined.*", DropReason.BY_HAND, "the file does not define this variable, nor the flags in it"),
     DropRule("fp8*", DropReason.NONE, "no float8"),
     DropRule("fp4*", DropReason.NONE, "no float4"),
-    DropRule("fp16*", DropReason.NONE, "float16, which needs loss scaling, is not supported"),
-    DropRule("*loss-scale* hysteresis", DropReason.NONE, "bfloat16 needs no loss scaling"),
+    DropRule("fp16-lm-cross-entropy", DropReason.DIFFERS, "the loss is computed in float32"),
+    DropRule("*loss-scale* hysteresis", DropReason.NEEDLESS, "without --fp16"),
     DropRule("grad-reduce-in-bf16", DropReason.DIFFERS, "gradients are summed in float32"),
     DropRule(
         "context-parallel-size hierarchical-context-parallel-sizes cp-comm-type",
@@ -81,8 +81,7 @@ REST = (
 """Rows for all flags without a translation; the first match applies."""
 
 REFUSED = {
-    "rampup-batch-size": "the batch size is fixed here",
-    "step-batch-size-schedule": "the batch size is fixed here",
+    "step-batch-size-schedule": "the batch size rises evenly here, by batch.ramp",
     "decoupled-lr": "one learning rate for all weights here",
     "decoupled-min-lr": "one learning rate for all weights here",
     "apply-wd-to-qk-layernorm": "norms are never decayed here",

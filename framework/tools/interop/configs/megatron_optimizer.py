@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.config import Batch, phases
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.source_keys import FLOAT16, DropReason
 from meshwright.tools.interop.configs.translation import Draft
 
 
@@ -26,7 +26,7 @@ def learning_rate(draft: Draft, samples: int | None) -> float | None:
                     "MW-INTEROP-006",
                     f"{draft.place(f'{name}-samples')}: converting samples to steps needs --global-batch-size",
                 )
-            return by_samples / samples
+            return _steps_of(draft, by_samples, samples)
         return iterations
 
     total, end, warmup = in_steps("train"), in_steps("lr-decay"), in_steps("lr-warmup")
@@ -50,6 +50,14 @@ def learning_rate(draft: Draft, samples: int | None) -> float | None:
         draft.leave_open("optimizer.learning_rate", 3e-4, draft.why_missing("lr"))
     _decay(draft, steps, end, in_steps("lr-wsd-decay"))
     return rate
+
+
+def _steps_of(draft: Draft, num_samples: float, global_batch: int) -> float:
+    """Return the number of steps with this many samples, the batch-size ramp included."""
+    ramp = draft.tree.get("batch.ramp")
+    batch = Batch(micro_batch_size=1, chunks=1, global_batch=global_batch, ramp=ramp and tuple(ramp))
+    last = [phase for phase in phases(batch) if phase.samples_seen <= num_samples][-1]
+    return last.first_step + (num_samples - last.samples_seen) / last.global_batch
 
 
 def _decay(draft: Draft, steps: int, end: float | None, wsd: float | None) -> None:
@@ -92,7 +100,20 @@ def optimizer(draft: Draft, rate: float | None) -> None:
         draft.refuse("weight-decay-incr-style", "the weight decay is constant here")
     draft.skip("start-weight-decay", "end-weight-decay")
     draft.put("optimizer.clip_norm", draft.number("clip-grad", 1.0))
-    low = draft.boolean("bf16") or draft.boolean("fp16")
-    if draft.has("fp16"):
-        draft.drop("fp16", DropReason.DIFFERS, FLOAT16)
-    draft.put("train.dtype", "bfloat16" if low else "float32")
+    is_half = draft.boolean("fp16")
+    draft.put("train.dtype", "float16" if is_half else "bfloat16" if draft.boolean("bf16") else "float32")
+    if is_half:
+        _loss_scale(draft)
+
+
+def _loss_scale(draft: Draft) -> None:
+    """Translate the loss scale of float16. The defaults are the same."""
+    fixed = draft.number("loss-scale")
+    draft.put("loss_scale.fixed", fixed)
+    if fixed is not None:
+        draft.skip("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
+        return
+    draft.put("loss_scale.initial", draft.number("initial-loss-scale"))
+    draft.put("loss_scale.minimum", draft.number("min-loss-scale"))
+    draft.put("loss_scale.window", draft.optional_count("loss-scale-window"))
+    draft.put("loss_scale.hysteresis", draft.optional_count("hysteresis"))

@@ -12,7 +12,7 @@ from meshwright.config.keys import format_value
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.nanotron_keys import CONFIG, FACTORY, NOT_LLAMA, REST, SCHEDULES
 from meshwright.tools.interop.configs.nanotron_optimizer import optimizer
-from meshwright.tools.interop.configs.source_keys import CORPUS, FLOAT16, MUP, PREPARED, PRETRAINED, DropReason, is_off
+from meshwright.tools.interop.configs.source_keys import CORPUS, MUP, PREPARED, PRETRAINED, DropReason, is_off
 from meshwright.tools.interop.configs.translation import Draft
 
 STAND_IN = "runs/data/corpus/train"
@@ -230,11 +230,7 @@ def _train(draft: Draft) -> None:
     draft.put("data.sequence_length", length)
     _data(draft)
     dtype = draft.text("model.dtype", "bfloat16") or ""
-    if dtype in ("float16", "fp16"):
-        draft.put("train.dtype", "bfloat16")
-        draft.drop("model.dtype", DropReason.DIFFERS, FLOAT16)
-    else:
-        draft.put("train.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
+    draft.put("train.dtype", {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(dtype, dtype))
     draft.put("run.seed", draft.integer("general.seed", 42))
     run = draft.text("general.run")
     if run is not None:

@@ -74,7 +74,6 @@ PRETRAINED = (
 TRACING = "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"
 METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
 BALANCE = "pipeline.balance, as numbers of layers"
-FLOAT16 = 'float16, which needs loss scaling, is not supported; train.dtype = "bfloat16" instead'
 MUP = (
     "muP scales initial weights, learning rates and logits by the width. None of these scales exists here, so the same "
     "learning rate would train another model"

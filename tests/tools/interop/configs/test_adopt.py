@@ -31,7 +31,7 @@ FILES = {
 }
 
 
-WITHOUT = {"torchtitan.toml": {"lr_scheduler.decay_type"}, "gpt.sh": {"rampup-batch-size"}}
+WITHOUT = {"torchtitan.toml": {"lr_scheduler.decay_type"}}
 """Keys of the samples that have no counterpart and change the training."""
 
 
@@ -146,9 +146,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "pipeline.recompute_layers": ["block0", "block2", "block4", "block6"],
         "batch.micro_batch_size": 1,
         "batch.global_batch": 32,
+        "batch.ramp": (16, 16, 5000),
         "optimizer.warmup_steps": 4,
         "optimizer.betas": (0.9, 0.95),
-        "train.dtype": "bfloat16",
+        "train.dtype": "float16",
         "data.train": "/data/books_text_document",
     },
     "llama.sh": {
@@ -263,8 +264,6 @@ LEFT: dict[str, dict[str, tuple[DropReason, int]]] = {
         "tokenizer.tokenizer_name_or_path": (DropReason.BY_HAND, 75),
     },
     "gpt.sh": {
-        "--rampup-batch-size": (DropReason.NONE, 26),
-        "--fp16": (DropReason.DIFFERS, 33),
         "--split": (DropReason.BY_HAND, 56),
         "--save": (DropReason.NEEDLESS, 64),
     },
@@ -325,11 +324,13 @@ def test_documents_that_are_kept_apart_stay_apart(adopted: Callable[..., Importe
 
 
 def test_flags_in_quotes_over_many_lines_have_their_own_line(adopted: Callable[..., ImportedConfig]) -> None:
-    text = 'A="\n    --num-layers 2 \\\n    --hidden-size 32 --fp16 \\\n    --split 9,1\n"\nA="$A \\\n  --profile"\n'
+    text = (
+        'A="\n    --num-layers 2 \\\n    --hidden-size 32 --mock-data \\\n    --split 9,1\n"\nA="$A \\\n  --profile"\n'
+    )
     text += FILES["flags.txt"].replace("--num-layers 2 --hidden-size 32", "torchrun pretrain_gpt.py $A")
     found = reasons(adopted("flags.txt", text=text))
-    assert {key: found[key][1] for key in ("--fp16", "--split", "--profile")} == {
-        "--fp16": 3,
+    assert {key: found[key][1] for key in ("--mock-data", "--split", "--profile")} == {
+        "--mock-data": 3,
         "--split": 4,
         "--profile": 7,
     }

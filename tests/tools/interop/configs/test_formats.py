@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.config import resolve
+from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.tools.interop.configs import ImportedConfig, convert_file, file_text, format_report
@@ -175,7 +175,7 @@ def test_the_run_config_of_megatron_bridge(tmp_path: Path) -> None:
         ("start_weight_decay: 0.033", "start_weight_decay: 0.01", "the weight decay is constant here"),
         ("softmax_type: vanilla", "softmax_type: learnable", "one kind of softmax here"),
         ("qk_layernorm: true", "use_mup: true", "muP scales"),
-        ("rampup_batch_size: null", "rampup_batch_size: [2, 2, 100]", "the batch size is fixed here"),
+        ("rampup_batch_size: null", "rampup_batch_size: [2, 7, 100]", "no number of increments leads from"),
         ("pretrained_checkpoint: null", "pretrained_checkpoint: /w", "would start from random weights"),
     ],
 )
@@ -291,3 +291,37 @@ def test_a_decay_that_starts_late_and_ends_early(tmp_path: Path, name: str) -> N
     for step in range(optimizer.warmup_steps, config.train.steps):
         share = min(1.0, max(0.0, (step + 1 - start) / (end - start)))
         assert learning_rate(optimizer, step, config.train.steps) == pytest.approx(peak + (low - peak) * share)
+
+
+LOW = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 128 --seq-length 32 --lr 1e-4 --train-iters 9"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--fp16", {}),
+        ("--fp16 --loss-scale 128 --hysteresis 4", {"fixed": 128.0}),
+        (
+            "--fp16 --initial-loss-scale 65536 --min-loss-scale 2 --loss-scale-window 500 --hysteresis 1",
+            {"initial": 65536.0, "minimum": 2.0, "window": 500, "hysteresis": 1},
+        ),
+    ],
+)
+def test_float16_of_megatron_with_its_loss_scale(tmp_path: Path, flags: str, expected: dict[str, float]) -> None:
+    path = tmp_path / "flags.txt"
+    path.write_text(f"{LOW} {flags}")
+    config = convert_file(path).config
+    assert config.train.dtype == "float16" and config.loss_scale == RunConfig().loss_scale.model_copy(update=expected)
+
+
+def test_a_ramp_of_megatron_and_samples_as_steps_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "flags.txt"
+    samples = LOW.replace("--train-iters 9", "--train-samples 64 --lr-warmup-samples 8 --lr-decay-samples 48")
+    path.write_text(f"{samples} --micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 2 2 2_4")
+    found = convert_file(path)
+    config = found.config
+    assert config.batch.ramp == (2, 2, 24)  # steps of 2, 2, 2, 2, 4, 4, 6, 6, 8, 8, ...: 8 after 4, 28 after 8
+    assert (config.train.steps, config.optimizer.warmup_steps, config.optimizer.decay_until) == (12, 4, 10)
+    assert any("the learning rate follows steps here" in note for note in found.decided)

@@ -69,7 +69,15 @@ def test_another_model_is_never_imported_as_a_llama(
 
 
 REFUSED = [
-    ("a.sh", f"--rampup-batch-size 2 2 100 {FLAGS}", "rampup-batch-size", "the batch size is fixed here"),
+    (
+        "a.sh",
+        f"--step-batch-size-schedule '0:2 100:4' {FLAGS}",
+        "step-batch-size-schedule",
+        "the batch size rises evenly here",
+    ),
+    ("a.sh", f"--rampup-batch-size 2 2 100 {FLAGS}", "rampup-batch-size", "the ramp ends at --global-batch-size"),
+    ("a.sh", f"--rampup-batch-size 2 3 9 --global-batch-size 16 {FLAGS}", "rampup-batch-size", "no number of incr"),
+    ("a.sh", f"--rampup-batch-size 2 2 --global-batch-size 16 {FLAGS}", "rampup-batch-size", "no start, increment"),
     ("a.sh", f"--decoupled-lr 5e-4 {FLAGS}", "decoupled-lr", "one learning rate for all weights"),
     ("a.sh", f"--fim-data {FLAGS}", "fim-data", "filling in the middle"),
     ("a.sh", f"--sft {FLAGS}", "sft", "conversation"),
