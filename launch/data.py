@@ -83,15 +83,14 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
 
 def _show_stages(options: argparse.Namespace) -> int:
     """Print the stages of a configuration with the share of each corpus, then samples of each corpus."""
-    from meshwright.config import default_world_size, load, resolve
+    from meshwright.config import default_world_size, load, resolve, samples_after
     from meshwright.data import prepare as data
     from meshwright.data.sources import causal_corpora, describe_source, open_sources
 
     config = load(options.place)
     config = resolve(config, default_world_size(config, 0))
     source, _ = open_sources(config)
-    assert config.batch.global_batch is not None
-    put(describe_source(source, config.train.steps * config.batch.global_batch))
+    put(describe_source(source, samples_after(config.batch, config.train.steps)))
     for corpus in causal_corpora(source):
         put()
         tokenizer = options.tokenizer or config.data.tokenizer or corpus.prefix.with_name("tokenizer.json")

@@ -3,6 +3,7 @@ once."""
 
 from meshwright.config.batch import phases as phases
 from meshwright.config.batch import samples_after as samples_after
+from meshwright.config.batch import step_of as step_of
 from meshwright.config.derived import bucket_bytes as bucket_bytes
 from meshwright.config.derived import default_world_size as default_world_size
 from meshwright.config.derived import reduces_each_microbatch as reduces_each_microbatch

@@ -106,7 +106,7 @@ def derive(batch: Batch, dp: int) -> Batch:
             )
     resolved = Batch(**derived, ramp=batch.ramp)
     if (wrong := _ramp_problem(resolved, dp)) is not None:
-        raise ConfigError("MW-CONFIG-062", wrong)
+        raise ConfigError("MW-CONFIG-063", wrong)
     return resolved
 
 
@@ -157,6 +157,12 @@ def phases(batch: Batch) -> list[Phase]:
         size = start + increment * min(samples * num_increments // over, num_increments)
         found.append(Phase(last.first_step + steps, samples, size))
     return found
+
+
+def step_of(batch: Batch, sample: int) -> int:
+    """Return the number of the step that reads a sample of the run; the first step is 1."""
+    last = [phase for phase in phases(batch) if phase.samples_seen <= sample][-1]
+    return last.first_step + (sample - last.samples_seen) // last.global_batch + 1
 
 
 def samples_after(batch: Batch, steps: int) -> int:

@@ -262,6 +262,6 @@ RULES = (
         "MW-CONFIG-060", _own_optimizer, ("optimizer.builder", "optimizer.name", "optimizer.options", "optimizer.betas")
     ),
     Rule("MW-CONFIG-059", _own_schedule, ("optimizer.schedule", "optimizer.warmup_steps")),
-    Rule("MW-CONFIG-061", _loss_scale, ("train.dtype", "loss_scale.fixed", "loss_scale.minimum", "loss_scale.initial")),
+    Rule("MW-CONFIG-062", _loss_scale, ("train.dtype", "loss_scale.fixed", "loss_scale.minimum", "loss_scale.initial")),
     Rule("MW-CONFIG-055", _validation, ("train.validate_every", "train.validate_steps", "data.validation")),
 )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from os.path import realpath
 from typing import NamedTuple
 
-from meshwright.config import RunConfig
+from meshwright.config import Batch, RunConfig, samples_after, step_of
 from meshwright.data.blend import Blend
 from meshwright.data.corpus import Corpus
 from meshwright.data.order import BlendOrder, SampleOrder, whole_weights
@@ -64,17 +64,17 @@ class StageOrder:
 class StageBlend(Blend):
     """All corpora of a run with data stages, with consecutive sample numbers."""
 
-    def __init__(self, corpora: Sequence[Corpus], stages: tuple[StageCorpora, ...], global_batch: int) -> None:
+    def __init__(self, corpora: Sequence[Corpus], stages: tuple[StageCorpora, ...], batch: Batch) -> None:
         super().__init__(corpora)
         self.stages = stages
-        self.global_batch = global_batch
+        self.batch = batch
 
     def describe(self, num_samples: int) -> list[str]:
         """Return a line for each corpus of each stage in a run of ``num_samples`` samples."""
         lines = []
         ends = [*(stage.first for stage in self.stages[1:]), num_samples]
         for stage, end in zip(self.stages, ends, strict=True):
-            first_step, last_step = stage.first // self.global_batch + 1, -(-end // self.global_batch)
+            first_step, last_step = step_of(self.batch, stage.first), step_of(self.batch, end - 1)
             lines.append(
                 f"data       {stage.key}, steps {first_step:,} to {last_step:,}, {end - stage.first:,} samples:"
             )
@@ -91,15 +91,14 @@ def open_stages(config: RunConfig, open_corpus: Callable[[str], Corpus]) -> tupl
     Raises:
         DataError: a corpus is damaged or does not fit the model, or the last stage begins after the last sample.
     """
-    data, seed, global_batch = config.data, config.run.seed, config.batch.global_batch
-    assert global_batch is not None, "resolve the configuration first"
-    starts = [each.from_samples or ((each.from_step or 1) - 1) * global_batch for each in data.stages]
-    num_samples = config.train.steps * global_batch
+    data, seed = config.data, config.run.seed
+    starts = [each.from_samples or samples_after(config.batch, (each.from_step or 1) - 1) for each in data.stages]
+    num_samples = samples_after(config.batch, config.train.steps)
     if starts[-1] >= num_samples:
         raise DataError(
             "MW-DATA-105",
-            f"data.stages: a stage from sample {starts[-1]:,} on never starts in train.steps {config.train.steps:,} x "
-            f"global_batch {global_batch} = {num_samples:,} samples: leave it out, or train longer",
+            f"data.stages: a stage from sample {starts[-1]:,} on never starts in the {num_samples:,} samples of "
+            f"train.steps = {config.train.steps:,}: leave it out, or train longer",
         )
     keys = ["data.train", *(f"data.stages[{at}].train" for at in range(len(data.stages)))]
     corpora: list[Corpus] = []
@@ -127,4 +126,4 @@ def open_stages(config: RunConfig, open_corpus: Callable[[str], Corpus]) -> tupl
         stages.append(StageCorpora(first, keys[at], tuple(found), weights, is_mixture, order, offsets))
         if at < len(starts):
             drawn.update(dict(zip(found, order.drawn(starts[at] - first), strict=True)))
-    return StageBlend(corpora, tuple(stages), global_batch), StageOrder(tuple(stages), tuple(orders))
+    return StageBlend(corpora, tuple(stages), config.batch), StageOrder(tuple(stages), tuple(orders))

@@ -11,7 +11,7 @@ import torch
 from meshwright.checkpoint.compatible import check_compatible
 from meshwright.checkpoint.manifest import CheckpointMetadata
 from meshwright.checkpoint.save import merge
-from meshwright.config import RunConfig, load, to_toml
+from meshwright.config import RunConfig, load, samples_after, to_toml
 from meshwright.data.causal import CorpusSource
 from meshwright.data.order import BlendOrder, SampleOrder
 from meshwright.data.sources import data_fingerprint, describe_source, open_sources
@@ -156,10 +156,18 @@ def test_wrong_stages(tmp_path: Path, corpora: Path, stages: list[dict[str, Any]
 
 
 def test_stages_need_a_corpus_and_samples_left(corpora: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"from sample 80 on never starts in train\.steps 10 x global_batch 8 = 80"):
+    with pytest.raises(DataError, match=r"from sample 80 on never starts in the 80 samples of train\.steps = 10"):
         open_sources(config_of(corpora, {"from_samples": 80, "train": "b"}))
     own = config_of(corpora, *ANNEALING)
     own = own.replace(data={"train": "", "builder": "a:b", "packing": "stream", "sequence_length": 1024})
     (tmp_path / "run.toml").write_text(to_toml(own))
     with pytest.raises(ConfigError, match=r"data\.stages = .* without effect: the samples come from data\.builder"):
         load(tmp_path / "run.toml")
+
+
+def test_in_a_batch_size_ramp_a_stage_begins_with_its_step(corpora: Path) -> None:
+    config = config_of(corpora, *ANNEALING).replace(batch={"ramp": (4, 4, 12)})  # steps of 4, 4, 4, 8, 8 ... samples
+    source, _ = open_sources(config)
+    text = describe_source(source, samples_after(config.batch, 10))
+    assert "steps 1 to 3, 12 samples" in text and "steps 4 to 7, 32 samples" in text, text
+    assert "steps 8 to 10, 24 samples" in text, text
