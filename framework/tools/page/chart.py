@@ -9,23 +9,20 @@ Loss  nats per token                     step 400: training 4.21, validation 4.3
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup
 
+from meshwright.tools.page.points import Point, columns, thin
+
 SIDE = 10_000
 """Side of the square SVG before stretching; coordinates are whole numbers in it."""
-MAX_POINTS = 600
-"""Most points of one curve. A longer curve keeps the lowest and highest of neighbours, so that no spike is lost."""
-MAX_LABELS = 6
-MAX_DOTS = 50
-NUM_COLOURS = 6
+MAX_LABELS, MAX_DOTS, NUM_COLOURS = 6, 50, 6
 LOG_FROM = 30.0
 """Ratio of the largest value to the median above which the y axis is logarithmic, if the chart allows it."""
-
-Point = tuple[float, float]
 
 
 class Quantity(NamedTuple):
@@ -48,7 +45,10 @@ class Curve(NamedTuple):
     """(x, y) with rising x; a y that is not finite is a gap."""
     colour: int = 0
     look: str = ""
-    """Any of ``pale`` (behind others), ``lost`` (steps that do not count), ``dots`` (if few), separated by blanks."""
+    """Any of ``pale`` (behind others), ``lost`` (steps that do not count), ``dots`` (if few), ``mean`` (a running mean,
+    left out where the page smooths by itself), ``hidden`` (shown only then), separated by blanks."""
+    run: int = 0
+    """Index of the run whose steps are the x values, if x is a step."""
 
 
 class Mark(NamedTuple):
@@ -73,7 +73,8 @@ def chart(
     ``levels``: (y, name) of horizontal lines.
     """
     title, unit, from_zero, may_be_log = quantity
-    levels = list(levels)
+    levels, every = list(levels), curves
+    curves = [curve for curve in curves if curve.look != "hidden"]
     finite = [(x, y) for curve in curves for x, y in curve.points if math.isfinite(y)]
     if not finite:
         return Markup("")
@@ -85,16 +86,17 @@ def chart(
 
     frame = Frame(x_axis, y_axis)
     return Markup(
-        '<figure class="chart"><figcaption><b>{title}</b> <span class="soft">{unit}{scale}</span>'
-        '</figcaption><div class="key">{key}</div><div class="plot">'
+        '<figure class="chart"><figcaption><b>{title}</b> <span class="soft">{unit} '
+        '<span class="scale">{scale}</span></span></figcaption><div class="key">{key}</div><div class="plot">'
         '<div class="ys">{ys}</div><div class="area"><svg role="img" aria-label="{title}" viewBox="0 0 {side} {side}" '
-        'preserveAspectRatio="none" data-x="{x0} {x1} {x_name}" data-y="{y0} {y1} {kind}">{drawn}</svg>'
+        'preserveAspectRatio="none" data-x="{x0} {x1} {x_name}" data-y="{y0} {y1} {kind}" '
+        'data-all="{everything}">{drawn}</svg>'
         '<span class="now" aria-hidden="true"></span></div>'
         '<div class="xs">{xs}</div></div></figure>'
     ).format(
         title=title,
         unit=unit,
-        scale=(", " if unit else "") + "logarithmic" if log else "",
+        scale="logarithmic" if log else "",
         key=_key(curves, marks, levels) if legend else "",
         ys=_labels(y_axis, "top"),
         xs=_labels(x_axis, "left"),
@@ -105,6 +107,7 @@ def chart(
         y0=f"{y_axis.low:.9g}",
         y1=f"{y_axis.high:.9g}",
         kind="log" if log else "linear",
+        everything=_everything(every, marks, levels, from_zero=from_zero),
         drawn=_drawn(curves, marks, levels, frame),
     )
 
@@ -120,11 +123,29 @@ def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tupl
     for curve in curves:
         colour, points = curve.colour % NUM_COLOURS, thin(curve.points)
         line = Markup('<path class="line {} c{}" data-name="{}" d="{}"/>')
-        drawn.append(line.format(curve.look.replace("dots", ""), colour, curve.name, _path(points, frame)))
+        drawn.append(
+            line.format(curve.look.replace("dots", "").replace("mean", ""), colour, curve.name, _path(points, frame))
+        )
         dots = points if "dots" in curve.look else _isolated(points)
         if 0 < len(dots) <= MAX_DOTS:
             drawn.append(Markup('<path class="dots c{}" d="{}"/>').format(colour, _path(dots, frame, dots=True)))
     return Markup("").join(drawn)
+
+
+def _everything(
+    curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]], *, from_zero: bool
+) -> str:
+    """Return the values of a chart as JSON, from which the page's script draws it on other axes."""
+    names = ("name", "colour", "look", "run")
+    drawn = [
+        dict(zip(names, (each.name, each.colour % NUM_COLOURS, each.look, each.run), strict=True))
+        | columns(each.points)
+        for each in curves
+        if each.points
+    ]
+    places = [[mark.x, "mark bad" if mark.bad else "mark"] for mark in marks]
+    heights = [y for y, _ in levels]
+    return json.dumps({"curves": drawn, "marks": places, "levels": heights, "zero": from_zero}, allow_nan=False)
 
 
 def _isolated(points: Sequence[Point]) -> list[Point]:
@@ -246,25 +267,6 @@ def short(value: float, spacing: float = 0.0, largest: float = 0.0) -> str:
     if abs(spacing * 10**digits - round(spacing * 10**digits)) > 1e-6:  # 2.5, 0.25
         digits += 1
     return f"{value:,.{digits}f}{letter}"
-
-
-def thin(points: Sequence[Point]) -> list[Point]:
-    """Reduce a curve to about ``MAX_POINTS`` points: the lowest and highest of neighbours, and all ends of gaps."""
-    if len(points) <= MAX_POINTS:
-        return list(points)
-    width = -(-2 * len(points) // MAX_POINTS)
-    thinned: list[Point] = [points[0]]
-    for first in range(0, len(points), width):
-        together = points[first : first + width]
-        finite = [index for index, (_, y) in enumerate(together) if math.isfinite(y)]
-        heights = {together[index][1]: index for index in finite}
-        chosen = {heights[min(heights)], heights[max(heights)]} if heights else set()
-        if len(finite) < len(together):
-            chosen.add(next(index for index, (_, y) in enumerate(together) if not math.isfinite(y)))
-        thinned += [together[index] for index in sorted(chosen)]
-    if thinned[-1] != points[-1]:
-        thinned.append(points[-1])
-    return thinned
 
 
 def _path(points: Sequence[Point], frame: Frame, *, dots: bool = False) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from meshwright.tools.picture.figure import STYLE
+from meshwright.tools.picture.palette import TEXT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,10 +52,11 @@ def svg_of(drawn: Figure, title: str) -> str:
 
     target = io.StringIO()
     with matplotlib.rc_context(STYLE):
-        drawn.savefig(target, format="svg", metadata={"Date": None})
+        drawn.savefig(target, format="svg", metadata={"Date": None}, transparent=True)  # the page has the paper
     text = target.getvalue()
     text = _TAG.sub(lambda tag: _LONG.sub(r"\1", tag[0]), text[text.index("<svg") :])
     text = _NAMED_GROUP.sub("<g", _FONTS.sub("font-family: 'DejaVu Sans', Verdana, sans-serif", text))
+    text = _TAG.sub(lambda tag: tag[0].replace(TEXT, f"var(--on-paper, {TEXT})"), text)
     text = _with_classes(_INDENT.sub(" ", text))
     return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
 

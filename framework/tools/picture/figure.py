@@ -37,6 +37,7 @@ from meshwright.tools.picture.palette import (
     PAINTS,
     POINTS,
     ROW_FONT,
+    TEXT,
     TITLE_FONT,
     label,
     shade,
@@ -93,7 +94,7 @@ def figure(panels: Sequence[Panel], unit: Unit = Unit.TICKS) -> Figure:
             _rows(axes, panel.timeline, axis, row_inches * POINTS)
             _paint(axes, f"panel{index}", panel.timeline, spans, axis, points_per_time, font)
             _paint_readings(axes, panel, axis)
-            axes.set_title(titles[index], loc="left", color=INK, fontsize=TITLE_FONT, pad=5)
+            axes.set_title(titles[index], loc="left", color=TEXT, fontsize=TITLE_FONT, pad=5)
             _time_labels(axes, axis, unit, named=index == len(panels) - 1)
             top -= BETWEEN
         add_legend(drawn, lines, left)
@@ -149,7 +150,7 @@ def _rows(axes: Axes, timeline: Timeline, axis: TimeAxis, row_points: float) -> 
     axes.set_ylim(len(ranks), 0)
     names = ["⋮" if rank is None else f"rank {rank}" for rank in ranks]
     size = max(MIN_FONT, min(ROW_FONT, 0.75 * row_points))
-    axes.set_yticks([row + 0.5 for row in range(len(ranks))], names, fontsize=size, color=INK)
+    axes.set_yticks([row + 0.5 for row in range(len(ranks))], names, fontsize=size, color=TEXT)
     axes.tick_params(axis="y", length=0, pad=3)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
@@ -209,7 +210,7 @@ def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:
     for reading in panel.readings:
         for first, last in axis.pieces(reading.start, reading.end) if reading.rank in rows else ():
             foot = rows[reading.rank] + 0.9
-            axes.plot([first, last], [foot, foot], color=INK, lw=2.0, solid_capstyle="butt")
+            axes.plot([first, last], [foot, foot], color=TEXT, lw=2.0, solid_capstyle="butt")
 
 
 def _numbered(spans: Iterable[Span], points_per_time: float, font: float) -> set[Kind]:
@@ -239,7 +240,7 @@ def _time_labels(axes: Axes, axis: TimeAxis, unit: Unit, *, named: bool) -> None
             if first - 1e-9 * axis.length <= time <= last + 1e-9 * axis.length:
                 places.append(time + by)
                 names.append(f"{value:.12g}")
-    axes.set_xticks(places, names, fontsize=7, color=INK)
+    axes.set_xticks(places, names, fontsize=7, color=TEXT)
     axes.tick_params(axis="x", length=2.5, color=FAINT, pad=1.5)
     if named:
-        axes.set_xlabel(f"time ({name})", fontsize=8, color=INK, labelpad=2)
+        axes.set_xlabel(f"time ({name})", fontsize=8, color=TEXT, labelpad=2)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.schedule.action import COMPUTE, Kind, Span
-from meshwright.tools.picture.palette import INK, LEGEND_FONT, LETTER_WIDTH, PAINTS, POINTS, shade
+from meshwright.tools.picture.palette import INK, LEGEND_FONT, LETTER_WIDTH, PAINTS, POINTS, TEXT, shade
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
         return (LETTER_WIDTH * len(self.name) + 4.0) * LEGEND_FONT / POINTS
 
 
-READINGS = Entry("samples read", (INK,))
+READINGS = Entry("samples read", (TEXT,))
 
 
 def entries_of(panels: Iterable[Iterable[Span]]) -> list[Entry]:
@@ -80,7 +80,7 @@ def add_legend(drawn: Figure, lines: Sequence[Sequence[Entry]], left: float) -> 
             bbox_to_anchor=(left / width, ((len(lines) - 1 - number) * LINE + 0.05) / height),
             ncols=len(line),
             fontsize=LEGEND_FONT,
-            labelcolor=INK,
+            labelcolor=TEXT,
             frameon=False,
             handlelength=2.0,
             columnspacing=1.5,

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from meshwright.schedule.action import Action, Kind
 
 INK, FAINT = "#1f2933", "#9aa5b1"
+TEXT = "#1f2a34"
+"""Colour of what stands on the paper and not on a box: a page in dark mode replaces it."""
 TITLE_FONT, ROW_FONT, LEGEND_FONT = 8.5, 8.0, 7.5
 MIN_FONT, MAX_FONT = 5.0, 7.5
 """Font sizes of the numbers in boxes, in points."""

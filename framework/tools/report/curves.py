@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
 from markupsafe import Markup
 
 from meshwright.terminal.format import format_duration
-from meshwright.tools.page.chart import Curve, Mark, Point, Quantity, chart
+from meshwright.tools.page.chart import Curve, Mark, Quantity, chart
+from meshwright.tools.page.points import MAX_ROWS, Column, Point, column
 from meshwright.tools.report.loss_curve import SMOOTHED_FROM, loss_unit, running_mean, smoothing_reach
 from meshwright.tools.report.run import RunContents
 from meshwright.tracking.record import GIB, StepRecord
@@ -55,16 +57,39 @@ def tokens_of(record: StepRecord) -> float:
     return record.tokens
 
 
-def of_run(run: RunContents) -> list[Markup]:
-    """Build the charts of a run: loss first, then every other recorded quantity."""
+def of_run(run: RunContents, index: int = 0) -> list[Markup]:
+    """Build the charts of a run: loss first, then every other recorded quantity. ``index``: its place on the page."""
     marks = list(marks_of(run))
     levels = [] if run.unigram_entropy is None else [(run.unigram_entropy, f"unigrams {run.unigram_entropy:.3f}")]
-    charts = [chart(LOSS.quantity._replace(unit=loss_unit(run.records)), loss_curves(run), marks=marks, levels=levels)]
+    charts = [
+        chart(
+            LOSS.quantity._replace(unit=loss_unit(run.records)),
+            _of(index, loss_curves(run)),
+            marks=marks,
+            levels=levels,
+        )
+    ]
     for each in RECORDED:
         curves = [Curve(each.quantity.title.lower(), points(run.records, each)), *repeated_curves(run, each)]
-        charts.append(chart(each.quantity, curves, marks=marks, legend=False))
-    charts += [chart(Quantity(name), [Curve(name, extra_points(run, name))], marks=marks) for name in extra_names(run)]
+        charts.append(chart(each.quantity, _of(index, curves), marks=marks, legend=False))
+    charts += [
+        chart(Quantity(name), [Curve(name, extra_points(run, name), run=index)], marks=marks)
+        for name in extra_names(run)
+    ]
     return [drawn for drawn in charts if drawn]
+
+
+def _of(index: int, curves: Sequence[Curve]) -> list[Curve]:
+    return [curve._replace(run=index) for curve in curves]
+
+
+def axes_of(run: RunContents) -> dict[str, Column]:
+    """Return the tokens and the seconds of training at the steps of a run, for the other x axes of its charts."""
+    seconds = accumulate(record.step_s for record in run.records)
+    rows = [(record.step, record.tokens, so_far) for record, so_far in zip(run.records, seconds, strict=True)]
+    spacing = -(-len(rows) // MAX_ROWS) or 1
+    kept = rows[::spacing] + (rows[-1:] if (len(rows) - 1) % spacing else [])
+    return {name: column([row[at] for row in kept]) for at, name in enumerate(("step", "tokens", "time"))}
 
 
 def extra_names(run: RunContents) -> list[str]:
@@ -83,7 +108,7 @@ def loss_curves(run: RunContents) -> list[Curve]:
     curves = []
     if len(training) >= SMOOTHED_FROM:
         curves.append(Curve("training", training, 0, "pale"))
-        curves.append(Curve(f"mean of {2 * smoothing_reach(training) + 1} steps", smoothed(training), 0))
+        curves.append(Curve(f"mean of {2 * smoothing_reach(training) + 1} steps", smoothed(training), 0, "mean"))
     else:
         curves.append(Curve("training", training, 0))
     curves.append(Curve("validation", points(run.records, VALIDATION), 1, "dots"))
@@ -133,7 +158,8 @@ def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list
         for index, (run, name) in enumerate(zip(runs, names, strict=True)):
             curve = points(run.records, recorded, x)
             is_long = recorded is LOSS and len(curve) >= SMOOTHED_FROM
-            curves.append(Curve(name, smoothed(curve) if is_long else curve, index, look))
+            curves += [Curve(name, curve, index, "hidden", index)] * is_long
+            curves.append(Curve(name, *((smoothed(curve), index, "mean") if is_long else (curve, index, look)), index))
         is_smooth = recorded is LOSS and any(len(run.records) >= SMOOTHED_FROM for run in runs)
         title, unit, *scale = recorded.quantity
         if recorded in (LOSS, VALIDATION):

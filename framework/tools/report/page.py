@@ -25,7 +25,7 @@ from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.text import text
 from meshwright.tools.report.account import PARTS, account, mean_account, measured_costs, without_early_steps
 from meshwright.tools.report.checkpoints import CheckpointInfo
-from meshwright.tools.report.curves import comparison_charts, final_figures, layout_of, of_run
+from meshwright.tools.report.curves import axes_of, comparison_charts, final_figures, layout_of, of_run
 from meshwright.tools.report.run import Attempt, RunContents, clock
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
@@ -71,7 +71,8 @@ def page(runs: Sequence[RunContents]) -> str:
         title=f"meshwright: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if names[4:] else ""),
         at=clock(time.time()),
         side=SIDE,
-        runs=[view(run, name) for run, name in zip(runs, names, strict=True)],
+        axes=json.dumps([axes_of(run) for run in runs]),
+        runs=[view(run, name, index) for index, (run, name) in enumerate(zip(runs, names, strict=True))],
         names=names,
         together=comparison_charts(runs, names) if runs[1:] else [],
         final=[(name, *(each[name] for each in figures)) for name in figures[0]],
@@ -85,8 +86,8 @@ def names_of(runs: Sequence[RunContents]) -> list[str]:
     return [name if names.count(name) == 1 else str(run.directory) for run, name in zip(runs, names, strict=True)]
 
 
-def view(run: RunContents, name: str) -> dict[str, Any]:
-    """Return the template's values for one run."""
+def view(run: RunContents, name: str, index: int) -> dict[str, Any]:
+    """Return the template's values for one run; ``index``: its place on the page."""
     before = (*run.attempts[:1], *run.attempts)
     attempts = [attempt_row(attempt, last.layout) for attempt, last in zip(run.attempts, before, strict=False)]
     has_jobs = any("slurm_job" in attempt.start for attempt in run.attempts)
@@ -97,7 +98,7 @@ def view(run: RunContents, name: str) -> dict[str, Any]:
         "is_live": run.is_live,
         "facts": list(facts(run)),
         "remarks": run.remarks,
-        "charts": of_run(run),
+        "charts": of_run(run, index),
         "placement": run.placement,
         "schedule": schedule_of(run),
         "memory": memory_of(run),

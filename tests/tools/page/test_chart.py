@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import struct
+from base64 import b64decode
 
 import pytest
 
-from meshwright.tools.page.chart import MAX_LABELS, MAX_POINTS, SIDE, Curve, Mark, Quantity, axis, chart, short, thin
+from meshwright.tools.page.chart import MAX_LABELS, SIDE, Curve, Mark, Quantity, axis, chart, short
+from meshwright.tools.page.points import MAX_POINTS, MAX_ROWS, Column, column, columns, thin
 
 
 def test_thinning_keeps_spikes_gaps_and_ends() -> None:
@@ -116,3 +119,31 @@ def test_marks_outside_are_left_out_and_told_once() -> None:
     drawn = chart(Quantity("Loss"), [Curve("training", [(0, 1), (10, 2)])], marks=marks)
     assert drawn.count('class="mark" d=') == 2 and drawn.count('class="mark bad" d=') == 1
     assert drawn.count(">a start<") == 1
+
+
+def unpacked(packed: Column) -> list[float]:
+    """What the page's script reads of a column."""
+    assert isinstance(packed, str)
+    raw = b64decode(packed)
+    return list(struct.unpack(f"<{len(raw) // 4}f", raw))
+
+
+def test_columns_hold_every_point_or_the_mean_and_extremes_of_neighbours() -> None:
+    few = [(1.0, 5.0), (2.0, math.nan), (4.0, 3.5)]
+    found = columns(few)
+    assert found["width"] == 1 and unpacked(found["x"]) == [1, 2, 4] and "low" not in found
+    assert [str(y) for y in unpacked(found["y"])] == ["5.0", "nan", "3.5"]
+    many = [(float(x), float(x % 4) + (x > 15)) for x in range(4 * MAX_ROWS)]
+    many[6] = (6.0, math.nan)
+    found = columns(many)
+    assert found["width"] == 4 and found["x"] == [0.0, 4.0, MAX_ROWS], "an even spacing is three numbers"
+    assert unpacked(found["low"])[:2] == [0, 0] and unpacked(found["high"])[:2] == [3, 3]
+    assert unpacked(found["y"])[:2] == pytest.approx([1.5, 4 / 3]), "the second row of 0, 1, NaN and 3"
+    assert math.isnan(unpacked(column([1e300, 0.0, 7.0]))[0])
+
+
+def test_a_hidden_curve_is_only_in_the_data() -> None:
+    drawn = chart(Quantity("Loss"), [Curve("raw", [(0, 99.0), (1, 0)], look="hidden"), Curve("x", [(0, 1), (1, 2)])])
+    assert 'data-name="raw"' not in drawn and "&#34;raw&#34;" in drawn and ">raw<" not in drawn
+    high = re.search(r'data-y="\S+ (\S+) ', drawn)
+    assert high is not None and float(high[1]) < 3

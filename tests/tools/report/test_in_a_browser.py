@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,3 +95,98 @@ def test_what_is_under_the_pointer_is_told(browser: Browser, pages: dict[str, Pa
     assert float(words["validation"]) == pytest.approx(run.records[99].validation_loss, abs=0.01)
     browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
     assert browser.value("document.querySelector('.chart .now').textContent") == ""
+
+
+TICKS = "[...document.querySelector('.chart .{}').children].map(e => e.textContent)"
+NAMES = "charts[0].points.map(([name]) => name)"
+
+
+def choose(browser: Browser, **changed: object) -> None:
+    """Change the tools at the top of the page as a person would."""
+    for name, value in changed.items():
+        kind = "checked" if isinstance(value, bool) else "value"
+        browser.value(f"tools.elements.{name}.{kind} = {json.dumps(value)}")
+    browser.value("tools.oninput()")
+
+
+def test_other_axes(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.opened(pages["demo"], DESK)
+    run = read_run(pages["demo"].parent / "demo")
+    before = browser.value("document.querySelector('.charts').innerHTML")
+    choose(browser, x="tokens")
+    assert browser.value("charts[0].view.x1") == pytest.approx(run.records[-1].tokens, rel=1e-6)
+    choose(browser, x="time", logX=True)
+    assert browser.value("10 ** charts[0].view.x1") == pytest.approx(sum(r.step_s for r in run.records), rel=1e-6)
+    assert browser.value("10 ** charts[0].view.x0") == pytest.approx(run.records[0].step_s, rel=1e-6)
+    choose(browser, x="step", logX=False, logY=True)
+    view = browser.value("charts[0].view")
+    low = min(min(record.loss, record.validation_loss or record.loss) for record in run.records)
+    high = max(record.loss for record in run.records)
+    assert view["y0"] < math.log10(low) < math.log10(high) < view["y1"] and view["logY"]
+    assert browser.value("document.querySelector('.scale').textContent") == "logarithmic"
+    choose(browser, logY=False)
+    assert browser.value("document.querySelector('.charts').innerHTML") == before, "as it was rendered"
+
+
+def test_smoothing_is_a_moving_average_over_the_raw_curve(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.opened(pages["demo"], DESK)
+    losses = [record.loss for record in read_run(pages["demo"].parent / "demo").records]
+    choose(browser, smooth="33")  # a weight of 0.9
+    assert browser.value(NAMES) == ["training", "training, smoothed", "validation"]
+    mean, weight, expected = 0.0, 0.0, []
+    for loss in losses:
+        mean, weight = 0.9 * mean + 0.1 * loss, 0.9 * weight + 0.1
+        expected.append(mean / weight)
+    points = browser.value("charts[0].points[1][1]")
+    view = browser.value("charts[0].view")
+    assert len(points) == len(losses)
+    drawn = [view["y0"] + (1 - y / 10_000) * (view["y1"] - view["y0"]) for _, y in points]
+    assert drawn == pytest.approx(expected, abs=(view["y1"] - view["y0"]) / 9_000)
+    assert browser.value("document.querySelectorAll('.chart')[0].querySelector('.line.pale') !== null")
+
+
+def test_a_drag_zooms_all_charts_and_a_double_click_shows_all(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.opened(pages["demo"], DESK)
+    box = browser.value("(b => ({x: b.left, y: b.top + 30, w: b.width}))"
+                        "(document.querySelector('.area').getBoundingClientRect())")  # fmt: skip
+    left, right = box["x"] + 0.25 * box["w"], box["x"] + 0.5 * box["w"]
+    mouse = {"button": "left", "clickCount": 1, "y": box["y"]}
+    browser.ask("Input.dispatchMouseEvent", type="mousePressed", x=left, **mouse)
+    browser.ask("Input.dispatchMouseEvent", type="mouseMoved", x=right, buttons=1, **mouse)
+    browser.ask("Input.dispatchMouseEvent", type="mouseReleased", x=right, **mouse)
+    for index in (0, 1):
+        view = browser.value(f"charts[{index}].view")
+        assert (view["x0"], view["x1"]) == pytest.approx((1 + 0.25 * 199, 1 + 0.5 * 199), abs=1)
+    losses = [record.loss for record in read_run(pages["demo"].parent / "demo").records[52:98]]
+    view = browser.value("charts[0].view")
+    assert view["y0"] < min(losses) and max(losses) < view["y1"] < max(losses) + 1.5
+    ticks = [float(text) for text in browser.value(TICKS.format("xs"))]
+    assert ticks and min(ticks) >= 50 and max(ticks) <= 101
+    browser.value("charts[0].area.ondblclick()")
+    assert browser.value("charts[0].view.x1") == 200 and browser.value("tools.querySelector('.whole').disabled")
+
+
+def test_the_tools_work_with_several_runs_and_hostile_names(browser: Browser, tmp_path: Path) -> None:
+    name = "<img src=x onerror=alert(1)>' \"&"
+    make_run(tmp_path / "one", 160).rename(tmp_path / name)
+    runs = [read_run(tmp_path / name), read_run(make_run(tmp_path / "two", 160))]
+    (tmp_path / "page.html").write_text(page(runs))
+    browser.opened(tmp_path / "page.html", DESK)
+    choose(browser, x="time", smooth="50", logX=True, logY=True)
+    names = browser.value(NAMES)
+    assert names == [name, f"{name}, smoothed", "two", "two, smoothed"]
+    assert browser.value("document.querySelectorAll('img').length") == 0
+    bad = ("Runtime.exceptionThrown", "Log.entryAdded", "Page.javascriptDialogOpening")
+    assert not [each for each in browser.events if each["method"] in bad]
+
+
+def test_the_schedule_in_the_dark_stands_on_dark_paper(browser: Browser, pages: dict[str, Path]) -> None:
+    """Its boxes keep their colours; what stands beside them turns light."""
+    for dark in (False, True):
+        browser.opened(pages["demo"], DESK, dark=dark)
+        text = browser.value(BRIGHTNESS.format(of="document.querySelector('.shaded svg text')", what="fill"))
+        paper = browser.value(BRIGHTNESS.format(of="document.querySelector('.shaded')", what="backgroundColor"))
+        assert (paper < 40 and text > 200) if dark else (paper > 240 and text < 60)
+        assert browser.value("[...document.querySelectorAll('.shaded path')].some("
+                             "e => getComputedStyle(e).fill === 'rgb(240, 152, 60)')")  # fmt: skip
+        assert browser.value("getComputedStyle(document.querySelector('.shaded')).filter") == "none"
