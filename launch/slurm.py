@@ -28,7 +28,14 @@ from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError, UserError
 from meshwright.launch.rendering import render_template
 from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE, MAX_FUTILE_RESTARTS
-from meshwright.launch.slurm_values import as_word, check_lines, check_options, read_prologue, seconds_of
+from meshwright.launch.slurm_values import (
+    as_word,
+    check_container,
+    check_lines,
+    check_options,
+    read_prologue,
+    seconds_of,
+)
 from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.run.directory import METRICS, run_directory
 from meshwright.terminal.output import put, tell
@@ -120,6 +127,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
             f"nothing would be trained. Request more time",
         )
     check_options(options)
+    check_container(container, options.mounts, options.runtime)
     mounts = options.mounts or ",".join(dict.fromkeys(f"{place}:{place}" for place in (cwd, run.parent)))
     pp, dp, tp = config.parallel.degrees
     return render_template(
@@ -142,6 +150,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
             "lead_why": why,
             "signal": SIGNAL,
             "container": container and shlex.quote(container),
+            "by_apptainer": container is not None and options.runtime == "apptainer",
             "mounts": shlex.quote(mounts),
             "workdir": shlex.quote(str(cwd)),
             "python": "python3" if container else shlex.quote(sys.executable),

@@ -122,3 +122,21 @@ def check_lines(*values: str) -> None:
             raise UserError(
                 "MW-LAUNCH-051", f"{value!r} cannot stand in a job script: it has a line break or a control character"
             )
+
+
+def check_container(image: str | None, mounts: str | None, runtime: str) -> None:
+    """Refuse an image or mounts that the container runtime would take for something else.
+
+    Raises:
+        UserError: mounts or a runtime without an image, or a value that apptainer would read as an option.
+    """
+    if image is None and (mounts is not None or runtime != "pyxis"):
+        without = "--mounts" if mounts is not None else f"--runtime {runtime}"
+        raise UserError("MW-LAUNCH-069", f"{without} is of a container, and none is named: add --container IMAGE")
+    for name, value in (("container", image), ("mounts", mounts)):
+        if runtime == "apptainer" and value is not None and re.fullmatch(r"[A-Za-z0-9_./][^\s]*", value) is None:
+            raise UserError(
+                "MW-LAUNCH-070",
+                f"--{name} {value!r} is none that apptainer takes: give a file such as /images/train.sif, or "
+                f"docker://TEAM/IMAGE, without blanks; mounts as /from:/to,/data",
+            )

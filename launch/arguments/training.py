@@ -78,7 +78,10 @@ def slurm(added: Added) -> None:
     parser.add_argument(
         "--prologue", metavar="FILE", help="lines of bash to run before the ranks: modules, NCCL's environment"
     )
-    parser.add_argument("--container", metavar="IMAGE", help="container of the ranks; needs Slurm with pyxis")
+    parser.add_argument("--container", metavar="IMAGE", help="container of the ranks, by pyxis or --runtime apptainer")
+    parser.add_argument(
+        "--runtime", choices=("pyxis", "apptainer"), default="pyxis", help="what starts the container (default: pyxis)"
+    )
     parser.add_argument(
         "--mounts", metavar="LIST", help="mounts of the container (default: this directory and the runs)"
     )

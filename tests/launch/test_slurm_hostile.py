@@ -59,7 +59,10 @@ def test_what_enters_a_line_of_sbatch_is_of_its_pattern(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(option=st.sampled_from(["container", "mounts", "project", "data", "folder", "config"]), value=NASTY)
+@given(
+    option=st.sampled_from(["container", "mounts", "image", "binds", "project", "data", "folder", "config"]),
+    value=NASTY,
+)
 def test_every_other_value_arrives_as_it_is_or_is_refused(
     option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +76,8 @@ def test_every_other_value_arrives_as_it_is_or_is_refused(
         words = {
             "container": [f"--container={value}"],
             "mounts": ["--container=image", f"--mounts={value}"],
+            "image": [f"--container={value}", "--runtime=apptainer"],
+            "binds": ["--container=image", f"--mounts={value}", "--runtime=apptainer"],
             "project": [f"--tracking.project={value}"],
             "data": [f"--data.train={value}"],
             "folder": [f"--run.directory=runs{value}"],
@@ -87,6 +92,10 @@ def test_every_other_value_arrives_as_it_is_or_is_refused(
             assert found[found.index("train") :] == ["train", str(config), *overrides]
             if option == "container":
                 assert f"--container-image={value}" in found and f"--container-workdir={folder}" in found
+            if option in ("image", "binds"):
+                inside = found[found.index("apptainer") : found.index("python3")]
+                image, binds = (value, found[found.index("--bind") + 1]) if option == "image" else ("image", value)
+                assert inside == ["apptainer", "exec", *inside[2:-5], "--bind", binds, "--pwd", str(folder), image]
             if option == "mounts":
                 assert f"--container-mounts={value}" in found
             head = [line for line in script.read_text().splitlines() if line.startswith("#SBATCH")]

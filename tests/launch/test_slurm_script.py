@@ -82,9 +82,28 @@ def test_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  --container-image=docker://torch:2 " in boxed and " python3 -m meshwright.launch train" in boxed
 
 
+def test_a_container_by_apptainer(capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines as they are, by path and with a launcher of torch."""
+    here = Path.cwd()
+    text = script(capsys, "--container=/images/train.sif", "--runtime=apptainer", "--train.device=cuda")
+    inside = f"IN=(apptainer exec --nv --bind {here}:{here},{here}/runs:{here}/runs --pwd {here} /images/train.sif)\n"
+    assert inside in text and "container-image" not in text
+    assert f'"${{SRUN[@]}}" "${{IN[@]}}" python3 -m meshwright.launch train {DEMO}' in text
+    words = ["--runtime=apptainer", "--container=docker://team/train:1", "--mounts=/data,/runs:/out", "--torchrun"]
+    text = script(capsys, *words, "--doctor", "--train.device=cpu")
+    assert f"IN=(apptainer exec --bind /data,/runs:/out --pwd {here} docker://team/train:1)\n" in text
+    assert '_ "${IN[@]}" python3 -m torch.distributed.run' in text
+    assert '"${SRUN[@]}" "${IN[@]}" python3 -m meshwright.launch doctor' in text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--runtime=apptainer"], "--runtime apptainer is of a container, and none is named"),
+        (["--mounts=/data"], "--mounts is of a container, and none is named"),
+        (["--runtime=apptainer", "--container=--fakeroot"], "--container '--fakeroot' is none that apptainer takes"),
+        (["--runtime=apptainer", "--container=a b"], "--container 'a b' is none that apptainer takes"),
+        (["--runtime=apptainer", "--container=i", "--mounts=-B"], "--mounts '-B' is none that apptainer takes"),
         (["--nodes", "1"], "1 nodes x 4 devices = 4 ranks: dp 2 x pp 2 x tp 2 = 8 ranks, but 4 were started"),
         (["--devices-per-node", "3"], "2 nodes x 3 devices = 6 ranks"),
         (["--nodes", "8", "--devices-per-node", "1"], "the tensor-parallel group of ranks 0..1 straddles the nodes"),
