@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.launch.python import run_training as run_training
     from meshwright.launch.python import sample as sample
     from meshwright.launch.python import spawn as spawn
+    from meshwright.model.metrics import record as record
     from meshwright.parts import Observer as Observer
     from meshwright.parts import Parts as Parts
     from meshwright.parts import StepEvent as StepEvent
@@ -39,6 +40,7 @@ _SOURCES = {
     "meshwright.launch.python": (
         *("OpenRun", "evaluate", "load_config", "make_config", "open_run", "run_training", "sample", "spawn"),
     ),
+    "meshwright.model.metrics": ("record",),
     "meshwright.parts": ("Observer", "Parts", "StepEvent", "StepStats"),
     "meshwright.tracking.record": ("StepRecord",),
 }

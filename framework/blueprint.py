@@ -78,6 +78,8 @@ class Blueprint:
     """Layers, and parts of layers, that backward computes again."""
     ramp: tuple[Schedule, ...] = ()
     """Schedules of the smaller steps of a batch-size ramp."""
+    metrics: tuple[str, ...] = ()
+    """Names that layers and the loss record."""
 
     @property
     def num_parameters(self) -> int:
@@ -116,7 +118,7 @@ class Blueprint:
         steps = self.config.train.steps
         rates = [learning_rate(self.config.optimizer, step, steps) for step in _some_steps(steps)]
         schedules = "".join(map(schedule_digest, (self.schedule, *self.ramp)))
-        text = dump(self.config) + schedules + repr((self.stages, groups, rates))
+        text = dump(self.config) + schedules + repr((self.stages, groups, rates, self.metrics))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -199,6 +201,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         tuple(whole.running),
         tuple(recomputed),
         ramp,
+        whole.metrics,
     )
 
 

@@ -99,6 +99,7 @@ def build(
         draw=blueprint.model.draw,
         replicas=replicas,
         reduces_each_microbatch=reduces_each_microbatch(config),
+        metrics=blueprint.metrics,
     )
     fingerprint = data_fingerprint(training)
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)

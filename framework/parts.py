@@ -7,8 +7,10 @@ train     StepEvent      one step, as observers see it; Observer is what train c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -74,6 +76,8 @@ class Parts(ForwardParts):
     """The last step's row as it ran: when each action began and ended."""
     flags: dict[str, Callable[[], bool]] = field(default_factory=lambda: dict.fromkeys(FLAGS, lambda: False))
     """Each of FLAGS is read once per step on each rank; :class:`StepStats` has those that were raised on any rank."""
+    validation_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that layers and the loss recorded in the last validation."""
     restarts: int = 0
     """Starts of this run before this one."""
     stop_reason: str | None = None
@@ -124,6 +128,8 @@ class StepStats(NamedTuple):
     """Loss scale of the step; 1 unless the run computes in float16."""
     num_samples: int = 0
     """Samples of the step over all replicas."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """Metrics that layers and the loss recorded (``meshwright.record``), by name."""
 
 
 class StragglerShare(NamedTuple):
@@ -156,6 +162,11 @@ class StepEvent:
     validation_loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """More metrics of the step, by name: a callback adds its own, and rank 0 records them."""
+
+
+def model_metrics(metrics: Mapping[str, float], kind: str = "") -> dict[str, float]:
+    """Return recorded metrics under their names in a step's record; NaN and Inf are left out."""
+    return {f"model/{kind}{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
 class Observer:

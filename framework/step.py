@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map
 from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.members import sum_ties
+from meshwright.model.metrics import means
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import can_fall, learning_rate, next_scale
 from meshwright.parts import FLAGS, ForwardParts, Parts, StepStats
@@ -119,7 +121,8 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
     Clipping is one more factor: all are applied at once.
     """
     config = parts.config
-    sums = StepSums(*all_reduce_sums(parts, row).tolist())
+    numbers: list[float] = all_reduce_sums(parts, row).tolist()
+    sums, recorded = StepSums(*numbers[: len(StepSums._fields)]), numbers[len(StepSums._fields) :]
     counted = max(sums.num_tokens, 1.0)
     scale = parts.state.loss_scale.value
     factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted / scale
@@ -137,6 +140,7 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
         skipped=not (math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)),  # the same on every rank
         loss_scale=scale,
         num_samples=batch_numbers(config, parts.state.samples_seen).global_batch,
+        metrics=means(parts.blueprint.metrics, recorded),
     )
     if not stats.skipped:
         parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
@@ -162,7 +166,7 @@ class StepSums(NamedTuple):
 
 
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
-    """Sum tied-weight gradients, then all-reduce the step's scalars: (8,) float64, the fields of :class:`StepSums`.
+    """Sum tied-weight gradients, then all-reduce the step's scalars: float64, the 8 of :class:`StepSums`, two a metric.
 
     On CUDA the host waits here for the row's last computation, whose times it reads; the sums stay on the device.
     """
@@ -180,7 +184,7 @@ def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     on_host = {"busy_s": busy_s, "passed_s": passed_s, **{flag: float(parts.flags[flag]()) for flag in FLAGS}}
     assert (*on_device, *on_host) == StepSums._fields
     host_sums = torch.tensor(list(on_host.values()), dtype=torch.float64, device=mesh.device)  # one copy to the device
-    sums = torch.cat([torch.stack(list(on_device.values())), host_sums])
+    sums = torch.cat([torch.stack(list(on_device.values())), host_sums, row.recorder.vector(mesh.device)])
     mesh.world.all_reduce(sums).wait()
     return sums
 
@@ -197,6 +201,7 @@ def validate(parts: Parts) -> float:
     """Return the mean loss over the validation batches, in eval mode. Equal on every rank and in every layout."""
     assert parts.validation is not None
     found = total_loss(parts, parts.validation, range(validation_batches(parts)))
+    parts.validation_metrics = found.metrics
     return found.loss_sum / max(found.num_tokens, 1)
 
 
@@ -207,6 +212,8 @@ class TotalLoss(NamedTuple):
     """Sum of the labels' losses in nats, accumulated in float64."""
     num_tokens: int
     """Labels that counted."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """Metrics that layers and the loss recorded, by name."""
 
 
 def total_loss(parts: ForwardParts, source: Source, batches: Iterable[int]) -> TotalLoss:
@@ -214,7 +221,8 @@ def total_loss(parts: ForwardParts, source: Source, batches: Iterable[int]) -> T
 
     Collective over all ranks. Equal on every rank and in every layout.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=parts.mesh.device)
+    names = parts.executor.metrics
+    sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=parts.mesh.device)
     schedule = parts.executor.schedule
     parts.executor.follow(parts.blueprint.schedule)
     stages = parts.executor.stages.values()
@@ -223,12 +231,13 @@ def total_loss(parts: ForwardParts, source: Source, batches: Iterable[int]) -> T
         stage.layers.eval()
     for batch in batches:
         feed = StepFeed(parts, source, batch * batch_numbers(parts.config).global_batch)
-        for part in parts.executor.validate(feed):
-            if parts.mesh.at.tp_rank == 0:
-                sums += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
+        row = parts.executor.validate(feed)
+        sums[2:] += row.recorder.vector(parts.mesh.device)
+        for part in row.loss_parts if parts.mesh.at.tp_rank == 0 else ():
+            sums[:2] += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
     for module, training in modes.items():  # what the builder has put into eval mode stays there
         module.training = training
     parts.executor.follow(schedule)
     parts.mesh.world.all_reduce(sums).wait()
-    loss_sum, num_tokens = sums.tolist()
-    return TotalLoss(float(loss_sum), int(num_tokens))
+    loss_sum, num_tokens, *recorded = sums.tolist()
+    return TotalLoss(float(loss_sum), int(num_tokens), means(names, recorded))

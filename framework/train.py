@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from meshwright.parts import FILES_LOST, STOP, Observer, Parts, StepEvent, StepStats
+from meshwright.parts import FILES_LOST, STOP, Observer, Parts, StepEvent, StepStats, model_metrics
 from meshwright.step import take_step
 
 
@@ -54,4 +54,5 @@ def _event(parts: Parts, stats: StepStats, step_s: float, first_step: int) -> St
         is_last=is_last,
         is_stopping=is_stopping,
         is_saving=is_last or is_stopping or FILES_LOST in stats.flags or (every > 0 and step % every == 0),
+        metrics=model_metrics(stats.metrics),
     )

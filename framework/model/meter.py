@@ -14,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.recorder import Operation, OperationRecorder, stored_bytes
+from meshwright.model.recorder import Operation as Operation
+from meshwright.model.recorder import OperationRecorder as OperationRecorder
+from meshwright.model.recorder import StorageRegistry as StorageRegistry
+from meshwright.model.recorder import stored_bytes as stored_bytes
 
 
 class ReferenceDevice(NamedTuple):

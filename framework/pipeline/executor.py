@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.comm import Group
+from meshwright.model.metrics import Recorder, recording
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
 from meshwright.pipeline.value_store import MessageGroup, ValueStore, message_group
@@ -69,6 +70,8 @@ class RowResult(NamedTuple):
     times: RowTimes
     loss_parts: list[LossPart]
     """Loss of each micro-batch on the last stage; empty on other stages."""
+    recorder: Recorder
+    """Metrics that layers and the loss recorded."""
 
 
 class _Run(NamedTuple):
@@ -94,6 +97,8 @@ class Executor:
     """Reducer of each stage's gradients; REDUCE does nothing for a stage without one."""
     reduces_each_microbatch: bool = False
     """Reduce after every backward of a stage, not only after the last one of the step."""
+    metrics: tuple[str, ...] = ()
+    """Names that layers and the loss may record."""
 
     def __post_init__(self) -> None:
         """Prepare to run the schedule."""
@@ -130,7 +135,7 @@ class Executor:
         self._values.check_empty()
         return run.result
 
-    def validate(self, feed: Feed) -> list[LossPart]:
+    def validate(self, feed: Feed) -> RowResult:
         """Run forward only: the same row without its backward and step items."""
         run = self._begin(feed, lambda result: None)
         for item in self.schedule.rows[self.pp.rank]:
@@ -140,11 +145,11 @@ class Executor:
             elif kept:
                 self._values.exchange(message_group(kept, self.schedule, self.stages), run.times)
         self._values.wait_for_sends(0)
-        return run.result.loss_parts
+        return run.result
 
     def _begin(self, feed: Feed, step: Callable[[RowResult], object]) -> _Run:
         times = RowTimes(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
-        return _Run(feed, step, times, RowResult(times, []))
+        return _Run(feed, step, times, RowResult(times, [], Recorder(self.metrics)))
 
     def _forward(self, action: Action, run: _Run, *, train: bool = True) -> None:
         index, microbatch = _position(action)
@@ -161,7 +166,9 @@ class Executor:
         self._activity.begin(action)
         start = times.clock.read()
         self.draw.sample_indices = run.feed.sample_indices(microbatch) if samples is None else samples.sample_indices
-        found = stage.forward(microbatch, inputs, samples.labels if stage.is_last and samples else None, train=train)
+        labels = samples.labels if stage.is_last and samples else None
+        with recording(run.result.recorder):
+            found = stage.forward(microbatch, inputs, labels, train=train)
         if isinstance(found, LossPart):
             run.result.loss_parts.append(found)
         else:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.errors import ModelError
+from meshwright.model.metrics import recording
 from meshwright.model.running_buffers import INSTEAD
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec
 
@@ -99,7 +100,7 @@ def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return
-    with torch.no_grad():
+    with torch.no_grad(), recording(None):
         given = tree_map(lambda leaf: leaf.clone(), output)
         found = loss(given, torch.full_like(labels, IGNORED_LABEL))
     if torch.equal(found, torch.zeros_like(found)):

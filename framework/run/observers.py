@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshwright.checkpoint import find
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
-from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, Observer, Parts, StepEvent
+from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, Observer, Parts, StepEvent, model_metrics
 from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles
 from meshwright.run.saving import Saver
@@ -48,6 +48,7 @@ class Validation(Observer):
         if is_due and not event.is_stopping and parts.validation is not None:
             with parts.mesh.activity.during("validating"):
                 event.validation_loss = self._last = self._validate(parts)
+            event.metrics |= model_metrics(parts.validation_metrics, "validation/")
 
     def after_training(self, parts: Parts) -> None:
         """Report the last validation loss."""

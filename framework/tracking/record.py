@@ -113,7 +113,7 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
 OTHER_NAMES = frozenset({"step", "train/loss_hex", "perf/straggler"})
 """Names in a line of ``metrics.jsonl`` besides those of :data:`METRICS`."""
 MAX_EXTRA = 100
-"""Most metrics of callbacks in a step."""
+"""Most metrics of callbacks in a step; those of the model come on top."""
 _EXTRA_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)*", re.ASCII)
 
 
@@ -192,10 +192,13 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
 
 
 def _extra(content: Mapping[str, Number | str]) -> dict[str, float]:
-    """Return the metrics of callbacks in a line. Text and other values of a newer version are left out."""
+    """Return the metrics of callbacks and model in a line. Text and other values of a newer version are left out."""
     found: dict[str, float] = {}
+    counts = {True: 0, False: 0}  # those of the model, of callbacks
     for name, value in content.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and len(found) < MAX_EXTRA and is_extra_name(name):
+        is_model = name.startswith("model/")
+        if is_number and counts[is_model] < MAX_EXTRA and is_extra_name(name):
+            counts[is_model] += 1
             found[name] = float(value)
     return found

@@ -22,7 +22,7 @@ from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import read_records
 
 PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
-NOTEBOOK, RANKS, CALLBACKS, EXTRA, STATE, OWN, SINKS, PROFILE = re.findall(
+NOTEBOOK, RANKS, CALLBACKS, EXTRA, ACCURACY, STATE, OWN, SINKS, PROFILE = re.findall(
     r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )
 
@@ -73,6 +73,7 @@ def desk(tmp_path: Path, small_corpus: Path) -> Path:
     (tmp_path / "profiling.py").write_text(PROFILE)
     (tmp_path / "sinks.py").write_text(SINKS)
     (tmp_path / "extra.py").write_text(EXTRA)
+    (tmp_path / "accuracy.py").write_text(ACCURACY)
     return tmp_path
 
 
@@ -121,6 +122,21 @@ def test_callbacks_of_a_script_and_of_a_configuration(desk: Path) -> None:
         r"stopped after step \d+ of 30: no better validation loss than \d\.\d{4} in 2 validations", printed
     )
     assert steps_of(desk / "runs/stuck")[-1] < 30
+
+
+@pytest.mark.slow
+def test_metrics_of_the_model(desk: Path) -> None:
+    run(desk, "-m", "meshwright.launch", *command_with("accuracy:build"), '--tracking.sinks=["tensorboard"]')
+    records = list(read_records(desk / "runs/accuracy/metrics.jsonl"))
+    assert [sorted(record.extra) for record in records] == [
+        ["model/accuracy"],
+        *([["model/accuracy", "model/validation/accuracy"]] * 2),
+    ]
+    assert all(0 <= value <= 1 for record in records for value in record.extra.values())
+    events = EventAccumulator(str(desk / "runs/accuracy/tensorboard"))
+    events.Reload()
+    assert len(events.Scalars("model/accuracy")) == 3
+    assert "model/validation/accuracy" in page([read_run(desk / "runs/accuracy")])
 
 
 def command_with(text: str) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.model.build import PlainModel, meta_copy
+from meshwright.model.metrics import Recorder, recording
 from meshwright.model.running_buffers import BufferWatch
 from meshwright.pipeline.plan.boundaries import run_on_meta
 from meshwright.pipeline.plan.standalone import LayerWatch
@@ -23,6 +24,8 @@ class ModelDescription(NamedTuple):
     """The last layer's output."""
     running: list[str]
     """Buffers that forward changes."""
+    metrics: tuple[str, ...]
+    """Names that layers and the loss record."""
 
 
 def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch) -> ModelDescription:
@@ -33,10 +36,11 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
     """
     inputs = shapes.cast(torch.float32).inputs  # before the training dtype
     on_meta = meta_copy(model.layers)
-    watch = BufferWatch(on_meta)
+    watch, recorder = BufferWatch(on_meta), Recorder(is_planning=True)
     try:
         watch_layers = LayerWatch(on_meta, model.layers)
-        _, output = run_on_meta(on_meta, [range(len(on_meta))], inputs, watch_layers)
+        with recording(recorder):
+            _, output = run_on_meta(on_meta, [range(len(on_meta))], inputs, watch_layers)
     except ModelError as error:
         if not config.data.document_boundaries:
             raise
@@ -49,8 +53,9 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
     if model.loss is None:
         check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}")
     else:
-        check_loss(model.loss, output, shapes.cast(torch.float32).labels)
-    return ModelDescription(output, watch.changed())
+        with recording(recorder):
+            check_loss(model.loss, output, shapes.cast(torch.float32).labels)
+    return ModelDescription(output, watch.changed(), tuple(sorted(recorder.sums)))
 
 
 def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
@@ -61,6 +66,8 @@ def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
     output = last.value_of([leaf.empty(torch.device("meta")) for leaf in last.leaves])
     try:
         found = loss(output, labels)
+    except ModelError:
+        raise
     except Exception:  # meshwright.pipeline.costs reports failures on meta
         return
     if not isinstance(found, Tensor) or found.shape != labels.shape:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.fake import InterceptedOperation, OperationInterceptor, is_on_dtensor
-from meshwright.model.recorder import Operation, OperationRecorder, StorageRegistry
+from meshwright.model.meter import Operation, OperationRecorder, StorageRegistry
 
 ALIVE = 2**62
 _DEVICE = torch.ops.prim.device.default

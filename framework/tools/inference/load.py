@@ -180,7 +180,8 @@ def open_trained(
             f"{path} was deleted while it was read: the run continues and keeps only its newest checkpoints "
             f"(checkpoint.keep_last); repeat the command to use the newest",
         ) from error
-    executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, draw=blueprint.model.draw)
+    draw, metrics = blueprint.model.draw, blueprint.metrics
+    executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, draw=draw, metrics=metrics)
     return ForwardParts(config, mesh, blueprint, executor), checkpoint
 
 

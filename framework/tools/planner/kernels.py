@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.meter import AttentionKernel, fused_attention
-from meshwright.model.recorder import stored_bytes
+from meshwright.model.meter import AttentionKernel, fused_attention, stored_bytes
 from meshwright.tools.planner.operations import WorkRecorder
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.fake import CountingGroup
-from meshwright.model.recorder import Operation, OperationRecorder, StorageRegistry, stored_bytes
+from meshwright.model.meter import Operation, OperationRecorder, StorageRegistry, stored_bytes
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.tools.verify.layouts import Layout
+from meshwright.tools.verify.metrics import compare_metrics, passes_of
 from meshwright.tools.verify.reference import RunNumbers, validated_after
 from meshwright.tools.verify.report import VerdictRow
 
@@ -108,6 +109,8 @@ def compare(
     problems += _in_numbers(found, expected, tolerance, gradients, noise or {})
     problems += _in_weights(found, expected, tolerance, weights, rounding or {})
     problems += [*_in_masters(found, expected), *repetition]
+    if tolerance is TOLERANCES["float64"]:  # lower precisions round the argmax of an accuracy otherwise
+        problems += compare_metrics(found, expected, tolerance.later)
     losses = _relative_differences(found.losses, expected.losses)
     gradient_name = max(gradients, key=lambda name: gradients[name], default="")
     weights_name = max(weights, key=lambda name: weights[name], default="")
@@ -130,16 +133,6 @@ def compare(
 
 def _relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:
     return [relative(*pair) for pair in zip(found, expected, strict=True)]
-
-
-def passes_of(steps: int) -> list[str]:
-    """Return the names of the passes over samples, in the order of ``RunNumbers.tokens``."""
-    names = []
-    for step in range(1, steps + 1):
-        names.append(f"step {step}")
-        if step in validated_after(steps):
-            names.append(f"validation after step {step}")
-    return names
 
 
 def _in_initial(found: RunNumbers, expected: RunNumbers) -> list[str]:

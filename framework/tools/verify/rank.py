@@ -38,6 +38,7 @@ class RankFindings(NamedTuple):
     weights: list[TensorSlice]
     masters: list[TensorSlice]
     validation: list[float]
+    metrics: list[dict[str, float]]
 
 
 def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
@@ -84,7 +85,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
     mesh = open_mesh(Grid(*config.parallel.degrees), config.train.device)
     recorder = RecordingSource(open_verify_source(config, random_tokens))
     parts = build(config, mesh, (recorder, None))
-    findings = RankFindings([], [], [], [], [], [], [], [])
+    findings = RankFindings([], [], [], [], [], [], [], [], [])
     findings.initial.extend(_weights(parts))
 
     def record_gradients(parts: Parts, factor: float) -> None:
@@ -98,11 +99,13 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
         findings.tokens.append(recorder.seen)
         findings.losses.append(stats.loss)
         findings.grad_norms.append(stats.grad_norm)
+        findings.metrics.append(dict(stats.metrics))
         if step in validated_after(steps):
             recorder.seen = {}
             total = total_loss(parts, recorder, [steps])
             findings.tokens.append(recorder.seen)
             findings.validation.append(total.loss_sum / max(total.num_tokens, 1))
+            findings.metrics.append(dict(total.metrics))
     findings.weights.extend(_weights(parts))
     if config.train.dtype in ("bfloat16", "float16"):
         findings.masters.extend(_full_tensors(parts, lambda bucket: bucket.master))
@@ -176,4 +179,5 @@ def merge(ranks: Sequence[RankFindings]) -> RunNumbers:
         assemble([each for rank in ranks for each in rank.weights]),
         assemble([each for rank in ranks for each in rank.masters]),
         ranks[0].validation,
+        ranks[0].metrics,
     )

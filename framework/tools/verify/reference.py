@@ -23,6 +23,7 @@ from meshwright.config.functions import error_place
 from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
 from meshwright.model.build import PlainModel, configured_model, find_builder
+from meshwright.model.metrics import Recorder, recording
 from meshwright.model.running_buffers import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
@@ -50,6 +51,8 @@ class RunNumbers(NamedTuple):
     """Master weights after the last step; empty where the optimizer steps the weights themselves."""
     validation: list[float]
     """Loss in eval mode on one global batch, after the first step and after the last."""
+    metrics: list[dict[str, float]]
+    """Metrics that layers and the loss recorded: per step, each followed by those of its validation."""
 
 
 def checksum(inputs: Any, labels: Tensor) -> int:
@@ -161,8 +164,10 @@ class PlainRun:
         total = 0.0
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay
+        recorder = Recorder()
         for inputs, labels, sample_indices in batch:
-            loss_sum = self.loss_sum(inputs, labels, sample_indices)
+            with recording(recorder):
+                loss_sum = self.loss_sum(inputs, labels, sample_indices)
             total += float(loss_sum.detach())
             self.scaler.scale(loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
             if self.dtype.itemsize == 2:  # a long sum in 16 bits would lose most of its bits
@@ -186,6 +191,7 @@ class PlainRun:
                     parameter.copy_(self.masters[name])
         findings.losses.append(total / num_tokens)
         findings.grad_norms.append(float(norm))
+        findings.metrics.append(_metrics(recorder))
         findings.tokens.append(checksums(batch))
 
     def _accumulate(self) -> None:
@@ -202,13 +208,21 @@ class PlainRun:
         modes = {module: module.training for module in self.layers.modules()}
         self.layers.eval()
         batch = self.microbatches(batch_index * self.global_batch, (batch_index + 1) * self.global_batch)
-        with torch.no_grad():
+        recorder = Recorder()
+        with torch.no_grad(), recording(recorder):
             total = sum(float(self.loss_sum(*microbatch, training=False)) for microbatch in batch)
         for module, training in modes.items():  # modules that the builder has put into eval mode stay in it
             module.training = training
         num_tokens = sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch)
         findings.validation.append(total / max(num_tokens, 1))
         findings.tokens.append(checksums(batch))
+        findings.metrics.append(_metrics(recorder))
+
+
+def _metrics(recorder: Recorder) -> dict[str, float]:
+    """Return the recorded metrics of all samples."""
+    pairs = {name: sums.tolist() for name, sums in recorder.sums.items()}
+    return {name: value / count for name, (value, count) in pairs.items() if count}
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -261,7 +275,7 @@ def run_reference(
     """
     with _explained(config):
         run = PlainRun(config, source, dtype, micro_batch_size)
-        findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [])
+        findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [], [])
         with run.dropout.installed():
             for step in range(steps):
                 run.step(step, findings)

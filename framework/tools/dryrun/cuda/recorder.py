@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshwright.model.recorder import Operation
+from meshwright.model.meter import Operation
 from meshwright.tools.dryrun.cuda.stubs import HostWaits, place
 from meshwright.tools.dryrun.recorder import StepRecorder
 

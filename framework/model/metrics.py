@@ -1,0 +1,100 @@
+"""Metrics that layers and losses record, as sums of values and of counts: model code needs no rank for them.
+
+    record("accuracy", correct, count)     from a layer's forward or from model.loss
+    Recorder                               the sums of this rank's step, on the device
+    means                                  sum of values / sum of counts, over micro-batches, stages and all ranks
+
+tp ranks add both sums as well: values that are equal on all of them cancel out, and parts of the sequence or of the
+features make up the whole. Names are collected on the meta device, before the first step, and must not change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import ModelError
+
+MAX_NAMES = 50
+_NAME = re.compile(r"(?!validation/)[A-Za-z][\w.-]{0,63}(/[\w.-]{1,16})?", re.ASCII)
+_NOTHING = torch.zeros(2, dtype=torch.float64)
+
+
+class Recorder:
+    """Sums by name. ``names``: the known ones; None: any. ``is_planning``: collect names, without tensor operations."""
+
+    def __init__(self, names: Collection[str] | None = None, *, is_planning: bool = False) -> None:
+        self.names, self.is_planning = names, is_planning
+        self.sums: dict[str, Tensor] = {}  # (2,) float64: values, counts
+
+    def add(self, name: str, value_sum: Tensor | float, count: Tensor | float) -> None:
+        """Add to the sums of a name, without waiting for the device. Raises ModelError: see the messages."""
+        given = [leaf for leaf in (value_sum, count) if isinstance(leaf, Tensor)]
+        is_full, is_name = len(self.sums) == MAX_NAMES and name not in self.sums, _NAME.fullmatch(str(name)) is not None
+        if self.names is None and (is_full or not is_name or any(leaf.numel() != 1 for leaf in given)):
+            raise ModelError(
+                "MW-MODEL-032",
+                f"meshwright.record({name!r}, ...) with shapes {[tuple(leaf.shape) for leaf in given]}: a name has at "
+                f"most 64 letters, digits, _, - and ., perhaps a second part after /, value_sum and count are one "
+                f"number each (x.sum() and x.numel()), and a model has at most {MAX_NAMES} names",
+            )
+        if self.names is not None and name not in self.names:
+            raise ModelError(
+                "MW-MODEL-033",
+                f"meshwright.record({name!r}, ...) was not called when the run was planned on the meta device; there "
+                f"it found {', '.join(self.names) or 'no names'}: record the same names in every forward, in training "
+                f"and in eval mode",
+            )
+        if self.is_planning:
+            self.sums[name] = _NOTHING
+            return
+        device = given[0].device if given else torch.device("cpu")
+        with torch.no_grad():
+            pair = torch.stack([_number(leaf, device) for leaf in (value_sum, count)])
+            self.sums[name] = self.sums[name].add_(pair) if name in self.sums else pair
+
+    def vector(self, device: torch.device) -> Tensor:
+        """Return the sums of the known names in their order, (2 x names,) float64."""
+        zero = torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.cat([zero[:0], *(self.sums.get(name, zero).to(device) for name in self.names or ())])
+
+
+def means(names: Collection[str], sums: list[float]) -> dict[str, float]:
+    """Return the metrics from all ranks' sums, in the order of :meth:`Recorder.vector`; none where the count is 0."""
+    pairs = zip(names, sums[::2], sums[1::2], strict=True)
+    return {name: value / count for name, value, count in pairs if count}
+
+
+def _number(leaf: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to(device, torch.float64).reshape(())
+    return torch.full((), float(leaf), dtype=torch.float64, device=device)  # filled on the device: no copy to it
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """Enter a context in which :func:`record` adds to this recorder. Backward, with its recompute, runs outside it."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # each step's recorder would be compiled anew
+def record(name: str, value_sum: Tensor | float, count: Tensor | float = 1) -> None:
+    """Record a metric of the model from a layer's forward or from ``model.loss``; outside of a run do nothing.
+
+    A step's record has ``model/NAME``: the sum of all ``value_sum`` divided by the sum of all ``count``.
+    """
+    recorder = _RECORDER.get()
+    if recorder is not None:
+        recorder.add(name, value_sum, count)
