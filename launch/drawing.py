@@ -19,6 +19,7 @@ from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.text import text
 from meshwright.tools.report.account import account, measured_costs, table, without_early_steps
+from meshwright.tools.trust import check_file
 from meshwright.watch.trace import newest, read
 
 WIDTH = 100
@@ -55,7 +56,10 @@ def draw(options: argparse.Namespace, overrides: list[str]) -> int:
         draw_trace(newest(path) if path.is_dir() else path, options.out, formats)
         return 0
     default_out = Path() if options.format is not None else None
-    draw_config(load(options.drawn, overrides), parse_costs(costs or ""), options.out or default_out, formats)
+    config = load(options.drawn, overrides)
+    if ":" in config.pipeline.schedule:  # the only function that is called here
+        check_file(options.drawn, overrides, trust_code=options.trust_code)
+    draw_config(config, parse_costs(costs or ""), options.out or default_out, formats)
     return 0
 
 

@@ -185,8 +185,15 @@ class Parallel(Section):
 class Pipeline(Section):
     """Pipeline schedule, the partition into stages, and activation checkpointing."""
 
-    schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"] = "1f1b"
-    """Pipeline schedule; `docs/schedules.md` compares them."""
+    schedule: (
+        Literal["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"]
+        | Annotated[str, Field(pattern=FUNCTION)]
+    ) = Field(
+        default="1f1b",
+        description='"1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half" or "v_min"; or a function '
+        'of (pp, chunks, num_stages) that returns rows of actions, as "my_package.my_module:schedule"',
+    )
+    """Pipeline schedule; `docs/schedules.md` compares them. Or a function that returns its rows."""
     schedule_file: str | None = Field(default=None, description="the path of a schedule as text")
     """Schedule as a text file, instead of ``schedule``. Default: none."""
     interleave: Count | None = None

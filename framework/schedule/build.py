@@ -12,6 +12,7 @@ from itertools import chain
 from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.schedule.degrees import check_degrees
 from meshwright.schedule.interleaved import interleaved_1f1b
+from meshwright.schedule.own import own_schedule
 from meshwright.schedule.v_shape import v_half, v_min, zb_v
 from meshwright.schedule.zero_bubble import zb_h1, zb_h2
 
@@ -75,9 +76,10 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def build(name: str, pp: int, chunks: int, interleave: int = 1) -> Schedule:
-    """Build the compute schedule of this name. ``interleave``: stages per pipeline rank.
+    """Build the compute schedule of this name, or of a user's function. ``interleave``: stages per pipeline rank.
 
     Raises :class:`ScheduleError` for an unknown name, a degree below one, or an unsupported interleave.
     """
     check_degrees(name, list(BUILDERS), pp, chunks, interleave)
-    return BUILDERS[name](pp, chunks, interleave)
+    own = ":" in name
+    return own_schedule(name, pp, chunks, pp * interleave) if own else BUILDERS[name](pp, chunks, interleave)

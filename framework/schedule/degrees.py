@@ -14,7 +14,7 @@ INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), **dict.fromkeys(["zb_v
 
 def check_degrees(name: str, names: Sequence[str], pp: int, chunks: int, interleave: int) -> None:
     """Check that the schedule ``name``, one of ``names``, exists for these degrees; raise :class:`ScheduleError`."""
-    if name not in names:
+    if name not in names and ":" not in name:
         raise ScheduleError(
             "MW-SCHEDULE-009", f"pipeline.schedule={name!r} is not known: choose one of {', '.join(names)}"
         )
@@ -31,7 +31,7 @@ def check_degrees(name: str, names: Sequence[str], pp: int, chunks: int, interle
             f"and at most {MAX_FORWARDS:,} are scheduled: lower batch.chunks, parallel.pp or pipeline.interleave",
         )
     possible = {each: INTERLEAVES.get(each, range(1, 2)) for each in names}
-    if interleave not in possible[name]:
+    if name in possible and interleave not in possible[name]:
         first, has_one = possible[name][0], len(possible[name]) == 1
         raise ScheduleError(
             "MW-SCHEDULE-012",

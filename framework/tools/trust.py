@@ -26,7 +26,8 @@ from meshwright.terminal.output import tell
 
 CODE_KEYS = (
     *(("model", "builder"), ("model", "parameter_groups"), ("data", "builder")),
-    *(("optimizer", "builder"), ("optimizer", "schedule"), ("train", "callbacks"), ("tracking", "sinks")),
+    *(("optimizer", "builder"), ("optimizer", "schedule"), ("pipeline", "schedule")),
+    *(("train", "callbacks"), ("tracking", "sinks")),
 )
 """Configuration keys whose value, or each value of a list, is imported as code."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
@@ -83,7 +84,7 @@ def foreign_builders(config: RunConfig) -> list[tuple[str, str, str]]:
 
 
 def _is_word(value: str) -> bool:
-    """Return whether a value names no code: "tensorboard" is a sink of ours, "cosine" a schedule."""
+    """Return whether a value names no code: "tensorboard" is a sink of ours, "cosine" and "1f1b" are schedules."""
     return ":" not in value
 
 

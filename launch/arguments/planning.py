@@ -67,6 +67,7 @@ def draw(added: Added) -> None:
     parser.add_argument(
         "drawn", metavar="CONFIG|RUN", help="a TOML file, a run directory, or one of its traces/step-*.json"
     )
+    trust_code(parser)
     parser.usage = f"{parser.prog} CONFIG|RUN [options] [--section.key=value ...]"
     parser.add_argument(
         "--out",

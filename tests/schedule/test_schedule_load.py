@@ -65,7 +65,7 @@ def test_a_file_that_cannot_be_is_explained(content: bytes | None, said: str, tm
 
 def test_the_schedules_have_the_same_names_everywhere() -> None:
     """What can be built, what the configuration takes, and what verify knows as words of a layout."""
-    configured = get_args(Pipeline.model_fields["schedule"].annotation)
+    configured = get_args(get_args(Pipeline.model_fields["schedule"].annotation)[0])
     assert set(configured) == set(BUILDERS) == set(SCHEDULES)
     for name in configured:
         pipeline = Pipeline(schedule=name)

@@ -102,7 +102,7 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
     pipeline = {
         "schedule": choice.schedule,
         "schedule_file": None,
-        "interleave": choice.interleave if choice.schedule == "interleaved_1f1b" else None,
+        "interleave": choice.interleave if choice.schedule == "interleaved_1f1b" or ":" in choice.schedule else None,
         "recompute": choice.recompute,
         "balance": base.pipeline.balance if isinstance(base.pipeline.balance, str) else "time",
     }

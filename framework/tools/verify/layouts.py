@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError, UserError
 from meshwright.schedule.load import read_schedule
 from meshwright.tools.verify.traits import Traits
 
-SCHEDULES: tuple[str, ...] = get_args(Pipeline.model_fields["schedule"].annotation)
+SCHEDULES: tuple[str, ...] = get_args(get_args(Pipeline.model_fields["schedule"].annotation)[0])
 LAYOUT_WORDS = (
     "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
     "step (parallel.reduce), offload, sequence, selective or full (recompute), "
@@ -51,7 +51,7 @@ class Layout(NamedTuple):
         """Number of pipeline stages, derived from the schedule's name; ``pp`` for a schedule file."""
         if self.schedule == SCHEDULE_FILE:
             return self.pp
-        return self.pp * Pipeline(schedule=self.schedule, interleave=self.interleave or None).stages_per_rank  # type: ignore[arg-type]
+        return self.pp * Pipeline(schedule=self.schedule, interleave=self.interleave or None).stages_per_rank
 
     def __str__(self) -> str:
         words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", self.schedule, f"zero{self.zero}"]
@@ -83,7 +83,7 @@ def parse_layout(text: str) -> Layout:
             layout = Layout(**{**layout._asdict(), key: value})
         elif word in ("selective", "full"):
             layout = layout._replace(recompute=word)
-        elif word in (*SCHEDULES, SCHEDULE_FILE):
+        elif word in (*SCHEDULES, SCHEDULE_FILE) or ":" in word:
             layout = layout._replace(schedule=word)
         elif word == "step":
             layout = layout._replace(reduces_once=True)

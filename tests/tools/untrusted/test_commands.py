@@ -174,6 +174,16 @@ def test_what_needs_no_model_imports_none(
         assert code in (0, 2) and not (desk / CANARY).exists()
 
 
+@pytest.mark.parametrize("command", NOT_IMPORTING)
+def test_a_schedule_is_code_too(command: str, desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """``draw`` needs one: it refuses the function that a run names, and a report leaves the picture out."""
+    run = planted(desk / "runs" / "theirs", pipeline={"schedule": "payload:build"})
+    code, told = called(NOT_IMPORTING[command], run, run, capfd)
+    assert code in (0, 2) and not (desk / CANARY).exists()
+    if command == "draw":
+        assert code == 2 and "pipeline.schedule = 'payload:build' would import the function build" in told
+
+
 def test_no_command_is_left_out() -> None:
     def names(parser: argparse.ArgumentParser) -> Iterator[str]:
         for action in parser._actions:
