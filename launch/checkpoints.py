@@ -1,4 +1,4 @@
-"""Command ``meshwright checkpoint``: list, verify, show and reshard the checkpoints of a run. No ranks."""
+"""Command ``meshwright checkpoint``: list, verify, show, reshard and export the checkpoints of a run. No ranks."""
 
 from __future__ import annotations
 
@@ -78,6 +78,22 @@ def reshard(options: argparse.Namespace, overrides: list[str]) -> int:
     lines += table_of_files({name: file.size for name, file in sorted(written.manifest.files.items())})
     trust = " --trust-code" if foreign_builders(written.config) else ""
     lines.append(f"resume with: meshwright train {options.out / 'config.toml'}{trust}")
+    put("\n".join(lines))
+    return 0
+
+
+def export(options: argparse.Namespace, _: list[str]) -> int:
+    """Write a checkpoint in PyTorch's distributed checkpoint format; print a summary and the code that loads it."""
+    from meshwright.tools.interop.dcp import export_dcp
+
+    chosen = find_checkpoint(options.place, options.step)
+    done = export_dcp(chosen.path, options.out, kind=options.weights)
+    lines = [
+        f"{chosen.path}: step {chosen.step}",
+        f"{done.path}: {done.num_tensors:,} tensors of {done.kind}, in DCP format",
+        *table_of_files(done.files),
+        f"load it with: torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={str(done.path)!r})",
+    ]
     put("\n".join(lines))
     return 0
 

@@ -57,6 +57,8 @@ PURE = (
 FSDP_DOOR = "meshwright.data_parallel.fsdp"
 """It may say what torch's fully_shard is made of; collectives go by our groups there too."""
 FSDP = ("torch.distributed.fsdp", "torch.distributed.device_mesh", "torch.distributed.tensor")
+DCP_DOOR = "meshwright.tools.interop.dcp"
+"""It writes torch's distributed checkpoint format, in one process, without a group."""
 
 HUGGINGFACE = "meshwright.tools.interop.huggingface"
 HALVES = (f"{HUGGINGFACE}.convert", f"{HUGGINGFACE}.restructure")
@@ -144,6 +146,7 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     package, room, found = package_of(module), room_of(module), []
     for name in sorted(set(imports(ast.parse(source), module, is_package))) if module != FACE else ():
         at_door = module == FSDP_DOOR and below(name, *FSDP)
+        at_door |= module == DCP_DOOR and below(name, "torch.distributed.checkpoint")
         if (
             below(name, "torch.distributed")
             and not at_door

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from meshwright.launch.arguments import files, inspection, planning, training
+from meshwright.launch.arguments import checkpoints, files, inspection, planning, training
 from meshwright.launch.arguments.common import CommandParser
 from meshwright.system.process import own_version
 
@@ -23,7 +23,7 @@ COMMANDS = (
     training.verify,
     files.data,
     files.config,
-    files.checkpoint,
+    checkpoints.checkpoint,
     files.convert,
     inspection.status,
     training.evaluate,

@@ -24,7 +24,7 @@ TRAIN = "meshwright train configs/demo.toml"
 
 CASES: list[tuple[str, list[str]]] = [
     ("meshwright ch", ["checkpoint"]),
-    ("meshwright checkpoint ", ["list", "verify", "show", "reshard"]),
+    ("meshwright checkpoint ", ["list", "verify", "show", "reshard", "export"]),
     ("meshwright completion ", ["bash", "zsh", "fish"]),
     ("meshwright config import --from ", ["torchtitan", "nanotron", "megatron", "bridge"]),
     ("meshwright mesh configs/demo.toml --no", ["--nodes"]),

@@ -54,6 +54,7 @@ NOT_IMPORTING = {
     "list": ["checkpoint", "list", "{run}"],
     "checkpoint verify": ["checkpoint", "verify", "{place}"],
     "show": ["checkpoint", "show", "{place}"],
+    "export": ["checkpoint", "export", "{place}", "--out=out"],
     "convert": ["convert", "{place}", "--to", "hf", "exported"],
     "report": ["report", "{run}"],
     "plot": ["plot", "{run}"],
