@@ -19,6 +19,8 @@ OTHER_MODELS = re.compile(r"vl|vision|omni|audio|mamba|hybrid|t5|mimo|moe|asr|fl
 """Names of model classes beyond a dense decoder of text."""
 TARGET = "model._target_"
 ACTIVATION = "model.activation_func._target_"
+ACTIVATIONS = {"squared_relu": "squared-relu", "fast_gelu": "openai-gelu", "openai_gelu": "openai-gelu"}
+"""Function of the activation -> flag of Megatron-LM."""
 
 
 def as_flags(items: Mapping[str, SourceKey]) -> dict[str, SourceKey]:
@@ -82,6 +84,8 @@ def _model(draft: Draft) -> None:
     activation = (draft.text(ACTIVATION) or "").rpartition(".")[2]
     if gated and activation in ("silu", "swish"):
         draft.items["swiglu"] = draft.items["model.gated_linear_unit"]
+    elif not gated and activation in ACTIVATIONS:
+        draft.items[ACTIVATIONS[activation]] = draft.items[ACTIVATION]._replace(value=True)
     elif gated or activation not in ("", "gelu"):
         name = ACTIVATION if draft.has(ACTIVATION) else "model.gated_linear_unit"
         raise draft.unsupported_model(name, f"the activation {activation or 'of this file'}")

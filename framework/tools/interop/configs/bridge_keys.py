@@ -110,6 +110,7 @@ FLAGS = {
 INVERTED = {
     "model.share_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
     "model.add_bias_linear": "disable-bias-linear",
+    "model.bias_activation_fusion": "no-bias-gelu-fusion",
 }
 """Field -> flag of the opposite meaning."""
 REFUSED = {

@@ -82,8 +82,6 @@ REST = (
 
 REFUSED = {
     "step-batch-size-schedule": "the batch size rises evenly here, by batch.ramp",
-    "decoupled-lr": "one learning rate for all weights here",
-    "decoupled-min-lr": "one learning rate for all weights here",
     "apply-wd-to-qk-layernorm": "norms are never decayed here",
     "no-weight-decay-cond-type": "biases and norms are never decayed here, everything else is",
     "head-lr-mult": "one learning rate for all weights here",
@@ -91,6 +89,7 @@ REFUSED = {
     "sft": "the labels of a conversation are not masked here",
     "perform-rl-step": "no reinforcement learning",
     "logits-load-dir": "no distillation",
+    "export-kd-teacher-load": "no distillation",
     "pretrained-checkpoint": PRETRAINED,
     "finetune": PRETRAINED,
     "freeze-all-layers": "all weights are trained here",

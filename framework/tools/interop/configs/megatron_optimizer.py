@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshwright.config import Batch, phases
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.translation import Draft
@@ -49,6 +51,7 @@ def learning_rate(draft: Draft, samples: int | None) -> float | None:
     if rate is None:
         draft.leave_open("optimizer.learning_rate", 3e-4, draft.why_missing("lr"))
     _decay(draft, steps, end, in_steps("lr-wsd-decay"))
+    _embedding_rate(draft, rate)
     return rate
 
 
@@ -81,6 +84,24 @@ def _decay(draft: Draft, steps: int, end: float | None, wsd: float | None) -> No
         draft.refuse("lr-decay-style", "no such decay here, only cosine, linear, wsd and constant")
     if end is not None and round(end) != steps:
         draft.put("optimizer.decay_until", round(end))
+
+
+def _embedding_rate(draft: Draft, rate: float | None) -> None:
+    """Translate ``--decoupled-lr``, the rate of token embedding and head: a factor, if the two minima have it too."""
+    own = draft.number("decoupled-lr")
+    if own is None:
+        draft.skip("decoupled-min-lr")
+        return
+    low = draft.number("min-lr", 0.0) or 0.0
+    own_low = draft.number("decoupled-min-lr", low) or 0.0
+    is_constant = draft.tree.get("optimizer.schedule") == "constant"
+    if not rate or not (is_constant or math.isclose(own_low * rate, low * own, rel_tol=1e-9)):
+        why = "a learning rate of its own is a factor here, on --lr and --min-lr alike"
+        draft.refuse("decoupled-lr", why)
+        return
+    names = ["embedding.tokens.weight", *([] if draft.tree.get("model.options.tied") else ["head.weight"])]
+    group = {"names": names, "learning_rate_factor": own / rate}
+    draft.put("model.parameter_groups", [group], "--decoupled-lr over --lr")
 
 
 def optimizer(draft: Draft, rate: float | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from meshwright.config.keys import format_value
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.nanotron_keys import CONFIG, FACTORY, NOT_LLAMA, REST, SCHEDULES
+from meshwright.tools.interop.configs.nanotron_keys import CONFIG, FACTORY, GATES, NOT_LLAMA, REST, SCHEDULES, Z_LOSS
 from meshwright.tools.interop.configs.nanotron_optimizer import optimizer
 from meshwright.tools.interop.configs.source_keys import CORPUS, MUP, PREPARED, PRETRAINED, DropReason, is_off
 from meshwright.tools.interop.configs.translation import Draft
@@ -126,9 +126,9 @@ def _model(draft: Draft) -> None:
         )
         if key is not None and not is_off(draft.value(key)):
             raise draft.unsupported_model(key, what)
-    act = draft.text(f"{CONFIG}.hidden_act", "silu")
-    if act != "silu":
-        raise draft.unsupported_model(f"{CONFIG}.hidden_act", f"the activation {act}")
+    act = draft.text(f"{CONFIG}.hidden_act", "silu") or ""
+    if act not in GATES:
+        raise draft.unsupported_model(f"{CONFIG}.hidden_act", f"the activation {act} in its gate")
     kinds = [
         key for key in draft.items if key.startswith(f"{CONFIG}.is_") and key.endswith("_config") and draft.boolean(key)
     ]
@@ -138,7 +138,15 @@ def _model(draft: Draft) -> None:
             other or "model.model_config", "this configuration class, only is_llama_config and is_qwen2_config,"
         )
     heads = draft.count(f"{CONFIG}.num_attention_heads", 32)
-    draft.put("model.builder", "meshwright.models.llama:build")
+    interpolation = draft.number(f"{CONFIG}.rope_seq_len_interpolation_factor") or 1.0
+    if GATES[act] == "swiglu" and interpolation == 1:
+        draft.put("model.builder", "meshwright.models.llama:build")
+    else:
+        draft.put(
+            "model.builder", "meshwright.models.decoder:build", f"Llama with {act} and positions over {interpolation}"
+        )
+        draft.put("model.options.mlp", GATES[act])
+        draft.put("model.options.rope_interpolation", None if interpolation == 1 else interpolation)
     draft.put("model.options.vocab_size", draft.count(f"{CONFIG}.vocab_size", 32000))
     draft.put("model.options.hidden_size", draft.count(f"{CONFIG}.hidden_size", 4096))
     draft.put("model.options.num_layers", draft.count(f"{CONFIG}.num_hidden_layers", 32))
@@ -150,11 +158,10 @@ def _model(draft: Draft) -> None:
     draft.put("model.options.norm_eps", draft.number(f"{CONFIG}.rms_norm_eps", 1e-6))
     draft.put("model.options.tied", draft.boolean(f"{CONFIG}.tie_word_embeddings"))
     _attention(draft, is_qwen=f"{CONFIG}.is_qwen2_config" in kinds)
-    if not draft.boolean(f"{CONFIG}.z_loss_enabled"):
-        draft.skip(f"{CONFIG}.z_loss*")
-    else:
-        draft.refuse(f"{CONFIG}.z_loss_enabled", "no z-loss here")
-        draft.skip(f"{CONFIG}.z_loss*")
+    if draft.boolean(f"{CONFIG}.z_loss_enabled"):
+        draft.put("model.options.z_loss", draft.number(f"{CONFIG}.z_loss_coefficient", 1e-4))
+        draft.drop(f"{CONFIG}.z_loss_enabled", DropReason.DIFFERS, Z_LOSS)
+    draft.skip(f"{CONFIG}.z_loss*")
     mask = draft.items.get(f"{CONFIG}.flex_attention_mask")
     if draft.boolean(f"{CONFIG}._use_doc_masking") or (mask is not None and "document" in str(mask.value)):
         draft.skip(f"{CONFIG}.flex_attention_mask")

@@ -18,9 +18,21 @@ SCHEDULES = {"1f1b": "1f1b", "afab": "gpipe"}
 NOT_LLAMA = {
     "no_rope_layer": "layers without positions",
     "moe_config": "mixture of experts",
-    "rope_seq_len_interpolation_factor": "interpolated positions",
 }
-"""Keys of features that meshwright.models.llama lacks -> the feature; they are accepted if they are off."""
+"""Keys of features that no model here has -> the feature; they are accepted if they are off."""
+GATES = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+    "relu": "reglu",
+}
+"""Activation of the gate -> option ``mlp`` of meshwright.models.decoder."""
+Z_LOSS = (
+    "nanotron squares the logsumexp of the logits less the largest of them, here that of the logits, as in PaLM, which "
+    "its comment names"
+)
 REST = (
     DropRule("data.*", DropReason.BY_HAND, CORPUS),
     DropRule("s3_upload*", DropReason.NONE, "checkpoints stay in the run directory"),
