@@ -19,6 +19,7 @@ import torch
 
 from meshwright.config import RunConfig
 from meshwright.config.functions import error_place, find_function
+from meshwright.data.sources import StreamSource
 from meshwright.errors import CallbackError, ConfigError
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.terminal.output import tell
@@ -185,6 +186,29 @@ class Callbacks(Observer):
         if failed.item():
             problems = mesh.world.gather_objects(self._problem)
             self._agreed = next(problem for problem in problems if problem is not None)
+
+
+class StreamState(Observer):
+    """Place in a stream of samples after each step, in the state of callbacks of a checkpoint.
+
+    Rank 0 alone has it: it reads samples on any layout, and writes the manifest.
+    """
+
+    def __init__(self, source: StreamSource, rank: int) -> None:
+        self._source, self._rank = source, rank
+        self._state: Mapping[str, Any] = {}
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Take the place after the samples of the step; rank 0 reads on to it."""
+        self._state = self._source.state_at(parts.state.samples_seen) if self._rank == 0 else {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the place."""
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the place of a checkpoint."""
+        self._source.restore(state)
 
 
 class CallbackErrors(Observer):

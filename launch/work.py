@@ -13,9 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve, samples_after
-from meshwright.data.sources import corpus_times, data_fingerprint, describe_source, open_sources, unigram_nats
+from meshwright.data.sources import (
+    StreamSource,
+    corpus_times,
+    data_fingerprint,
+    describe_source,
+    open_sources,
+    unigram_nats,
+)
 from meshwright.errors import Preempted, RunFilesError
-from meshwright.launch.callbacks import CallbackErrors, Callbacks, find_callbacks, make_callbacks
+from meshwright.launch.callbacks import CallbackErrors, Callbacks, StreamState, find_callbacks, make_callbacks
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.parts import Observer, Parts
@@ -91,7 +98,8 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     if corpus := describe_source(parts.source, samples_after(config.batch, config.train.steps)):
         log(corpus)
     request = StopRequest()
-    callbacks = Callbacks([*observers, *make_callbacks(parts)])
+    stream = [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
+    callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
     callbacks.setup(parts)
     resume(parts, directory, log)
     callbacks.load(parts)

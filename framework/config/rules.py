@@ -181,8 +181,8 @@ def _corpus(config: RunConfig) -> str | None:
             "data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes one), "
             'or set data.builder = "module:function" for a dataset of your own'
         )
-    if data.options:
-        return "data.options have no effect without data.builder: leave them out"
+    if without := _changed(data, "options", "collate", "workers"):
+        return f"data.{without[0]} has no effect without data.builder: leave it out"
     form = [f"data.{name}" for name in _changed(data, *CORPUS_FORM)]
     if form and data.task == "span_corruption":
         return f'{" and ".join(form)} has no effect with data.task = "span_corruption": leave it out'

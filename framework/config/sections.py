@@ -121,9 +121,15 @@ class Data(Section):
         pattern=r"^[\w.]+:\w+$",
         description='a module and a function in it, as in "my_package.images:build"',
     )
-    """Alternative to ``train``: a function of (split, **options) that returns a map-style dataset."""
+    """Alternative to ``train``: a function of (split, **options) that returns a dataset, map-style or iterable."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the dataset's builder."""
+    collate: str | None = Field(
+        default=None, pattern=FUNCTION, description='a module and a function in it, as in "my_package.text:collate"'
+    )
+    """Function of (list of samples) that returns (inputs, labels) with the samples along the first dim."""
+    workers: int = Field(default=0, ge=0, le=16)
+    """Threads of each rank that read and collate samples of the dataset ahead. 0: none."""
 
 
 class Batch(Section):

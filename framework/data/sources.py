@@ -11,14 +11,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from meshwright.config import RunConfig
-from meshwright.data import fingerprint
 from meshwright.data.blend import Blend
 from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.dataset import DatasetSource, open_dataset
+from meshwright.data.hashes import hashes_of, hashes_of_stages
 from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder, whole_weights
+from meshwright.data.read_ahead import Steps
 from meshwright.data.span_corruption import SpanCorruptionSource, corrupt, lengths, open_corpus, spans_of
 from meshwright.data.stages import StageBlend, open_stages
+from meshwright.data.stream import Stream
+from meshwright.data.stream_source import StreamSource as StreamSource
 from meshwright.data.tokenizer import end_of_document_id, load
 from meshwright.errors import ConfigError, DataError
 from meshwright.model.build import vocabulary_size
@@ -32,10 +35,7 @@ class Source(Protocol):
         """Return (inputs, each tensor (B, ...), labels (B, ...)), on the CPU."""
 
 
-SAMPLED = "sampled bytes"
-"""Prefix of the entries in a data fingerprint that hash sampled blocks; older checkpoints have none."""
-
-AnySource = CorpusSource | SpanCorruptionSource | DatasetSource
+AnySource = CorpusSource | SpanCorruptionSource | DatasetSource | StreamSource
 """Sources that a configuration can name."""
 
 
@@ -47,11 +47,22 @@ def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
     eod_id = _end_of_document_id(config)
     training, validation = (_open(config, split, eod_id) for split in ("train", "validation"))
     assert training is not None
-    if isinstance(training, DatasetSource) and isinstance(validation, DatasetSource):
-        samples = validation.samples._replace(like=training.samples.like)  # the stages are built for one shape
-        samples.sample(0)
-        validation = validation._replace(samples=samples)
+    if config.data.builder is not None and validation is not None:
+        _check_like(training, validation)
+    if isinstance(training, DatasetSource | StreamSource) and config.data.workers:
+        training = training.with_workers(config.data.workers, Steps(config.batch))
     return training, validation
+
+
+def _check_like(training: AnySource, validation: AnySource) -> None:
+    """Check that validation samples have the shapes of training: the stages are built for one shape."""
+    first, second = (
+        each.samples if isinstance(each, DatasetSource) else each.stream
+        for each in (training, validation)
+        if isinstance(each, DatasetSource | StreamSource)
+    )
+    like = second.collate._replace(like=first.collate.like)
+    like.one(second.raw(0), 0)
 
 
 def open_validation(config: RunConfig) -> AnySource | None:
@@ -139,6 +150,8 @@ def span_corruption_sampler(
 def describe_source(source: Source, num_samples: int) -> str:
     """Describe, in lines, the share and epochs of each blended corpus in a run, and the truncated documents."""
     blend = source.corpus if isinstance(source, CorpusSource | SpanCorruptionSource) else None
+    if isinstance(source, StreamSource):
+        return f"data       {source.stream.name} is a stream; a resume continues {source.stream.how}"
     lines = blend.describe(num_samples) if isinstance(blend, StageBlend) else []
     for at, part in enumerate(_corpora(source)):
         notes = []
@@ -157,34 +170,20 @@ def data_fingerprint(source: Source) -> dict[str, str]:
     """Return the hashes that must not change between a checkpoint and its resume, by name."""
     if isinstance(source, DatasetSource):
         return source.samples.fingerprint()
+    if isinstance(source, StreamSource):
+        return source.stream.fingerprint()
     if not isinstance(source, CorpusSource | SpanCorruptionSource):
         return {}
     corpus = source.corpus
     if isinstance(corpus, Corpus):
-        return _fingerprint_of(corpus)
+        return hashes_of(corpus)
     if isinstance(corpus, StageBlend):
-        return _fingerprint_of_stages(corpus)
+        return hashes_of_stages(corpus)
     return {
         f"{name} of data.train[{i}] (weight {weight:g})": value
         for i, (each, weight) in enumerate(zip(corpus.corpora, corpus.weights, strict=True))
-        for name, value in _fingerprint_of(each).items()
+        for name, value in hashes_of(each).items()
     }
-
-
-def _fingerprint_of_stages(blend: StageBlend) -> dict[str, str]:
-    """Return the hashes of each stage: of the first as without stages, later ones with the sample that they begin at.
-
-    A checkpoint is compared in the stages that had begun when it was saved (checkpoint/compatible.py): later ones may
-    still be added, moved or removed.
-    """
-    found: dict[str, str] = {}
-    hashes = [_fingerprint_of(corpus) for corpus in blend.corpora]
-    for stage in blend.stages:
-        begin = f"from sample {stage.first}: " if stage.first else ""
-        for i, (index, weight) in enumerate(zip(stage.corpora, stage.weights, strict=True)):
-            where = f" of {stage.key}[{i}] (weight {weight:g})" if stage.is_mixture else ""
-            found |= {f"{begin}{name}{where or (begin and f' of {stage.key}')}": v for name, v in hashes[index].items()}
-    return found
 
 
 def corpus_times(source: Source) -> dict[str, int]:
@@ -197,19 +196,6 @@ def unigram_nats(source: Source | None) -> float | None:
     if isinstance(source, CorpusSource) and isinstance(source.corpus, Corpus) and source.corpus.known:
         return source.corpus.known.split.unigram_entropy_nats
     return None
-
-
-def _fingerprint_of(corpus: Corpus) -> dict[str, str]:
-    known = fingerprint.read(corpus.prefix.parent)
-    sampled = {SAMPLED: corpus.sampled_hash()}
-    if known is None or corpus.known is None:
-        return {"train_tokens": str(len(corpus.stream))} | sampled
-    name, beside = corpus.prefix.name, corpus.prefix.with_name("tokenizer.json")
-    hashes = {"train": known.sha256_of(f"{name}.bin")} | sampled
-    hashes["tokenizer"] = fingerprint.tokenizer_sha256(beside) if beside.is_file() else known.sha256_of(beside.name)
-    if corpus.mask:
-        hashes["mask"] = known.sha256_of(f"{name}.mask")
-    return hashes
 
 
 def _end_of_document_id(config: RunConfig) -> int | None:
@@ -238,6 +224,8 @@ def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None
 
     if data.builder is not None:
         samples = open_dataset(config, split)
+        if isinstance(samples, Stream):
+            return _open_stream(config, split, samples)
         return None if samples is None else DatasetSource(samples, order(samples.num_samples))
     where = data.train if split == "train" else data.validation
     if where is None:
@@ -251,6 +239,16 @@ def _open(config: RunConfig, split: str, eod_id: int | None) -> AnySource | None
     blend = Blend(corpora, [each.weight for each in where])
     orders = tuple(SampleOrder(each.num_samples, derive(seed, "data set", i)) for i, each in enumerate(corpora))
     return _source_of(config, blend, BlendOrder(orders, whole_weights(blend.weights)))
+
+
+def _open_stream(config: RunConfig, split: str, stream: Stream) -> StreamSource:
+    """Return the source of a stream: endless for training, counted for validation up to train.validate_steps."""
+    global_batch = config.batch.global_batch
+    assert global_batch is not None, "resolve the configuration first"
+    if split == "train":
+        stream.is_due = Steps(config.batch).begins_at
+        return StreamSource(stream, global_batch)
+    return StreamSource(stream, global_batch, stream.count(config.train.validate_steps * global_batch))
 
 
 def _open_corpus(config: RunConfig, prefix: str, eod_id: int | None) -> Corpus:

@@ -25,7 +25,7 @@ from meshwright.system.bounded import real_path
 from meshwright.terminal.output import tell
 
 CODE_KEYS = (
-    *(("model", "builder"), ("model", "parameter_groups"), ("data", "builder")),
+    *(("model", "builder"), ("model", "parameter_groups"), ("data", "builder"), ("data", "collate")),
     *(("optimizer", "builder"), ("optimizer", "schedule"), ("pipeline", "schedule")),
     *(("train", "callbacks"), ("tracking", "sinks")),
 )

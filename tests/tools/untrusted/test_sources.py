@@ -42,6 +42,7 @@ IMPORTERS = {
     "framework/tools/verify/plain_optimizer.py": "the same optimizer.builder",
     "framework/schedule/own.py": "pipeline.schedule of a configuration judged as model.builder was; not in a report",
     "framework/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
+    "framework/data/collate.py": "data.collate of a configuration that was judged as model.builder was",
     "framework/tools/interop/huggingface/convert/families.py": "only the builders of FAMILIES, which are ours",
     "launch/callbacks.py": "train.callbacks of a configuration that was judged as model.builder was",
     "framework/tracking/observer.py": "tracking.sinks of a configuration that was judged as model.builder was",

@@ -1,0 +1,1 @@
+"""A stream of samples of unknown length, with its state, and a collate function."""
