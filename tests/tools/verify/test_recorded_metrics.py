@@ -54,3 +54,11 @@ def test_a_name_that_the_plan_did_not_see(pool: RankPool) -> None:
     with pytest.raises(RankError, match="MW-MODEL-033") as caught:
         pool.run(run_layout, 1, text, 1, True)
     assert "'late'" in str(caught.value) and "accuracy, inactive_share, logit, norm" in str(caught.value)
+
+
+def test_a_layer_that_is_recomputed_counts_once(pool: RankPool, references: References) -> None:
+    """One of four layers under one name: recorded twice, it would weigh twice."""
+    pipeline = {"recompute": "full", "recompute_layers": ["block0"]}
+    config = config_of("tests.support.recording_models:build", {"vocab_size": 13}, 6, pipeline=pipeline)
+    row = prove(config, parse_layout("pp2,full"), pool, references, global_batch=4, steps=1, twice=False)
+    assert row.passed, "\n".join(row.problems)
