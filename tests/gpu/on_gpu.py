@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
+import tempfile
 import threading
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.data_parallel.replica import StageReplica
+from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh, peak_memory_bytes, pick_device
 from meshwright.parts import Parts
+from meshwright.run.directory import run_directory
+from meshwright.run.resume import resume
 from meshwright.schedule.action import Action, Span, actions_of
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import StepFeed, take_step
 from meshwright.tensor_parallel import megatron
 from meshwright.tools.verify.rank import open_verify_source, run_layout
+from meshwright.watch.drift import bits, replicated_tensors
+from tests.end_to_end.driving import save, tensors
+from tests.watch.spoiling import Spoil, spoil
 
 
 def parts_of(config: RunConfig) -> Parts:
@@ -170,3 +180,76 @@ def measured_by_ranks(config: RunConfig) -> None:
     spans = parts.executor.run(StepFeed(parts, parts.source, parts.state.samples_seen)).times.spans
     Path(config.run.directory, f"{rank}.pickle").write_bytes(pickle.dumps(spans))
     close_mesh(parts.mesh)
+
+
+class Drawing(nn.Linear):
+    """Linear layer with a dropout of torch on one device alone."""
+
+    device = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return functional.dropout(y, 0.1) if y.device.type == self.device else y
+
+
+def drawing(device: str) -> nn.Sequential:
+    """Embedding, a layer that draws on ``device``, and a head."""
+    layer = Drawing(8, 8)
+    layer.device = device
+    return nn.Sequential(nn.Embedding(61, 8), layer, nn.Linear(8, 61))
+
+
+def refusal(config: RunConfig) -> str:
+    """What the first step of a model says that cannot be trained."""
+    return refused_step(parts_of(config))
+
+
+def refused_step(parts: Parts) -> str:
+    """What a step says that is not taken."""
+    try:
+        take_step(parts)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def saved_bits(config: RunConfig, steps: int) -> dict[str, str]:
+    """Resume what ``run.directory`` holds, take steps and save; the hash of each tensor of the checkpoint."""
+    directory = run_directory(config)
+    parts = parts_of(config)
+    resume(parts, directory, lambda text: None)
+    for _ in range(steps):
+        take_step(parts)
+    saved = Path(tempfile.mkdtemp(dir=directory.parent))
+    save(parts, str(saved))
+    if steps:
+        save(parts, str(directory))
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors(saved).items()}
+
+
+def hashes_agree(config: RunConfig) -> bool:
+    """True if drift's hash of each tensor on the device is that of a copy on the CPU."""
+    parts = parts_of(config)
+    take_step(parts)
+    copies = list(replicated_tensors(parts))
+    return len(copies) > 2 and all(int(bits(each.tensor)) == int(bits(each.tensor.cpu())) for each in copies)
+
+
+def poisoned(config: RunConfig) -> str:
+    """The message of a step after a weight has become NaN."""
+    parts = parts_of(config)
+    take_step(parts)
+    spoil(parts, Spoil("weight", 0, "block1.mlp.up.weight"))
+    return refused_step(parts)
+
+
+def host_waits(config: RunConfig) -> int:
+    """Synchronising calls that torch counts in the second step, those of events excluded."""
+    parts = parts_of(config)
+    take_step(parts)
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        take_step(parts)
+    torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in found)

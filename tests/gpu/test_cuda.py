@@ -6,10 +6,8 @@ One GPU: each case in a process of its own making. Several: the launcher's ranks
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +30,6 @@ pytestmark = [
 
 STEPS = 4
 MODELS = ("gpt2", "llama")
-
-
-@pytest.fixture(scope="module")
-def references() -> References:
-    return References()
-
-
-@pytest.fixture(scope="module")
-def on_device() -> Iterator[Callable[..., Any]]:
-    """``on_device(function, *args)``: in one process that is nobody's fork."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        yield lambda function, *args, **options: executor.submit(function, *args, **options).result()
 
 
 def config_for(

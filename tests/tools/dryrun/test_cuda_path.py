@@ -1,8 +1,15 @@
-"""Ranks take real steps on fake tensors of a CUDA device that does nothing: no GPU, the code of a GPU run."""
+"""Ranks take real steps on fake tensors of a CUDA device that does nothing: no GPU, the code of a GPU run.
+
+What is checked: where the host waits, devices of collectives, and the order of accesses across streams.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +20,7 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
 from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
-from meshwright.tools.dryrun.cuda.process import describe_cuda_steps, run_process
+from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
 from tests.tools.dryrun.jobs import configured
 
 pytestmark = [
@@ -61,7 +68,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "names", [list(LAYOUTS)[:2], pytest.param(list(LAYOUTS)[2:], marks=pytest.mark.all_layouts)], ids=["some", "others"]
+    "names",
+    [
+        ["pp2 zb_v dp2 zero2"],
+        pytest.param([name for name in LAYOUTS if "zb_v" not in name], marks=pytest.mark.all_layouts),
+    ],
+    ids=["some", "others"],
 )
 def test_layouts(names: list[str], library: Path) -> None:
     """No tensor of a collective in host memory, gradients reduced by autograd's thread, few waits of the host."""
@@ -108,6 +120,58 @@ def test_a_layer_that_fails_on_cuda_alone(library: Path) -> None:
     with pytest.raises(UserError, match=r"the step of rank 0 fails on fake CUDA tensors: .*MW-DRYRUN-003") as caught:
         run_process(library, [faulty("wrong device")])
     assert caught.value.exit_code == 2
+
+
+SEEDED: dict[str, dict[str, Any]] = {
+    "nothing": {"pp": 2, "dp": 2, "tp": 2, "sequence": True, "zero": 2, "model": "llama", "num_layers": 2},
+    "gradients, ZeRO-1": {"dp": 2, "zero": 1},
+    "messages": {"pp": 2, "num_layers": 2},
+    "offload: copy before the sum": {"dp": 2, "offload": True},
+    "gathered weights, ZeRO-3": {"dp": 2, "zero": 3, "model": "llama"},
+    "gradients, ZeRO-0": {"dp": 2, "zero": 0},
+    "gradients, ZeRO-2": {"dp": 2, "zero": 2},
+    "gradients across shard groups": {"dp": 4, "zero": 1, "shard_factor": 2},
+    "gradients over tp": {"tp": 2, "sequence": True, "model": "llama", "num_layers": 2},
+    "gradients of tied weights": {"pp": 2, "num_layers": 2},
+    "all reductions": {"dp": 2},
+    "step's sums": {"dp": 2},
+    "weights": {"dp": 2},
+    "unsharded weights, ZeRO-3": {"dp": 2, "zero": 3, "model": "llama"},
+    "gradients, ZeRO-3": {"dp": 2, "zero": 3, "model": "llama"},
+    "offload: copy before backward": {"dp": 2, "offload": True},
+    "offload: update before the copy": {"dp": 2, "offload": True},
+    "regions": {"tp": 2, "model": "llama"},
+}
+"""Wait that is left out (tests/tools/dryrun/cuda_broken.py) -> a layout that needs it."""
+NAMED = {
+    "gradients, ZeRO-1": r"_foreach_norm at optimizer/flat.py:\d+, .* does not wait for reduce_scatter at mesh/comm.py",
+    "messages": r"does not wait for receive at mesh/comm.py:\d+, on the stream of ranks 0, 1",
+    "offload: copy before the sum": r"copy_ at optimizer/offload.py:\d+, on the stream made at .* reduce_scatter",
+    "gathered weights, ZeRO-3": r"does not wait for all_gather at mesh/comm.py",
+    "offload: update before the copy": r"at optimizer/flat.py:\d+, on the host, does not wait for copy_ at",
+    "step's sums": r"a value that the host reads at step.py:\d+, on the host, does not wait for all_reduce",
+}
+
+
+@pytest.mark.parametrize(
+    "names", [list(SEEDED)[:5], pytest.param(list(SEEDED)[5:], marks=pytest.mark.torture)], ids=["some", "others"]
+)
+def test_a_wait_that_is_left_out_is_a_race(names: list[str], library: Path) -> None:
+    """Each one alone, in a process of its own; with all waits there is no race."""
+    lines = [f"{name}\t0\t{on_cuda(configured(**SEEDED[name])).model_dump_json()}\n" for name in names]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.tools.dryrun.cuda_broken", str(library)],
+        input="".join(lines),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parents[3])])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for name, line in zip(names, done.stdout.splitlines(), strict=True):
+        races = CudaStep(**json.loads(line)).races
+        assert bool(races) == (name != "nothing"), (name, races)
+        assert any(re.search(NAMED.get(name, ""), race) for race in races) or name == "nothing", (name, races)
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,17 @@ from meshwright.tools.dryrun.cuda.library import load_library
 def main(library: str) -> int:
     """Run the ranks; return the exit code."""
     load_library(Path(library))
-    from meshwright.tools.dryrun.cuda.stubs import HostWaits
+    from meshwright.tools.dryrun.cuda.streams import Streams
+    from meshwright.tools.dryrun.cuda.stubs import HostWaits, install
 
-    waits = HostWaits()
-    waits.install()  # before other modules take functions out of torch.cuda
+    waits, streams = HostWaits(), Streams()
+    install(waits, streams)  # before other modules take functions out of torch.cuda
     from meshwright.config import parse
     from meshwright.tools.dryrun.cuda.rank import check_rank
 
     for line in sys.stdin:
         rank, _, config = line.partition(" ")
-        print(json.dumps(check_rank(parse(config), int(rank), waits)._asdict()), flush=True)
+        print(json.dumps(check_rank(parse(config), int(rank), waits, streams)._asdict()), flush=True)
     return 0
 
 

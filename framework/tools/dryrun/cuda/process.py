@@ -30,6 +30,8 @@ class CudaStep(NamedTuple):
     """Those posted by autograd's thread of the device, while backward computes."""
     off_device: list[str]
     """Those with a tensor in host memory, which NCCL refuses."""
+    races: dict[str, int]
+    """Accesses of one tensor on two streams that nothing orders -> how often."""
     waits: dict[str, int]
     """Place -> number of waits of the host program for the device, from the first forward to the optimizer's launch."""
     waits_after: dict[str, int]
@@ -37,8 +39,9 @@ class CudaStep(NamedTuple):
 
     @property
     def problems(self) -> list[str]:
-        """Operations that NCCL would refuse, as text."""
-        return [f"rank {self.rank}: {each} has a tensor in host memory, which NCCL refuses" for each in self.off_device]
+        """Operations that NCCL would refuse, and races, as text."""
+        refused = [f"{each} has a tensor in host memory, which NCCL refuses" for each in self.off_device]
+        return [f"rank {self.rank}: {each}" for each in (*refused, *(f"race: {race}" for race in self.races))]
 
 
 def take_cuda_steps(config: RunConfig, ranks: Sequence[int]) -> list[CudaStep]:

@@ -9,14 +9,16 @@ from meshwright.parts import Parts
 from meshwright.step import take_step
 from meshwright.tools.dryrun.cuda.process import CudaStep
 from meshwright.tools.dryrun.cuda.recorder import CudaRecorder
+from meshwright.tools.dryrun.cuda.streams import Streams
 from meshwright.tools.dryrun.cuda.stubs import HostWaits
 from meshwright.tools.dryrun.fake_step import record_step
 
 
-def check_rank(config: RunConfig, rank: int, waits: HostWaits) -> CudaStep:
+def check_rank(config: RunConfig, rank: int, waits: HostWaits, streams: Streams) -> CudaStep:
     """Build a rank on the device and take one step. ``config``: resolved. Call it in a process with the library."""
-    recorder = CudaRecorder(waits)
+    recorder = CudaRecorder(waits, streams)
     waits.noted.clear()
+    streams.forget_accesses()
     launched = 0
 
     def step(parts: Parts) -> None:
@@ -39,6 +41,7 @@ def check_rank(config: RunConfig, rank: int, waits: HostWaits) -> CudaStep:
         len(calls),
         recorder.num_from_autograd,
         recorder.off_device,
+        dict(streams.races),
         dict(Counter(where for at, where in in_step if at < launched)),
         dict(Counter(where for at, where in in_step if at >= launched)),
     )

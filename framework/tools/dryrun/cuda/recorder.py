@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from meshwright.model.meter import Operation
-from meshwright.tools.dryrun.cuda.stubs import HostWaits, place
+from meshwright.tools.dryrun.cuda.places import place
+from meshwright.tools.dryrun.cuda.streams import Streams
+from meshwright.tools.dryrun.cuda.stubs import HostWaits
 from meshwright.tools.dryrun.recorder import StepRecorder
 
 aten = torch.ops.aten
@@ -19,10 +21,10 @@ _VALUES = {torch.bool: True, torch.int64: 1, torch.int32: 1}
 class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     """StepRecorder that also notes what would be wrong, or slow, on a GPU."""
 
-    def __init__(self, waits: HostWaits) -> None:
+    def __init__(self, waits: HostWaits, streams: Streams) -> None:
         super().__init__()
-        self.waits = waits
-        waits.now = lambda: self.now
+        self.waits, self.streams = waits, streams
+        waits.now, streams.number_of = (lambda: self.now), self.number_of
         self.off_device: list[str] = []
         """Collectives and messages with a tensor that is not on the device."""
         self.num_from_autograd = 0
@@ -32,6 +34,7 @@ class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].device.type == "cuda":
             self.waits.note()
+            self.streams.read_by_host(args[0])
             return _VALUES.get(args[0].dtype, 1.0)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -39,10 +42,14 @@ class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         """Record the operation; note a blocking copy, and a collective off the device."""
         before = len(self.communication)
         super().record(operation)
-        if operation.packet in (aten._to_copy, aten.copy_) and _is_blocking_copy(operation):
-            self.waits.note()
-        if len(self.communication) > before:
+        if len(self.communication) == before:
+            self.streams.operation(operation)
+            if operation.packet in (aten._to_copy, aten.copy_) and _is_blocking_copy(operation):
+                self.waits.note()
+                self.streams.host_waits(self.streams.current)
+        else:
             call = self.communication[-1].call
+            self.streams.communication(operation, call.group, call.operation)
             if any(tensor.device.type != "cuda" for tensor in operation.inputs):
                 self.off_device.append(f"{call.operation} of {call.num_bytes:,} bytes at {place()}")
             self.num_from_autograd += threading.get_ident() != self._main

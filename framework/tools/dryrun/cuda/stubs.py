@@ -1,4 +1,4 @@
-"""Stubs of ``torch.cuda`` over the device that does nothing, which note each wait of the host program.
+"""Stubs of ``torch.cuda`` over the device that does nothing: waits of the host program, streams and events.
 
     Event.synchronize, elapsed_time, Stream.synchronize, torch.cuda.synchronize      the host waits for the device
     tensor.item(), tolist(), a copy between host and device that is not non_blocking  likewise, in recorder.py
@@ -9,102 +9,120 @@ Only for a process that does nothing else; nothing is restored.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-PACKAGE = Path(__file__).parents[3]
-HIDDEN = (
-    str(Path(torch.__file__).parent),
-    str(PACKAGE / "tools" / "dryrun"),
-    str(PACKAGE / "model" / "recorder.py"),
-    "<",
-)
-"""Beginnings of the names of files whose lines are not the place of a wait."""
-
-
-def place() -> str:
-    """Return file:line of the innermost code that is neither torch's nor a recorder's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(HIDDEN):
-        frame = frame.f_back
-    if frame is None:
-        return "autograd"
-    file = Path(frame.f_code.co_filename)
-    return f"{file.relative_to(PACKAGE) if file.is_relative_to(PACKAGE) else file.name}:{frame.f_lineno}"
+from meshwright.tools.dryrun.cuda.places import place
+from meshwright.tools.dryrun.cuda.streams import DEFAULT, Streams
 
 
 class HostWaits:
-    """Stubs that note the place of each wait, and the moment by a counter."""
+    """Waits of the host program for the device, each with its place."""
 
     def __init__(self) -> None:
         self.now: Callable[[], int] = lambda: 0
         self.noted: list[tuple[int, str]] = []
         """(moment, place) of each wait."""
 
-    def note(self, *args: object) -> float:
-        """Note a wait at the caller's place; return a duration in ms."""
+    def note(self) -> None:
+        """Note a wait at the caller's place."""
         self.noted.append((self.now(), place()))
-        return 1.0
-
-    def install(self) -> None:
-        """Replace what a CPU build of ``torch.cuda`` lacks, for the rest of this process."""
-        note = self.note
-
-        class Event:
-            def __init__(self, **options: object) -> None: ...
-
-            def record(self, stream: object = None) -> None: ...
-
-            def wait(self, stream: object = None) -> None: ...
-
-            def query(self) -> bool:
-                return True
-
-            def synchronize(self) -> None:
-                note()
-
-            def elapsed_time(self, other: object) -> float:
-                return note()
-
-        class Stream:
-            def __init__(self, device: object = None, priority: int = 0) -> None:
-                self.device, self.cuda_stream = torch.device("cuda", 0), id(self)
-
-            def wait_stream(self, stream: object) -> None: ...
-
-            def wait_event(self, event: object) -> None: ...
-
-            def record_event(self, event: Event | None = None) -> Event:
-                return event or Event()
-
-            def synchronize(self) -> None:
-                note()
-
-        current = Stream()
-        replaced: dict[str, Any] = {
-            "Event": Event,
-            "Stream": Stream,
-            "current_stream": lambda device=None: current,
-            "stream": lambda stream: contextlib.nullcontext(),
-            "current_device": lambda: 0,
-            "is_initialized": lambda: True,
-            "device_count": lambda: 1,
-            "set_device": lambda device: None,
-            "synchronize": note,
-            "max_memory_allocated": lambda device=None: 0,
-        }
-        for name, value in replaced.items():
-            setattr(torch.cuda, name, value)
-        _patch_fake_tensors(note)
 
 
-def _patch_fake_tensors(note: Callable[[], float]) -> None:
+def install(waits: HostWaits, streams: Streams) -> None:
+    """Replace what a CPU build of ``torch.cuda`` lacks, for the rest of this process."""
+    for name, value in _replacements(waits, streams).items():
+        setattr(torch.cuda, name, value)
+    streams.install()
+    _patch_fake_tensors(waits, streams)
+
+
+def _replacements(waits: HostWaits, streams: Streams) -> dict[str, Any]:
+    """Return the stubs by their names in ``torch.cuda``."""
+    made: dict[int, Any] = {}
+    """Number of a stream -> the stream."""
+
+    def current(device: object = None) -> Any:
+        return made[streams.current]
+
+    def on(stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if stream is None else streams.on(stream.number)
+
+    def synchronize(device: object = None) -> None:
+        waits.note()
+        streams.order.sync_all_streams()
+
+    event, stream = _event_and_stream(waits, streams, made)
+    default = stream(number=DEFAULT)
+    return {
+        "Event": event,
+        "Stream": stream,
+        "current_stream": current,
+        "default_stream": lambda device=None: default,
+        "stream": on,
+        "current_device": lambda: 0,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "synchronize": synchronize,
+        "max_memory_allocated": lambda device=None: 0,
+    }
+
+
+def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) -> tuple[Any, Any]:
+    """Return the classes of events and streams; each stream is put into ``made``."""
+
+    class Event:
+        def __init__(self, **options: object) -> None:
+            self.number = streams.new_event()
+
+        def record(self, stream: Stream | None = None) -> None:
+            streams.order.record_state(self.number, streams.current if stream is None else stream.number)
+
+        def wait(self, stream: Stream | None = None) -> None:
+            made[streams.current if stream is None else stream.number].wait_event(self)
+
+        def query(self) -> bool:
+            streams.order.all_streams_wait_for_event(self.number)
+            return True
+
+        def synchronize(self) -> None:
+            waits.note()
+            streams.order.all_streams_wait_for_event(self.number)
+
+        def elapsed_time(self, other: Event) -> float:
+            other.synchronize()
+            return 1.0
+
+    class Stream:
+        def __init__(self, device: object = None, priority: int = 0, number: int | None = None) -> None:
+            self.device = torch.device("cuda", 0)
+            self.number = streams.new_stream(f"the stream made at {place()}") if number is None else number
+            self.cuda_stream = self.number
+            made[self.number] = self
+
+        def wait_stream(self, stream: Stream) -> None:
+            streams.wait(self.number, stream.number)
+
+        def wait_event(self, event: Event) -> None:
+            streams.order.stream_wait_for_event(self.number, event.number)
+
+        def record_event(self, event: Event | None = None) -> Event:
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def synchronize(self) -> None:
+            waits.note()
+            streams.host_waits(self.number)
+
+    return Event, Stream
+
+
+def _patch_fake_tensors(waits: HostWaits, streams: Streams) -> None:
     """Give fake tensors what a step asks of tensors on CUDA."""
     tensor: Any = torch.Tensor
     fake: Any = FakeTensor
@@ -116,7 +134,8 @@ def _patch_fake_tensors(note: Callable[[], float]) -> None:
             self.fake_device = value.fake_device  # an artefact of FakeTensor: it keeps the device of before
 
     def tolist(self: Any) -> list[float]:
-        note()
+        waits.note()
+        streams.read_by_host(self)
         return [1.0] * self.numel()
 
     fake.data = property(data.__get__, set_data)

@@ -1,0 +1,149 @@
+"""The process of `dryrun --device cuda` in a framework that leaves out one wait: ``python -m ... LIBRARY``.
+
+It reads lines of a fault, a rank and a configuration, and writes one JSON object for each.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.tools.dryrun.cuda.library import load_library
+
+
+def leave_out(group: str, operation: str) -> Callable[[Any], None]:
+    """Handles of these collectives do not make the stream wait."""
+
+    def apply(patch: Any) -> None:
+        from meshwright.mesh.handles import CollectiveHandle
+
+        wait = CollectiveHandle.wait
+
+        def waiting(handle: CollectiveHandle) -> None:
+            if handle.group is not None and handle.group.name == group and handle.operation.startswith(operation):
+                handle.work = None
+            wait(handle)
+
+        patch.setattr(CollectiveHandle, "wait", waiting)
+
+    return apply
+
+
+def transfers(patch: Any) -> None:
+    """Received values are used at once."""
+    from meshwright.mesh.handles import TransferHandle
+
+    patch.setattr(TransferHandle, "wait", lambda handle: None)
+
+
+def weights(patch: Any) -> None:
+    """Forward does not wait for the weights of its layer."""
+    from meshwright.data_parallel.replica import StageReplica
+
+    patch.setattr(StageReplica, "wait_for_layer", lambda replica, layer: None)
+    patch.setattr(StageReplica, "wait_for_weights", lambda replica: None)
+
+
+def reductions(patch: Any) -> None:
+    """The optimizer does not wait for the sums over the replicas."""
+    from meshwright.data_parallel.buckets import Bucket
+
+    patch.setattr(Bucket, "wait", lambda bucket: None)
+
+
+def copy_begins_early(patch: Any) -> None:
+    """The copy of a gradient to the host does not wait for the stream that computes it."""
+    import torch
+
+    patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
+
+
+def copy_before_the_sum(patch: Any) -> None:
+    """The copy of a gradient to the host does not wait for its reduction."""
+    from meshwright.mesh.handles import CollectiveHandle
+
+    patch.setattr(CollectiveHandle, "join", lambda handle: None)
+
+
+def copy_not_awaited(patch: Any) -> None:
+    """The optimizer in host memory does not wait for the copy."""
+    import torch
+
+    patch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
+
+
+def regions(patch: Any) -> None:
+    """Sums of tensor-parallel regions are posted and not awaited."""
+    import torch.distributed as dist
+
+    all_reduce = dist.all_reduce
+    patch.setattr(dist, "all_reduce", lambda *args, **options: all_reduce(*args, **options | {"async_op": True}))
+
+
+def unsharded(patch: Any) -> None:
+    """ZeRO-3: a layer does not wait for its gathered weights."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    wait_for_unshard = FSDPParamGroup.wait_for_unshard
+
+    def waiting(group: Any) -> None:
+        import torch
+
+        with torch.cuda.stream(torch.cuda.Stream()):  # waits in the name of another stream
+            wait_for_unshard(group)
+
+    patch.setattr(FSDPParamGroup, "wait_for_unshard", waiting)
+
+
+def nothing(patch: Any) -> None:
+    """All waits are there."""
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "gradients, ZeRO-0": leave_out("dp", "all-reduce"),
+    "gradients, ZeRO-1": leave_out("dp", "reduce-scatter"),
+    "gradients, ZeRO-2": leave_out("dp", "reduce-scatter"),
+    "gradients across shard groups": leave_out("dp_replicate", "all-reduce"),
+    "gradients over tp": leave_out("tp", "all-reduce"),
+    "gradients of tied weights": leave_out("tied", "all-reduce"),
+    "all reductions": reductions,
+    "step's sums": leave_out("world", "all-reduce"),
+    "weights": weights,
+    "messages": transfers,
+    "gathered weights, ZeRO-3": leave_out("dp", "all-gather"),
+    "unsharded weights, ZeRO-3": unsharded,
+    "gradients, ZeRO-3": leave_out("dp", "reduce-scatter"),
+    "offload: copy before backward": copy_begins_early,
+    "offload: copy before the sum": copy_before_the_sum,
+    "offload: update before the copy": copy_not_awaited,
+    "regions": regions,
+    "nothing": nothing,
+}
+
+
+def main(library: str) -> int:
+    """Run the ranks; return the exit code."""
+    load_library(Path(library))
+    from meshwright.tools.dryrun.cuda.streams import Streams
+    from meshwright.tools.dryrun.cuda.stubs import HostWaits, install
+
+    waits, streams = HostWaits(), Streams()
+    install(waits, streams)
+    import pytest
+
+    from meshwright.config import parse
+    from meshwright.tools.dryrun.cuda.rank import check_rank
+
+    for line in sys.stdin:
+        fault, rank, config = line.split("\t")
+        with pytest.MonkeyPatch.context() as patch:
+            FAULTS[fault](patch)
+            print(json.dumps(check_rank(parse(config), int(rank), waits, streams)._asdict()), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
