@@ -9,12 +9,21 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch starts: ranks are forked fro
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.launch.pool import RankPool
 from meshwright.system.process import SIGNALS
+
+
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")
+
+
+def long_tests() -> set[str]:
+    """Tests that take long, by their ids."""
+    return {line for line in LONG_TESTS.read_text().splitlines() if line and not line.startswith("#")}
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes long (``all_layouts`` an hour) only who names its mark on the command line gets."""
+    of_torture = long_tests()
+    for item in items:
+        if item.nodeid in of_torture:
+            item.add_marker("torture")
     hidden = [mark for mark in ("all_layouts", "torture", "slurm") if mark not in config.option.markexpr]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in hidden)]
     if left_out:

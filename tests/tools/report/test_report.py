@@ -104,7 +104,8 @@ def test_a_damaged_line_in_the_middle_hides_no_other(tmp_path: Path) -> None:
     assert run.remarks[0].endswith("metrics.jsonl:10 is no whole record; it is left out")
 
 
-def test_whatever_a_file_says_there_is_a_page(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("times", [5, pytest.param(40, marks=pytest.mark.torture)])
+def test_whatever_a_file_says_there_is_a_page(times: int, tmp_path: Path, seed: int) -> None:
     """Values that cannot be, one at a time, in every file of the page: told or shown, and never the end."""
     directory = make_run(tmp_path / "demo", 12, saved=(12,), starts=((0, Grid(2, 2, 2)), (6, Grid(4, 2, 1))))
     draw = random.Random(seed)
@@ -119,7 +120,7 @@ def test_whatever_a_file_says_there_is_a_page(tmp_path: Path, seed: int) -> None
         file = directory / name
         whole = file.read_text()
         lines = whole.splitlines() if name.endswith("l") else [whole]
-        for _ in range(40):
+        for _ in range(times):
             number = draw.randrange(len(lines))
             tree = json.loads(lines[number])
             place, key = draw.choice([*places(tree)])
