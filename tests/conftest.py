@@ -17,7 +17,6 @@ import pytest
 from meshwright.launch.pool import RankPool
 from meshwright.system.process import SIGNALS
 
-
 LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 
 
