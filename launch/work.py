@@ -29,7 +29,7 @@ from meshwright.parts import Observer, Parts
 from meshwright.run import RunFiles, lock_directory, make_directory
 from meshwright.run.directory import METRICS, STATUS, run_directory
 from meshwright.run.observers import Checkpoints, PeakMemory, RunFilesCheck, Validation
-from meshwright.run.resume import prepare, record_start, resume
+from meshwright.run.resume import check_added_states, prepare, record_start, resume
 from meshwright.step import validate
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
@@ -101,6 +101,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     stream = [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
     callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
     callbacks.setup(parts)
+    check_added_states(parts, directory)
     resume(parts, directory, log)
     callbacks.load(parts)
     record_start(parts, files, corpus_times(parts.source), log)

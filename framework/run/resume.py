@@ -12,7 +12,7 @@ from meshwright.blueprint import Blueprint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import check_manifest, check_space, checkpoint_bytes
 from meshwright.config import RunConfig, samples_after, write_snapshot
-from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.errors import CheckpointError, ConfigError, UnreadableError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import states_of
 from meshwright.optimizer.learning_rate import MAX_SCALE, LossScale, first_scale
@@ -38,9 +38,36 @@ def prepare(blueprint: Blueprint, data_fingerprint: Mapping[str, str], warn: War
         tokens_seen=samples * blueprint.example.labels_per_sample,
     )
     check_manifest(checkpoint_metadata(config, at_end, data_fingerprint), saved_tensors(blueprint))
+    _check_space(blueprint, make_directory(config), 0, warn)
+
+
+def check_added_states(parts: Parts, directory: Path, warn: Warn = print_warning) -> None:
+    """Check the disk space again with the states that callbacks have added. Collective over all ranks; blocks.
+
+    Raises:
+        ConfigError: on every rank, when a checkpoint with these states does not fit on the disk.
+    """
+    mesh = parts.mesh
+    added: list[str] = max(mesh.world.gather_objects(list(parts.optimizer.added)), key=len)
+    if not added:
+        return
+    problem: str | None = None
+    if mesh.rank == 0:
+        try:
+            _check_space(parts.blueprint, directory, len(added), warn)
+        except ConfigError as error:
+            problem = error.message
+    problem = mesh.world.gather_objects(problem)[0]
+    if problem is not None:
+        raise ConfigError("MW-RUN-034", f"{problem}; states of callbacks are included: {', '.join(added)}")
+
+
+def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Warn) -> None:
+    """Compare a checkpoint's size with the free space. ``num_added``: states per weight that callbacks have added."""
+    config = blueprint.config
     check_space(
-        make_directory(config),
-        checkpoint_bytes(saved_tensors(blueprint), len(states_of(config.optimizer))),
+        directory,
+        checkpoint_bytes(saved_tensors(blueprint), len(states_of(config.optimizer)) + num_added),
         keep_last=config.checkpoint.keep_last,
         steps=config.train.steps,
         warn=warn,

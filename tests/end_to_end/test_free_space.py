@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +18,39 @@ from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
-from meshwright.launch.work import check
+from meshwright.launch.work import check, work
+from meshwright.parts import Observer, Parts
 from meshwright.run.directory import run_directory
 from meshwright.run.tensors import saved_tensors
 from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
 
+STATES = ("first", "second", "third")
 
-def needed(config: RunConfig) -> int:
-    return checkpoint_bytes(saved_tensors(draw_blueprint(resolve(config, size(config)))), 2)
+
+class Adding(Observer):
+    """Adds three states to each weight."""
+
+    def __init__(self, parts: Parts) -> None:
+        pass
+
+    def setup(self, parts: Parts) -> None:
+        for name in STATES:
+            parts.add_state(name)
+
+
+def needed(config: RunConfig, num_added: int = 0) -> int:
+    return checkpoint_bytes(saved_tensors(draw_blueprint(resolve(config, size(config)))), 2 + num_added)
+
+
+def train_or_refuse(rank: int, world_size: int, config: RunConfig) -> str:
+    """One rank; its warnings, and the error that refuses the run."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            work(config)
+        except ConfigError as error:
+            return said.getvalue() + str(error)
+    return said.getvalue()
 
 
 def taken(run: Path) -> int:
@@ -123,3 +150,35 @@ def test_fewer_than_are_kept_is_warned_of(
     path = find(run_directory(config))[0].path
     path.rename(path.with_name("step-00000006"))
     check(config, 1)
+
+
+def test_states_of_callbacks_count_and_all_ranks_refuse(
+    disk: Path, corpus: Path, pool: RankPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = (f"{__name__}:Adding",)
+    config = run_config(
+        corpus,
+        disk,
+        parallel=layout("dp2,zero1"),
+        train={"callbacks": callbacks, "steps": 1},
+        checkpoint={"keep_last": 1},
+    )
+    plain, one = needed(config), needed(config, len(STATES))
+    run = run_directory(config)
+    fill(disk, (plain + one) // 2)
+    check(config, 2)  # the ranks start, and know more
+    assert "warning: " in capfd.readouterr().err  # of keep_last, for other reasons
+    told = pool.run(train_or_refuse, 2, config)
+    assert told[0] == told[1]
+    assert f"and one checkpoint of this run takes {one:,}: free " in told[0]
+    assert told[0].endswith("states of callbacks are included: first, second, third [MW-RUN-034]")
+    assert not find(run) and not (run / "metrics.jsonl").exists()
+
+    fill(disk, one + 100_000)
+    told = pool.run(train_or_refuse, 2, config)
+    assert f"checkpoint.keep_last = 1 takes {2 * one:,} more" in told[0] and told[0].count("warning: ") == 1
+    assert told[1] == ""
+    assert abs(one - taken(run)) < 0.05 * taken(run)  # tensors are small, and each has a header
+
+    fill(disk, 20_000)  # a run that has taken its steps saves no more
+    assert pool.run(train_or_refuse, 2, config) == ["", ""]
