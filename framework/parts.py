@@ -119,7 +119,7 @@ class StepStats(NamedTuple):
     num_tokens: int
     """Labels that counted."""
     bubble_share: float
-    """1 - computing / time until the rank's own last computation, both summed over ranks; no idle time after that."""
+    """1 - computing / time until the rank's last computation, both summed over ranks; on CUDA of the step before."""
     flags: frozenset[str] = frozenset()
     """FLAGS that some rank raised."""
     skipped: bool = False

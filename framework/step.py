@@ -168,14 +168,15 @@ class StepSums(NamedTuple):
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     """Sum tied-weight gradients, then all-reduce the step's scalars: float64, the 8 of :class:`StepSums`, two a metric.
 
-    On CUDA the host waits here for the row's last computation, whose times it reads; the sums stay on the device.
+    Does not wait for the device: the sums stay there, and on CUDA the times are those of the step before.
     """
     mesh, optimizer = parts.mesh, parts.optimizer
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
     loss_parts = row.loss_parts if mesh.at.tp_rank == 0 else []  # all tp ranks have the same loss
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
     spare = optimizer.spare_square_norm() * 0.0  # NaN where another rank's copy may be NaN or Inf
-    busy_s, passed_s = row.times.computing()
+    timed = parts.last if row.times.is_on_device and parts.last is not None else row
+    busy_s, passed_s = timed.times.computing()
     on_device = {
         "loss_sum": sum((part.loss_sum.double() for part in loss_parts), zero),
         "num_tokens": sum((part.num_tokens.double() for part in loss_parts), zero),
@@ -183,7 +184,7 @@ def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     }
     on_host = {"busy_s": busy_s, "passed_s": passed_s, **{flag: float(parts.flags[flag]()) for flag in FLAGS}}
     assert (*on_device, *on_host) == StepSums._fields
-    host_sums = torch.tensor(list(on_host.values()), dtype=torch.float64, device=mesh.device)  # one copy to the device
+    host_sums = _to_device(torch.tensor(list(on_host.values()), dtype=torch.float64), mesh.device)  # one copy
     sums = torch.cat([torch.stack(list(on_device.values())), host_sums, row.recorder.vector(mesh.device)])
     mesh.world.all_reduce(sums).wait()
     return sums

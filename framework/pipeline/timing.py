@@ -76,6 +76,11 @@ class RowTimes:
     waited_in_step_s: float = 0.0
     """Seconds that the host program waited in STEP, where no other work is left."""
 
+    @property
+    def is_on_device(self) -> bool:
+        """True on CUDA, where reading a time may have to wait for the device."""
+        return isinstance(self.clock, CudaClock)
+
     def end(self, action: Action, start: Any) -> None:
         """Record an action that began at the reading ``start`` and ends now."""
         self.readings.append((action, start, self.clock.read()))
@@ -110,7 +115,7 @@ class RowTimes:
         and it includes waits of kernels for others of their tensor-parallel group.
         """
         at = self.clock.resolve
-        if isinstance(self.clock, CudaClock):
+        if self.is_on_device:
             return self.computing()[0] + sum(end - start for start, end in self.data)
         return at(next(start for action, start, _ in self.readings if action.kind is Kind.STEP)) - self.waited_s
 
@@ -120,7 +125,7 @@ class RowTimes:
         Waits in STEP are subtracted, because they would have hidden as much. On CUDA that share cannot be measured, and
         all of REDUCE counts.
         """
-        if isinstance(self.clock, CudaClock):
+        if self.is_on_device:
             at = self.clock.resolve
             return sum(at(end) - at(start) for action, start, end in self.readings if action.kind is Kind.REDUCE)
         return max(self.waited_in_reduce_s - self.waited_in_step_s, 0.0)

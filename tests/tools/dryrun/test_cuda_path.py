@@ -28,10 +28,8 @@ pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA: it has hooks of its own"),
 ]
 
-WAITS_OF_ACTIONS = 4
-"""Per computation: the events of its start and end are each awaited and read."""
-WAITS_OF_STEP = 2
-"""The step's sums: from host numbers, and read by the host."""
+WAITS = 1
+"""Of the host before the optimizer's launch: it reads the step's sums, to clip by them."""
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +39,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_cuda(config: RunConfig) -> RunConfig:
     return config.replace(train={"device": "cuda", "dtype": "bfloat16"})
-
-
-def computations(config: RunConfig) -> int:
-    """Number of F and of B, or I and W, of a rank in a step."""
-    assert isinstance(config.batch.chunks, int)
-    schedule = config.pipeline.schedule
-    stages = 2 if schedule in ("zb_v", "interleaved") else 1
-    return config.batch.chunks * stages * (3 if schedule.startswith("zb") else 2)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -86,7 +76,7 @@ def test_layouts(names: list[str], library: Path) -> None:
         assert not step.problems
         assert (step.num_collectives > 0) == (grid.size > 1)
         assert (step.num_from_autograd > 0) == (grid.dp * grid.tp > 1)
-        assert sum(step.waits.values()) <= WAITS_OF_ACTIONS * computations(config) + WAITS_OF_STEP, step
+        assert sum(step.waits.values()) == WAITS, step
         assert not step.waits_after or config.parallel.offload, step
 
 

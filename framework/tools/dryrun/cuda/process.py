@@ -82,7 +82,7 @@ def describe_cuda_steps(steps: Sequence[CudaStep]) -> str:
         lines.append(
             f"  rank {step.rank}: {step.num_operations:,} operations, {step.num_collectives:,} collectives and "
             f"messages ({step.num_from_autograd:,} posted during backward by autograd's thread); the host waits for "
-            f"the device {before} times before the optimizer's launch, {after} after it"
+            f"the device {before} time{'s' * (before != 1)} before the optimizer's launch, {after} after it"
         )
         for where, count in sorted({**step.waits, **step.waits_after}.items(), key=lambda item: (-item[1], item[0])):
             lines.append(f"    {count:4} x {where}")

@@ -15,13 +15,20 @@ from meshwright.tools.dryrun.fake_step import record_step
 
 
 def check_rank(config: RunConfig, rank: int, waits: HostWaits, streams: Streams) -> CudaStep:
-    """Build a rank on the device and take one step. ``config``: resolved. Call it in a process with the library."""
+    """Build a rank on the device and take two steps, of which the second is counted; races are those of both.
+
+    ``config``: resolved. Call it in a process with the library.
+    """
     recorder = CudaRecorder(waits, streams)
     waits.noted.clear()
     streams.forget_accesses()
-    launched = 0
+    first = launched = 0
 
     def step(parts: Parts) -> None:
+        nonlocal first
+        take_step(parts)
+        first, recorder.num_from_autograd = recorder.now, 0
+        recorder.off_device.clear()
         update = parts.optimizer.step
 
         def launch(learning_rate: float, gradient_factor: float) -> None:
@@ -32,12 +39,12 @@ def check_rank(config: RunConfig, rank: int, waits: HostWaits, streams: Streams)
         parts.optimizer.step = launch  # type: ignore[method-assign]
         take_step(parts)
 
-    run = record_step(config, rank, None, recorder, "cuda:0", step)
-    in_step = [(at, where) for at, where in waits.noted if at >= run.first]
-    calls = [call for call in recorder.communication if call.at > run.first]
+    record_step(config, rank, None, recorder, "cuda:0", step)
+    in_step = [(at, where) for at, where in waits.noted if at >= first]
+    calls = [call for call in recorder.communication if call.at > first]
     return CudaStep(
         rank,
-        recorder.now - run.first,
+        recorder.now - first,
         len(calls),
         recorder.num_from_autograd,
         recorder.off_device,

@@ -123,6 +123,11 @@ class Streams:
         """Make the host, and with it all later launches, wait for a stream."""
         self.order.all_streams_wait_for_stream(stream)
 
+    def is_known_to_host(self, event: int) -> bool:
+        """Return True if the host has waited for what an event has recorded, or for something later."""
+        recorded = self.order.recorded_sync_states[event]
+        return all(self.order.host_sync_state.get(stream, -1) >= number for stream, number in recorded.items())
+
     def access(self, stream: int, reads: set[int], writes: set[int], what: str) -> None:
         """Note an operation on storages, and its races with earlier ones."""
         self._num_accesses += 1

@@ -90,7 +90,8 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
             return True
 
         def synchronize(self) -> None:
-            waits.note()
+            if not streams.is_known_to_host(self.number):
+                waits.note()
             streams.order.all_streams_wait_for_event(self.number)
 
         def elapsed_time(self, other: Event) -> float:
