@@ -30,6 +30,8 @@ OWN = {
 }
 """Option of sbatch that the script sets itself -> what sets it."""
 PASSED = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=[A-Za-z0-9_./:,@%+=*&|()\[\]-]+)?")
+REGISTRY = re.compile(r"(?!(oci|oci-archive|docker-archive|docker-daemon):)[\w.-]+(/[\w.-]+)*:[\w.-]+")
+"""Image of a registry without a scheme, as pyxis takes it: team/train:1."""
 MAX_PROLOGUE_CHARS = 2**16
 
 
@@ -128,11 +130,12 @@ def check_container(image: str | None, mounts: str | None, runtime: str) -> None
     """Refuse an image or mounts that the container runtime would take for something else.
 
     Raises:
-        UserError: mounts or a runtime without an image, or a value that apptainer would read as an option.
+        UserError: mounts or a runtime without an image, a value that apptainer would read as an option, or an image in
+            the form of the other runtime.
     """
     if image is None and (mounts is not None or runtime != "pyxis"):
         without = "--mounts" if mounts is not None else f"--runtime {runtime}"
-        raise UserError("MW-LAUNCH-069", f"{without} is of a container, and none is named: add --container IMAGE")
+        raise UserError("MW-LAUNCH-069", f"{without} needs a container, and none is named: add --container IMAGE")
     for name, value in (("container", image), ("mounts", mounts)):
         if runtime == "apptainer" and value is not None and re.fullmatch(r"[A-Za-z0-9_./][^\s]*", value) is None:
             raise UserError(
@@ -140,3 +143,13 @@ def check_container(image: str | None, mounts: str | None, runtime: str) -> None
                 f"--{name} {value!r} is none that apptainer takes: give a file such as /images/train.sif, or "
                 f"docker://TEAM/IMAGE, without blanks; mounts as /from:/to,/data",
             )
+    if image is not None and runtime == "pyxis" and image.endswith(".sif"):
+        raise UserError(
+            "MW-LAUNCH-071", f"--container {image}: pyxis cannot start an apptainer image: add --runtime apptainer"
+        )
+    if image is not None and runtime == "apptainer" and REGISTRY.fullmatch(image) and not Path(image).exists():
+        raise UserError(
+            "MW-LAUNCH-072",
+            f"--container {image}: apptainer takes this for a file, and there is none: for an image of a registry give "
+            f"docker://{image}",
+        )

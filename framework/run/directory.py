@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ class Peaks(BaseModel):
     device: str
     grid: tuple[PositiveInt, PositiveInt, PositiveInt]
     """Degrees (pp, dp, tp)."""
-    peaks: tuple[NonNegativeInt, ...]
+    peaks: tuple[Annotated[int, Field(ge=0, lt=2**60)], ...]
     """Peak bytes of each rank since its start."""
 
     @model_validator(mode="after")

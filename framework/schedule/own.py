@@ -25,7 +25,7 @@ def own_schedule(path: str, pp: int, chunks: int, num_stages: int) -> Schedule:
         rows = [row if isinstance(row, str) else " ".join(map(str, row)) for row in function(pp, chunks, num_stages)]
     except Exception as error:
         raise ScheduleError(
-            "MW-SCHEDULE-017", f"{given} failed{error_place(error)}: {type(error).__name__}: {error}"
+            "MW-SCHEDULE-017", f"{given} failed{error_place(error)}: {type(error).__name__}: {error}; write {wanted}"
         ) from error
     header = f"# {path} pp={pp} num_stages={num_stages} chunks={chunks} placement={Placement.LOOP}"
     text = "\n".join([header, *(" ".join(row.split()) for row in rows)])

@@ -112,6 +112,8 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
 
 OTHER_NAMES = frozenset({"step", "train/loss_hex", "perf/straggler"})
 """Names in a line of ``metrics.jsonl`` besides those of :data:`METRICS`."""
+MAX_COUNT = 2**63
+"""Bound of counts in a line: 64 bits hold them."""
 MAX_EXTRA = 100
 """Most metrics of callbacks in a step; those of the model come on top."""
 _EXTRA_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)*", re.ASCII)
@@ -164,31 +166,39 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
         return None if name not in content else float(content[name])
 
     return StepRecord(
-        step=int(content["step"]),
-        samples_seen=int(content["train/samples"]),
-        tokens=int(content["train/tokens"]),
+        step=_count(content["step"]),
+        samples_seen=_count(content["train/samples"]),
+        tokens=_count(content["train/tokens"]),
         loss=float(content["train/loss"]),
         grad_norm=float(content["train/grad_norm"]),
         learning_rate=float(content["train/lr"]),
         step_s=float(content["perf/step_s"]),
         data_s=float(content["perf/data_s"]),
         tokens_per_s=float(content["perf/tokens_per_sec"]),
-        num_devices=int(content["perf/devices"]),
+        num_devices=_count(content["perf/devices"]),
         memory_bytes=round(float(content["memory/peak_gib"]) * GIB),
         tflops_per_device=optional("perf/tflops_per_device"),
         mfu=optional("perf/mfu"),
         bubble_share=optional("perf/bubble_share"),
         validation_loss=optional("validation/loss"),
         skipped="train/skipped" in content,
-        restarts=int(content.get("train/restarts", 0)),
+        restarts=_count(content.get("train/restarts", 0)),
         save_s=optional("perf/save_s"),
         straggler=str(content["perf/straggler"]) if "perf/straggler" in content else None,
-        straggler_rank=int(content["perf/straggler_rank"]) if "perf/straggler_rank" in content else None,
+        straggler_rank=_count(content["perf/straggler_rank"]) if "perf/straggler_rank" in content else None,
         straggler_share=optional("perf/straggler_share"),
         validation_perplexity=optional("validation/perplexity"),
         loss_scale=optional("optimizer/loss_scale"),
         extra=_extra(content),
     )
+
+
+def _count(value: Number | str) -> int:
+    """Return a count of a line. Raises OverflowError for one that no run reaches: a chart divides by it."""
+    count = int(value)
+    if abs(count) >= MAX_COUNT:
+        raise OverflowError("a count of 2^63 or more")
+    return count
 
 
 def _extra(content: Mapping[str, Number | str]) -> dict[str, float]:

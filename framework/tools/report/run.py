@@ -38,7 +38,7 @@ from meshwright.system.bounded import (
     real_path,
 )
 from meshwright.tools.report.checkpoints import CheckpointInfo, read_checkpoints
-from meshwright.tracking.record import StepRecord, from_json
+from meshwright.tracking.record import MAX_COUNT, StepRecord, from_json
 from meshwright.watch.hang.status import read_status, run_state
 from meshwright.watch.trace import LoadedTrace, newest
 from meshwright.watch.trace import read as read_trace
@@ -69,7 +69,11 @@ class Attempt(NamedTuple):
         """Step of the checkpoint from which this start resumed."""
         known = self.start.get("step")
         records = (*self.kept, *self.repeated)
-        return known if isinstance(known, int) else min((record.step for record in records), default=1) - 1
+        return (
+            known
+            if isinstance(known, int) and abs(known) < MAX_COUNT
+            else min((record.step for record in records), default=1) - 1
+        )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from meshwright.launch.cli import main
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop import dcp as export
 from meshwright.tools.interop.dcp import export_dcp
+from meshwright.tools.interop.huggingface.destination import check_output_directory
 
 MODEL = """
 from collections import OrderedDict
@@ -116,6 +117,14 @@ def test_one_tensor_is_in_memory_at_a_time(desk: Path, monkeypatch: pytest.Monke
     done = export_dcp(source, desk / "again", on_bytes=lambda *numbers: seen.append(numbers))
     assert len(alive) == done.num_tensors == 8 and most <= 1
     assert seen[-1][0] == seen[-1][1] == sum(4 * each.numel() for each in alive)
+
+
+def test_a_directory_among_the_checkpoints_of_a_run_is_refused(tmp_path: Path) -> None:
+    """It would be a checkpoint without a manifest, which ends the next command of this run."""
+    (tmp_path / "resolved.json").touch()
+    with pytest.raises(CheckpointError) as caught:
+        check_output_directory(tmp_path / "checkpoints" / "step-00000040")
+    assert caught.value.code == "MW-INTEROP-096" and f"outside of {tmp_path}" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_whatever_a_file_says_there_is_a_page(times: int, tmp_path: Path, seed: 
     """Values that cannot be, one at a time, in every file of the page: told or shown, and never the end."""
     directory = make_run(tmp_path / "demo", 12, saved=(12,), starts=((0, Grid(2, 2, 2)), (6, Grid(4, 2, 1))))
     draw = random.Random(seed)
-    odd = [None, True, -1, 0, 1e300, 10**30, math.inf, "x", "NaN", "", [], {}, ["y"], {"z": 1}]
+    odd = [None, True, -1, 0, 1e300, 10**30, 10**400, math.inf, "x", "NaN", "", [], {}, ["y"], {"z": 1}]
     for name in (
         "metrics.jsonl",
         "starts.jsonl",

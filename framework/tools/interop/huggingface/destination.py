@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meshwright.checkpoint.files import as_checkpoint_error, delete
 from meshwright.errors import CheckpointError
+from meshwright.run.directory import is_run
 from meshwright.system.atomic import sync, sync_tree
 from meshwright.system.bounded import real_path
 from meshwright.system.process import FileLock
@@ -29,7 +30,7 @@ def check_output_directory(out: Path) -> Path:
     """Resolve ``out`` to a path with a name (not ``.``, not a link), and check that it is new or empty.
 
     Raises:
-        CheckpointError: ``out`` is a file or not empty, or a file stands in place of a parent directory.
+        CheckpointError: ``out`` is a file, is not empty, or is among the checkpoints of a run; or a parent is a file.
     """
     out = real_path(out) if out.name in ("", "..") or out.is_symlink() else out
     above = next(parent for parent in out.absolute().parents if parent.exists())
@@ -42,6 +43,13 @@ def check_output_directory(out: Path) -> Path:
         raise CheckpointError(
             "MW-INTEROP-042",
             f"{out} is {'not empty' if out.is_dir() else 'a file'}: name a directory that is new, or an empty one",
+        )
+    folder = real_path(out.parent)
+    if folder.name == "checkpoints" and is_run(folder.parent):
+        raise CheckpointError(
+            "MW-INTEROP-096",
+            f"{out}: a directory in the checkpoints of a run, which would count as one that is damaged: "
+            f"name a directory outside of {folder.parent}",
         )
     return out
 
