@@ -36,7 +36,9 @@ def test_the_first_commands(tmp_path: Path) -> None:
 def test_the_tables(tmp_path: Path) -> None:
     """Each block of TOML, with a batch, is a configuration that loads."""
     blocks = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 6
     for block in blocks:
-        (tmp_path / "run.toml").write_text(block + "\n[batch]\nmicro_batch_size = 1\nchunks = 1\n")
-        assert load(tmp_path / "run.toml").data.train
+        rest = '[data]\ntrain = "x"\n' if "[data]" not in block else "[batch]\nmicro_batch_size = 1\nchunks = 1\n"
+        (tmp_path / "run.toml").write_text(f"{block}\n{rest}")
+        config = load(tmp_path / "run.toml", ["--train.steps=10000"])
+        assert config.data.train or config.data.builder
