@@ -28,7 +28,7 @@ ELSEWHERE = {
     r"(train|verify) own_run.toml": "tests/examples/test_own_run.py, with fewer steps",
     r"(train|verify) examples/vision/": "tests/examples/test_vision.py, with fewer steps",
     r"(train|verify) examples/stream/": "tests/examples/test_streams.py, with fewer steps",
-    r"checkpoint export .*--weights ema": "needs a callback with a state; another kind of tensor: tests/tools/interop/test_dcp.py",
+    r"checkpoint export .*--weights ema": "needs a callback with a state; other kinds: tests/tools/interop/test_dcp.py",
     r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; small ones: tests/tools/interop/huggingface",
     r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
     r"(train|verify) run.toml": "needs a transformers directory; tests/tools/interop/huggingface/test_restructure.py",
