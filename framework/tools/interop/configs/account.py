@@ -52,7 +52,8 @@ def file_text(imported: ImportedConfig, source: str) -> str:
         table, values = tree, whole
         for part in tables:
             table, values = table.setdefault(part, {}), values[part]
-        table[name] = _opened(values[name]) if dotted in imported.open else values[name]
+        value = values.get(name)  # an option of the model has no value where the file gives none to follow
+        table[name] = _opened(value) if dotted in imported.open else value
     ordered = {section: tree[section] for section in whole if section in tree}
     return f"{comments}\n\n{_toml(ordered, imported)}"
 

@@ -18,7 +18,7 @@ def learning_rate(draft: Draft, samples: int | None) -> float | None:
     def in_steps(name: str) -> float | None:
         """Return ``--NAME-iters``, or ``--NAME-samples`` converted to steps; None if neither is given."""
         iterations = draft.number(f"{name}-iters")
-        by_samples = draft.number(f"{name}-samples")
+        by_samples = draft.number(f"{name}-samples", minimum=0)
         if iterations is None and by_samples is not None:
             if samples is None and draft.unset:
                 draft.unset.setdefault(f"{name}-samples", f"{by_samples:.0f}, with a global batch")

@@ -84,8 +84,8 @@ class Draft:
             raise self._wrong(name, "a whole number")
         return int(raw)
 
-    def number(self, name: str, default: float | None = None) -> float | None:
-        """Return a finite number, also from text, since YAML 1.1 reads ``3e-4`` as text."""
+    def number(self, name: str, default: float | None = None, *, minimum: float = -math.inf) -> float | None:
+        """Return a finite number from ``minimum`` up, also from text, since YAML 1.1 reads ``3e-4`` as text."""
         raw = self._known(name, default)
         if raw is None:
             return None
@@ -97,6 +97,8 @@ class Draft:
             raise self._wrong(name, "a number") from None
         if not math.isfinite(value):
             raise self._wrong(name, "a number")
+        if value < minimum:
+            raise self._wrong(name, f"a number from {minimum:g} up")
         return value
 
     def count(self, name: str, default: int, *, maximum: int = 10**9) -> int:

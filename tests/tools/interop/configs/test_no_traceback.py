@@ -19,7 +19,23 @@ from tests.tools.interop.configs import dumps, samples
 WORDS = """if then else elif fi for while do done case esac function { } ( ) [ ] [[ ]] == != -z -n || && ; ;; | > < & $
     ${ } $(( )) $( ` ' " \\ = += A A= A=( A+=( B ${A} ${A[@]} ${A:-b} $A $1 $@ --x --y=1 1 2 x.py torchrun eval #"""
 PIECES = st.sampled_from([*WORDS.split(), "\n", "\n"])
-VALUES = ["0", "-1", "1", "3", "0.5", "1e30", "true", "null", '"word"', "[]", "[1, 2]", '""', "nan", "10000000000000"]
+VALUES = [
+    "0",
+    "-1",
+    "1",
+    "3",
+    "0.5",
+    "1e30",
+    "true",
+    "null",
+    '"word"',
+    "[]",
+    "[1, 2]",
+    '""',
+    "nan",
+    "10000000000000",
+    "$UNSET",
+]
 
 
 @settings(max_examples=200, deadline=None)
@@ -51,7 +67,7 @@ def test_any_value_in_any_place(name: str, text: str, data: st.DataObject) -> No
         ".yaml": r"^(\s*[\w-]+: )\S+$",
         ".toml": r"^(\w+ = ).+$",
         ".json": r'^(\s*"\w+": )[^\s\[{,]+',
-        ".sh": r"(--[\w-]+ )\S+",
+        ".sh": r"(--[\w-]+ |^\w+=)\S+",
     }
     assigned = forms[Path(name).suffix]
     for _ in range(data.draw(st.integers(1, 2))):

@@ -104,6 +104,21 @@ def test_variables_that_a_script_does_not_define_are_no_crash(tmp_path: Path) ->
     assert found.config.train.dtype == "bfloat16" and found.config.parallel.dp == "auto"
 
 
+def test_an_option_that_nothing_gives_a_value_is_open(tmp_path: Path) -> None:
+    """``--max-position-embeddings $UNSET``, and a length of samples that would stand in for it is not known either."""
+    lengths = "--seq-length $SEQ --max-position-embeddings $SEQ"
+    text = UNSET.replace("--seq-length 64 --max-position-embeddings 64", lengths)
+    found = imported(tmp_path / "a.sh", text)
+    assert "--max-position-embeddings is $SEQ" in found.open["model.options.max_sequence_length"]
+    assert '\nmax_sequence_length = "SET-ME"' in file_text(found, "a.sh")
+
+
+def test_a_negative_number_of_samples_is_refused(tmp_path: Path) -> None:
+    text = UNSET.replace("$GBS", "8").replace("--train-samples 4000", "--train-samples -1")
+    with pytest.raises(ConfigError, match=r"train-samples -1.*a number from 0 up"):
+        imported(tmp_path / "a.sh", text)
+
+
 @pytest.mark.parametrize(("name", "text"), [("a.yaml", samples.NANOTRON), ("a.toml", samples.TORCHTITAN_PIPELINE)])
 def test_nanotron_and_torchtitan_have_their_data_in_another_form(tmp_path: Path, name: str, text: str) -> None:
     found = imported(tmp_path / name, text)
