@@ -18,8 +18,12 @@ demo: $(VENV)/installed
 	$(BIN)/meshwright plot runs/demo
 	$(BIN)/meshwright sample runs/demo --prompt "class" --tokens 80
 
+# two processes, each with its own pool of ranks; a file's tests share fixtures and stay together
+WORKERS ?= 2
+SPLIT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SPLIT)
 
 # style and types
 lint: $(VENV)/installed
@@ -30,7 +34,7 @@ lint: $(VENV)/installed
 
 # before every commit
 check: lint
-	$(BIN)/python -m pytest -m "not slow" -x
+	$(BIN)/python -m pytest $(SPLIT) -m "not slow" -x
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/side_by_side.py
