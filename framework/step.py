@@ -62,7 +62,8 @@ class StepFeed:
         parts.data_s += time.perf_counter() - start_s
         dtype = DTYPES[parts.config.train.dtype]
         inputs, labels = (tree_map(lambda leaf: _to_device(leaf, device), part) for part in samples)
-        return Microbatch(cast_floats(inputs, dtype), cast_floats(labels, dtype), self.sample_indices(m))
+        labels = cast_floats(labels, torch.promote_types(dtype, torch.float32))  # the loss is computed in float32
+        return Microbatch(cast_floats(inputs, dtype), labels, self.sample_indices(m))
 
     def sample_indices(self, m: int) -> Tensor:
         """Return :meth:`indices` as (B,) int64 on the device."""

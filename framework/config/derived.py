@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from meshwright.config import batch
+from meshwright.config.layout_rules import MAX_FORWARDS
 from meshwright.config.schema import RunConfig
+from meshwright.config.sections import Batch
 from meshwright.errors import ConfigError
+
+MAX_RAMP_FORWARDS = 16 * MAX_FORWARDS
+"""Maximal number of forwards in the schedules of all batch sizes of a ramp."""
 
 
 def _wrong_product(dp: int, pp: int, tp: int, world_size: int) -> str:
@@ -62,9 +67,24 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
         numbers = batch.derive(config.batch, dp)
     except ConfigError as error:
         problems.append(error)
+    if not problems and (wrong := _too_many_sizes(config, numbers, dp)) is not None:
+        problems.append(ConfigError("MW-CONFIG-064", wrong))
     if problems:
         raise ConfigError.join(problems)
     return config.replace(batch=numbers.model_dump(), parallel={"dp": dp}, launch={"processes": world_size})
+
+
+def _too_many_sizes(config: RunConfig, numbers: Batch, dp: int) -> str | None:
+    """Return the problem of a ramp with so many batch sizes that their schedules take minutes to build, or None."""
+    sizes = [phase.global_batch for phase in batch.phases(numbers)] if numbers.ramp is not None else []
+    replicas = (numbers.micro_batch_size or 1) * dp
+    forwards = sum(sizes) // replicas * config.parallel.pp * config.pipeline.stages_per_rank
+    if forwards <= MAX_RAMP_FORWARDS:
+        return None
+    return (
+        f"batch.ramp = {list(numbers.ramp or ())} has {len(sizes):,} batch sizes, with {forwards:,} forwards in their "
+        f"schedules: at most {MAX_RAMP_FORWARDS:,} are allowed; choose a larger increment"
+    )
 
 
 def shard_factor(config: RunConfig) -> int:

@@ -70,7 +70,7 @@ class Collate(NamedTuple):
         try:
             inputs, labels = (tree_map(torch.as_tensor, part) for part in self.function(list(raws)))
             ragged = [leaf for leaf in (*tree_leaves(inputs), labels) if leaf.dim() < 1 or len(leaf) != len(raws)]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(
                 "MW-DATA-106",
                 f"{where}, failed{error_place(error)}: {type(error).__name__}: {error}. It returns (inputs, labels): "

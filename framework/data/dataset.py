@@ -117,7 +117,7 @@ def open_dataset(config: RunConfig, split: str) -> Samples | Stream | None:
             if dataset is not None and not is_stream(dataset):
                 len(dataset)
             return dataset
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(
                 "MW-DATA-014",
                 f"data.builder {path}({split!r}) with data.options {config.data.options} failed{error_place(error)}: "

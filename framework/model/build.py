@@ -44,6 +44,7 @@ from meshwright.model.first_values import (
     first_value,
 )
 from meshwright.model.groups import assign_groups, freeze
+from meshwright.model.own_loss import in_float32
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
@@ -217,7 +218,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         tied=tied,
         divisible=dict(getattr(layers, "divisible", {})),
         initialise=getattr(layers, "initialise", None),
-        loss=getattr(layers, "loss", None),
+        loss=in_float32(getattr(layers, "loss", None)),
         loss_options={name: float(given) for name in requirements.LOSS_OPTIONS if (given := getattr(layers, name, 0))},
         selective_recompute=list(getattr(layers, "selective_recompute", [])),
         impossible=dict(getattr(layers, "impossible", {})),

@@ -11,9 +11,11 @@ features make up the whole. Names are collected on the meta device, before the f
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -35,13 +37,14 @@ class Recorder:
     def add(self, name: str, value_sum: Tensor | float, count: Tensor | float) -> None:
         """Add to the sums of a name, without waiting for the device. Raises ModelError: see the messages."""
         given = [leaf for leaf in (value_sum, count) if isinstance(leaf, Tensor)]
-        is_full, is_name = len(self.sums) == MAX_NAMES and name not in self.sums, _NAME.fullmatch(str(name)) is not None
-        if self.names is None and (is_full or not is_name or any(leaf.numel() != 1 for leaf in given)):
+        is_full = self.names is None and len(self.sums) == MAX_NAMES and name not in self.sums
+        is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
+        if is_full or (self.names is None and not is_name) or not (_is_one(value_sum) and _is_one(count)):
             raise ModelError(
                 "MW-MODEL-032",
-                f"meshwright.record({name!r}, ...) with shapes {[tuple(leaf.shape) for leaf in given]}: a name has at "
-                f"most 64 letters, digits, _, - and ., perhaps a second part after /, value_sum and count are one "
-                f"number each (x.sum() and x.numel()), and a model has at most {MAX_NAMES} names",
+                f"meshwright.record({name!r}, ...) with {_text(value_sum)} and {_text(count)}: a name has at most 64 "
+                f"letters, digits, _, - and ., perhaps a second part after /, value_sum and count are one real number "
+                f"each (x.sum() and x.numel()), and a model has at most {MAX_NAMES} names",
             )
         if self.names is not None and name not in self.names:
             raise ModelError(
@@ -68,6 +71,15 @@ def means(names: Collection[str], sums: list[float]) -> dict[str, float]:
     """Return the metrics from all ranks' sums, in the order of :meth:`Recorder.vector`; none where the count is 0."""
     pairs = zip(names, sums[::2], sums[1::2], strict=True)
     return {name: value / count for name, value, count in pairs if count}
+
+
+def _is_one(leaf: object) -> bool:
+    """Return whether a value is one real number."""
+    return leaf.numel() == 1 and not leaf.is_complex() if isinstance(leaf, Tensor) else isinstance(leaf, Real)
+
+
+def _text(leaf: object) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else reprlib.repr(leaf)
 
 
 def _number(leaf: Tensor | float, device: torch.device) -> Tensor:

@@ -14,7 +14,6 @@ All three must agree. LAMB, Adafactor, Muon and Shampoo, which look at whole ten
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -66,7 +65,7 @@ def build_own(groups: Sequence[Mapping[str, Any]], config: Optimizer) -> torch.o
     filled = [dict(group) for group in groups if group["params"]] or [dict(groups[0])]
     try:
         made = builder(filled, **config.options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _unfit(config, f"failed{error_place(error)}: {type(error).__name__}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise _unfit(config, f"returned a {type(made).__name__}: return a torch.optim.Optimizer")
@@ -131,7 +130,7 @@ class _Trial:
                     parameter.grad = part.clone()
                     self.inner.step()
                     parameter.grad = None
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = f"failed in a step on a flat tensor{error_place(error)}: {type(error).__name__}: {error}"
             raise _unfit(self.config, text) from error
         self.taken = steps
@@ -206,10 +205,10 @@ def own_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     function = _schedule(path)
     try:
         factor = function(step, num_steps)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         why = f"{error_place(error)}: {type(error).__name__}: {error}"
         raise ConfigError("MW-OPTIM-006", f"optimizer.schedule = {path!r} failed at step {step}{why}") from error
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < 1e300:
         raise ConfigError(
             "MW-OPTIM-007",
             f"optimizer.schedule = {path!r} returned {factor!r} for step {step} of {num_steps}: return a finite factor "

@@ -93,8 +93,9 @@ class MetaMicrobatch(NamedTuple):
         return _is_whole(self.labels) and self.labels.shape in inputs
 
     def cast(self, dtype: torch.dtype) -> MetaMicrobatch:
-        """Cast floating-point tensors to the training dtype, since images come in the precision of the weights."""
-        return MetaMicrobatch(cast_floats(self.inputs, dtype), cast_floats(self.labels, dtype))
+        """Cast floating-point tensors to the training dtype, and labels to that of the loss: at least float32."""
+        labels = cast_floats(self.labels, torch.promote_types(dtype, torch.float32))
+        return MetaMicrobatch(cast_floats(self.inputs, dtype), labels)
 
 
 def _is_whole(leaf: Tensor) -> bool:

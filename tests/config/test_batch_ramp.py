@@ -63,3 +63,13 @@ def test_a_ramp_that_does_not_fit_is_refused(ramp: tuple[int, int, int], said: s
         resolve(config, 2)
     fits = config.replace(batch={"ramp": (4, 4, 100)})
     assert resolve(fits, 2).batch.ramp == (4, 4, 100) and resolve(resolve(fits, 2), 2) == resolve(fits, 2)
+
+
+def test_a_ramp_whose_schedules_would_take_minutes_is_refused() -> None:
+    config = RunConfig().replace(batch={"micro_batch_size": 1, "global_batch": 4096}, parallel={"dp": 1, "pp": 2})
+    with pytest.raises(
+        ConfigError, match=r"4,\d\d\d batch sizes, with [\d,]* forwards.*choose a larger increment"
+    ) as caught:
+        resolve(config.replace(batch={"ramp": (1, 1, 10**9)}), 2)
+    assert caught.value.code == "MW-CONFIG-064"
+    assert len(phases(resolve(config.replace(batch={"ramp": (64, 64, 10**9)}), 2).batch)) == 64

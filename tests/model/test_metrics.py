@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,20 @@ def test_refused_before_the_first_step(names: list[str], shape: list[int]) -> No
     with pytest.raises(ModelError, match="at most 64 letters") as caught:
         draw_blueprint(config_of(names, shape))
     assert caught.value.code == "MW-MODEL-032"
+
+
+@pytest.mark.parametrize("value", [None, "3", 1j, torch.ones((), dtype=torch.complex64), [1.0], torch.ones(2)])
+@pytest.mark.parametrize("names", [None, ("norm",)], ids=["planned", "run"])
+def test_a_value_that_is_no_real_number_is_refused_by_name(value: Any, names: tuple[str] | None) -> None:
+    for pair in ((value, 1), (1.0, value)):
+        with (
+            recording(Recorder(names)),
+            pytest.raises(ModelError, match=r"record\('norm', .*one real number") as caught,
+        ):
+            meshwright.record("norm", *pair)
+        assert caught.value.code == "MW-MODEL-032"
+    with recording(Recorder()), pytest.raises(ModelError, match=r"record\(None"):
+        meshwright.record(None, 1.0)  # type: ignore[arg-type]
 
 
 def test_names_are_collected_on_meta() -> None:

@@ -21,7 +21,7 @@ from meshwright.tools.verify.compare import tolerance_of
 from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import run_reference
 from tests.end_to_end.driving import save
-from tests.tools.verify.cases import LATER, model_config, size_for
+from tests.tools.verify.cases import LATER, config_of, model_config, size_for
 from tests.watch.spoiling import (
     LIMIT_S,
     Spoil,
@@ -127,6 +127,18 @@ def test_skips_and_rises_as_plain_torch_with_a_grad_scaler(pool: RankPool, layou
         assert abs(one - other) <= tolerance.later * other
     for one, other, is_finite in zip(found.grad_norms, expected.grad_norms, finite, strict=True):
         assert not is_finite or abs(one - other) <= tolerance.later_norm * other
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_loss_of_the_models_own_is_computed_in_float32(pool: RankPool, dtype: str) -> None:
+    """With the default one's formula, its numbers; in 16 bits a sum of 65,504 would be Inf, and 1 / labels rounded."""
+    numbers = []
+    for own in (True, False):
+        base = config_of("tests.support.recording_models:build", {"vocab_size": 61, "own_loss": own}, 8)
+        config = layout_config(base, parse_layout("dp2,pp2"), 24, dtype)
+        found = pool.run(run_layout, 4, config.model_dump_json(), 2, True, timeout_s=LIMIT_S)[0]
+        numbers.append((found.losses, found.grad_norms, found.validation))
+    assert numbers[0] == numbers[1]
 
 
 def one_rank_overflows(

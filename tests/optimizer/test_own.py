@@ -124,6 +124,7 @@ def test_element_wise_optimizers_are_taken(builder: str, states: set[str], count
         ("no_optimizer", "MW-OPTIM-003", "returned a int"),
         ("half_of_them", "MW-OPTIM-003", "0 of 1 parameters"),
         ("missing", "MW-CONFIG-010", "has no function missing"),
+        ("exits", "MW-OPTIM-003", "SystemExit"),
     ],
 )
 def test_all_others_are_refused_by_name(builder: str, code: str, text: str) -> None:
@@ -187,6 +188,14 @@ def fails(step: int, num_steps: int) -> float:
     return 1.0 / step
 
 
+def beyond_a_float(step: int, num_steps: int) -> int:
+    return 10**400
+
+
+def exits(*arguments: Any) -> Any:
+    raise SystemExit(0)
+
+
 def test_a_schedule_is_a_function_of_the_step() -> None:
     optimizer = Optimizer(learning_rate=0.2, schedule=f"{HERE}:halves")
     assert [learning_rate(optimizer, step, 8) for step in (0, 2, 7)] == [0.2, 0.1, 0.025]
@@ -194,7 +203,12 @@ def test_a_schedule_is_a_function_of_the_step() -> None:
 
 @pytest.mark.parametrize(
     ("name", "code", "text"),
-    [("negative", "MW-OPTIM-007", "returned -1.0 for step 0"), ("fails", "MW-OPTIM-006", "division")],
+    [
+        ("negative", "MW-OPTIM-007", "returned -1.0 for step 0"),
+        ("fails", "MW-OPTIM-006", "division"),
+        ("beyond_a_float", "MW-OPTIM-007", "for step 0 of 8"),
+        ("exits", "MW-OPTIM-006", "SystemExit"),
+    ],
 )
 def test_a_schedule_that_fails_is_named(name: str, code: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:

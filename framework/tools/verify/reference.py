@@ -141,15 +141,14 @@ class PlainRun:
         Label smoothing and z-loss of the model are for training alone.
         """
         self.dropout.begin(sample_indices)
-        output = self.layers(cast_floats(inputs, self.dtype))
-        labels = cast_floats(labels, self.dtype)
+        wide = torch.promote_types(self.dtype, torch.float32)  # the loss is computed in float32
+        output, labels = cast_floats(self.layers(cast_floats(inputs, self.dtype)), wide), cast_floats(labels, wide)
         if self.loss is not None:
             losses: Tensor = self.loss(output, labels)
             return losses[labels != IGNORED_LABEL].sum()
-        logits = output if output.dtype == torch.float64 else output.float()
         options = ("label_smoothing", "z_loss")
         smoothing, z_loss = (getattr(self.layers, name, 0.0) if training else 0.0 for name in options)
-        rows, targets = logits.flatten(0, -2), labels.flatten()
+        rows, targets = output.flatten(0, -2), labels.flatten()
         total = F.cross_entropy(rows, targets, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=smoothing)
         if z_loss:
             total = total + z_loss * rows[targets != IGNORED_LABEL].logsumexp(-1).square().sum()
