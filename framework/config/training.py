@@ -148,6 +148,8 @@ class Tracking(Section):
     """Step after each start to record for `meshwright draw RUN`; the last step if there are fewer. 0: none."""
     stragglers_every: Steps = 20
     """Steps between reports of stragglers: the slow rank, link or gradient reduction, if there is one. 0: never."""
+    gpu_metrics: bool = True
+    """Record utilization, memory, power, temperature and clock of the GPUs (NVML, extra ``gpu``); docs/cluster.md."""
 
 
 class Launch(Section):

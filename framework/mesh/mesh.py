@@ -189,12 +189,7 @@ def open_store(grid: Grid, timeout_s: float) -> Any:
 
 
 def open_mesh(
-    grid: Grid,
-    device: str = "auto",
-    *,
-    timeout_s: float = 600.0,
-    tp_across_nodes: bool = False,
-    store: Any = None,
+    grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_across_nodes: bool = False, store: Any = None
 ) -> Mesh:
     """Join the process group that the environment describes and make the groups of the axes.
 

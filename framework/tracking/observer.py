@@ -13,6 +13,7 @@ from meshwright.config.functions import find_function
 from meshwright.errors import ConfigError
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.tracking.console import ConsoleSink
+from meshwright.tracking.gpu import GpuMetrics
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord, perplexity
 from meshwright.tracking.tracker import Sink, Tracker
@@ -74,6 +75,11 @@ class Records(Observer):
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Pass the step's record to the sinks. Blocks only for one small write to a local file."""
         self._tracker.write(record(parts, event))
+
+
+def gpu_metrics(parts: Parts) -> list[Observer]:
+    """Return the observer of the ranks' GPUs, if the run has GPUs and ``tracking.gpu_metrics``."""
+    return [GpuMetrics()] if parts.config.tracking.gpu_metrics and parts.mesh.device.type == "cuda" else []
 
 
 def has_perplexity(blueprint: Blueprint) -> bool:

@@ -72,7 +72,7 @@ class StepRecord:
     loss_scale: float | None = None
     """Loss scale of the step; None unless the run computes in float16."""
     extra: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of callbacks, by name."""
+    """Metrics of callbacks, of the model and of GPUs, by name."""
 
 
 def perplexity(loss: float) -> float:
@@ -115,7 +115,7 @@ OTHER_NAMES = frozenset({"step", "train/loss_hex", "perf/straggler"})
 MAX_COUNT = 2**63
 """Bound of counts in a line: 64 bits hold them."""
 MAX_EXTRA = 100
-"""Most metrics of callbacks in a step; those of the model come on top."""
+"""Most metrics of callbacks in a step; those of the model and of GPUs come on top."""
 _EXTRA_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)*", re.ASCII)
 
 
@@ -202,13 +202,13 @@ def _count(value: Number | str) -> int:
 
 
 def _extra(content: Mapping[str, Number | str]) -> dict[str, float]:
-    """Return the metrics of callbacks and model in a line. Text and other values of a newer version are left out."""
+    """Return the metrics of callbacks, model and GPUs in a line, without text and other values of a newer version."""
     found: dict[str, float] = {}
-    counts = {True: 0, False: 0}  # those of the model, of callbacks
+    counts = {"model": 0, "gpu": 0, "": 0}  # "": those of callbacks
     for name, value in content.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_model = name.startswith("model/")
-        if is_number and counts[is_model] < MAX_EXTRA and is_extra_name(name):
-            counts[is_model] += 1
+        kind = name.partition("/")[0] if name.startswith(("model/", "gpu/")) else ""
+        if is_number and counts[kind] < MAX_EXTRA and is_extra_name(name):
+            counts[kind] += 1
             found[name] = float(value)
     return found

@@ -79,6 +79,7 @@ def test_metrics_of_callbacks_survive_and_what_is_none_is_left_out(record) -> No
     strange = {"<b>": 1, "c": "text", "d": True, "e": [1], "perf/straggler": "", **{f"n{i}": i for i in range(200)}}
     found = from_json(json.dumps(line | strange)).extra
     assert set(found) == {"ema/decay", "b", *(f"n{i}" for i in range(98))}
+    assert from_json(json.dumps(line | strange | {"gpu/power_w": 687.5})).extra["gpu/power_w"] == 687.5
 
 
 def test_what_was_not_measured_is_left_out(record) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import median
@@ -20,7 +21,7 @@ from meshwright.tracking.record import GIB, StepRecord
 MAX_BAD = 200
 """Most marks of non-finite steps in one chart."""
 MAX_EXTRA_CHARTS = 24
-"""Most charts of metrics of callbacks."""
+"""Most charts of metrics of callbacks, model and GPUs."""
 
 
 class Recorded(NamedTuple):
@@ -72,10 +73,7 @@ def of_run(run: RunContents, index: int = 0) -> list[Markup]:
     for each in RECORDED:
         curves = [Curve(each.quantity.title.lower(), points(run.records, each)), *repeated_curves(run, each)]
         charts.append(chart(each.quantity, _of(index, curves), marks=marks, legend=False))
-    charts += [
-        chart(Quantity(name), [Curve(name, extra_points(run, name), run=index)], marks=marks)
-        for name in extra_names(run)
-    ]
+    charts += [chart(Quantity(title), _of(index, curves), marks=marks) for title, curves in extra_charts(run).items()]
     return [drawn for drawn in charts if drawn]
 
 
@@ -92,13 +90,17 @@ def axes_of(run: RunContents) -> dict[str, Column]:
     return {name: column([row[at] for row in kept]) for at, name in enumerate(("step", "tokens", "time"))}
 
 
-def extra_names(run: RunContents) -> list[str]:
-    """Return the names of the metrics of callbacks, at most ``MAX_EXTRA_CHARTS``."""
-    return list({name: None for record in run.records for name in record.extra})[:MAX_EXTRA_CHARTS]
+def extra_charts(run: RunContents) -> dict[str, list[Curve]]:
+    """Return the charts of callbacks, model and GPUs by title; mean, min and max of a quantity of GPUs share one."""
+    charts: dict[str, list[Curve]] = {}
+    for name in {name: None for record in run.records for name in record.extra}:
+        curves = charts.setdefault(re.sub("^gpu/(min|max)_", "gpu/", name), [])
+        curves.append(Curve(name, extra_points(run, name), colour=len(curves)))
+    return dict(list(charts.items())[:MAX_EXTRA_CHARTS])
 
 
 def extra_points(run: RunContents, name: str) -> list[Point]:
-    """Return the values of a metric of callbacks by step."""
+    """Return the values of such a metric by step."""
     return points(run.records, Recorded(Quantity(name), lambda record: record.extra.get(name)))
 
 
