@@ -233,7 +233,10 @@ def _load(observer: Observer, state: Mapping[str, Any] | None) -> None:
 
 def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a callback's state as it will be read back; refuse what is no JSON object or too large."""
-    text = json.dumps(dict(state), allow_nan=False)
+    try:
+        text = json.dumps(dict(state), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the state is no plain JSON object: {error}") from error
     if len(text) > MAX_STATE_CHARS:
         raise ValueError(
             f"a state of {len(text):,} characters as JSON, at most {MAX_STATE_CHARS:,}: see Parts.add_state"

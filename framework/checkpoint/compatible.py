@@ -40,7 +40,7 @@ SAMPLED = "sampled bytes"
 LATER_STAGE = re.compile(r"from sample (\d+): ")
 """Prefix in the data fingerprint: a stage of the data, by its first sample. It may change until it has begun."""
 
-INTERCHANGEABLE = {"optimizer.name": {"adamw", "adamw8bit"}}
+INTERCHANGEABLE = {"optimizer.name": ("adamw", "adamw8bit")}
 """Field -> values that may replace each other, because their checkpoints contain the same tensors."""
 
 
@@ -74,7 +74,7 @@ def check_compatible(
         reason = next((why for field, why in refused.items() if path == field or path.startswith(f"{field}.")), None)
         if is_fresh and path in FREE_AT_STEP_0:
             reason = None
-        if reason is None or {before, after} <= INTERCHANGEABLE.get(path, set()):
+        if reason is None or all(value in INTERCHANGEABLE.get(path, ()) for value in (before, after)):
             differences.append(f"{path}: {_show(before)} -> {_show(after)}")
         else:
             problems.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")

@@ -11,6 +11,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from typing import Any
 from meshwright.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+STANDARD = sysconfig.get_path("stdlib")
 OWN_PACKAGE = "meshwright"
 OWN_BUILDERS = tuple(f"meshwright.models.{name}:build" for name in ("decoder", "gpt2", "llama", "t5"))
 """Builders of meshwright itself, which any file may name."""
@@ -43,7 +45,7 @@ def error_place(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's own
-    outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith("<")]
+    outside = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(("<", STANDARD))]
     # this package traces the builder, so its frames may be innermost where a call fails
     user = [f for f in outside if not f.filename.startswith(str(PACKAGE))] or outside
     return f" at {user[-1].filename}:{user[-1].lineno}" if user else ""

@@ -100,6 +100,8 @@ def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, lin
         ("model.options.layers", 3, r"model\.options\.layers was not set and is 3"),
         ("data.sequence_length", 64, r"data\.sequence_length was 128 and is 64"),
         ("batch.global_batch", 32, r"batch\.global_batch was 16 and is 32: .*micro_batch_size or chunks"),
+        ("batch.ramp", (4, 4, 100), r"batch\.ramp was null and is \[4, 4, 100\]: a step would have"),
+        ("model.options.kernels", [3, {"size": 5}], r"model\.options\.kernels was not set and is \[3, "),
         ("run.seed", 1, r"run\.seed was 1234 and is 1"),
         ("train.dtype", "bfloat16", r'train\.dtype was "float32" and is "bfloat16"'),
     ],

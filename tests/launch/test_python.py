@@ -158,6 +158,30 @@ def test_a_metric_that_cannot_be_recorded_ends_the_run_saved(tmp_path: Path, nam
     assert find(tmp_path / "own")[0].step == 1
 
 
+class Keeps(meshwright.Observer):
+    """Its state is ``value``; a function is called for it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value() if callable(self.value) else self.value}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (float("nan"), "the state is no plain JSON object: Out of range"),
+        (torch.ones(1), "the state is no plain JSON object: Object of type Tensor"),
+        (lambda: json.loads("{"), r"at \S*test_python\.py:\d+: JSONDecodeError"),
+    ],
+)
+def test_a_state_that_no_checkpoint_holds_is_named_at_its_callback(tmp_path: Path, value: Any, text: str) -> None:
+    """Where the standard library raises, the user's line is named."""
+    with pytest.raises(CallbackError, match=rf"callback Keeps\.state_dict failed .*{text}"):
+        meshwright.run_training(made(tmp_path), [Keeps(value)])
+
+
 def test_steps_by_hand_are_those_of_the_command_and_resume(tmp_path: Path) -> None:
     meshwright.run_training(made(tmp_path, run={"name": "whole"}))
     whole = losses_of(tmp_path, "whole")
