@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from meshwright.parts import Parts as Parts
     from meshwright.parts import StepEvent as StepEvent
     from meshwright.parts import StepStats as StepStats
+    from meshwright.tensor_parallel.plan import SplitLayer as SplitLayer
     from meshwright.tracking.record import StepRecord as StepRecord
 
 _SOURCES = {
@@ -42,6 +43,7 @@ _SOURCES = {
     ),
     "meshwright.model.metrics": ("record",),
     "meshwright.parts": ("Observer", "Parts", "StepEvent", "StepStats"),
+    "meshwright.tensor_parallel.plan": ("SplitLayer",),
     "meshwright.tracking.record": ("StepRecord",),
 }
 """Module -> its names in the public API."""

@@ -30,6 +30,7 @@ Attributes of the Sequential (plain and optional)
     gather     under sequence parallelism the module's first input is all-gathered before it, not by its columns: for a
                forward that takes the length of the sequence from its input
     sequence   output indexed by position (cut under sequence parallelism)       replicate   the default
+    a function (layer, tp_rank, tp) -> meshwright.SplitLayer   any other layer (docs/models.md, "Sharding rules")
 
 ``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the
     split dim of that module. tp must divide it: a contiguous slice then holds whole units.

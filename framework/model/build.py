@@ -2,7 +2,7 @@
 
 A model is an ``nn.Sequential`` of named elements, called layers here. It may carry, as plain attributes:
 
-    sharding_plan   {pattern of module names: "column" | "row" | "vocab" | ...}, all of them in
+    sharding_plan   {pattern of module names: "column" | "row" | "vocab" | ... | a function}, all of them in
                     framework/tensor_parallel/plan.py
     tied_weights    [(canonical parameter name, other name, ...), ...]
     initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
@@ -57,7 +57,7 @@ class PlainModel:
     """User's model as built: parameters on meta (no memory), buffers real, dropouts seeded by name."""
 
     layers: nn.Sequential
-    plan: dict[str, str] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     tied: list[tuple[str, ...]] = field(default_factory=list)
     divisible: dict[str, int] = field(default_factory=dict)
     initialise: Initialise | None = None

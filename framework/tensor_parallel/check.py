@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.errors import ModelError
+from meshwright.tensor_parallel.own_rule import Rule
 
 
 class ShardingKind(StrEnum):
@@ -31,8 +32,11 @@ class ShardingKind(StrEnum):
     UNCUT = "uncut"
     GATHER = "gather"
     REPLICATE = "replicate"
+    OWN = "a rule"
+    """Not a word of the plan: its value is a function, see :mod:`meshwright.tensor_parallel.own_rule`."""
 
 
+WORDS = [str(kind) for kind in ShardingKind if kind is not ShardingKind.OWN]
 SPLITTING = (
     ShardingKind.COLUMN,
     ShardingKind.ROW,
@@ -44,12 +48,13 @@ ROWS = (ShardingKind.ROW, ShardingKind.ROW_WHOLE)
 
 
 class PlannedModule(NamedTuple):
-    """A module that the plan names, its kind, and the pattern that matched it."""
+    """A module that the plan names, its kind, the pattern that matched it, and its rule if the kind is OWN."""
 
     name: str
     module: nn.Module
     kind: ShardingKind
     pattern: str
+    rule: Rule | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind} by sharding_plan[{self.pattern!r}])"
@@ -94,7 +99,7 @@ def check_sequence_length(length: int, tp: int, name: str | None = None) -> None
 
 def check_plan(
     model: nn.Sequential,
-    plan: Mapping[str, str],
+    plan: Mapping[str, str | Rule],
     tied: Sequence[tuple[str, ...]],
     tp: int,
     sequence: bool,
@@ -117,30 +122,35 @@ def check_plan(
     return placements
 
 
-def _match(model: nn.Sequential, plan: Mapping[str, str], problems: list[str]) -> dict[str, PlannedModule]:
+def _match(model: nn.Sequential, plan: Mapping[str, str | Rule], problems: list[str]) -> dict[str, PlannedModule]:
     """Return the modules that the patterns match, by name; append problems of the plan itself to ``problems``."""
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     placements: dict[str, PlannedModule] = {}
     for pattern, word in plan.items():
-        if word not in set(ShardingKind):
+        rule = None if isinstance(word, str) or not callable(word) else word
+        if rule is None and word not in WORDS:
             problems.append(
-                f"sharding_plan[{pattern!r}] = {word!r} is no kind"
-                f"{_close(str(word), [str(kind) for kind in ShardingKind])}: use one of {', '.join(ShardingKind)}"
+                f"sharding_plan[{pattern!r}] = {word!r} is no kind{_close(str(word), WORDS)}: use one of "
+                f"{', '.join(WORDS)}, or a function"
             )
             continue
+        kind = ShardingKind.OWN if rule else ShardingKind(str(word))
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
             problems.append(
                 f"sharding_plan[{pattern!r}] = {word!r} names no module of the model{_nearest(pattern, modules)}"
             )
         for name in names:
-            placement = PlannedModule(name, modules[name], ShardingKind(word), pattern)
+            placement = PlannedModule(name, modules[name], kind, pattern, rule)
             other = placements.setdefault(name, placement)
-            if other.kind is not placement.kind:
+            if (other.kind, other.rule) != (kind, rule):
                 problems.append(
-                    f"module {name} is {other.kind} by sharding_plan[{other.pattern!r}] and {word} by "
+                    f"module {name} is {other.kind} by sharding_plan[{other.pattern!r}] and {kind} by "
                     f"sharding_plan[{pattern!r}]: make one of the patterns narrower"
                 )
+    for name, placement in placements.items():
+        for outer in (other for other in placements.values() if other.rule and name.startswith(f"{other.name}.")):
+            problems.append(f"{placement} lies in {outer}, whose rule splits all of it: leave one of them out")
     return placements
 
 
@@ -174,15 +184,8 @@ def _misfits(placement: PlannedModule, tp: int) -> Iterator[str]:
         )
         return
     if isinstance(module, nn.Embedding):
-        unsupported = [
-            name
-            for name, is_set in (
-                ("max_norm", module.max_norm is not None),
-                ("scale_grad_by_freq", module.scale_grad_by_freq),
-                ("sparse", module.sparse),
-            )
-            if is_set
-        ]
+        needing = ("max_norm", "scale_grad_by_freq", "sparse")
+        unsupported = [name for name in needing if getattr(module, name) not in (None, False)]
         if unsupported and tp > 1:
             yield (
                 f"{placement} has {' and '.join(unsupported)} set, which needs all of the table in one place: build it "
@@ -222,7 +225,7 @@ def _indivisible(model: nn.Sequential, divisible: Mapping[str, int], tp: int) ->
 def _missing(placements: Mapping[str, PlannedModule], tp: int, sequence: bool) -> Iterator[str]:
     """Yield problems of a plan that splits nothing, or that never cuts or never gathers the sequence."""
     found = list(placements.values())
-    if not any(placement.kind in SPLITTING for placement in found):
+    if not any(placement.kind in SPLITTING or placement.rule for placement in found):
         yield (
             f"parallel.tp = {tp}, but the model's sharding_plan splits nothing: all {tp} ranks would compute the same. "
             f"Give the model a sharding_plan (column, row, vocab), or use parallel.tp = 1"
@@ -233,7 +236,9 @@ def _missing(placements: Mapping[str, PlannedModule], tp: int, sequence: bool) -
     cuts = [
         p
         for p in found
-        if p.kind is ShardingKind.SEQUENCE or (p.kind is ShardingKind.VOCAB and isinstance(p.module, nn.Embedding))
+        if p.rule
+        or p.kind is ShardingKind.SEQUENCE
+        or (p.kind is ShardingKind.VOCAB and isinstance(p.module, nn.Embedding))
     ]
     if not cuts:
         yield (
@@ -249,7 +254,10 @@ def _missing(placements: Mapping[str, PlannedModule], tp: int, sequence: bool) -
 
 def _uneven_ties(placements: Mapping[str, PlannedModule], tied: Sequence[tuple[str, ...]]) -> Iterator[str]:
     """Yield tied weights whose modules are split in different ways. They are one weight, so one split must fit all."""
+    owned = tuple(f"{placement.name}." for placement in placements.values() if placement.rule)
     for names in tied:
+        if any(name.startswith(owned) for name in names):
+            continue  # checked when the rule has said its dims
         how = {}
         for name in names:
             placement = placements.get(name.rpartition(".")[0])
@@ -268,7 +276,7 @@ def _way(placement: PlannedModule) -> str:
     return placement.kind
 
 
-def _close(word: str, possible: list[str]) -> str:
+def _close(word: str, possible: Sequence[str]) -> str:
     close = difflib.get_close_matches(word, possible, 1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

@@ -35,6 +35,8 @@ from meshwright.parameters import ParameterInfo, Slice
 from meshwright.seeding import SeededDropout
 from meshwright.tensor_parallel.check import SPLITTING, PlannedModule, ShardingKind, check_plan
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
+from meshwright.tensor_parallel.own_rule import Rule, change_first, check_ties, split_by_rule
+from meshwright.tensor_parallel.own_rule import SplitLayer as SplitLayer
 from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
 
@@ -53,7 +55,7 @@ Swapped = ColumnLinear | RowLinear | VocabEmbedding | ColumnEmbedding
 
 def apply(
     model: nn.Sequential,
-    plan: Mapping[str, str],
+    plan: Mapping[str, str | Rule],
     tied: Sequence[tuple[str, ...]],
     group: Group,
     sequence: bool,
@@ -81,17 +83,19 @@ def apply(
             module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
         if sequence and name in placements and kind is ShardingKind.SEQUENCE:
             module.register_forward_hook(partial(_cut_output, group))
-        if isinstance(module, SeededDropout):
+        if isinstance(module, SeededDropout) and kind is not ShardingKind.OWN:
             whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)  # the sequence is cut after these modules
             split = kind is ShardingKind.HEADS or (sequence and not whole)
             module.shard = (1, group.rank, group.size) if split else None
             if kind is ShardingKind.FEATURES:
                 module.shard = (-1, group.rank, group.size)
+    check_ties(slices, [name for name in shapes if _kind_of(name, placements) is ShardingKind.OWN], tied)
     infos = {}
     for name, shape in shapes.items():
         part = slices.get(name)
         kind = _kind_of(name, placements)
-        partial_sum = part is None and kind is not ShardingKind.UNCUT and (sequence or kind is ShardingKind.HEADS)
+        of_part = sequence or kind in (ShardingKind.HEADS, ShardingKind.OWN)
+        partial_sum = part is None and kind is not ShardingKind.UNCUT and of_part
         infos[name] = ParameterInfo(name, shape, part, partial_sum)
     return infos
 
@@ -100,30 +104,34 @@ def _swap(
     model: nn.Sequential, placements: Mapping[str, PlannedModule], group: Group, sequence: bool
 ) -> dict[str, Slice | None]:
     """Replace the modules that are split; return the slice of each of their parameters by full name."""
-    swapped: dict[int, Swapped] = {}  # a module or parameter used twice in the model stays one object
+    swapped: dict[
+        int, tuple[nn.Module, dict[str, Slice | None]]
+    ] = {}  # a module or parameter used twice in the model stays one object
     parameters: dict[int, nn.Parameter] = {}
     slices: dict[str, Slice | None] = {}
     for name, placement in placements.items():
         plain = placement.module
-        if placement.kind not in SPLITTING:
+        if placement.kind not in SPLITTING and placement.rule is None:
             continue
         if id(plain) not in swapped:
-            gathered = sequence and any(
-                placements[around].kind is ShardingKind.GATHER for around in _around(name, placements)
-            )
-            new = _split(plain, placement.kind, group, sequence, gathered).train(plain.training)
-            swapped[id(plain)] = new
-            for attribute, parameter in plain.named_parameters(recurse=False):
-                setattr(new, attribute, parameters.setdefault(id(parameter), new.get_parameter(attribute)))
+            around = [other.kind for other in placements.values() if name.startswith(f"{other.name}.")]
+            gathered = sequence and ShardingKind.GATHER in around
+            if placement.rule is not None:
+                new, parts = split_by_rule(name, plain, placement.rule, group, sequence=sequence, gathered=gathered)
+            else:
+                new = _split(plain, placement.kind, group, sequence, gathered).train(plain.training)
+                parts = new.slices
+            swapped[id(plain)] = new, parts
+            for attribute, parameter in plain.named_parameters():
+                owner, _, child = attribute.rpartition(".")
+                setattr(
+                    new.get_submodule(owner), child, parameters.setdefault(id(parameter), new.get_parameter(attribute))
+                )
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, swapped[id(plain)])
-        slices |= {f"{name}.{attribute}": slice_ for attribute, slice_ in swapped[id(plain)].slices.items()}
+        new, parts = swapped[id(plain)]
+        setattr(model.get_submodule(parent), child, new)
+        slices |= {f"{name}.{attribute}": slice_ for attribute, slice_ in parts.items()}
     return slices
-
-
-def _around(name: str, placements: Mapping[str, PlannedModule]) -> list[str]:
-    """Return the planned modules that contain a module."""
-    return [other for other in placements if name.startswith(other + ".")]
 
 
 def _split(plain: nn.Module, kind: ShardingKind, group: Group, sequence: bool, gathered: bool) -> Swapped:
@@ -146,10 +154,7 @@ def _gather_input(
     group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """All-gather the sequence of the first input of a module of kind ``gather``: (B, S/tp, D) -> (B, S, D). Blocks."""
-    if args:
-        return (gather_sequence(args[0], group), *args[1:]), kwargs
-    first = next(iter(kwargs))
-    return args, {**kwargs, first: gather_sequence(kwargs[first], group)}
+    return change_first(partial(gather_sequence, group=group), args, kwargs)
 
 
 def _kind_of(name: str, placements: Mapping[str, PlannedModule]) -> ShardingKind:
