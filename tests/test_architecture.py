@@ -86,12 +86,12 @@ MANY_PARAMETERS = {
     "models/llama.py:build": 25,
     "models/t5.py:build": 17,
 }
-CORE_LINES, FRAMEWORK_LINES = 12_825, 49_125
+CORE_LINES, FRAMEWORK_LINES = 13_035, 49_340
 FACE = "meshwright"
 """The public API: names of any room and of launch, imported when they are used."""
 HIDDEN = {"meshwright.run.lock", FACE}
 """Modules that name other rooms for types only: the launcher and ``import meshwright`` work before torch is there."""
-READING_LINES = 3_275
+READING_LINES = 3_280
 README_LINES = 200
 PROSE = 2
 """Docstrings that break a rule of tests/support/prose.py."""
