@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 from meshwright.model.running_buffers import running_values
 from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
 from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred
-from meshwright.pipeline.stage_checks import InspectedLayer, advise, check_ignored, check_outputs, nested_checkpoint
+from meshwright.pipeline.stage_checks import InspectedLayer, advising, check_ignored, check_outputs, nested_checkpoint
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, ValueSpec, leaves_of
 from meshwright.seeding import Draw, dropouts_of, restart_calls
 
@@ -158,7 +158,8 @@ class Stage:
                 assert labels is not None
                 if train and self._checks_loss:
                     check_ignored(self.loss, value, labels)
-                loss_sum = (self.loss if train else self.validation_loss)(value, labels).sum()
+                with advising("the loss", self._again.draw):
+                    loss_sum = (self.loss if train else self.validation_loss)(value, labels).sum()
                 roots = [loss_sum]
                 found = LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
         if train:
@@ -174,11 +175,8 @@ class Stage:
             restart_calls(self._dropouts[name])  # also in the second forward of a recompute
             return inner(value)
 
-        try:
+        with advising(f"layer {name}", self._again.draw):
             return recomputed(run, self._again, value) if name in self._recomputed else run(value)
-        except RuntimeError as error:
-            advise(name, error)
-            raise
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Run the backward of one micro-batch; weight gradients accumulate in place.

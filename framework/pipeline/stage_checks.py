@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from meshwright.errors import ModelError
 from meshwright.model.metrics import recording
 from meshwright.model.running_buffers import INSTEAD
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec
+from meshwright.seeding import Draw
+
+OUT_OF_RANGE = re.compile(r"index out of range(:| in self)|Target -?\d+ is out of bounds")
+"""Errors of embeddings and of cross-entropy on the CPU, whole (torch's) or split over tp."""
 
 
 class InspectedLayer:
@@ -113,19 +119,37 @@ def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
     )
 
 
-def advise(layer: str, error: RuntimeError) -> None:
-    """Raise :class:`ModelError` with a remedy if ``error`` is one that ``parallel.zero = 3`` causes in a layer."""
+@contextmanager
+def advising(place: str, draw: Draw) -> Iterator[None]:
+    """Enter a context around a layer or the loss, in which :func:`advise` explains errors."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        advise(place, error, draw.sample_indices)
+        raise
+
+
+def advise(place: str, error: RuntimeError | IndexError, samples: Tensor | None) -> None:
+    """Raise :class:`ModelError` if ``error``, of a layer or the loss, is one of ``samples`` (B,) or of ``zero = 3``."""
+    if OUT_OF_RANGE.match(str(error)):
+        numbers = None if samples is None else samples.tolist()
+        raise ModelError(
+            "MW-PIPELINE-036",
+            f"{place}, samples {numbers}: {str(error).rstrip('.')}. One has an id or label that the model does not "
+            f"have: ids are from 0 to the size of their table - 1, labels to the number of classes - 1, or "
+            f"{IGNORED_LABEL} where they do not count. Correct the data, or the sizes in model.options",
+        ) from error
     if "mixed torch.Tensor and DTensor" in str(error):
         raise ModelError(
             "MW-PIPELINE-016",
-            f"layer {layer} uses a weight that several modules share without calling its module: with "
+            f"{place} uses a weight that several modules share without calling its module: with "
             f"parallel.zero = 3 torch gathers a weight when its module is called. Call it (self.table(ids) for "
             f"F.embedding(ids, self.table.weight)), or choose parallel.zero = 2",
         ) from error
     if "modified inplace" in str(error) and "RegisterPostBackward" in str(error):
         raise ModelError(
             "MW-PIPELINE-017",
-            f"layer {layer} changes its input in place: with parallel.zero = 3 torch has a hook on the gradient "
+            f"{place} changes its input in place: with parallel.zero = 3 torch has a hook on the gradient "
             f"of that input. Write x = x + y for x += y, or choose parallel.zero = 2",
         ) from error
 

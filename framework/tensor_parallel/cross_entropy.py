@@ -34,6 +34,7 @@ from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.layers import VocabHead, vocab_slice
+from meshwright.tensor_parallel.ranges import check_range
 
 CHUNK_ELEMENTS = 2**22
 """Logits converted and exponentiated at a time; bounds the temporary memory (16 MiB in float32)."""
@@ -70,6 +71,7 @@ def vocab_parallel_cross_entropy(
         if z_loss:
             losses = losses + z_loss * flat.logsumexp(-1).square().masked_fill(targets == ignore, 0)
         return losses.view(labels.shape)
+    check_range(labels, vocab_size, ignore)
     rows = vocab_slice(vocab_size, group.rank, group.size)
     assert logits.shape == (*labels.shape, rows.padded), (tuple(logits.shape), tuple(labels.shape), rows)
     columns = _Columns(group, rows.start, rows.stop, ignore, dtype, label_smoothing, z_loss, vocab_size)

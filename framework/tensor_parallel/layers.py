@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
+from meshwright.tensor_parallel.ranges import check_range
 from meshwright.tensor_parallel.regather import gathered_linear
 from meshwright.tensor_parallel.regions import (
     copy_in,
@@ -139,8 +140,7 @@ class VocabEmbedding(nn.Module):
 
     def __init__(self, plain: nn.Embedding, group: Group, sequence: bool) -> None:
         super().__init__()
-        self.group = group
-        self.sequence = sequence
+        self.group, self.sequence, self.vocab_size = group, sequence, plain.num_embeddings
         self.rows = vocab_slice(plain.num_embeddings, group.rank, group.size)
         self.slices: dict[str, Slice | None] = {"weight": self.rows}
         self.weight = local_parameter(plain.weight, self.rows)
@@ -150,6 +150,7 @@ class VocabEmbedding(nn.Module):
             self.padding_idx = plain.padding_idx - self.rows.start
 
     def forward(self, ids: Tensor) -> Tensor:
+        check_range(ids, self.vocab_size)
         elsewhere = (ids < self.rows.start) | (ids >= self.rows.stop)
         mine = (ids - self.rows.start).masked_fill_(elsewhere, 0)
         y = F.embedding(mine, self.weight, self.padding_idx).masked_fill_(elsewhere.unsqueeze(-1), 0)
