@@ -10,6 +10,9 @@ if not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109 - 
     sys.path.pop(0)
 
 from meshwright.launch.cli import main
+from meshwright.launch.failure import leave_exit_code
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    leave_exit_code(code)
+    sys.exit(code)

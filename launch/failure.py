@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import time
 import traceback
@@ -14,6 +16,8 @@ from meshwright.errors import CommunicationError, HangEcho, UserError
 from meshwright.system.atomic import write_atomic
 
 LOG_TAIL_LINES = 20
+FAILURES = "MESHWRIGHT_FAILURES"
+"""Environment variable with a directory, for failure records of ranks that torchrun has started (launch/pod.py)."""
 LOG_HEAD = "=== started "
 """Start of a process's part of a log file; a resumed run appends to the same file."""
 
@@ -60,6 +64,8 @@ def _lost_peer(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, CommunicationError | HangEcho):
             return True
+        if type(error).__name__ in ("DistStoreError", "DistNetworkError"):  # torch's: rank 0's store is gone
+            return True
         if isinstance(error, RuntimeError) and any(name in str(error).lower() for name in ("gloo", "nccl")):
             return True
         error = error.__cause__ or error.__context__
@@ -69,6 +75,21 @@ def _lost_peer(error: BaseException | None) -> bool:
 def write_failure(failure: FailureRecord, records: Path) -> None:
     """Write a failure record for the launcher, atomically."""
     write_atomic(records / f"{failure.rank}.json", json.dumps(asdict(failure)), is_durable=False)
+
+
+def leave_record(failure: FailureRecord) -> None:
+    """Write a failure record where FAILURES asks for it, unless this rank has written one already."""
+    records = os.environ.get(FAILURES)
+    if records and not Path(records, f"{failure.rank}.json").exists():
+        with contextlib.suppress(OSError):
+            write_failure(failure, Path(records))
+
+
+def leave_exit_code(exit_code: int) -> None:
+    """Write a record of a failure whose message is already printed, if this process is a rank."""
+    rank = os.environ.get("RANK", "")
+    if exit_code and rank.isdecimal():
+        leave_record(FailureRecord(int(rank), time.monotonic(), "", "", exit_code, lost_peer=False))
 
 
 def read_failures(records: Path) -> list[FailureRecord]:

@@ -96,7 +96,7 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
     """Run this process as one rank of torchrun or srun; a failure ends it at once, with its rank in the message."""
     from meshwright.launch import rank
     from meshwright.launch.environment import Launcher, check_port, check_rendezvous_port, read_place, torch_variables
-    from meshwright.launch.failure import describe
+    from meshwright.launch.failure import describe, leave_exit_code, leave_record
     from meshwright.system.process import ignore_signals, leave
 
     if launcher is Launcher.SLURM:
@@ -124,6 +124,7 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
 
     def end(error: BaseException) -> None:
         failure = describe(error, place.rank)
+        leave_record(failure)
         keep_exit_code(failure.exit_code)
         if failure.trace:
             get_error_handler().record_exception(error)  # for torchrun's own summary
@@ -140,6 +141,7 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
     except Preempted as error:
         if place.rank == 0:
             print_error(error, error.exit_code)
+        leave_exit_code(error.exit_code)
         # srun --kill-on-bad-exit ends all others when the first exits with 85, and returns the highest exit code
         leave(0 if launcher is Launcher.SLURM and place.rank != 0 else error.exit_code)
     except BaseException as error:

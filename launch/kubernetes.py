@@ -3,6 +3,9 @@
     CONFIG, nodes, devices per node, image
       -> refused here: degrees that do not fill the nodes, names and values that Kubernetes does not take
       -> a JobSet with one indexed Job: one pod per node, each with one torchrun; pod 0 is the rendezvous
+    a rank fails
+      -> its pod ends with the rank's exit code (launch/pod.py)
+      -> a failure that would recur fails Job and JobSet; after any other the JobSet restarts all pods
 
 A JobSet (jobset.sigs.k8s.io) rather than a PyTorchJob: it needs no operator for torch, and it restarts all pods
 together, as the ranks of a run must. A failed run resumes from its newest checkpoint, on a volume that all pods share.
@@ -18,13 +21,19 @@ import yaml
 
 from meshwright.config import RunConfig, load
 from meshwright.errors import UserError
+from meshwright.launch.restarts import RECURRING_EXIT_CODES
 from meshwright.launch.slurm import resolve_for_nodes
 from meshwright.launch.slurm_values import check_lines
+from meshwright.system.host import JOBSET
 from meshwright.terminal.output import tell
 
 PORT = 29400
 LABEL = r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?"
 """A name of Kubernetes, short enough for the names of the pods."""
+RECURRING = {"containerName": "ranks", "operator": "In", "values": [*RECURRING_EXIT_CODES]}
+"""Exit codes of a pod with which its Job fails, of the kind PodFailurePolicy."""
+FAIL_TOO = {"name": "recurring", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+"""Rule of the JobSet for such a Job; without one it would restart that as well."""
 PATTERNS = {
     "name": (rf"(?![0-9]){LABEL}", "up to 42 lower-case letters, digits and dashes, a letter first"),
     "namespace": (LABEL, "lower-case letters, digits and dashes"),
@@ -67,9 +76,9 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
     container = {
         "name": "ranks",
         "image": options.image,
-        "command": ["python3", "-m", "torch.distributed.run"],
+        "command": ["python3", "-P", "-m", "meshwright.launch.pod"],
         "args": [_literal(word) for word in _torchrun(name, options)] + _train(options, overrides),
-        "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}],
+        "env": [{"name": "PYTHONUNBUFFERED", "value": "1"}, {"name": JOBSET, "value": name}],
         "resources": {"limits": limits},
         "volumeMounts": mounts,
         **({"workingDir": options.mount} if options.claim is not None else {}),
@@ -85,6 +94,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
         "completions": options.nodes,
         "completionMode": "Indexed",
         "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": RECURRING}]},
         "template": {"spec": pods},
     }
     jobset = {
@@ -93,7 +103,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
         "metadata": {"name": name, **({"namespace": options.namespace} if options.namespace else {})},
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name},
-            "failurePolicy": {"maxRestarts": options.max_restarts},
+            "failurePolicy": {"maxRestarts": options.max_restarts, "rules": [FAIL_TOO]},
             "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": job}}],
         },
     }

@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.errors import HangError
+from meshwright.errors import HangError, NonFiniteError, UserError
 from meshwright.launch.failure import RankFailed
 
 GIVEN_UP_EXIT_CODE = 93
+RECURRING_EXIT_CODES = (UserError.exit_code, NonFiniteError.exit_code)
+"""Exit codes of failures that a restart by a cluster's scheduler cannot get past."""
 TRANSIENT_EXIT_CODES = (1, 18, HangError.exit_code)
 MAX_FUTILE_RESTARTS = 3
 """Number of restarts in a row without a newer checkpoint after which a run is given up."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError, UserError
 from meshwright.launch.rendering import render_template
-from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE, MAX_FUTILE_RESTARTS
+from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE, MAX_FUTILE_RESTARTS, RECURRING_EXIT_CODES
 from meshwright.launch.slurm_values import (
     as_word,
     check_container,
@@ -157,6 +157,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
             "arguments": shlex.join([options.config, *overrides, *["--trust-code"] * options.trust_code]),
             "in_vain": MAX_FUTILE_RESTARTS,
             "given_up": GIVEN_UP_EXIT_CODE,
+            "recurring": RECURRING_EXIT_CODES,
         },
     )
 

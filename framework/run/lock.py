@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from meshwright.errors import LockError
 from meshwright.system.bounded import MIB, parse_json, read_bytes
+from meshwright.system.host import JOBSET
 from meshwright.system.process import FileLock
 from meshwright.terminal.output import tell
 
@@ -34,7 +35,7 @@ FILE = "lock"
 PATIENCE_S = 2.0
 """Seconds to retry a held lock: its holder may be ending."""
 OWN_JOB_PATIENCE_S = 240.0
-"""Seconds to retry if the holder is an earlier start of this Slurm job, alive on a node that Slurm cannot reach."""
+"""Seconds to retry if the holder is an earlier start of this Slurm job or JobSet, alive on a node out of reach."""
 PAUSE_S = 0.1
 TRIES = 3
 """Attempts to take a lock that was removed meanwhile."""
@@ -181,8 +182,8 @@ def _holder() -> dict[str, str | int]:
         "process": os.getpid(),
         "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
     }
-    job = os.environ.get("SLURM_JOB_ID")
-    return holder | {"slurm_job": job} if job else holder
+    jobs = {"slurm_job": os.environ.get("SLURM_JOB_ID"), "jobset": os.environ.get(JOBSET)}
+    return holder | {kind: job for kind, job in jobs.items() if job}
 
 
 def _read_holder(path: Path) -> dict[str, Any]:
@@ -200,10 +201,11 @@ def _is_this_process(path: Path) -> bool:
 
 
 def _is_own_job(path: Path) -> bool:
-    """Return True if the holder is this process's own Slurm job, from before it was requeued."""
-    job = os.environ.get("SLURM_JOB_ID")
+    """Return True if the holder is this process's own Slurm job, from before it was requeued, or its own JobSet."""
+    jobset, job = os.environ.get(JOBSET), os.environ.get("SLURM_JOB_ID")
     is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-    return bool(is_requeued and job is not None and _read_holder(path).get("slurm_job") == job)
+    holder = _read_holder(path)
+    return bool((jobset and holder.get("jobset") == jobset) or (is_requeued and job and holder.get("slurm_job") == job))
 
 
 def _refusal(path: Path) -> str:
@@ -212,6 +214,7 @@ def _refusal(path: Path) -> str:
     who = "another job"
     if {"process", "host", "since"} <= found.keys():
         job = f" of Slurm job {found['slurm_job']}" if "slurm_job" in found else ""
+        job += f" of JobSet {found['jobset']}" if "jobset" in found else ""
         who = f"process {found['process']}{job} on {found['host']}, since {found['since']},"
     return f"{who} works in {path.parent}: wait until it ends, end it, or choose another run.name"
 

@@ -17,6 +17,8 @@ import struct
 SIOCGIFADDR = 0x8915
 """Number of Linux's ioctl that returns the IPv4 address of an interface."""
 ANY_PORT = 9
+JOBSET = "MESHWRIGHT_JOBSET"
+"""Environment variable with the name of the Kubernetes JobSet of this run."""
 NODES = "MESHWRIGHT_NODES"
 """Environment variable with the names of all nodes of the job, where the launcher has them."""
 

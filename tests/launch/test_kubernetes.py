@@ -38,12 +38,28 @@ def test_one_torchrun_on_each_node_meets_at_pod_0(capsys: pytest.CaptureFixture[
     jobset = rendered(capsys, "--claim=runs", "--memory=64Gi", "--namespace=ours", "--train.device=cuda")
     (container,) = pods_of(jobset)["containers"]
     name, words = jobset["metadata"]["name"], container["args"]
+    assert {"name": "MESHWRIGHT_JOBSET", "value": name} in container["env"]
     assert name == "run-demo" and jobset["metadata"]["namespace"] == "ours"
     assert jobset["spec"]["network"] == {"enableDNSHostnames": True, "subdomain": name}
     assert {"--nnodes=2", "--nproc-per-node=4", f"--master-addr={name}-nodes-0-0.{name}"} <= set(words)
     assert words[-5:] == ["-m", "meshwright.launch", "train", DEMO, "--train.device=cuda"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "memory": "64Gi"}
     assert container["workingDir"] == "/work" and container["volumeMounts"][1]["mountPath"] == "/work"
+
+
+def test_a_failure_that_would_recur_fails_the_jobset_and_any_other_restarts_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    jobset = rendered(capsys, "--max-restarts=7")
+    (job,) = jobset["spec"]["replicatedJobs"]
+    (rule,) = job["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"] == {"containerName": "ranks", "operator": "In", "values": [2, 17]}
+    assert pods_of(jobset)["containers"][0]["name"] == "ranks" and pods_of(jobset)["restartPolicy"] == "Never"
+    policy = jobset["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 7 and [each["action"] for each in policy["rules"]] == ["FailJobSet"]
+    assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert job["template"]["spec"]["backoffLimit"] == 0  # any other exit code fails the Job, for another reason
 
 
 def test_torchrun_takes_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:

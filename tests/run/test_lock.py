@@ -53,6 +53,22 @@ def test_a_requeued_job_waits_for_its_own_earlier_life(tmp_path: Path, monkeypat
             RunLock(tmp_path).check_free()
 
 
+def test_a_restarted_jobset_waits_for_its_own_earlier_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHWRIGHT_JOBSET", "run-demo")
+    first = RunLock(tmp_path)
+    first.__enter__()
+    killed = threading.Timer(1.0, first.__exit__, (None, None, None))
+    killed.start()
+    with RunLock(tmp_path):
+        assert killed.finished.is_set()
+        monkeypatch.setenv("MESHWRIGHT_JOBSET", "run-other")
+        with pytest.raises(LockError, match="of JobSet run-demo on "):
+            RunLock(tmp_path).check_free()
+        monkeypatch.delenv("MESHWRIGHT_JOBSET")
+        with pytest.raises(LockError):
+            RunLock(tmp_path).check_free()
+
+
 def test_looking_makes_nothing_and_keeps_nobody_out(tmp_path: Path) -> None:
     RunLock(tmp_path / "nowhere").check_free()
     RunLock(tmp_path).check_free()
