@@ -38,7 +38,7 @@ from meshwright.pipeline.plan import (
     describe_model,
     recomputed_names,
 )
-from meshwright.pipeline.values import MetaMicrobatch, ValueSpec, cross_entropy
+from meshwright.pipeline.values import MetaMicrobatch, ValueSpec, cross_entropy, with_heads
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule, schedule_digest
 from meshwright.tensor_parallel import plan as sharding
@@ -180,14 +180,14 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         shapes.labels,
         reference(config.train.device, config.train.dtype),
         dtype=dtype,
-        loss=model.loss or cross_entropy,
+        loss=model.loss or with_heads(cross_entropy, model.loss_heads),
         recompute=recomputed,
     )
     stages = cut_layers(config, costs, schedule.num_stages)
     infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
-    shape, full_shape = local.leaves[0].shape, whole.output.leaves[0].shape
-    check_output_shape(model.layers, shape, full_shape, grid.tp, has_own_loss=model.loss is not None)
+    for part, full in zip(local.leaves, whole.output.leaves, strict=True):
+        check_output_shape(model.layers, part.shape, full.shape, grid.tp, has_own_loss=model.loss is not None)
     return Blueprint(
         config,
         grid,

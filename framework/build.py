@@ -26,13 +26,13 @@ from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer, host_me
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage, StageSpec
-from meshwright.pipeline.values import Loss, Losses, cross_entropy
+from meshwright.pipeline.values import Loss, Losses, cross_entropy, with_heads
 from meshwright.tensor_parallel.cross_entropy import check_full_sequence, split_vocab_size, vocab_parallel_cross_entropy
 from meshwright.watch.observers import handle_nonfinite
 
 
 def pick_loss(blueprint: Blueprint, tp: Group, *, training: bool) -> Loss:
-    """Return the loss of full logits or this tp rank's shard of them; its options are for training alone."""
+    """Return the loss of full logits or this tp rank's shard of them; options and weights are for training alone."""
     model = blueprint.model
     if model.loss is not None:
         return model.loss
@@ -40,8 +40,9 @@ def pick_loss(blueprint: Blueprint, tp: Group, *, training: bool) -> Loss:
     vocab_size = split_vocab_size(model.layers, blueprint.infos)
     if vocab_size is None:
         check_full_sequence(model.layers, sequence=blueprint.config.parallel.sequence)
-        return partial(cross_entropy, **options)
-    return partial(vocab_parallel_cross_entropy, group=tp, vocab_size=vocab_size, **options)
+        return with_heads(partial(cross_entropy, **options), model.loss_heads, training=training)
+    loss = partial(vocab_parallel_cross_entropy, group=tp, vocab_size=vocab_size, **options)
+    return with_heads(loss, model.loss_heads, training=training)
 
 
 def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:

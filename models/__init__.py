@@ -38,6 +38,8 @@ Attributes of the Sequential (plain and optional)
 ``initialise(name, tensor)``: fills the whole tensor of that parameter from torch's default generator. Without it the
     module's own ``reset_parameters`` is used.
 ``label_smoothing``, ``z_loss``: numbers, options of the default loss (cross-entropy) in training.
+``loss_heads``: (shift of the labels, weight of the loss) of each logits in the tuple that the last element returns:
+    multi-token prediction.
 ``loss(output, labels)``: a loss of your own in its place, one number for each label.
 
 Requirements on a splittable module
@@ -48,5 +50,5 @@ Requirements on a splittable module
 * Buffers are made in ``__init__`` on ``device="cpu"``: they stay real while the parameters are on the meta device.
 
 ``models/decoder.py``, ``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` contain builders.
-``models/attention.py``, ``models/blocks.py`` and ``models/feed_forward.py`` are shared code.
+``models/attention.py``, ``models/blocks.py``, ``models/feed_forward.py`` and ``models/multi_token.py`` are shared code.
 """

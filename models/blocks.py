@@ -2,7 +2,7 @@
 
 Samples of several documents: the first element takes {"tokens": (B, S), "starts": (B, S) bool, True where a document
 begins}. The elements then pass (x, starts). Attention stays within a document, and positions count from its beginning.
-The last norm returns x alone.
+The last norm returns x alone. With multi-token prediction (``models/multi_token.py``) the ids travel along as well.
 
 Shapes: B samples, S tokens, D hidden, V vocabulary.
 """
@@ -15,12 +15,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.models import multi_token
 from meshwright.models.attention import positions_of
+from meshwright.models.multi_token import Carried, MtpModule, SharedHead
 
 RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight")
 """Projections that end a residual branch, 2 per block."""
@@ -43,9 +45,21 @@ class TrainingOptions(NamedTuple):
     """Share of each label that is spread evenly over the vocabulary, as in torch."""
     z_loss: float = 0.0
     """Factor of logsumexp(logits)^2, added to each label's loss (PaLM: 1e-4)."""
+    mtp_layers: int = 0
+    """Modules of multi-token prediction after the trunk: see ``models/multi_token.py``."""
+    mtp_loss_weight: float = 0.1
+    """Weight of the mean of the modules' losses beside the loss of the next token."""
+
+    @property
+    def loss_heads(self) -> list[tuple[int, float]]:
+        """Shift of the labels and weight of the loss of each depth, the trunk first; empty without modules."""
+        depths = range(1, self.mtp_layers + 1)
+        return [(0, 1.0), *((depth, self.mtp_loss_weight / self.mtp_layers) for depth in depths)] if depths else []
 
     def check(self) -> None:
-        """Raise ValueError for initial weights without a meaning."""
+        """Raise ValueError for initial weights, and for modules, without a meaning."""
+        if self.mtp_layers < 0 or self.mtp_loss_weight < 0:
+            raise ValueError(f"mtp_layers={self.mtp_layers}, mtp_loss_weight={self.mtp_loss_weight}: at least 0")
         if self.init_std <= 0:
             raise ValueError(f"init_std={self.init_std} must be positive")
         if self.residual_init not in RESIDUAL_INITS:
@@ -70,14 +84,14 @@ def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02,
 
 
 def _residual_divisor(name: str, num_layers: int, residual: str) -> float:
-    """Return the divisor of :class:`TrainingOptions` for a weight of ``block<i>``."""
+    """Return the divisor of :class:`TrainingOptions` for a weight of ``block<i>``; an ``mtp<i>`` comes after them."""
     if residual == "none":
         return 1.0
     if residual == "num_layers":
         return math.sqrt(2 * num_layers)
-    block = re.match(r"block(\d+)\.", name)
+    block = re.match(r"(block|mtp)(\d+)\.", name)
     assert block is not None, name
-    return math.sqrt(2 * (int(block[1]) + 1))
+    return math.sqrt(2 * (int(block[2]) + 1 + (num_layers if block[1] == "mtp" else 0)))
 
 
 def assemble(
@@ -88,7 +102,7 @@ def assemble(
     divisible: dict[str, int],
     tied_weights: list[tuple[str, ...]],
     selective_recompute: Sequence[str],
-    loss_options: dict[str, float],
+    loss_options: dict[str, Any],
 ) -> nn.Sequential:
     """Build the Sequential with the attributes of ``models/__init__.py``, tie its weights and initialise them."""
     model = nn.Sequential(OrderedDict(layers))
@@ -135,8 +149,8 @@ def _nearest_divisors(number: int, near: int) -> str:
     return " or ".join(str(i) for i in sorted({below, above}))
 
 
-Value = Tensor | tuple[Tensor, Tensor]
-"""Activations x (B, S, D), or (x, starts) with the document starts (B, S) bool."""
+Value = Tensor | tuple[Tensor, ...]
+"""Activations x (B, S, D), or (x, ...) with the others of :class:`Carried`: starts (B, S) bool, ids (B, S) int64."""
 
 
 class Embedding(nn.Module):
@@ -150,12 +164,13 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.max_sequence_length = max_sequence_length
+        self.returns_ids = False
         self.tokens = nn.Embedding(vocab_size, hidden_size)
         self.positions = nn.Embedding(max_sequence_length, hidden_size) if learned_positions else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor | dict[str, Tensor]) -> Value:
-        """Embed ids (B, S) int64, or {"tokens", "starts"}. Return x (B, S, D), or (x, starts).
+        """Embed ids (B, S) int64, or {"tokens", "starts"}. Return x (B, S, D), or (x, starts), with ids if asked to.
 
         Raises:
             ValueError: There are more than ``max_sequence_length`` tokens.
@@ -174,7 +189,8 @@ class Embedding(nn.Module):
             places = torch.arange(length, device=ids.device)[None] if starts is None else positions_of(starts)
             x = x + self.positions(places)  # (1, S, D), or (B, S, D)
         x = self.dropout(x)
-        return x if starts is None else (x, starts)
+        others = ([] if starts is None else [starts]) + ([ids] if self.returns_ids else [])
+        return (x, *others) if others else x
 
 
 class Block(nn.Module):
@@ -205,26 +221,30 @@ class Block(nn.Module):
 
     def forward(self, value: Value) -> Value:
         """Apply both branches. value: x (B, S, D), or (x, starts) with starts (B, S) bool. Return the same type."""
-        x, starts = value if isinstance(value, tuple) else (value, None)
-        attended = x + self.after_attention(self.attention(self.attention_norm(x), starts))
-        x = attended + self.after_mlp(self.mlp(self.mlp_norm(x if self.parallel else attended)))
-        return x if starts is None else (x, starts)
+        carried = Carried(value)
+        x = carried.x
+        attended = x + self.after_attention(self.attention(self.attention_norm(x), carried.starts))
+        return carried.beside(attended + self.after_mlp(self.mlp(self.mlp_norm(x if self.parallel else attended))))
 
 
 class LastLayerNorm(nn.LayerNorm):
     """LayerNorm after the last block: x (B, S, D) or (x, starts) -> x. Later layers treat each token separately."""
 
-    def forward(self, value: Value) -> Tensor:
-        """Normalise x (B, S, D) and drop ``starts``."""
-        return super().forward(value[0] if isinstance(value, tuple) else value)
+    def forward(self, value: Value) -> Value:  # type: ignore[override]
+        """Normalise x (B, S, D) and drop ``starts``, unless modules that need the ids follow."""
+        carried = Carried(value)
+        x = super().forward(carried.x)
+        return x if carried.ids is None else carried.beside(x)
 
 
 class LastRMSNorm(nn.RMSNorm):
     """RMSNorm after the last block: x (B, S, D) or (x, starts) -> x."""
 
-    def forward(self, value: Value) -> Tensor:
-        """Normalise x (B, S, D) and drop ``starts``."""
-        return super().forward(value[0] if isinstance(value, tuple) else value)
+    def forward(self, value: Value) -> Value:  # type: ignore[override]
+        """Normalise x (B, S, D) and drop ``starts``, unless modules that need the ids follow."""
+        carried = Carried(value)
+        x = super().forward(carried.x)
+        return x if carried.ids is None else carried.beside(x)
 
 
 def assemble_decoder(
@@ -239,19 +259,37 @@ def assemble_decoder(
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
-    ``units``: indivisible units of the split linears of attention and of mlp, see ``models/__init__.py``.
+    ``blocks``: the last ``mtp_layers`` of them go into the modules ``mtp0`` .., which stand between norm and head; the
+    logits are then a tuple. ``units``: indivisible units of the split linears of attention and of mlp, see
+    ``models/__init__.py``.
     """
     training.check()
-    attention_units, mlp_units = units
-    head = nn.Linear(embedding.tokens.embedding_dim, embedding.tokens.num_embeddings, bias=False)
-    numbered = {f"block{i}": block for i, block in enumerate(blocks)}
+    vocab_size, hidden_size = embedding.tokens.num_embeddings, embedding.tokens.embedding_dim
+    trunk, (attention_units, mlp_units) = blocks[: len(blocks) - training.mtp_layers], units
+    layers = {"embedding": embedding, **{f"block{i}": block for i, block in enumerate(trunk)}, "norm": norm}
+    shared, recomputed, head = ["embedding.tokens.weight"], ["block*.attention.core"], "head.weight"
+    if training.mtp_layers:
+        embedding.returns_ids, sharding_plan, head = (
+            True,
+            multi_token.sharding_plan(sharding_plan),
+            "head.linear.weight",
+        )
+        for i, block in enumerate(blocks[len(trunk) :]):
+            layers[f"mtp{i}"] = MtpModule(i + 1, embedding.tokens, norm, block, embedding.dropout.p)
+            shared.append(f"mtp{i}.tokens.weight")
+        recomputed.append("mtp*.block.attention.core")
+        layers["head"] = SharedHead(hidden_size, vocab_size)
+    else:
+        layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
+    shared += [head] if tied else []
     split = [pattern for pattern, kind in sharding_plan.items() if kind in ("column", "row")]
+    loss_options = {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
     return assemble(
-        {"embedding": embedding, **numbered, "norm": norm, "head": head},
-        initialise=partial(initialise, num_layers=len(blocks), std=training.init_std, residual=training.residual_init),
+        layers,
+        initialise=partial(initialise, num_layers=len(trunk), std=training.init_std, residual=training.residual_init),
         sharding_plan=sharding_plan,
         divisible={pattern: mlp_units if ".mlp." in pattern else attention_units for pattern in split},
-        tied_weights=[("embedding.tokens.weight", "head.weight")] if tied else [],
-        selective_recompute=["block*.attention.core"],
-        loss_options={"label_smoothing": training.label_smoothing, "z_loss": training.z_loss},
+        tied_weights=[tuple(shared)] if len(shared) > 1 else [],
+        selective_recompute=recomputed,
+        loss_options=loss_options | ({"loss_heads": training.loss_heads} if training.mtp_layers else {}),
     )

@@ -93,6 +93,9 @@ class DecoderOptions(NamedTuple):
     residual_init: str = "num_layers"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    mtp_layers: int = 0
+    """Modules of multi-token prediction (``models/multi_token.py``)."""
+    mtp_loss_weight: float = 0.1
 
     def check(self) -> None:
         """Raise ValueError for an unknown form, and for sizes and factors that are not positive."""
@@ -104,6 +107,8 @@ class DecoderOptions(NamedTuple):
         check_positive(**{name: getattr(self, name) for name in (*sizes, *others)})
         if not 0 < self.rotary_share <= 1:
             raise ValueError(f"rotary_share={self.rotary_share} must be above 0 and at most 1")
+        if self.mtp_layers and self.positions == "learned":
+            raise ValueError(f"mtp_layers={self.mtp_layers} needs positions = rotary or none, not learned")
 
     @property
     def kv_heads(self) -> int:
@@ -190,12 +195,12 @@ def build(**options: Any) -> nn.Sequential:
             learned_positions=learned,
             dropout=chosen.dropout,
         ),
-        [block(norm(), attention(), norm(), mlp()) for _ in range(chosen.num_layers)],
+        [block(norm(), attention(), norm(), mlp()) for _ in range(chosen.num_layers + chosen.mtp_layers)],
         last(chosen.hidden_size, eps=chosen.norm_eps),
         tied=chosen.tied,
         sharding_plan=_sharding_plan(chosen, first),
         units=(chosen.kv_heads, mlp_units),
-        training=TrainingOptions(chosen.init_std, chosen.residual_init, chosen.label_smoothing, chosen.z_loss),
+        training=TrainingOptions(**{name: getattr(chosen, name) for name in TrainingOptions._fields}),
     )
 
 

@@ -164,6 +164,8 @@ def build(
     residual_init: str = "num_layers",  # "layer_index" or "none": see TrainingOptions in models/blocks.py
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    mtp_layers: int = 0,  # modules of multi-token prediction: see models/multi_token.py
+    mtp_loss_weight: float = 0.1,
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -181,7 +183,7 @@ def build(
     mlp = partial(GatedMlp, hidden_size, ffn_size, num_blocks, activation=F.silu, bias=mlp_bias)
     blocks = [
         Block(norm(), attention(rotary=Rotary(frequencies), dropout=dropout), norm(), mlp(), dropout=dropout)
-        for _ in range(num_layers)
+        for _ in range(num_layers + mtp_layers)
     ]
     return assemble_decoder(
         Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout),
@@ -190,5 +192,5 @@ def build(
         tied=tied,
         sharding_plan=SHARDING_PLAN | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {}),
         units=(num_kv_heads, num_blocks),
-        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss),
+        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mtp_layers, mtp_loss_weight),
     )

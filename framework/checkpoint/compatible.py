@@ -33,6 +33,8 @@ REFUSED_AT_STEP_0 = ("model.builder", "model.options")
 """The only fields refused for a checkpoint of step 0 (an imported model), which contributes nothing but weights."""
 FREE_AT_STEP_0 = {"model.options.dropout"}
 """Exceptions to REFUSED_AT_STEP_0: they affect no weight and no logit."""
+FREE = {"model.options.mtp_loss_weight"}
+"""Exceptions to REFUSED: a weight of the loss, which DeepSeek-V3 lowers within a run."""
 
 SAMPLED = "sampled bytes"
 """Prefix in the data fingerprint: a hash of a sample of the corpus's bytes. Older checkpoints do not have it."""
@@ -72,7 +74,7 @@ def check_compatible(
         if before == after:
             continue
         reason = next((why for field, why in refused.items() if path == field or path.startswith(f"{field}.")), None)
-        if is_fresh and path in FREE_AT_STEP_0:
+        if path in FREE or (is_fresh and path in FREE_AT_STEP_0):
             reason = None
         if reason is None or all(value in INTERCHANGEABLE.get(path, ()) for value in (before, after)):
             differences.append(f"{path}: {_show(before)} -> {_show(after)}")

@@ -10,6 +10,7 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     loss            (output of the last layer, labels) -> loss per label, zero where the label is -100. Default:
                     cross-entropy of logits (..., classes) and labels (...)
     label_smoothing, z_loss   numbers: options of the default loss in training
+    loss_heads      [(shift of the labels, weight), ...]: the last layer returns a tuple of so many logits
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
     impossible      {"tp" | "sequence": reason why the model does not support it}
 
@@ -64,6 +65,8 @@ class PlainModel:
     loss: Callable[[Any, Tensor], Tensor] | None = None
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of the cross-entropy in training, if not zero: ``label_smoothing``, ``z_loss``."""
+    loss_heads: list[tuple[int, float]] = field(default_factory=list)
+    """Shift of the labels and weight of the loss, for each logits in a tuple; empty: the last layer returns one."""
     selective_recompute: list[str] = field(default_factory=list)
     impossible: dict[str, str] = field(default_factory=dict)
     """"tp", "sequence" -> reason why the model does not support it."""
@@ -220,6 +223,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         initialise=getattr(layers, "initialise", None),
         loss=in_float32(getattr(layers, "loss", None)),
         loss_options={name: float(given) for name in requirements.LOSS_OPTIONS if (given := getattr(layers, name, 0))},
+        loss_heads=[(shift, float(weight)) for shift, weight in getattr(layers, "loss_heads", None) or ()],
         selective_recompute=list(getattr(layers, "selective_recompute", [])),
         impossible=dict(getattr(layers, "impossible", {})),
         draw=seed_dropouts(layers, seed),
@@ -264,11 +268,7 @@ def materialise(
         local_of: Returns this rank's slice of a parameter. None: the initial weights. Each full tensor is then drawn in
             float32 on CPU by the parameter's name, one at a time, sliced and cast: the same bits in every layout.
     """
-
-    def drawn(info: ParameterInfo) -> Tensor:
-        return info.take(model.initial(info.name))
-
-    local_of = local_of or drawn
+    local_of = local_of or (lambda info: info.take(model.initial(info.name)))
     made: dict[str, nn.Parameter] = {}
     for name, outline in list(layers.named_parameters(remove_duplicate=False)):
         canonical = model.canonical(name)

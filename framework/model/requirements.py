@@ -163,6 +163,7 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
         ("divisible", dict, '{"block*.qkv": 8}'),
         ("tied_weights", (list, tuple), '[("embedding.weight", "head.weight")]'),
         ("selective_recompute", (list, tuple), '["block*.attention.core"]'),
+        ("loss_heads", (list, tuple), "[(0, 1.0), (1, 0.1)]"),
         ("impossible", dict, '{"tp": "the heads share a weight"}'),
     ):
         found = getattr(layers, attribute, None)
@@ -174,6 +175,16 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
         raise ModelError("MW-MODEL-020", f"{path}: model.initialise is no function of (parameter name, tensor)")
     if getattr(layers, "loss", None) is not None and not callable(getattr(layers, "loss", None)):
         raise ModelError("MW-MODEL-021", f"{path}: model.loss is no function of (output of the last layer, labels)")
+    heads = getattr(layers, "loss_heads", None) or ()
+    pairs = [tuple(head) if isinstance(head, list | tuple) and len(head) == 2 else (-1, 0) for head in heads]
+    fits = all(type(i) is int and i >= 0 and isinstance(w, int | float) and 0 <= w < math.inf for i, w in pairs)
+    if pairs and not (fits and pairs[0][0] == 0 < pairs[0][1] and getattr(layers, "loss", None) is None):
+        raise ModelError(
+            "MW-MODEL-034",
+            f"{path}: model.loss_heads = {heads!r}: it holds (shift of the labels, weight of the loss) of each logits "
+            f"that the last layer returns, such as [(0, 1.0), (1, 0.1)], the first with shift 0 and a weight above 0; "
+            f"a model with its own model.loss adds up its heads there",
+        )
     for option in LOSS_OPTIONS:
         given = getattr(layers, option, 0)
         fits = isinstance(given, int | float) and 0 <= given < (1 if option == "label_smoothing" else math.inf)

@@ -8,6 +8,7 @@ layers, and stages, when the layers between pass it on unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
+from meshwright.model.metrics import record
 
 Loss = Callable[[Any, Tensor], Tensor]
 """Loss function: (output of the last layer, labels) -> loss per label, in the labels' shape, zero where ignored."""
@@ -119,6 +121,46 @@ def cross_entropy(output: Tensor, labels: Tensor, label_smoothing: float = 0.0, 
     if z_loss:
         flat = flat + z_loss * logits.logsumexp(-1).square().masked_fill(labels.flatten() == IGNORED_LABEL, 0)
     return flat.view(labels.shape)
+
+
+def shift_labels(labels: Tensor, shift: int) -> Tensor:
+    """Return at each position t the label of position t + shift of the same sample: (B, S) -> (B, S).
+
+    Ignored where a label from t to t + shift is ignored, as at the end of a document, and in the last positions.
+    """
+    shifted, is_ignored = labels, labels == IGNORED_LABEL
+    for _ in range(shift):
+        shifted = F.pad(shifted[:, 1:], (0, 1), value=IGNORED_LABEL).masked_fill_(is_ignored, IGNORED_LABEL)
+    return shifted
+
+
+def with_heads(loss: Loss, heads: Sequence[tuple[int, float]], *, training: bool = True) -> Loss:
+    """Return the loss of a model with ``loss_heads``: the weighted sum of ``loss`` over them; in validation of head 0.
+
+    ``heads``: (shift of the labels, weight) of each logits that the last layer returns; empty: ``loss`` itself.
+    """
+    if not heads:
+        return loss
+    weights = [weight for _, weight in heads] if training else [1.0, *[0.0] * (len(heads) - 1)]
+    return partial(_loss_of_heads, loss, [shift for shift, _ in heads], weights)
+
+
+def _loss_of_heads(
+    loss: Loss, shifts: Sequence[int], weights: Sequence[float], output: Sequence[Tensor], labels: Tensor
+) -> Tensor:
+    """Return the weighted sum of the heads' losses per position: logits (B, S, V) each, labels (B, S) -> (B, S).
+
+    Records the mean loss of each head over its own labels. A position whose label is ignored counts for no head.
+    """
+    total: Tensor | None = None
+    for index, (shift, weight, logits) in enumerate(zip(shifts, weights, output, strict=True)):
+        shifted = shift_labels(labels, shift)
+        losses = loss(logits, shifted)
+        record(f"head_loss/{index}", losses.detach().sum(), torch.count_nonzero(shifted != IGNORED_LABEL))
+        if weight:
+            total = weight * losses if total is None else total + weight * losses
+    assert total is not None, weights
+    return total
 
 
 def shapes_of(value: Any) -> str:

@@ -198,11 +198,12 @@ def check_output_shape(
             "MW-RUN-002",
             f"{gives}, and the model's own loss wants all of it: leave that layer out of the sharding_plan",
         )
-    if not any(isinstance(module, VocabHead) for module in last.modules()):
+    if not any(isinstance(module, VocabHead) for module in last.modules()) or local[:-1] != full[:-1]:
         raise ModelError(
             "MW-RUN-003",
-            f"{gives}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary. "
-            f"Make that linear part of the last layer, or leave it out of the sharding_plan",
+            f"{gives}: it comes after the linear sharded as 'vocab' and sees a part of the vocabulary, or beside it "
+            f"and sees a part of the sequence. Make each linear that returns logits part of the last layer and "
+            f"'vocab', or leave all of them out of the sharding_plan",
         )
 
 

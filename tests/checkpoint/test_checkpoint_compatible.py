@@ -82,6 +82,7 @@ def test_a_run_that_did_not_know_a_key_had_its_default(manifest: Manifest) -> No
         ("batch.chunks", 2, "batch.chunks: 4 -> 2"),
         ("data.train", "b/corpus", 'data.train: "a/corpus" -> "b/corpus"'),
         ("run.new_field", True, "run.new_field: not set -> true"),
+        ("model.options.mtp_loss_weight", 0.1, "model.options.mtp_loss_weight: not set -> 0.1"),
     ],
 )
 def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, line: str) -> None:

@@ -39,5 +39,6 @@ def test_the_model_with_every_attribute(tmp_path: Path) -> None:
 
 def test_every_attribute_is_in_the_table() -> None:
     names = {"sharding_plan", "divisible", "tied_weights", "initialise", "selective_recompute", "impossible", "loss"}
+    names |= {"loss_heads"}
     assert names <= set(re.findall(r"^\| `(\w+)`", TEXT, re.MULTILINE))
     assert {"initialise", "loss", "divisible", "selective_recompute", "impossible"} <= set(PlainModel.__annotations__)

@@ -85,11 +85,11 @@ def measure(rank: int, world_size: int, config_json: str) -> Held:
     return Held(live.peak_bytes, sum(counted.wire_bytes for counted in parts.mesh.traffic.counts.values()))
 
 
-def larger(model: str, schedule: str = "1f1b", **parallel: Any) -> RunConfig:
+def larger(model: str, schedule: str = "1f1b", mtp_layers: int = 0, **parallel: Any) -> RunConfig:
     """Large enough for scalars and padding not to count."""
     options: dict[str, object] = {"vocab_size": 500, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
     if model == "llama":
-        options |= {"num_kv_heads": 2, "ffn_size": 160}
+        options |= {"num_kv_heads": 2, "ffn_size": 160, "mtp_layers": mtp_layers}
     sizes = [parallel.get(axis, 1) for axis in ("pp", "dp", "tp")]
     return resolve(
         RunConfig.model_validate(
@@ -110,6 +110,7 @@ RUNS = {
     "pp2": larger("gpt2", pp=2),
     "llama-zb_h1-zero2": larger("llama", "zb_h1", pp=2, dp=2, zero=2),
     "llama-tp2-zero2": larger("llama", dp=2, tp=2, zero=2),
+    "llama-mtp-pp2-tp2": larger("llama", mtp_layers=2, pp=2, tp=2),
 }
 """For all who predict."""
 

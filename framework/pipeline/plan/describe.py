@@ -14,7 +14,7 @@ from meshwright.model.metrics import Recorder, recording
 from meshwright.model.running_buffers import BufferWatch
 from meshwright.pipeline.plan.boundaries import run_on_meta
 from meshwright.pipeline.plan.standalone import LayerWatch
-from meshwright.pipeline.values import Loss, MetaMicrobatch, ValueSpec
+from meshwright.pipeline.values import Loss, MetaMicrobatch, ValueSpec, cross_entropy, with_heads
 
 
 class ModelDescription(NamedTuple):
@@ -51,10 +51,11 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
             f"data.document_boundaries = false",
         ) from error
     if model.loss is None:
-        check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}")
-    else:
+        check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}", len(model.loss_heads))
+    if model.loss is not None or model.loss_heads:
         with recording(recorder):
-            check_loss(model.loss, output, shapes.cast(torch.float32).labels)
+            loss = model.loss or with_heads(cross_entropy, model.loss_heads)
+            check_loss(loss, output, shapes.cast(torch.float32).labels)
     return ModelDescription(output, watch.changed(), tuple(sorted(recorder.sums)))
 
 
@@ -80,14 +81,18 @@ def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
         )
 
 
-def check_output(last: ValueSpec, labels: Tensor, name: str) -> None:
-    """Raise :class:`ModelError` unless the last layer gives logits: the labels' shape and one dim more."""
-    fits = last.is_tensor and last.leaves[0].shape[:-1] == tuple(labels.shape)
-    if not fits:
+def check_output(last: ValueSpec, labels: Tensor, name: str, num_heads: int = 0) -> None:
+    """Raise :class:`ModelError` unless the last layer gives logits: the labels' shape and one dim more.
+
+    ``num_heads``: logits in the tuple that a model with ``loss_heads`` returns for labels (B, S); 0: a lone tensor.
+    """
+    fits = len(last.leaves) == num_heads and labels.dim() == 2 and not last.is_tensor if num_heads else last.is_tensor
+    if not fits or any(leaf.shape[:-1] != tuple(labels.shape) for leaf in last.leaves):
         found = ", ".join(str(leaf.shape) for leaf in last.leaves)
+        wanted = f"a tuple of the {num_heads} logits of model.loss_heads, each" if num_heads else "logits"
         raise ModelError(
             "MW-PIPELINE-035",
-            f"{name} is the last and returns {found} for labels of shape {tuple(labels.shape)}: it must return logits "
-            f"of shape ({', '.join(map(str, labels.shape))}, classes), one row for each label, or carry a `loss` of "
-            f"its own: (output, labels) -> loss of each label",
+            f"{name} is the last and returns {found} for labels of shape {tuple(labels.shape)}: it must return "
+            f"{wanted} of shape ({', '.join(map(str, labels.shape))}, classes), one row for each label, or carry a "
+            f"`loss` of its own: (output, labels) -> loss of each label",
         )

@@ -159,7 +159,9 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: Sampl
     logits = _LastLogits(
         mesh.tp, split_vocab_size(blueprint.model.layers, blueprint.infos), max(tokenizer.get_vocab().values()) + 1
     )
-    forward, _ = open_trained(config, mesh, place, logits, blueprint)
+    has_heads = bool(blueprint.model.loss_heads)
+    ending = (lambda output, labels: logits(output[0], labels)) if has_heads else logits  # head 0: the next token
+    forward, _ = open_trained(config, mesh, place, ending, blueprint)
     rows = [encode_prompt(tokenizer, prompt, known, ends) or [min(ends, default=0)] for prompt in request.prompts]
     prompt_lengths = [len(row) for row in rows]
     ended = [False] * len(rows)

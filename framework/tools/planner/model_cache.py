@@ -26,7 +26,7 @@ from meshwright.model.running_buffers import cast_parameters
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names
-from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy
+from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy, with_heads
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
@@ -139,7 +139,7 @@ class ModelCache:
                 shapes.labels,
                 reference(config.train.device, config.train.dtype),
                 dtype=DTYPES[config.train.dtype],
-                loss=self.model.loss or cross_entropy,
+                loss=self.model.loss or with_heads(cross_entropy, self.model.loss_heads),
                 recompute=names,
             )
 
@@ -213,8 +213,9 @@ class ModelCache:
             layers, {name: ParameterInfo(name, tuple(each.shape)) for name, each in parameters}
         )
         if vocab_size is None:
-            return partial(cross_entropy, **options)
-        return partial(vocab_parallel_cross_entropy, group=group, vocab_size=vocab_size, **options)
+            return with_heads(partial(cross_entropy, **options), self.model.loss_heads)
+        loss = partial(vocab_parallel_cross_entropy, group=group, vocab_size=vocab_size, **options)
+        return with_heads(loss, self.model.loss_heads)
 
     def layout(self, config: RunConfig, schedule: Schedule | None = None, *, approximate: bool = False) -> LayoutModel:
         """Build the layout model; ``config`` is resolved, and differs from the cache's own only in layout and batch.

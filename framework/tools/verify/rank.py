@@ -59,8 +59,8 @@ def count_logits(config: RunConfig) -> int:
     """Return the last dim of the model's logits, measured on meta, for models without a ``vocab_size`` option."""
     layers = configured_model(config).layers.to("meta")
     with torch.no_grad():
-        logits = layers(example(config, 1)[0])
-    return int(logits.shape[-1])
+        output = layers(example(config, 1)[0])
+    return int((output[0] if isinstance(output, tuple) else output).shape[-1])
 
 
 @dataclass

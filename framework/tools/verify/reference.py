@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -29,6 +28,7 @@ from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout
+from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
 
 
@@ -146,13 +146,7 @@ class PlainRun:
         if self.loss is not None:
             losses: Tensor = self.loss(output, labels)
             return losses[labels != IGNORED_LABEL].sum()
-        options = ("label_smoothing", "z_loss")
-        smoothing, z_loss = (getattr(self.layers, name, 0.0) if training else 0.0 for name in options)
-        rows, targets = output.flatten(0, -2), labels.flatten()
-        total = F.cross_entropy(rows, targets, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=smoothing)
-        if z_loss:
-            total = total + z_loss * rows[targets != IGNORED_LABEL].logsumexp(-1).square().sum()
-        return total
+        return plain_loss(self.layers, output, labels, training=training)
 
     def step(self, step: int, findings: RunNumbers) -> None:
         """Run one optimizer step on global batch ``step``, counted from 0, and append its numbers to ``findings``."""

@@ -31,8 +31,9 @@ OF_GLOO = 4096
         RUNS["pp2"],
         pytest.param(RUNS["llama-zb_h1-zero2"], marks=pytest.mark.torture),
         configured(model="llama", dp=2, tp=2, sequence=True, zero=3),
+        RUNS["llama-mtp-pp2-tp2"],
     ],
-    ids=["pp2", "llama-zb_h1-zero2", "llama-sequence-zero3"],
+    ids=["pp2", "llama-zb_h1-zero2", "llama-sequence-zero3", "llama-mtp-pp2-tp2"],
 )
 def test_a_dry_run_of_a_rank_equals_the_rank(pool: RankPool, config: RunConfig) -> None:
     check_rank_equals_dry_run(pool, config)

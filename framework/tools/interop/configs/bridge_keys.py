@@ -17,7 +17,8 @@ OF_MODEL = """
     rotary_percent rotary_interleaved position_embedding_type rope_scaling_factor qk_l2_norm init_method_std
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size sequence_parallel
     recompute_granularity recompute_method recompute_num_layers recompute_modules multi_latent_attention
-    mtp_num_layers apply_residual_connection_post_layernorm vocab_size make_vocab_size_divisible_by
+    mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
+    apply_residual_connection_post_layernorm vocab_size make_vocab_size_divisible_by
     linear_attention_freq experimental_attention_variant attention_output_gate softmax_scale no_rope_freq qk_clip
     glu_linear_offset activation_func_clamp_value enable_mhc_connections embedding_init_method_std
     heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
@@ -116,7 +117,6 @@ INVERTED = {
 REFUSED = {
     "model.rotary_scaling_factor": "no other scaling of positions than that of Llama 3.1 here",
     "model.softmax_type": "one kind of softmax here",
-    "model.mtp_enabled": "no multi-token prediction here",
     "model.layernorm_across_heads": "a norm of q and k is over one head here",
     "dataset.dataset_root": "data of conversations is not read here",
     "dataset.dataset_name": "data of conversations is not read here",
@@ -127,7 +127,6 @@ USUAL: dict[str, object] = {
     "model.attention_softmax_in_fp32": False,
     "model.softmax_type": "vanilla",
     "model.layernorm_zero_centered_gamma": True,
-    "model.mtp_loss_scaling_factor": 0.1,
     "model.qk_clip_alpha": 0.5,
     "model.qk_clip_threshold": 100,
     "model.fp16_lm_cross_entropy": False,

@@ -171,7 +171,7 @@ def _stages(draft: Draft, pp: int, num_layers: int | None) -> None:
         return
     layers = [others if first is None else first, *[others] * (pp - 2), others if last is None else last]
     layers[0] += 1
-    layers[-1] += 2
+    layers[-1] += 2 + draft.tree.get("model.options.mtp_layers", 0)
     draft.put("pipeline.balance", layers, "the embedding counts in the first stage, norm and head in the last")
 
 

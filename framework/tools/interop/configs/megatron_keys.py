@@ -110,6 +110,8 @@ FEEDS = {
     "max-position-embeddings": "model.options.max_sequence_length",
     "norm-epsilon": "model.options.norm_eps",
     "rotary-base": "model.options.rope_theta",
+    "mtp-num-layers": "model.options.mtp_layers",
+    "mtp-loss-scaling-factor": "model.options.mtp_loss_weight",
     "hidden-dropout": "model.options.dropout",
     "seq-length": "data.sequence_length",
     "lr": "optimizer.learning_rate",

@@ -7,7 +7,7 @@ import re
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.megatron_form import DecoderForm, form_of
 from meshwright.tools.interop.configs.megatron_others import refuse_others
-from meshwright.tools.interop.configs.source_keys import HALVES, DropReason
+from meshwright.tools.interop.configs.source_keys import HALVES, DropReason, is_off
 from meshwright.tools.interop.configs.translation import Draft
 
 MAX_LAYERS = 100_000
@@ -54,6 +54,7 @@ def model(draft: Draft) -> int | None:
     std = draft.number("init-method-std", 0.02)
     draft.put("model.options.init_std", None if std == 0.02 else std)
     _attention(draft, hidden, heads)
+    _multi_token(draft, form)
     if form.is_rotary:
         _positions(draft)
     _follow_unset(draft, is_llama=is_llama)
@@ -126,6 +127,19 @@ def _dropout(draft: Draft, form: DecoderForm) -> None:
     if hidden != attention:
         assert form.builder == "decoder", form
         draft.put("model.options.attention_dropout", attention)
+
+
+def _multi_token(draft: Draft, form: DecoderForm) -> None:
+    """Translate multi-token prediction, whose modules Megatron-LM gives rotary positions, or none, as here."""
+    draft.skip("mtp-loss-scaling-factor")
+    if is_off(draft.value("mtp-num-layers")) or draft.value("mtp-num-layers") == "0":
+        return
+    if form.builder == "gpt2" or form.options.get("positions") == "learned":
+        draft.refused.append(draft.unsupported_model("mtp-num-layers", "multi-token prediction and learned positions"))
+        return
+    draft.put("model.options.mtp_layers", draft.optional_count("mtp-num-layers"))
+    why = "the modules' losses too are divided by the labels of the next token, as with --calculate-per-token-loss"
+    draft.put("model.options.mtp_loss_weight", draft.number("mtp-loss-scaling-factor", 0.1, minimum=0.0), why)
 
 
 def _positions(draft: Draft) -> None:

@@ -99,7 +99,8 @@ def _embedding_rate(draft: Draft, rate: float | None) -> None:
         why = "a learning rate of its own is a factor here, on --lr and --min-lr alike"
         draft.refuse("decoupled-lr", why)
         return
-    names = ["embedding.tokens.weight", *([] if draft.tree.get("model.options.tied") else ["head.weight"])]
+    head = "head.linear.weight" if draft.tree.get("model.options.mtp_layers") else "head.weight"
+    names = ["embedding.tokens.weight", *([] if draft.tree.get("model.options.tied") else [head])]
     group = {"names": names, "learning_rate_factor": own / rate}
     draft.put("model.parameter_groups", [group], "--decoupled-lr over --lr")
 

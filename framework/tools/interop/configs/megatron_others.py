@@ -11,7 +11,7 @@ from meshwright.tools.interop.configs.translation import Draft
 OTHER = {
     "num-experts": "mixture of experts",
     "multi-latent-attention": "multi-latent attention",
-    "mtp-num-layers": "multi-token prediction",
+    "mtp-use-repeated-layer": "one module of multi-token prediction for all depths",
     "quick-geglu": "a GELU with gates",
     "hybrid-override-pattern": "layers of several kinds",
     "hybrid-layer-pattern": "layers of several kinds",

@@ -35,13 +35,15 @@ class ExportPlan(NamedTuple):
     model: str
     """Name of the model in the report."""
     rules: Sequence[TensorMapping]
-    """One rule for each parameter of the model."""
+    """One rule for each parameter of the model that is exported."""
     place: str
     """Name of the model's configuration, for error messages."""
     write_files: Callable[[Path, str], list[str]]
     """Function that writes config.json and the tokenizer files to a directory, given the dtype; returns notes."""
     loader: str = "AutoModelForCausalLM"
     """Class of transformers that loads the directory."""
+    left_out: tuple[str, ...] = ()
+    """Name patterns of parameters that are not exported."""
 
 
 class ExportResult(NamedTuple):
@@ -87,7 +89,7 @@ def export(
     with _open_verified(source) as checkpoint:
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
         plan = plan_export(config, checkpoint.path)
-        weights = WeightExport(checkpoint, plan.rules, chosen_dtype, plan.place)
+        weights = WeightExport(checkpoint, plan.rules, chosen_dtype, plan.place, plan.left_out)
         with published_directory(out, weights.num_bytes) as temporary:
             files = weights.write(temporary, shard_bytes, on_bytes)
             notes = plan.write_files(temporary, weights.dtypes()[0])

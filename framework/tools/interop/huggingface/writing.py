@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,19 +65,25 @@ class WeightExport:
 
     Args:
         checkpoint: the weights, saved under any layout.
-        rules: one rule for each parameter of the model.
+        rules: one rule for each parameter of the model that is exported.
         dtype: element type of all tensors; None keeps the saved ones. For float32 and float64, master weights are
             exported if the checkpoint has them.
         place: name of the model's configuration, for error messages.
+        left_out: name patterns of parameters that are not exported.
 
     Raises:
         CheckpointError: the parameters of the checkpoint are not those of ``rules``.
     """
 
     def __init__(
-        self, checkpoint: CheckpointReader, rules: Sequence[TensorMapping], dtype: torch.dtype | None, place: str
+        self,
+        checkpoint: CheckpointReader,
+        rules: Sequence[TensorMapping],
+        dtype: torch.dtype | None,
+        place: str,
+        left_out: Sequence[str] = (),
     ) -> None:
-        _check_names(checkpoint, rules, place)
+        _check_names(checkpoint, rules, place, left_out)
         masters = set(checkpoint.parameters(TensorKind.MASTER)) if dtype in (torch.float32, torch.float64) else set()
         self.kinds = {rule.ours: TensorKind.MASTER if rule.ours in masters else TensorKind.WEIGHTS for rule in rules}
         self.checkpoint = checkpoint
@@ -139,8 +146,11 @@ class WeightExport:
             yield from rule.split(ours)
 
 
-def _check_names(checkpoint: CheckpointReader, rules: Sequence[TensorMapping], place: str) -> None:
-    expected, present = {rule.ours for rule in rules}, set(checkpoint.parameters(TensorKind.WEIGHTS))
+def _check_names(
+    checkpoint: CheckpointReader, rules: Sequence[TensorMapping], place: str, left_out: Sequence[str]
+) -> None:
+    expected, saved = {rule.ours for rule in rules}, checkpoint.parameters(TensorKind.WEIGHTS)
+    present = {name for name in saved if not any(fnmatchcase(name, pattern) for pattern in left_out)}
     problems = [f"it has no weights of {name}" for name in sorted(expected - present)]
     problems += [f"its weights of {name} have no place there" for name in sorted(present - expected)]
     if problems:

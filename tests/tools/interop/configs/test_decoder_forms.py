@@ -185,3 +185,38 @@ def test_interpolated_positions_and_z_loss_of_nanotron(tmp_path: Path) -> None:
     assert [item.note for item in found.dropped if item.item.key.endswith("z_loss_enabled")] != []
     set_to = text.replace("z_loss_enabled: true", "z_loss_enabled: true\n    z_loss_coefficient: 0.002")
     assert read(tmp_path / "b.yaml", set_to).config.model.options["z_loss"] == 0.002
+
+
+MTP = ("mtp-num-layers: 2", "mtp-loss-scaling-factor: 0.3", "position-embedding-type: rope")
+
+
+def test_multi_token_prediction_of_megatron(tmp_path: Path) -> None:
+    path = tmp_path / "model_config.yaml"
+    of_head = ("decoupled-lr: 0.002", "decoupled-min-lr: 0.0002", "untie-embeddings-and-output-weights")
+    found = read(path, with_flags(*MTP, *of_head))
+    options = found.config.model.options
+    assert (options["mtp_layers"], options["mtp_loss_weight"]) == (2, 0.3)
+    assert found.config.model.parameter_groups[0].names == ["embedding.tokens.weight", "head.linear.weight"]
+    assert any("labels of the next token, as with --calculate-per-token-loss" in note for note in found.decided)
+    llama = ("swiglu", "normalization: RMSNorm", "disable-bias-linear")
+    usual = read(path, with_flags("mtp-num-layers: 1", *llama, *MTP[2:])).config.model
+    assert usual.builder == "meshwright.models.llama:build"
+    assert (usual.options["mtp_layers"], usual.options["mtp_loss_weight"]) == (1, 0.1)
+    for off in (("mtp-num-layers: 0", "mtp-loss-scaling-factor: 0.3"), ("mtp-loss-scaling-factor: 0.3",)):
+        without = read(path, with_flags(*off, *MTP[2:]))
+        assert not [name for name in without.config.model.options if name.startswith("mtp")]
+        assert not [item for item in without.dropped if "mtp" in item.item.key]
+
+
+def test_modules_count_in_the_last_stage(tmp_path: Path) -> None:
+    text = with_flags(*MTP, "pipeline-model-parallel-size: 2", "decoder-last-pipeline-num-layers: 1")
+    found = read(tmp_path / "model_config.yaml", text)
+    assert found.config.pipeline.balance == [1 + 3, 1 + 2 + 2]  # embedding; modules, norm and head
+
+
+def test_multi_token_prediction_of_megatron_bridge(tmp_path: Path) -> None:
+    text = dumps.BRIDGE.replace("mtp_num_layers: null", "mtp_num_layers: 1\n  mtp_loss_scaling_factor: 0.25")
+    options = read(tmp_path / "run_config.yaml", text).config.model.options
+    assert (options["mtp_layers"], options["mtp_loss_weight"]) == (1, 0.25)
+    off = read(tmp_path / "run_config.yaml", dumps.BRIDGE.replace("mtp_num", "mtp_enabled: false\n  mtp_num"))
+    assert "mtp_layers" not in off.config.model.options

@@ -50,7 +50,12 @@ FINAL = [
         LLAMA.replace("--swiglu", "--swiglu --num-experts 8"),
         "--num-experts 8: meshwright has no model with mixture",
     ),
-    ("a.sh", LLAMA.replace("--swiglu", "--swiglu --mtp-num-layers 1"), "multi-token prediction"),
+    (
+        "a.sh",
+        LLAMA.replace("--swiglu", "--swiglu --mtp-num-layers 1").replace("rope", "learned_absolute"),
+        "--mtp-num-layers 1: meshwright has no model with multi-token prediction and learned positions",
+    ),
+    ("a.sh", LLAMA.replace("--swiglu", "--swiglu --mtp-use-repeated-layer"), "one module of multi-token prediction"),
     ("a.toml", '[model]\nname = "llama3-siglip2"\n', 'model.name = "llama3-siglip2": meshwright has no model'),
 ]  # fmt: skip
 

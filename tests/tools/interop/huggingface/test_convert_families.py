@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from meshwright.checkpoint import find
+from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import import_model
 from tests.end_to_end.driving import differing, tensors
@@ -239,3 +240,10 @@ def test_a_model_of_ours_with_the_tokenizer_of_another(written: Write, tmp_path:
     (elsewhere / "tokenizer.json").unlink()
     back = json.loads((export_checkpoint(done.path, tmp_path / "none").path / "config.json").read_text())
     assert back["bos_token_id"] is None and back["eos_token_id"] is None
+
+
+def test_modules_of_multi_token_prediction_are_not_made_up(written: Write, tmp_path: Path) -> None:
+    path, _ = written("llama 3")
+    with pytest.raises(ModelError, match=r"model\.options\.mtp_layers = 1: .* has no weights for modules") as caught:
+        import_model(path, tmp_path / "run", ["--model.options.mtp_layers=1"])
+    assert caught.value.code == "MW-INTEROP-097" and not (tmp_path / "run").exists()

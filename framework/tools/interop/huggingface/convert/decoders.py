@@ -48,7 +48,8 @@ def rules(options: Options) -> list[TensorMapping]:
             mappings.append(TensorMapping(f"{ours}.mlp.gate_up.{kind}", names, num_blocks, (size, size)))
             mappings.append(unchanged(f"{ours}.mlp.down.{kind}", f"{theirs}.mlp.down_proj.{kind}"))
     mappings.append(unchanged("norm.weight", "model.norm.weight"))
-    return mappings if tied else [*mappings, unchanged("head.weight", "lm_head.weight")]
+    head = "head.linear.weight" if options["mtp_layers"] else "head.weight"
+    return mappings if tied else [*mappings, unchanged(head, "lm_head.weight")]
 
 
 def read_common(settings: Settings, *, length: int, kv_heads: int | None = None) -> dict[str, Any]:

@@ -26,6 +26,9 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
     family = family_of_model(config, side_files.imported_config(imported_files).get("model_type"))
     options = with_defaults(family.builder, config.model.options)
     notes = _vocabulary_notes(imported_files, config, options)
+    modules = options.get("mtp_layers", 0)
+    if modules:
+        notes = [*notes, f"mtp*: {family.architecture} has no multi-token prediction: {modules} modules are left out"]
 
     def write_files(directory: Path, dtype: str) -> list[str]:
         ids = side_files.write(imported_files, directory, config)
@@ -36,7 +39,9 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
         return [*notes, "there is no tokenizer.json beside it: the run has none (data.tokenizer)"]
 
     loader = "AutoModelForSeq2SeqLM" if family.task == "span_corruption" else "AutoModelForCausalLM"
-    return ExportPlan(family.architecture, family.rules(options), "its configuration", write_files, loader)
+    left_out = ("mtp*",) if modules else ()
+    rules = family.rules(options)
+    return ExportPlan(family.architecture, rules, "its configuration", write_files, loader, left_out)
 
 
 export_checkpoint = partial(export, plan_export)

@@ -22,7 +22,7 @@ import torch
 from meshwright.checkpoint import CheckpointMetadata, Manifest, TensorKind, TensorPiece, begin, publish, write_shard
 from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
 from meshwright.config import RunConfig, given_keys, load_saved, resolve, to_toml, write_snapshot
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.convert import side_files
@@ -98,6 +98,12 @@ def import_model(
         source = rename_tied_weights(source, family.rules(with_defaults(family.builder, options | {"tied": False})))
         options["tied"] = not has_own_head(source)
     config = _config(family, options, source, out, overrides)
+    if config.model.options.get("mtp_layers"):
+        raise ModelError(
+            "MW-INTEROP-097",
+            f"model.options.mtp_layers = {config.model.options['mtp_layers']}: {source_path} has no weights for "
+            f"modules of multi-token prediction, and an import draws none: leave it out",
+        )
     notes = [*settings.notes, *_vocabulary(source_path, config)]
     shapes = _shapes(config)
     rules = family.rules(with_defaults(family.builder, config.model.options))
