@@ -45,7 +45,7 @@ FLAGS = {
     "model.max_position_embeddings": "max-position-embeddings",
     **{
         f"train.{name}": name.replace("_", "-")
-        for name in ("micro_batch_size", "global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+        for name in ("micro_batch_size", "global_batch_size", "rampup_batch_size")
     },
     **{
         f"train.{name}": name.replace("_", "-")
@@ -115,6 +115,7 @@ INVERTED = {
 }
 """Field -> flag of the opposite meaning."""
 REFUSED = {
+    "train.step_batch_size_schedule": "its thresholds are samples or tokens, which the file does not say",
     "model.rotary_scaling_factor": "no other scaling of positions than that of Llama 3.1 here",
     "model.softmax_type": "one kind of softmax here",
     "model.layernorm_across_heads": "a norm of q and k is over one head here",

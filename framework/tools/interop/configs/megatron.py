@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright.errors import ConfigError
+from meshwright.tools.interop.configs.megatron_batch import batch
 from meshwright.tools.interop.configs.megatron_data import data
 from meshwright.tools.interop.configs.megatron_keys import FEEDS, REFUSED, REST
 from meshwright.tools.interop.configs.megatron_model import MAX_LAYERS, model
@@ -52,7 +53,7 @@ def translate(draft: Draft, ranks: int | None, more: Sequence[DropRule] = ()) ->
     size = ranks or _ranks(draft)
     _layout(draft, size, num_layers)
     _recompute(draft, num_layers)
-    samples = _batch(draft)
+    samples = batch(draft)
     optimizer(draft, learning_rate(draft, samples))
     data(draft)
     _services(draft)
@@ -204,47 +205,6 @@ def _recompute(draft: Draft, num_layers: int | None) -> None:
         names = [f"block{i}" for i in range(num_layers) if i % layers_per_stage < number]
         if len(names) < num_layers:
             draft.put("pipeline.recompute_layers", names, f"the first {number} of each stage")
-
-
-def _batch(draft: Draft) -> int | None:
-    """Translate the batch, and return the samples per step; None if the data-parallel size is unknown."""
-    micro = draft.optional_count("micro-batch-size") or draft.optional_count("batch-size")
-    if micro is None:
-        micro = 1
-        draft.guess("batch.micro_batch_size", micro, draft.why_missing("micro-batch-size"))
-    draft.put("batch.micro_batch_size", micro)
-    total = draft.optional_count("global-batch-size")
-    if total is not None:
-        draft.put("batch.global_batch", total)
-        _ramp(draft, total)
-        return total
-    if draft.has("rampup-batch-size"):
-        draft.refuse("rampup-batch-size", "the ramp ends at --global-batch-size, which is missing")
-    draft.put("batch.chunks", 1, "without --global-batch-size Megatron-LM takes micro_batch_size x dp")
-    dp = draft.tree.get("parallel.dp")
-    if {"global-batch-size", "micro-batch-size"} & draft.unset.keys():
-        return None
-    return micro * dp if isinstance(dp, int) else None
-
-
-def _ramp(draft: Draft, total: int) -> None:
-    """Translate the batch-size ramp to ``total`` samples: start, increment and samples."""
-    given = draft.value("rampup-batch-size")
-    words = [str(word).replace("_", "") for word in (given if isinstance(given, list) else [given])]
-    if is_off(given):
-        return
-    if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):
-        draft.refuse("rampup-batch-size", "it is no start, increment and number of samples")
-        return
-    start, increment, samples = (int(word) for word in words)
-    if start >= total or (total - start) % increment:
-        draft.refuse("rampup-batch-size", f"no number of increments leads from its start to {total}")
-        return
-    if "rampup-batch-size" in draft.without:
-        draft.drop("rampup-batch-size", DropReason.NONE, "left out by --without")
-        return
-    why = "the learning rate follows steps here and samples there, so in the ramp it is another"
-    draft.put("batch.ramp", [start, increment, samples], why)
 
 
 def _services(draft: Draft) -> None:

@@ -81,7 +81,6 @@ REST = (
 """Rows for all flags without a translation; the first match applies."""
 
 REFUSED = {
-    "step-batch-size-schedule": "the batch size rises evenly here, by batch.ramp",
     "apply-wd-to-qk-layernorm": "norms are never decayed here",
     "no-weight-decay-cond-type": "biases and norms are never decayed here, everything else is",
     "head-lr-mult": "one learning rate for all weights here",

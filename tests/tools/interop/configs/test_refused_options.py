@@ -74,11 +74,17 @@ def test_another_model_is_never_imported_as_a_llama(
 
 
 REFUSED = [
-    (
-        "a.sh",
-        f"--step-batch-size-schedule '0:2 100:4' {FLAGS}",
-        "step-batch-size-schedule",
-        "the batch size rises evenly here",
+    *(
+        ("a.sh", f"--step-batch-size-schedule {value} {FLAGS}", "step-batch-size-schedule", said)
+        for value, said in (
+            ("'0:2 100K:4 150K:6'", "equal increments after equal numbers of samples, not as 2 from sample 0, 4 from"),
+            ("'0:4 100K:2'", "batch.ramp rises by equal increments"),
+            ("'0:2 100K:4 200K:8'", "batch.ramp rises by equal increments"),
+            ("'1K:2 100K:4'", "it is no list of TOKENS:SAMPLES that starts at 0"),
+            ("'0:2 100K'", "it is no list of TOKENS:SAMPLES"),
+            ("'0:2 1:4'", "rises by a sample or more"),
+            ("'0:2 100K:4' --global-batch-size 8", "it contradicts --global-batch-size"),
+        )
     ),
     ("a.sh", f"--rampup-batch-size 2 2 100 {FLAGS}", "rampup-batch-size", "the ramp ends at --global-batch-size"),
     ("a.sh", f"--rampup-batch-size 2 3 9 --global-batch-size 16 {FLAGS}", "rampup-batch-size", "no number of incr"),

@@ -1,0 +1,104 @@
+"""Translation of Megatron-LM's flags on the batch: its size, the ramp to it, and its schedule by tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+from meshwright.tools.interop.configs.source_keys import DropReason, is_off
+from meshwright.tools.interop.configs.translation import Draft
+
+RAMP, SCHEDULE = "rampup-batch-size", "step-batch-size-schedule"
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?)"
+_ENTRY = re.compile(f"{_NUMBER}:{_NUMBER}", re.ASCII)
+_IN_A_RAMP = "the learning rate follows steps here and samples there, so in the ramp it is another"
+
+
+def batch(draft: Draft) -> int | None:
+    """Translate the batch, and return the samples per step; None if the data-parallel size is unknown."""
+    micro = draft.optional_count("micro-batch-size") or draft.optional_count("batch-size")
+    if micro is None:
+        micro = 1
+        draft.guess("batch.micro_batch_size", micro, draft.why_missing("micro-batch-size"))
+    draft.put("batch.micro_batch_size", micro)
+    total = draft.optional_count("global-batch-size")
+    if draft.has(SCHEDULE) and not is_off(draft.value(SCHEDULE)):
+        total = _schedule(draft, total) or total
+    if total is not None:
+        draft.put("batch.global_batch", total)
+        _ramp(draft, total)
+        return total
+    if draft.has(RAMP):
+        draft.refuse(RAMP, "the ramp ends at --global-batch-size, which is missing")
+    draft.put("batch.chunks", 1, "without --global-batch-size Megatron-LM takes micro_batch_size x dp")
+    dp = draft.tree.get("parallel.dp")
+    if {"global-batch-size", "micro-batch-size"} & draft.unset.keys():
+        return None
+    return micro * dp if isinstance(dp, int) else None
+
+
+def _ramp(draft: Draft, total: int) -> None:
+    """Translate the batch-size ramp to ``total`` samples: start, increment and samples."""
+    given = draft.value(RAMP)
+    words = [str(word).replace("_", "") for word in (given if isinstance(given, list) else [given])]
+    if is_off(given):
+        return
+    if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):
+        draft.refuse(RAMP, "it is no start, increment and number of samples")
+        return
+    start, increment, samples = (int(word) for word in words)
+    if start >= total or (total - start) % increment:
+        draft.refuse(RAMP, f"no number of increments leads from its start to {total}")
+        return
+    if RAMP in draft.without:
+        draft.drop(RAMP, DropReason.NONE, "left out by --without")
+        return
+    draft.put("batch.ramp", [start, increment, samples], _IN_A_RAMP)
+
+
+def _schedule(draft: Draft, total: int | None) -> int | None:
+    """Translate the schedule of batch sizes, and return the last one; None if it is refused or left out."""
+    length = draft.optional_count("seq-length") or draft.optional_count("encoder-seq-length")
+    given = draft.value(SCHEDULE)
+    text = " ".join(map(str, given)) if isinstance(given, list) else str(given)
+    found = [_ENTRY.fullmatch(word) for word in text.upper().replace(",", " ").split()]
+    if length is None:
+        draft.refuse(SCHEDULE, "its thresholds are tokens, and --seq-length is missing")
+        return None
+    numbers = [[int(float(each[i]) * UNITS[each[i + 1]]) for i in (1, 3)] for each in found if each is not None]
+    entries = sorted((tokens // length, size) for tokens, size in numbers)
+    starts = [start for start, _ in entries]
+    if not all(found) or starts[:1] != [0] or len({*starts}) < len(starts) or min(size for _, size in entries) < 1:
+        draft.refuse(SCHEDULE, "it is no list of TOKENS:SAMPLES that starts at 0 and rises by a sample or more")
+    elif draft.has(RAMP) or total not in (None, entries[-1][1]):
+        draft.refuse(SCHEDULE, f"it contradicts --{RAMP if draft.has(RAMP) else 'global-batch-size'}")
+    elif len(entries) > 1 and (ramp := ramp_of(entries)) is None:
+        listed = ", ".join(f"{size} from sample {start:,}" for start, size in entries[:6])
+        draft.refuse(SCHEDULE, f"batch.ramp rises by equal increments after equal numbers of samples, not as {listed}")
+    elif SCHEDULE in draft.without:
+        draft.drop(SCHEDULE, DropReason.NONE, "left out by --without")
+    else:
+        draft.put("batch.ramp", ramp if len(entries) > 1 else None, _IN_A_RAMP)
+        return entries[-1][1]
+    return None
+
+
+def ramp_of(entries: Sequence[tuple[int, int]]) -> list[int] | None:
+    """Return the ``batch.ramp`` whose steps have the same samples as with these (first sample, samples per step).
+
+    The i-th of n increments belongs to the first step at or after sample S x i / n, S the samples of the ramp. It must
+    be the first step at or after its threshold, so each threshold bounds S from both sides. None: no S fits.
+    """
+    sizes, n = [size for _, size in entries], len(entries) - 1
+    increments = {after - before for before, after in pairwise(sizes)}
+    low, high, last, at = 1, 10**18, 0, 0  # last, at: steps before and at the threshold, by their first samples
+    for i, (threshold, _) in enumerate(entries[1:], 1):
+        if at < threshold:
+            steps = -(-(threshold - at) // sizes[i - 1])
+            last, at = at + (steps - 1) * sizes[i - 1], at + steps * sizes[i - 1]
+        low, high = max(low, n * last // i + 1), min(high, n * at // i)
+    if len(increments) > 1 or min(increments) < 1 or low > high:
+        return None
+    return [sizes[0], increments.pop(), min(max(entries[-1][0], low), high)]
