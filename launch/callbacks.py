@@ -49,7 +49,7 @@ def make_callbacks(parts: Parts) -> list[Observer]:
     for path, function in zip(parts.config.train.callbacks, find_callbacks(parts.config), strict=True):
         try:
             observer = function(parts)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 "MW-LAUNCH-056",
                 f"train.callbacks: {path} failed{error_place(error)}: {type(error).__name__}: {error}",
@@ -147,7 +147,7 @@ class Callbacks(Observer):
         for each in self.observers:
             try:
                 each.on_error(parts, error)
-            except Exception as other:
+            except (Exception, SystemExit) as other:
                 tell(f"callback {_name(each)}: on_error failed: {type(other).__name__}: {other}")
 
     def raise_error(self) -> None:
@@ -163,7 +163,7 @@ class Callbacks(Observer):
             try:
                 with parts.mesh.activity.during(f"callback {_name(each)}.{hook}"):
                     call(each)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 tell("".join(traceback.format_exception(error)))
                 self._problem = (
                     f"callback {_name(each)}.{hook} failed after step {parts.state.step} on rank {parts.mesh.rank}"

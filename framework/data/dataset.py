@@ -41,7 +41,7 @@ class Samples(NamedTuple):
         """
         try:
             return self.dataset[number]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(
                 "MW-DATA-009",
                 f"{self.name}: sample {number} of {self.num_samples:,} failed{error_place(error)}: "

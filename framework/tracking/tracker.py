@@ -214,11 +214,11 @@ class _QueuedSink:
             while isinstance(item := self._queue.get(), StepRecord):
                 self._sink.write(item)
             failed = item.failed
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._disabled.set()
             self._warn(f"{self._name} is switched off after an error, the run continues: {error}")
             failed = True
         try:
             self._sink.close(failed)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._warn(f"{self._name} could not be closed: {error}")

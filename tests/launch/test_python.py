@@ -19,7 +19,7 @@ from torch import Tensor
 
 import meshwright
 from meshwright.checkpoint import find, open_checkpoint
-from meshwright.errors import CallbackError, ConfigError, LockError
+from meshwright.errors import CallbackError, ConfigError, DataError, LockError
 from meshwright.launch.failure import RankFailed
 from meshwright.launch.python import OpenRun
 from meshwright.tools.report.page import page
@@ -156,6 +156,40 @@ def test_a_metric_that_cannot_be_recorded_ends_the_run_saved(tmp_path: Path, nam
     assert "callback Measure.after_step, step 1, rank 0: " in str(error.value)
     assert [record.step for record in read_records(tmp_path / "own/metrics.jsonl")] == [1]
     assert find(tmp_path / "own")[0].step == 1
+
+
+def exits() -> None:
+    """Ends the process, as scripts do."""
+    sys.exit("no more")
+
+
+class ExitsAtTwo(meshwright.Observer):
+    """Calls ``sys.exit`` after the second step."""
+
+    def after_step(self, parts: meshwright.Parts, event: meshwright.StepEvent) -> None:
+        if parts.state.step == 2:
+            exits()
+
+
+class Shortened(list[tuple[Tensor, Tensor]]):
+    """Samples, of which number 9 ends the process."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return exits() if index == 9 else super().__getitem__(index)
+
+
+def shortened(split: str) -> Shortened:
+    return Shortened(tokens(split) or [])
+
+
+def test_sys_exit_of_a_callback_or_a_dataset_is_an_error_with_its_name(tmp_path: Path) -> None:
+    """Not the end of one rank without a word, while the others wait for it."""
+    with pytest.raises(CallbackError, match=r"ExitsAtTwo\.after_step failed after step 2 .*: SystemExit: no more"):
+        meshwright.run_training(made(tmp_path, checkpoint={"every": 2}), [ExitsAtTwo()])
+    assert [each.step for each in find(tmp_path / "own")] == [2]
+    config = made(tmp_path, run={"name": "data"}, data={"builder": "tests.launch.test_python:shortened"})
+    with pytest.raises(DataError, match=r"sample 9 of 64 failed at .*test_python\.py:\d+: SystemExit: no more"):
+        meshwright.run_training(config.replace(train={"steps": 40}))
 
 
 class Keeps(meshwright.Observer):
