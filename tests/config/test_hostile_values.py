@@ -1,0 +1,32 @@
+"""Every key with values that nobody should write: each is accepted and kept as it is, or refused by the key's name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.config import dump, load, parse
+from meshwright.config.keys import KEYS
+from meshwright.errors import ConfigError
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
+NUMBERS = ["-1", "0", "7", "-0.0", "1e-320", "1e36", "1e999", "nan", "99999999999999999999", "1" * 4400]
+WORDS = ["", "none", "true", "ünï:cödé", "os:nothere", "\x00", "\udcff", "SET-ME", "2026-01-01", "a" * 5000]
+LISTS = ["[]", "[-1, 0, 0]", "[[1]]", "[nan]", "{}", "{a = 1}", "[{names = ['*']}]", "[{from_step = 0}]", "[" * 2000]
+
+
+@pytest.mark.parametrize("section", sorted({section for section, _ in KEYS}))
+def test_each_is_kept_or_refused_by_name(section: str) -> None:
+    num_refused = 0
+    for key in [f"{owner}.{name}" for owner, name in KEYS if owner == section]:
+        for value in (*NUMBERS, *WORDS, *LISTS):
+            try:
+                config = load(DEMO, [f"--{key}={value}"])
+            except ConfigError as error:
+                num_refused += 1
+                named = key.partition(".")[2] in error.message
+                assert named and "[MW-CONFIG-" in str(error) and len(str(error)) < 3000, (key, value, str(error))
+            else:
+                assert parse(dump(config)) == config, (key, value)
+    assert num_refused > 20
