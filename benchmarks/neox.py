@@ -152,7 +152,7 @@ def build(
         divisible={"block*.attention.qkv": num_heads, "block*.attention.out": num_heads},
         tied_weights=[],
         selective_recompute=[],
-        loss_options={},
+        attributes={},
     )
     if own_loss:
         model.loss = loss  # type: ignore[assignment]

@@ -26,7 +26,7 @@ from meshwright.model.meter import reference
 from meshwright.model.running_buffers import cast_model
 from meshwright.optimizer.eight_bit import with_blocks
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.parameters import ParameterInfo
+from meshwright.parameters import GroupSettings, ParameterInfo
 from meshwright.pipeline.plan import (
     LayerCost,
     ModelDescription,
@@ -114,7 +114,7 @@ class Blueprint:
 
     def digest(self) -> str:
         """Return a digest of configuration, schedule and stages, which must be equal on all ranks."""
-        groups = sorted((i.name, i.rate_factor, i.weight_decay) for i in self.infos.values())
+        groups = sorted((i.name, *i.settings) for i in self.infos.values())
         steps = self.config.train.steps
         rates = [learning_rate(self.config.optimizer, step, steps) for step in _some_steps(steps)]
         schedules = "".join(map(schedule_digest, (self.schedule, *self.ramp)))
@@ -219,5 +219,6 @@ def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Gro
     cast_model(model.layers, whole.running, dtype)
     for name, info in infos.items():
         if (group := model.groups.get(model.canonical(name))) is not None:
-            infos[name] = info._replace(rate_factor=group.learning_rate_factor, weight_decay=group.weight_decay)
+            factors = group.learning_rate_factor, group.eps_factor
+            infos[name] = info._replace(settings=GroupSettings(*factors, group.weight_decay))
     return with_blocks(infos, optimizer.block_size) if optimizer.name == "adamw8bit" else infos

@@ -126,8 +126,7 @@ def make_optimizer(
             bucket.kind.owns(tp_rank) and owns_copy,
             bucket.fetch_gradient,
             bucket.gather,
-            bucket.kind.rate_factor,
-            bucket.kind.weight_decay,
+            bucket.kind.settings,
         )
         for bucket in buckets
     ]

@@ -22,6 +22,17 @@ class Slice(NamedTuple):
     padded: int
 
 
+class GroupSettings(NamedTuple):
+    """Optimizer settings of the parameters of one group of ``model.parameter_groups``."""
+
+    rate_factor: float = 1.0
+    """Factor on the learning rate."""
+    eps_factor: float = 1.0
+    """Factor on AdamW's eps."""
+    weight_decay: float | None = None
+    """None: the optimizer's for matrices, otherwise 0."""
+
+
 class ParameterInfo(NamedTuple):
     """Metadata of one parameter of the whole model, as seen from one rank."""
 
@@ -33,10 +44,7 @@ class ParameterInfo(NamedTuple):
     """True: each tp rank's gradient is a partial sum (it saw a part of the tokens, or of the heads)."""
     in_blocks: bool = False
     """True: its optimizer state is block-quantized, 8 bits per element."""
-    rate_factor: float = 1.0
-    """Factor on the learning rate."""
-    weight_decay: float | None = None
-    """Weight decay of its parameter group; None: the optimizer's for matrices, otherwise 0."""
+    settings: GroupSettings = GroupSettings()
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -41,6 +41,8 @@ Attributes of the Sequential (plain and optional)
 ``loss_heads``: (shift of the labels, weight of the loss) of each logits in the tuple that the last element returns:
     multi-token prediction.
 ``loss(output, labels)``: a loss of your own in its place, one number for each label.
+``parameter_groups``: list of {"names": patterns of parameter names, "learning_rate_factor": .., "eps_factor": ..,
+    "weight_decay": .., "frozen": ..}; the first match counts. Factors of the configuration multiply with these.
 
 Requirements on a splittable module
 -----------------------------------
@@ -50,5 +52,6 @@ Requirements on a splittable module
 * Buffers are made in ``__init__`` on ``device="cpu"``: they stay real while the parameters are on the meta device.
 
 ``models/decoder.py``, ``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` contain builders.
-``models/attention.py``, ``models/blocks.py``, ``models/feed_forward.py`` and ``models/multi_token.py`` are shared code.
+``models/attention.py``, ``models/blocks.py``, ``models/feed_forward.py``, ``models/last_norm.py``,
+``models/multi_token.py`` and ``models/mup.py`` are shared code.
 """

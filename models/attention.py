@@ -37,6 +37,8 @@ class AttentionShape(NamedTuple):
     head_dim: int
     window: int | None = None
     """Number of tokens that each token attends to: itself and those just before it. None: all before it."""
+    score_divisor: float | None = None
+    """Divisor of the scores q k. None: sqrt(head_dim)."""
 
 
 class Attention(nn.Module):
@@ -63,10 +65,10 @@ class Attention(nn.Module):
         qk_norm: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
-        hidden_size, num_heads, num_kv_heads, self.head_dim, window = shape
+        hidden_size, num_heads, num_kv_heads, self.head_dim, window, divisor = shape
         self.heads_per_group = num_heads // num_kv_heads
         self.drops = dropout > 0
-        self.core = AttentionCore(window)
+        self.core = AttentionCore(window, divisor)
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
         self.q_norm = None if qk_norm is None else qk_norm(self.head_dim)
         self.k_norm = None if qk_norm is None else qk_norm(self.head_dim)
@@ -96,9 +98,10 @@ class AttentionCore(nn.Module):
     dropout of the probabilities, whose masks are seeded by its module name in the parent.
     """
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, window: int | None = None, score_divisor: float | None = None) -> None:
         super().__init__()
         self.window = window
+        self.score_divisor = score_divisor
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module | None, starts: Tensor | None = None
@@ -108,13 +111,14 @@ class AttentionCore(nn.Module):
         Runs the fused kernel, except with dropout: the kernel draws its own masks, which cannot be seeded by name.
         """
         heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
+        scale = None if self.score_divisor is None else 1 / self.score_divisor
         sees_all = starts is None and (self.window is None or self.window >= length)
         if dropout is None and sees_all:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_per_group > 1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads_per_group > 1)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
         if dropout is None:  # keys repeated per head: no GPU kernel with a mask supports GQA
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device, starts))
-        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, S, S)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device, starts), scale=scale)
+        scores = q @ k.transpose(-1, -2) / (self.score_divisor or math.sqrt(q.shape[-1]))  # (B, H, S, S)
         scores = scores.masked_fill(~self.seen(length, scores.device, starts), -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from meshwright.models import multi_token
 from meshwright.models.attention import positions_of
+from meshwright.models.last_norm import LastNorm
 from meshwright.models.multi_token import Carried, MtpModule, SharedHead
+from meshwright.models.mup import Mup
 
 RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight")
 """Projections that end a residual branch, 2 per block."""
@@ -32,7 +34,7 @@ RESIDUAL_INITS = ("num_layers", "layer_index", "none")
 
 
 class TrainingOptions(NamedTuple):
-    """Options of a decoder that matter in training alone."""
+    """Options of a decoder besides its architecture: initial weights, loss and parametrization."""
 
     init_std: float = 0.02
     residual_init: str = "num_layers"
@@ -56,23 +58,43 @@ class TrainingOptions(NamedTuple):
         depths = range(1, self.mtp_layers + 1)
         return [(0, 1.0), *((depth, self.mtp_loss_weight / self.mtp_layers) for depth in depths)] if depths else []
 
+    mup: Mup = Mup(1)
+    """Maximal update parametrization; off by default."""
+
     def check(self) -> None:
         """Raise ValueError for initial weights, and for modules, without a meaning."""
         if self.mtp_layers < 0 or self.mtp_loss_weight < 0:
             raise ValueError(f"mtp_layers={self.mtp_layers}, mtp_loss_weight={self.mtp_loss_weight}: at least 0")
+        if self.mtp_layers and self.mup != Mup(self.mup.hidden_size):
+            raise ValueError(f"mtp_layers={self.mtp_layers} with mup_base_size: the modules have no muP; leave one out")
         if self.init_std <= 0:
             raise ValueError(f"init_std={self.init_std} must be positive")
         if self.residual_init not in RESIDUAL_INITS:
             raise ValueError(f"residual_init={self.residual_init!r} must be one of {', '.join(RESIDUAL_INITS)}")
 
+    def initial(self) -> dict[str, Any]:
+        """Return the keyword arguments of :func:`initialise`."""
+        return {"std": self.init_std, "residual": self.residual_init, "width": self.mup.width}
 
-def initialise(name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02, residual: str = "num_layers") -> None:
+    def attributes(self) -> dict[str, object]:
+        """Return the attributes of the model that the options set."""
+        heads = {"loss_heads": self.loss_heads} if self.mtp_layers else {}
+        options = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        return {**options, **heads, "parameter_groups": self.mup.groups()}
+
+
+def initialise(
+    name: str, tensor: Tensor, *, num_layers: int, std: float = 0.02, residual: str = "num_layers", width: float = 1.0
+) -> None:
     """Initialise one full parameter in place from torch's default generator, as a function of its name and shape only.
 
     Matrices: N(0, std). Projections that end a residual branch: N(0, std / sqrt(2 L)), so that the sum over 2 L
     branches keeps the variance of one (GPT-2 paper, section 2.3), or as ``residual`` says. Biases 0; norm weights, the
-    only other vectors, 1.
+    only other vectors, 1. ``width``: the width relative to the base in muP, whose square root divides the standard
+    deviation of the matrices of blocks.
     """
+    if name.startswith("block"):
+        std /= math.sqrt(width)
     if name.endswith(".bias"):
         nn.init.zeros_(tensor)
     elif tensor.dim() == 1:
@@ -102,7 +124,7 @@ def assemble(
     divisible: dict[str, int],
     tied_weights: list[tuple[str, ...]],
     selective_recompute: Sequence[str],
-    loss_options: dict[str, Any],
+    attributes: Mapping[str, object],
 ) -> nn.Sequential:
     """Build the Sequential with the attributes of ``models/__init__.py``, tie its weights and initialise them."""
     model = nn.Sequential(OrderedDict(layers))
@@ -114,7 +136,7 @@ def assemble(
         if not parameter.is_meta:
             initialise(name, parameter)
     carried: dict[str, object] = {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights}
-    carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute), **loss_options}
+    carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute)} | dict(attributes)
     for attribute, value in carried.items():
         setattr(model, attribute, value)
     return model
@@ -156,6 +178,7 @@ Value = Tensor | tuple[Tensor, ...]
 class Embedding(nn.Module):
     """Token embedding, learned positions if the model has them, dropout: token ids (B, S) int64 -> (B, S, D).
 
+    ``multiplier``: factor on the sum of both, before the dropout.
     {"tokens": ids, "starts": (B, S) bool} -> (x, starts).
     """
 
@@ -163,6 +186,7 @@ class Embedding(nn.Module):
         self, vocab_size: int, hidden_size: int, max_sequence_length: int, *, learned_positions: bool, dropout: float
     ) -> None:
         super().__init__()
+        self.multiplier = 1.0
         self.max_sequence_length = max_sequence_length
         self.returns_ids = False
         self.tokens = nn.Embedding(vocab_size, hidden_size)
@@ -188,7 +212,7 @@ class Embedding(nn.Module):
         if self.positions is not None:
             places = torch.arange(length, device=ids.device)[None] if starts is None else positions_of(starts)
             x = x + self.positions(places)  # (1, S, D), or (B, S, D)
-        x = self.dropout(x)
+        x = self.dropout(x if self.multiplier == 1 else x * self.multiplier)
         others = ([] if starts is None else [starts]) + ([ids] if self.returns_ids else [])
         return (x, *others) if others else x
 
@@ -227,30 +251,10 @@ class Block(nn.Module):
         return carried.beside(attended + self.after_mlp(self.mlp(self.mlp_norm(x if self.parallel else attended))))
 
 
-class LastLayerNorm(nn.LayerNorm):
-    """LayerNorm after the last block: x (B, S, D) or (x, starts) -> x. Later layers treat each token separately."""
-
-    def forward(self, value: Value) -> Value:  # type: ignore[override]
-        """Normalise x (B, S, D) and drop ``starts``, unless modules that need the ids follow."""
-        carried = Carried(value)
-        x = super().forward(carried.x)
-        return x if carried.ids is None else carried.beside(x)
-
-
-class LastRMSNorm(nn.RMSNorm):
-    """RMSNorm after the last block: x (B, S, D) or (x, starts) -> x."""
-
-    def forward(self, value: Value) -> Value:  # type: ignore[override]
-        """Normalise x (B, S, D) and drop ``starts``, unless modules that need the ids follow."""
-        carried = Carried(value)
-        x = super().forward(carried.x)
-        return x if carried.ids is None else carried.beside(x)
-
-
 def assemble_decoder(
     embedding: Embedding,
     blocks: Sequence[nn.Module],
-    norm: nn.Module,
+    norm: LastNorm,
     *,
     tied: bool,
     sharding_plan: dict[str, str],
@@ -264,16 +268,14 @@ def assemble_decoder(
     ``models/__init__.py``.
     """
     training.check()
+    embedding.multiplier, norm.multiplier = training.mup.embedding_multiplier, training.mup.output_factor
     vocab_size, hidden_size = embedding.tokens.num_embeddings, embedding.tokens.embedding_dim
     trunk, (attention_units, mlp_units) = blocks[: len(blocks) - training.mtp_layers], units
     layers = {"embedding": embedding, **{f"block{i}": block for i, block in enumerate(trunk)}, "norm": norm}
     shared, recomputed, head = ["embedding.tokens.weight"], ["block*.attention.core"], "head.weight"
     if training.mtp_layers:
-        embedding.returns_ids, sharding_plan, head = (
-            True,
-            multi_token.sharding_plan(sharding_plan),
-            "head.linear.weight",
-        )
+        embedding.returns_ids, head = True, "head.linear.weight"
+        sharding_plan = multi_token.sharding_plan(sharding_plan)
         for i, block in enumerate(blocks[len(trunk) :]):
             layers[f"mtp{i}"] = MtpModule(i + 1, embedding.tokens, norm, block, embedding.dropout.p)
             shared.append(f"mtp{i}.tokens.weight")
@@ -283,13 +285,12 @@ def assemble_decoder(
         layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
     shared += [head] if tied else []
     split = [pattern for pattern, kind in sharding_plan.items() if kind in ("column", "row")]
-    loss_options = {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
     return assemble(
         layers,
-        initialise=partial(initialise, num_layers=len(trunk), std=training.init_std, residual=training.residual_init),
+        initialise=partial(initialise, num_layers=len(trunk), **training.initial()),
         sharding_plan=sharding_plan,
         divisible={pattern: mlp_units if ".mlp." in pattern else attention_units for pattern in split},
         tied_weights=[tuple(shared)] if len(shared) > 1 else [],
         selective_recompute=recomputed,
-        loss_options=loss_options | ({"loss_heads": training.loss_heads} if training.mtp_layers else {}),
+        attributes=training.attributes(),
     )

@@ -23,17 +23,17 @@ from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
     Block,
     Embedding,
-    LastLayerNorm,
-    LastRMSNorm,
     TrainingOptions,
     assemble_decoder,
     check_positive,
     head_dim_of,
 )
 from meshwright.models.feed_forward import ACTIVATIONS, GatedMlp, Mlp
+from meshwright.models.last_norm import LastLayerNorm, LastNorm, LastRMSNorm
 from meshwright.models.llama import RopeScaling, Rotary, rope_frequencies
+from meshwright.models.mup import Mup, mup_of
 
-NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., LastNorm]]] = {
     "layer_norm": (nn.LayerNorm, LastLayerNorm),
     "rms_norm": (nn.RMSNorm, LastRMSNorm),
 }
@@ -96,6 +96,12 @@ class DecoderOptions(NamedTuple):
     mtp_layers: int = 0
     """Modules of multi-token prediction (``models/multi_token.py``)."""
     mtp_loss_weight: float = 0.1
+    mup_base_size: int | None = None
+    """Hidden size of the base model of muP, see ``models/mup.py``. None: off."""
+    mup_base_head_dim: float | None = None
+    """Size of a head of the base model. None: the same as here."""
+    mup_embedding_multiplier: float = 1.0
+    mup_output_multiplier: float = 1.0
 
     def check(self) -> None:
         """Raise ValueError for an unknown form, and for sizes and factors that are not positive."""
@@ -109,6 +115,11 @@ class DecoderOptions(NamedTuple):
             raise ValueError(f"rotary_share={self.rotary_share} must be above 0 and at most 1")
         if self.mtp_layers and self.positions == "learned":
             raise ValueError(f"mtp_layers={self.mtp_layers} needs positions = rotary or none, not learned")
+
+    @property
+    def mup(self) -> Mup:
+        """Maximal update parametrization. Raise ValueError for numbers without a meaning."""
+        return mup_of(self._asdict())
 
     @property
     def kv_heads(self) -> int:
@@ -136,7 +147,8 @@ class DecoderOptions(NamedTuple):
 
 def _attention(options: DecoderOptions) -> Callable[[], Attention]:
     head_dim = head_dim_of(options.hidden_size, options.num_heads, options.kv_heads, options.head_dim)
-    shape = AttentionShape(options.hidden_size, options.num_heads, options.kv_heads, head_dim, options.sliding_window)
+    sizes = options.hidden_size, options.num_heads, options.kv_heads, head_dim
+    shape = AttentionShape(*sizes, options.sliding_window, options.mup.score_divisor(head_dim))
     frequencies = options.frequencies(head_dim) if options.positions == "rotary" else None
     norm = partial(NORMS[options.norm][0], eps=options.norm_eps)
 

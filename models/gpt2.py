@@ -15,13 +15,14 @@ from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
     Block,
     Embedding,
-    LastLayerNorm,
     TrainingOptions,
     assemble_decoder,
     check_positive,
     head_dim_of,
 )
 from meshwright.models.feed_forward import Mlp, gelu_tanh
+from meshwright.models.last_norm import LastLayerNorm
+from meshwright.models.mup import mup_of
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -49,6 +50,10 @@ def build(
     residual_init: str = "num_layers",  # "layer_index" or "none": see TrainingOptions in models/blocks.py
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    mup_base_size: int | None = None,  # muP: hidden size of the base model; None: off. See models/mup.py
+    mup_base_head_dim: float | None = None,  # None: head_dim
+    mup_embedding_multiplier: float = 1.0,
+    mup_output_multiplier: float = 1.0,
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -60,6 +65,7 @@ def build(
     Raises:
         ValueError: The sizes do not fit each other.
     """
+    mup = mup_of(locals())
     ffn_size = 4 * hidden_size if ffn_size is None else ffn_size
     check_positive(
         vocab_size=vocab_size,
@@ -69,7 +75,8 @@ def build(
         max_sequence_length=max_sequence_length,
         ffn_size=ffn_size,
     )
-    shape = AttentionShape(hidden_size, num_heads, num_heads, head_dim_of(hidden_size, num_heads, num_heads))
+    head_dim = head_dim_of(hidden_size, num_heads, num_heads)
+    shape = AttentionShape(hidden_size, num_heads, num_heads, head_dim, score_divisor=mup.score_divisor(head_dim))
 
     def block() -> Block:
         attention_norm = nn.LayerNorm(hidden_size, eps=norm_eps)
@@ -85,5 +92,5 @@ def build(
         tied=tied,
         sharding_plan=dict(SHARDING_PLAN),
         units=(num_heads, ffn_size),
-        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss),
+        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mup=mup),
     )

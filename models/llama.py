@@ -14,9 +14,9 @@ Related models are options of this one: Mistral (``sliding_window``, ``head_dim`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +26,14 @@ from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
     Block,
     Embedding,
-    LastRMSNorm,
     TrainingOptions,
     assemble_decoder,
     check_positive,
     head_dim_of,
 )
 from meshwright.models.feed_forward import GatedMlp
+from meshwright.models.last_norm import LastRMSNorm
+from meshwright.models.mup import mup_of
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -128,14 +129,16 @@ class Rotary(nn.Module):
         return self
 
 
-def _attention_shape(
-    hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, window: int | None
-) -> AttentionShape:
+def _attention_shape(options: Mapping[str, Any]) -> AttentionShape:
+    hidden_size, head_dim = options["hidden_size"], options["head_dim"]
+    num_heads, num_kv_heads = options["num_heads"], options["num_kv_heads"]
     size = head_dim_of(hidden_size, num_heads, num_kv_heads, head_dim)
     if size % 2:
         text = f"{hidden_size} / {num_heads} = {size}" if head_dim is None else f"head_dim={head_dim}"
         raise ValueError(f"rotary positions need an even head_dim, got {text}")
-    return AttentionShape(hidden_size, num_heads, num_kv_heads, size, window)
+    return AttentionShape(
+        hidden_size, num_heads, num_kv_heads, size, options["sliding_window"], mup_of(options).score_divisor(size)
+    )
 
 
 def build(
@@ -166,6 +169,10 @@ def build(
     z_loss: float = 0.0,
     mtp_layers: int = 0,  # modules of multi-token prediction: see models/multi_token.py
     mtp_loss_weight: float = 0.1,
+    mup_base_size: int | None = None,  # muP: hidden size of the base model; None: off. See models/mup.py
+    mup_base_head_dim: float | None = None,  # None: head_dim
+    mup_embedding_multiplier: float = 1.0,
+    mup_output_multiplier: float = 1.0,
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -173,7 +180,7 @@ def build(
     """
     options = dict(locals())
     check_positive(**{name: options[name] for name in POSITIVE})
-    shape = _attention_shape(hidden_size, num_heads, num_kv_heads, head_dim, sliding_window)
+    mup, shape = mup_of(options), _attention_shape(options)
     scaling = RopeScaling(rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length)
     frequencies = rope_frequencies(shape.head_dim, rope_theta, scaling)
     num_blocks = math.gcd(ffn_size, num_kv_heads)  # tp divides num_kv_heads: more blocks would have no use
@@ -192,5 +199,5 @@ def build(
         tied=tied,
         sharding_plan=SHARDING_PLAN | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {}),
         units=(num_kv_heads, num_blocks),
-        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mtp_layers, mtp_loss_weight),
+        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mtp_layers, mtp_loss_weight, mup),
     )

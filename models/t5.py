@@ -165,5 +165,5 @@ def _assemble(
         },
         tied_weights=ties,
         selective_recompute=["*attention.core"],
-        loss_options=loss_options,
+        attributes=loss_options,
     )

@@ -82,11 +82,11 @@ LARGE_FILES = {
 }
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
-    "models/gpt2.py:build": 13,
-    "models/llama.py:build": 27,
+    "models/gpt2.py:build": 17,
+    "models/llama.py:build": 31,
     "models/t5.py:build": 17,
 }
-CORE_LINES, FRAMEWORK_LINES = 13_117, 49_573
+CORE_LINES, FRAMEWORK_LINES = 13_139, 49_762
 FACE = "meshwright"
 """The public API: names of any room and of launch, imported when they are used."""
 HIDDEN = {"meshwright.run.lock", FACE}

@@ -42,6 +42,8 @@ class ParameterGroup(Section):
     """Patterns of parameter names, such as ``block0.*`` or ``*.bias``."""
     learning_rate_factor: float = Field(default=1.0, ge=0)
     """Factor on the learning rate of every step."""
+    eps_factor: float = Field(default=1.0, gt=0)
+    """Factor on ``optimizer.eps``."""
     weight_decay: float | None = Field(default=None, ge=0)
     """Weight decay of the group. Default: ``optimizer.weight_decay`` for matrices, none for biases and norms."""
     frozen: bool = False

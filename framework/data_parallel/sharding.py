@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.mesh.comm import CollectiveHandle, Group
-from meshwright.parameters import ParameterInfo
+from meshwright.parameters import GroupSettings, ParameterInfo
 
 
 class Sharding(NamedTuple):
@@ -55,8 +55,7 @@ class BucketKind(NamedTuple):
     replicated_over_tp: bool
     sum_over_tp: bool
     tied: Tie | None
-    rate_factor: float = 1.0
-    weight_decay: float | None = None
+    settings: GroupSettings = GroupSettings()
 
     def owns(self, tp_rank: int) -> bool:
         """Return whether this tp rank counts the bucket in gradient norms and parameter numbers.
@@ -80,8 +79,8 @@ class StageParameter(NamedTuple):
     def kind(self) -> BucketKind:
         """Bucket kind. Only parameters of the same kind share a bucket."""
         info = self.info
-        group = info.rate_factor, info.weight_decay
-        return BucketKind(info.decays, info.in_blocks, info.slice is None, info.sum_over_tp, self.tied, *group)
+        whole = info.slice is None
+        return BucketKind(info.decays, info.in_blocks, whole, info.sum_over_tp, self.tied, info.settings)
 
 
 class BucketSlot(NamedTuple):

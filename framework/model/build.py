@@ -13,6 +13,7 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     loss_heads      [(shift of the labels, weight), ...]: the last layer returns a tuple of so many logits
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
     impossible      {"tp" | "sequence": reason why the model does not support it}
+    parameter_groups  as in the configuration; their factors multiply
 
 A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialise it.
 """
@@ -44,7 +45,7 @@ from meshwright.model.first_values import (
     find_owners,
     first_value,
 )
-from meshwright.model.groups import assign_groups, freeze
+from meshwright.model.groups import find_groups, freeze
 from meshwright.model.own_loss import in_float32
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import Draw, seed_dropouts, seeded
@@ -239,8 +240,7 @@ def configured_model(config: RunConfig) -> PlainModel:
         ModelError: see there; or the groups do not fit the model.
     """
     model = build_model(config.model.builder, config.model.options, config.run.seed)
-    shapes = {n: tuple(p.shape) for n, p in model.layers.named_parameters() if model.canonical(n) == n}
-    model.groups = assign_groups(shapes, config.model.parameter_groups)
+    model.groups = find_groups(model.layers, model.canonical, config)
     model.freeze(model.layers)
     if not any(parameter.requires_grad for parameter in model.layers.parameters()):
         raise ModelError("MW-MODEL-029", "model.parameter_groups freezes every parameter: there is nothing to train")

@@ -5,7 +5,8 @@
         {names = ["block0.*"], frozen = true},
     ]
 
-The first group with a matching pattern counts. A tied weight has one group, that of its canonical name.
+The first group with a matching pattern counts. A tied weight has one group, that of its canonical name. A model may
+carry such a list as an attribute too: its factors and those of the configuration multiply.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from fnmatch import fnmatchcase
 from pydantic import ValidationError
 from torch import nn
 
-from meshwright.config import ParameterGroup
+from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import error_place, find_function
 from meshwright.errors import ModelError
 
-_KEY = "model.parameter_groups"
+_KEY, _ATTRIBUTE = "model.parameter_groups", "the model's attribute parameter_groups"
 
 
 def assign_groups(
-    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[ParameterGroup] | str
+    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[ParameterGroup] | str, key: str = _KEY
 ) -> dict[str, ParameterGroup]:
     """Return canonical parameter name -> its group, for the parameters that have one.
 
-    ``shapes``: global shapes by canonical name.
+    ``shapes``: global shapes by canonical name. ``key``: source of the groups, for messages.
 
     Raises:
         ModelError: a pattern matches no parameter; or the user's function fails or returns something else.
@@ -41,13 +42,38 @@ def assign_groups(
         if not any(fnmatchcase(name, pattern) for name in shapes):
             close = difflib.get_close_matches(pattern, shapes, 1, cutoff=0.4)
             hint = f"the closest is {close[0]}" if close else f"they are {', '.join(list(shapes)[:5])}, ..."
-            raise ModelError("MW-MODEL-030", f"{_KEY}: {pattern!r} matches no parameter of the model; {hint}")
+            raise ModelError("MW-MODEL-030", f"{key}: {pattern!r} matches no parameter of the model; {hint}")
     assigned = {}
     for name in shapes:
         group = next((g for g in groups if any(fnmatchcase(name, pattern) for pattern in g.names)), None)
         if group is not None:
             assigned[name] = group
     return assigned
+
+
+def find_groups(layers: nn.Sequential, canonical: Callable[[str], str], config: RunConfig) -> dict[str, ParameterGroup]:
+    """Return canonical parameter name -> its group in the configuration or in the model's attribute, or both in one.
+
+    Of both, factors multiply. Other settings are the configuration's, and the model's where it leaves them out.
+    """
+    shapes = {name: tuple(p.shape) for name, p in layers.named_parameters() if canonical(name) == name}
+    declared = getattr(layers, "parameter_groups", None) or []
+    try:
+        own = assign_groups(shapes, [ParameterGroup.model_validate(group) for group in declared], _ATTRIBUTE)
+    except (TypeError, ValidationError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise ModelError("MW-MODEL-035", f"{_ATTRIBUTE} = {declared!r} is no list of groups: {why}") from error
+    chosen = assign_groups(shapes, config.model.parameter_groups)
+    found = own | chosen
+    for name in own.keys() & chosen.keys():
+        one, other = own[name].model_dump(), chosen[name].model_dump(exclude_unset=True)
+        factors = {key: one[key] * getattr(chosen[name], key) for key in ("learning_rate_factor", "eps_factor")}
+        found[name] = ParameterGroup(**(one | other | factors))
+    scaled = [name for name, group in found.items() if group.eps_factor != 1]
+    if scaled and config.optimizer.name == "sgd" and config.optimizer.builder is None:
+        what = f"{scaled[0]} has an eps_factor (muP sets them, and learning rates for AdamW)"
+        raise ModelError("MW-MODEL-036", f'{what}, but optimizer.name = "sgd": choose "adamw", or leave it out')
+    return found
 
 
 def freeze(layers: nn.Sequential, canonical: Callable[[str], str], groups: Mapping[str, ParameterGroup]) -> None:

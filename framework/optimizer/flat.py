@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright.config import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.own import ElementStates, build_own, element_states, is_state_name
+from meshwright.parameters import GroupSettings
 
 NORM_PIECE = 2**16
 """Elements per piece of the norm: squares are summed in float32 within a piece, and in float64 over pieces.
@@ -45,10 +46,8 @@ class OptimizerShard(NamedTuple):
     """Function that returns the gradient on the weights' device, which may be the host; blocks until complete."""
     after_step: Callable[[], None]
     """Function called after the step, to post the all-gather of the weights. Does not block."""
-    rate_factor: float = 1.0
-    """Factor on the learning rate."""
-    weight_decay: float | None = None
-    """Weight decay of the parameters' group; None: the configuration's if ``decays``, otherwise 0."""
+    settings: GroupSettings = GroupSettings()
+    """Settings of the parameters' group; its weight decay is the configuration's if None and ``decays``."""
 
 
 class FlatOptimizer:
@@ -77,24 +76,20 @@ class FlatOptimizer:
         self._order = list(range(len(self.shards)) if order is None else order)
         self._num_steps = 0
         decay = config.weight_decay
-        groups: dict[tuple[float, bool, float], list[nn.Parameter]] = {
-            (decay, True, 1.0): [],  # torch accepts empty groups, but no empty list
-            (decay, False, 1.0): [],
-            (0.0, False, 1.0): [],
+        groups: dict[tuple[bool, GroupSettings], list[nn.Parameter]] = {
+            (True, GroupSettings(weight_decay=decay)): [],  # torch accepts empty groups, but no empty list
+            (False, GroupSettings(weight_decay=decay)): [],
+            (False, GroupSettings(weight_decay=0.0)): [],
         }
         for parameter, shard in zip(self.parameters, self.shards, strict=True):
-            own_decay = decay * shard.decays if shard.weight_decay is None else shard.weight_decay
-            groups.setdefault((own_decay, shard.in_blocks, shard.rate_factor), []).append(parameter)
+            own_decay = shard.settings.weight_decay
+            own_decay = decay * shard.decays if own_decay is None else own_decay
+            settings = shard.settings._replace(weight_decay=own_decay)
+            groups.setdefault((shard.in_blocks, settings), []).append(parameter)
         self.inner = _build_optimizer(
             [
-                {
-                    "params": group,
-                    "lr": config.learning_rate,
-                    "weight_decay": own_decay,
-                    "rate_factor": factor,
-                    "eight_bit": in_blocks,
-                }
-                for (own_decay, in_blocks, factor), group in groups.items()
+                {"params": group, "lr": config.learning_rate, "eight_bit": in_blocks, **settings._asdict()}
+                for (in_blocks, settings), group in groups.items()
             ],
             config,
             allocate,
@@ -203,10 +198,10 @@ def _build_optimizer(
         return build_own(groups, config)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    groups = [{**group, "eps": config.eps * group["eps_factor"]} for group in groups]
     if config.name == "adamw8bit":
-        rate, betas, eps = config.learning_rate, config.betas, config.eps
-        return AdamW8bit(groups, config.block_size, allocate, lr=rate, betas=betas, eps=eps, fused=True)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+        return AdamW8bit(groups, config.block_size, allocate, betas=config.betas, fused=True)
+    return torch.optim.AdamW(groups, betas=config.betas, fused=True)
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

@@ -13,6 +13,7 @@ from meshwright.errors import ConfigError
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard, states_of
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.optimizer.own import element_states
+from meshwright.parameters import GroupSettings
 
 HERE = "tests.optimizer.test_own"
 
@@ -142,7 +143,14 @@ def test_a_group_that_mixes_learning_rates_is_refused() -> None:
 
 def _shard(weights: Tensor, gradient: Tensor, factor: float = 1.0, decay: float | None = None) -> OptimizerShard:
     return OptimizerShard(
-        weights, gradient, True, False, True, lambda: gradient, lambda: None, rate_factor=factor, weight_decay=decay
+        weights,
+        gradient,
+        True,
+        False,
+        True,
+        lambda: gradient,
+        lambda: None,
+        settings=GroupSettings(rate_factor=factor, weight_decay=decay),
     )
 
 

@@ -20,7 +20,7 @@ def plain_optimizer(
     """Return torch's or the user's optimizer on whole parameters; for ``adamw8bit`` the framework's.
 
     ``own_groups``: canonical parameter name -> its group of ``model.parameter_groups``. Those parameters come last, in
-    one torch group each, with "rate_factor" beside "lr".
+    one torch group each, with "rate_factor" and "eps_factor" beside "lr"; AdamW's also have their "eps".
     """
     others = [p for name, p in parameters.items() if name not in own_groups]
     groups: list[dict[str, Any]] = [
@@ -31,7 +31,8 @@ def plain_optimizer(
         if (parameter := parameters.get(name)) is not None:
             decay = config.weight_decay if parameter.dim() >= 2 else 0.0
             decay = decay if wanted.weight_decay is None else wanted.weight_decay
-            groups.append({"params": [parameter], "weight_decay": decay, "rate_factor": wanted.learning_rate_factor})
+            factors = {"rate_factor": wanted.learning_rate_factor, "eps_factor": wanted.eps_factor}
+            groups.append({"params": [parameter], "weight_decay": decay, **factors})
     if config.builder is not None:
         filled = [{"lr": config.learning_rate, **group} for group in groups if group["params"]]
         factor_of = {id(p): group.get("rate_factor", 1.0) for group in groups for p in group["params"]}
@@ -43,6 +44,8 @@ def plain_optimizer(
         return own
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
+    for group in groups[2:]:
+        group["eps"] = config.eps * group["eps_factor"]
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
     if config.name == "adamw8bit":
         narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]

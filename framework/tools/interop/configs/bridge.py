@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from meshwright.tools.interop.configs import megatron
 from meshwright.tools.interop.configs.bridge_keys import FLAGS, INVERTED, REFUSED, REST, USUAL
-from meshwright.tools.interop.configs.source_keys import MUP, SourceKey, is_off
+from meshwright.tools.interop.configs.source_keys import SourceKey, is_off
 from meshwright.tools.interop.configs.translation import Draft
 
 OTHER_MODELS = re.compile(r"vl|vision|omni|audio|mamba|hybrid|t5|mimo|moe|asr|flux|diffusion", re.IGNORECASE)
@@ -53,6 +53,9 @@ def translate(draft: Draft, ranks: int | None) -> None:
         _model(draft)
     _blend(draft)
     _weight_decay(draft)
+    own = draft.items.get("embedding-init-method-std")
+    if own is not None and own.value == draft.value("init-method-std", 0.02):
+        del draft.items["embedding-init-method-std"]  # filled in by megatron-core
     precision = draft.items.get("mixed_precision")
     if precision is not None and isinstance(precision.value, str):
         kind = "bf16" if "bf16" in precision.value else "fp16" if "fp16" in precision.value else "mixed_precision"
@@ -77,9 +80,7 @@ def _model(draft: Draft) -> None:
     target = draft.text(TARGET) or ""
     if OTHER_MODELS.search(target.rpartition(".models.")[2]):
         raise draft.unsupported_model(TARGET, "images, sound, experts or layers of several kinds")
-    if draft.has("model.use_mup") and draft.boolean("model.use_mup"):
-        draft.refuse("model.use_mup", MUP, final=True)
-    draft.skip("model.mup_*")
+    draft.skip("model.mup_width_mult")  # follows from the hidden sizes
     gated = draft.boolean("model.gated_linear_unit")
     activation = (draft.text(ACTIVATION) or "").rpartition(".")[2]
     if gated and activation in ("silu", "swish"):

@@ -22,6 +22,7 @@ OF_MODEL = """
     linear_attention_freq experimental_attention_variant attention_output_gate softmax_scale no_rope_freq qk_clip
     glu_linear_offset activation_func_clamp_value enable_mhc_connections embedding_init_method_std
     heterogeneous_layers_config_path hybrid_layer_pattern hybrid_override_pattern
+    use_mup mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power
     calculate_per_token_loss fp8 fp8_recipe fp4 cross_entropy_fusion_impl
 """
 """Fields of ``model`` with the name of their flag."""
@@ -134,7 +135,7 @@ USUAL: dict[str, object] = {
 }
 """Field -> the value that it has in most files, and that changes nothing here."""
 REST = (
-    DropRule("peft* model.mup_* optimizer.muon_* optimizer.lion_* model.mtp_*", DropReason.NEEDLESS),
+    DropRule("peft* optimizer.muon_* optimizer.lion_* model.mtp_*", DropReason.NEEDLESS),
     DropRule("model.fp8* model.fp4* mixed_precision.fp8* mixed_precision.fp4*", DropReason.NONE, "no float8"),
     DropRule("tokenizer.*", DropReason.BY_HAND, TOKENIZER),
     DropRule("profiling.*", DropReason.NONE, TRACING),

@@ -12,6 +12,7 @@ from meshwright.tools.interop.configs.megatron_batch import batch
 from meshwright.tools.interop.configs.megatron_data import data
 from meshwright.tools.interop.configs.megatron_keys import FEEDS, REFUSED, REST
 from meshwright.tools.interop.configs.megatron_model import MAX_LAYERS, model
+from meshwright.tools.interop.configs.megatron_mup import OWN_MUP
 from meshwright.tools.interop.configs.megatron_optimizer import learning_rate, optimizer
 from meshwright.tools.interop.configs.shell import LAUNCHER
 from meshwright.tools.interop.configs.source_keys import DropReason, DropRule, SourceKey, is_off
@@ -60,6 +61,9 @@ def translate(draft: Draft, ranks: int | None, more: Sequence[DropRule] = ()) ->
     for name, why in REFUSED.items():
         if draft.has(name) and not is_off(draft.value(name)):
             draft.refuse(name, why)
+    if draft.own_model and draft.boolean("use-mup"):
+        draft.refuse("use-mup", OWN_MUP)
+        draft.skip("mup-*")
     _leave_open(draft)
     draft.drop_rest((*more, *REST))
 

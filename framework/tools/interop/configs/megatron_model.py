@@ -6,6 +6,7 @@ import re
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.megatron_form import DecoderForm, form_of
+from meshwright.tools.interop.configs.megatron_mup import mup
 from meshwright.tools.interop.configs.megatron_others import refuse_others
 from meshwright.tools.interop.configs.source_keys import HALVES, DropReason, is_off
 from meshwright.tools.interop.configs.translation import Draft
@@ -55,6 +56,7 @@ def model(draft: Draft) -> int | None:
     draft.put("model.options.init_std", None if std == 0.02 else std)
     _attention(draft, hidden, heads)
     _multi_token(draft, form)
+    mup(draft, hidden, heads)
     if form.is_rotary:
         _positions(draft)
     _follow_unset(draft, is_llama=is_llama)

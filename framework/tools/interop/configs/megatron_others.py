@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from meshwright.tools.interop.configs.shell import PROGRAM
-from meshwright.tools.interop.configs.source_keys import MUP, DropReason, DropRule, is_off, is_variable
+from meshwright.tools.interop.configs.source_keys import DropReason, DropRule, is_off, is_variable
 from meshwright.tools.interop.configs.translation import Draft
 
 OTHER = {
@@ -75,11 +75,10 @@ def refuse_others(draft: Draft) -> None:
     if provider not in (None, "gpt"):
         draft.refused.append(draft.unsupported_model("model-provider", f"the architecture {provider}"))
     for name, what in OTHER.items():
+        if name == "softmax-scale" and draft.boolean("use-mup"):
+            continue  # see megatron_mup.py
         if draft.has(name) and not is_off(draft.value(name)) and str(draft.value(name)) not in ("0", "False", "false"):
             draft.refused.append(draft.unsupported_model(name, what))
-    if draft.boolean("use-mup"):
-        draft.refuse("use-mup", MUP, final=True)
-    draft.skip("mup-*")  # without effect unless --use-mup is set
 
 
 def _is_of_bert(name: str, value: object) -> bool:

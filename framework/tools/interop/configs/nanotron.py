@@ -12,7 +12,7 @@ from meshwright.config.keys import format_value
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.nanotron_keys import CONFIG, FACTORY, GATES, NOT_LLAMA, REST, SCHEDULES, Z_LOSS
 from meshwright.tools.interop.configs.nanotron_optimizer import optimizer
-from meshwright.tools.interop.configs.source_keys import CORPUS, MUP, PREPARED, PRETRAINED, DropReason, is_off
+from meshwright.tools.interop.configs.source_keys import CORPUS, PREPARED, PRETRAINED, SPECTRAL_MUP, DropReason, is_off
 from meshwright.tools.interop.configs.translation import Draft
 
 STAND_IN = "runs/data/corpus/train"
@@ -107,7 +107,7 @@ def _initial(draft: Draft) -> None:
     """Translate the initial weights: nanotron's ``RandomInit``, or muP's, which are scaled by width."""
     method = "model.init_method"
     if draft.boolean(f"{method}.use_mup"):
-        draft.refuse(f"{method}.use_mup", MUP, final=True)
+        draft.refuse(f"{method}.use_mup", SPECTRAL_MUP)
     if draft.has(f"{method}.path"):
         draft.refuse(f"{method}.path", PRETRAINED)
     std = draft.number(f"{method}.std", 0.02)

@@ -74,9 +74,10 @@ PRETRAINED = (
 TRACING = "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"
 METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
 BALANCE = "pipeline.balance, as numbers of layers"
-MUP = (
-    "muP scales initial weights, learning rates and logits by the width. None of these scales exists here, so the same "
-    "learning rate would train another model"
+SPECTRAL_MUP = (
+    "spectral muP draws each matrix with standard deviation min(1, sqrt(out / in)) / sqrt(in), and scales its learning "
+    "rate by out / in. muP here (model.options.mup_base_size) is relative to a base width, with init_std and one "
+    "factor for all matrices of the blocks, so the same learning rate would train another model"
 )
 HALVES = "halves are rotated, not neighbours: it only matters for imported weights"
 

@@ -34,6 +34,8 @@ class TensorMapping(NamedTuple):
     """True if theirs is stored as (inputs, outputs), as in GPT-2's Conv1D."""
     same_as: tuple[str, ...] = ()
     """Further transformers names under which files may repeat this tensor (tied weights); never written."""
+    factors: tuple[float, ...] = ()
+    """Factors on the first parts of ours where it is split; (): all as they are."""
 
     def shapes(self, ours: Shape) -> dict[str, Shape]:
         """Return the name and shape of each transformers tensor, given the global shape of ours."""
@@ -58,6 +60,10 @@ class TensorMapping(NamedTuple):
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the contiguous values of each transformers tensor, one at a time."""
+        if any(factor != 1 for factor in self.factors):
+            ours = ours.clone()
+            for part, factor in zip(self._parts(ours), self.factors, strict=False):
+                part.mul_(factor)
         if not self.rows:
             yield self.theirs[0], self._transpose(ours).contiguous()
             return

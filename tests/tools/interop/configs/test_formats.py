@@ -174,7 +174,6 @@ def test_the_run_config_of_megatron_bridge(tmp_path: Path) -> None:
         ("peft: null", "peft:\n  dim: 32", "peft.dim = 32: adapters"),
         ("start_weight_decay: 0.033", "start_weight_decay: 0.01", "the weight decay is constant here"),
         ("softmax_type: vanilla", "softmax_type: learnable", "one kind of softmax here"),
-        ("qk_layernorm: true", "use_mup: true", "muP scales"),
         ("rampup_batch_size: null", "rampup_batch_size: [2, 7, 100]", "no number of increments leads from"),
         ("pretrained_checkpoint: null", "pretrained_checkpoint: /w", "would start from random weights"),
     ],

@@ -29,12 +29,6 @@ RATE = "    lr_decay_style: cosine\n"
 TITAN = samples.TORCHTITAN_PIPELINE
 
 FINAL = [
-    ("a.sh", LLAMA.replace("--swiglu", "--swiglu --use-mup --mup-base-hidden-size 16"), "--use-mup: muP scales"),
-    (
-        "a.yaml",
-        samples.NANOTRON.replace("    std: 0.025", "    use_mup: true"),
-        "model.init_method.use_mup = true: muP",
-    ),
     (
         "a.sh",
         LLAMA.replace("pretrain_gpt.py", "examples/multimodal/train.py"),
@@ -66,7 +60,7 @@ def test_another_model_is_never_imported_as_a_llama(
 ) -> None:
     path = tmp_path / name
     path.write_text(text)
-    words = ["use-mup", "model.init_method.use_mup", "num-experts", "mtp-num-layers", "language-model-type"]
+    words = ["num-experts", "mtp-num-layers", "language-model-type"]
     options = [word for key in words for word in ("--without", key)]
     assert main(["config", "import", str(path), *options]) == 2
     shown = capsys.readouterr()
@@ -104,6 +98,10 @@ REFUSED = [
     ("a.yaml", samples.NANOTRON.replace("cosine", "1-sqrt"), "optimizer.learning_rate_scheduler.lr_decay_style",
      "no such decay"),
     ("a.yaml", samples.NANOTRON.replace("    std: 0.025", "    path: /w"), "model.init_method.path", "random weights"),
+    ("a.yaml", samples.NANOTRON.replace("    std: 0.025", "    use_mup: true"), "model.init_method.use_mup",
+     "spectral muP draws each matrix"),
+    ("a.sh", LLAMA.replace("--swiglu", "--swiglu --use-mup --mtp-num-layers 1"), "use-mup", "modules of multi-token"),
+    ("a.sh", f"--use-mup --optimizer sgd {FLAGS}", "use-mup", "muP here is AdamW's"),
     ("a.yaml", samples.NANOTRON.replace("resume_checkpoint_path: null", "resume_checkpoint_path: /w"),
      "checkpoints.resume_checkpoint_path", "would start from random weights"),
     ("a.yaml", samples.NANOTRON + "doremi:\n  domain_names: [a, b]\n", "doremi.domain_names", "weights of corpora"),

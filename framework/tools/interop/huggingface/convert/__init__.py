@@ -5,6 +5,7 @@ exporting.py  plan of the export of a checkpoint: config.json and the files besi
 weights.py    the tensors of the files, checked against the model
 families.py   the supported model types: gpt2.py, decoders.py (Llama, Mistral, Qwen2, Qwen3) with rope.py, t5.py
 family.py     table of one model type: config.json <-> model.options, transformers <-> meshwright tensors
+mup.py        muP's multipliers, folded into exported weights
 settings.py   validated access to the fields of a config.json
 side_files.py tokenizer and generation files: checked against the model, written if they are missing
 """

@@ -11,6 +11,7 @@ from meshwright.config import RunConfig
 from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.families import family_of_model, with_defaults
 from meshwright.tools.interop.huggingface.convert.family import Family
+from meshwright.tools.interop.huggingface.convert.mup import fold_multipliers
 from meshwright.tools.interop.huggingface.convert.rope import ORIGINAL_LENGTH
 from meshwright.tools.interop.huggingface.export import ExportPlan, export
 from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, write_json
@@ -25,7 +26,8 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
     imported_files = side_files.side_file_directory(checkpoint.parent.parent, config)
     family = family_of_model(config, side_files.imported_config(imported_files).get("model_type"))
     options = with_defaults(family.builder, config.model.options)
-    notes = _vocabulary_notes(imported_files, config, options)
+    rules, folded = fold_multipliers(family.rules(options), options)
+    notes = [*folded, *_vocabulary_notes(imported_files, config, options)]
     modules = options.get("mtp_layers", 0)
     if modules:
         notes = [*notes, f"mtp*: {family.architecture} has no multi-token prediction: {modules} modules are left out"]
@@ -40,7 +42,6 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
 
     loader = "AutoModelForSeq2SeqLM" if family.task == "span_corruption" else "AutoModelForCausalLM"
     left_out = ("mtp*",) if modules else ()
-    rules = family.rules(options)
     return ExportPlan(family.architecture, rules, "its configuration", write_files, loader, left_out)
 
 

@@ -28,6 +28,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.families import family_of_type, with_defaults
 from meshwright.tools.interop.huggingface.convert.family import Family
+from meshwright.tools.interop.huggingface.convert.mup import refuse_multipliers
 from meshwright.tools.interop.huggingface.convert.settings import Settings
 from meshwright.tools.interop.huggingface.convert.weights import (
     check_tensors,
@@ -104,6 +105,7 @@ def import_model(
             f"model.options.mtp_layers = {config.model.options['mtp_layers']}: {source_path} has no weights for "
             f"modules of multi-token prediction, and an import draws none: leave it out",
         )
+    refuse_multipliers(with_defaults(family.builder, config.model.options))
     notes = [*settings.notes, *_vocabulary(source_path, config)]
     shapes = _shapes(config)
     rules = family.rules(with_defaults(family.builder, config.model.options))
