@@ -173,6 +173,8 @@ def _corpus(config: RunConfig) -> str | None:
     data = config.data
     if data.builder is not None:
         given = [f"data.{name} = {format_value(getattr(data, name))}" for name in _changed(data, *CORPUS_KEYS)]
+        if not given and data.processes and not data.workers:
+            return "data.processes = true has no effect with data.workers = 0: set the number of workers"
         if not given:
             return None
         return f"{' and '.join(given)} without effect: the samples come from data.builder; leave one or the other out"
@@ -181,7 +183,7 @@ def _corpus(config: RunConfig) -> str | None:
             "data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes one), "
             'or set data.builder = "module:function" for a dataset of your own'
         )
-    if without := _changed(data, "options", "collate", "workers"):
+    if without := _changed(data, "options", "collate", "workers", "processes"):
         return f"data.{without[0]} has no effect without data.builder: leave it out"
     form = [f"data.{name}" for name in _changed(data, *CORPUS_FORM)]
     if form and data.task == "span_corruption":

@@ -132,6 +132,8 @@ class Data(Section):
     """Function of (list of samples) that returns (inputs, labels) with the samples along the first dim."""
     workers: int = Field(default=0, ge=0, le=16)
     """Threads of each rank that read and collate samples of the dataset ahead. 0: none."""
+    processes: bool = False
+    """Give each of these threads a process that runs the Python code of the dataset or of ``collate``."""
 
 
 class Batch(Section):

@@ -20,7 +20,7 @@ from meshwright.config import RunConfig
 from meshwright.config.functions import error_place, find_function
 from meshwright.data.collate import Collate, make_collate, sha256_of, specs_of
 from meshwright.data.corpus import IGNORE
-from meshwright.data.read_ahead import ReadAhead, Steps
+from meshwright.data.read_ahead import ReadAhead, Start, Steps
 from meshwright.data.stream import Stream, is_stream
 from meshwright.errors import DataError
 
@@ -80,16 +80,17 @@ class DatasetSource(NamedTuple):
 
         Past the end of a dataset that is read once, rows repeat sample 0 with IGNORE labels.
         """
-        return self._read(indices) if self.ahead is None else self.ahead.read(indices)
+        return self.compute(indices) if self.ahead is None else self.ahead.read(indices)
 
-    def _read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+    def compute(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
+        """Return the samples of these indices, read now and in this thread."""
         numbers = [self.order(index) for index in indices]
         inputs, labels = self.samples.collate([self.samples.raw(n or 0) for n in numbers], [n or 0 for n in numbers])
         return inputs, ignore_rows(labels, [number is None for number in numbers])
 
-    def with_workers(self, num_workers: int, steps: Steps) -> DatasetSource:
-        """Return the source with threads that read ahead."""
-        return self._replace(ahead=ReadAhead(lambda indices: indices, self._read, num_workers, steps))
+    def with_workers(self, num_workers: int, steps: Steps, start_process: Start | None = None) -> DatasetSource:
+        """Return the source with threads that read ahead; each with a process if ``start_process`` is given."""
+        return self._replace(ahead=ReadAhead(list, self.compute, num_workers, steps, start_process))
 
 
 def ignore_rows(labels: Tensor, ignored: Sequence[bool]) -> Tensor:

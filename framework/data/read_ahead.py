@@ -4,7 +4,8 @@
 
 The rank's next indices follow from the present ones: its replica reads blocks of ``chunks`` micro-batches, one block in
 each global batch. A wrong guess costs time, never an answer: samples follow from their indices. The queue holds two
-micro-batches for each thread. Threads are daemons and end with the process.
+micro-batches for each thread. Threads are daemons and end with the process. With ``data.processes`` each thread has a
+process that finishes, see :mod:`meshwright.data.worker_process`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 from meshwright.config import Batch, phases
 
 Samples = tuple[Any, Tensor]
+Start = Callable[[], Callable[[Any], Samples]]
+"""Start of a process; returns the function that it computes."""
 
 
 class Steps:
@@ -65,9 +68,13 @@ class ReadAhead:
         finish: Callable[[Any], Samples],
         num_workers: int,
         steps: Steps,
+        start_process: Start | None = None,
     ) -> None:
-        """Run ``gather`` in the order of the reads, one at a time, and ``finish`` of its result in all threads."""
-        self._gather, self._finish = gather, finish
+        """Run ``gather`` in the order of the reads, one at a time, and ``finish`` of its result in all threads.
+
+        ``start_process``: starts a process for a thread and returns the ``finish`` that it computes.
+        """
+        self._gather, self._finish, self._start_process = gather, finish, start_process
         self._num_workers, self._steps = num_workers, steps
         self._jobs: queue.SimpleQueue[tuple[range, Future[Samples]]] = queue.SimpleQueue()
         self._in_order = threading.Lock()
@@ -107,6 +114,7 @@ class ReadAhead:
             threading.Thread(target=self._serve, name=f"data-{number}", daemon=True).start()
 
     def _serve(self) -> None:
+        finish = self._finish if self._start_process is None else self._start_process()
         while True:
             with self._in_order:
                 wanted, future = self._jobs.get()
@@ -116,6 +124,6 @@ class ReadAhead:
                     future.set_exception(error)
                     continue
             try:
-                future.set_result(self._finish(gathered))
+                future.set_result(finish(gathered))
             except BaseException as error:
                 future.set_exception(error)

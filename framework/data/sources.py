@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from meshwright.data.stages import StageBlend, open_stages
 from meshwright.data.stream import Stream
 from meshwright.data.stream_source import StreamSource as StreamSource
 from meshwright.data.tokenizer import end_of_document_id, load
+from meshwright.data.worker_process import WorkerProcess
 from meshwright.errors import ConfigError, DataError
 from meshwright.model.build import vocabulary_size
 from meshwright.seeding import derive
@@ -50,7 +52,8 @@ def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
     if config.data.builder is not None and validation is not None:
         _check_like(training, validation)
     if isinstance(training, DatasetSource | StreamSource) and config.data.workers:
-        training = training.with_workers(config.data.workers, Steps(config.batch))
+        start = partial(WorkerProcess, config) if config.data.processes else None
+        training = training.with_workers(config.data.workers, Steps(config.batch), start)
     return training, validation
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.data.dataset import ignore_rows
-from meshwright.data.read_ahead import ReadAhead, Steps
+from meshwright.data.read_ahead import ReadAhead, Start, Steps
 from meshwright.data.stream import Stream
 
 
@@ -37,7 +37,7 @@ class StreamSource:
         """
         key = indices[0], len(indices)
         if key not in self._read:
-            self._read[key] = self._finish(self._gather(indices)) if self.ahead is None else self.ahead.read(indices)
+            self._read[key] = self.compute(self._gather(indices)) if self.ahead is None else self.ahead.read(indices)
             while sum(length for _, length in self._read) > self._kept and len(self._read) > 1:
                 self._read.popitem(last=False)
         return self._read[key]
@@ -50,9 +50,9 @@ class StreamSource:
         """Accept a place from a checkpoint."""
         self.stream.restore(state)
 
-    def with_workers(self, num_workers: int, steps: Steps) -> StreamSource:
-        """Return the source with threads that read ahead."""
-        self.ahead = ReadAhead(self._gather, self._finish, num_workers, steps)
+    def with_workers(self, num_workers: int, steps: Steps, start_process: Start | None = None) -> StreamSource:
+        """Return the source with threads that read ahead; each with a process that collates if one can be started."""
+        self.ahead = ReadAhead(self._gather, self.compute, num_workers, steps, start_process)
         return self
 
     def _gather(self, indices: Sequence[int]) -> list[tuple[int, Any, bool]]:
@@ -61,6 +61,7 @@ class StreamSource:
         numbers = [(index, False) if end is None or index < end else (0, True) for index in indices]
         return [(number, self.stream.raw(number), is_past) for number, is_past in numbers]
 
-    def _finish(self, gathered: list[tuple[int, Any, bool]]) -> tuple[Any, Tensor]:
+    def compute(self, gathered: list[tuple[int, Any, bool]]) -> tuple[Any, Tensor]:
+        """Return (inputs, labels) of (number, raw sample, past the end) of each row."""
         inputs, labels = self.stream.collate([raw for _, raw, _ in gathered], [number for number, _, _ in gathered])
         return inputs, ignore_rows(labels, [is_past for _, _, is_past in gathered])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -69,6 +72,13 @@ class Buffered(Stateful):
         yield from buffer
 
 
+class Handles(Plain):
+    """Yields what no other process can have."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((number, threading.Lock()) for number in range(self.length))
+
+
 class From:
     """Begins at any number."""
 
@@ -111,6 +121,7 @@ def once() -> Iterator[Any]:
 
 
 KINDS = {
+    "handles": Handles,
     "plain": Plain, "stateful": Stateful, "late": Late, "buffered": Buffered, "from": From, "large": Large,
     "binary": Binary, "noise": Noise, "breaks": Breaks, "slow": Slow, "once": once, "empty": lambda: Plain(0),
 }  # fmt: skip
@@ -128,6 +139,23 @@ def rows(split: str) -> Any:
 def collate(numbers: list[int]) -> Any:
     pairs = [sample(number) for number in numbers]
     return torch.stack([pair[0] for pair in pairs]), torch.stack([pair[1] for pair in pairs])
+
+
+def leaving(numbers: list[int]) -> Any:
+    """Ends the process that is not the one of the test."""
+    if "worker_main" in "".join(sys.argv):
+        os._exit(3)
+    return collate(numbers)
+
+
+def elsewhere(numbers: list[int]) -> Any:
+    if "worker_main" in "".join(sys.argv):
+        raise ValueError("only in another process")
+    return collate(numbers)
+
+
+def first_of(handles: list[Any]) -> Any:
+    return collate([first if isinstance(first, int) else 0 for first, _ in handles])
 
 
 def padded(numbers: list[int]) -> Any:

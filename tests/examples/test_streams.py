@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +61,17 @@ def expected(kind: str, first: int, count: int) -> torch.Tensor:
     return torch.stack([streams.sample(at, 0 if kind == "from" else epoch)[1] for epoch, at in pairs])
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-@pytest.mark.parametrize("kind", ["stateful", "plain", "from"])
-def test_any_order_of_reads_gives_the_samples_of_their_indices(tmp_path: Path, kind: str, workers: int) -> None:
-    source = opened(tmp_path, kind, data={"workers": workers} | base(kind))
+PROCESSES = {"workers": 2, "processes": True}
+
+
+KINDS_READ = [(kind, keys) for kind in ("stateful", "plain", "from") for keys in ({}, {"workers": 3})]
+
+
+@pytest.mark.parametrize(("kind", "workers"), [*KINDS_READ, ("stateful", PROCESSES)])
+def test_any_order_of_reads_gives_the_samples_of_their_indices(
+    tmp_path: Path, kind: str, workers: dict[str, Any]
+) -> None:
+    source = opened(tmp_path, kind, data=workers | base(kind))
     for first in (4, 5, 6, 7, 5, 12, 13, 0, 60, 61, 3, 40):  # forward, again, back, over several epochs
         assert torch.equal(samples(source, first, 1).labels, expected(kind, first, 1)), first
     assert torch.equal(samples(source, 17, 9).labels, expected(kind, 17, 9))
@@ -119,14 +131,14 @@ def test_a_stream_that_cannot_be_exact_is_refused_before_the_launch(tmp_path: Pa
         draw_blueprint(config_of(tmp_path, kind))
 
 
-def rows_of(tmp_path: Path, function: str, workers: int = 0) -> Source:
-    data = {"builder": f"{STREAMS}:rows", "options": {}, "collate": f"{STREAMS}:{function}", "workers": workers}
+def rows_of(tmp_path: Path, function: str, **keys: Any) -> Source:
+    data = {"builder": f"{STREAMS}:rows", "options": {}, "collate": f"{STREAMS}:{function}", **keys}
     return open_sources(config_of(tmp_path, data=data))[0]
 
 
-@pytest.mark.parametrize("workers", [0, 4])
-def test_a_map_style_dataset_with_collate_and_workers(tmp_path: Path, workers: int) -> None:
-    source = rows_of(tmp_path, "collate", workers)
+@pytest.mark.parametrize("workers", [{}, {"workers": 4}, PROCESSES], ids=["alone", "threads", "processes"])
+def test_a_map_style_dataset_with_collate_and_workers(tmp_path: Path, workers: dict[str, Any]) -> None:
+    source = rows_of(tmp_path, "collate", **workers)
     assert isinstance(source, DatasetSource)
     for first in (0, 1, 2, 3, 0, 8, 9, 80, 3):
         wanted = streams.sample(source.order(first) or 0)[1]
@@ -154,6 +166,60 @@ def test_an_error_in_a_worker_is_the_error_of_the_read(tmp_path: Path) -> None:
     assert torch.equal(samples(source, 4, 1).labels, expected("breaks", 4, 1))
     with pytest.raises(DataError, match=r"sample 17 of epoch 0 failed at .*streams\.py:\d+: ValueError: record 18"):
         samples(source, 17, 1)
+
+
+def children() -> set[int]:
+    """Processes that this one has started."""
+    text = "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+    return {int(each) for each in text.split()}
+
+
+@pytest.mark.parametrize("ending", ["exit", "kill"])
+def test_a_process_that_dies_is_one_message(tmp_path: Path, ending: str) -> None:
+    source = rows_of(tmp_path, "leaving" if ending == "exit" else "collate", **PROCESSES)
+    before = children()
+    if ending == "exit":
+        with pytest.raises(DataError, match=r"a process of data.workers has died .exit code 3.*MW-DATA-117"):
+            samples(source, 6, 1)
+        return
+    samples(source, 6, 1)
+    for each in children() - before:
+        os.kill(each, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"has died .exit code -9.*memory may have run out.*MW-DATA-117"):
+        for first in range(7, 80, 8):
+            samples(source, first, 1)
+
+
+def test_errors_in_a_process_are_those_of_the_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"failed at .*streams\.py:\d+: ValueError: only in another process.*MW-DATA-106"
+    ):
+        samples(rows_of(tmp_path, "elsewhere", **PROCESSES), 3, 1)
+    source = opened(tmp_path, "handles", data=PROCESSES | base("handles") | {"collate": f"{STREAMS}:first_of"})
+    with pytest.raises(DataError, match=r"cannot be pickled .*: yield plain values.*MW-DATA-119"):
+        samples(source, 3, 1)
+
+
+def test_processes_end_with_the_rank(tmp_path: Path) -> None:
+    script = (
+        "from tests.examples.test_streams import *;"
+        f"samples(rows_of(Path({str(tmp_path)!r}), 'collate', **PROCESSES), 6, 1); print(*children(), flush=True);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    started = [int(each) for each in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(started) == 2, done.stderr
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{each}").exists() for each in started):
+        assert time.monotonic() < deadline, "processes outlive their rank"
+        time.sleep(0.05)
 
 
 def test_workers_read_ahead_and_no_further(tmp_path: Path) -> None:

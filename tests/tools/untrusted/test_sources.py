@@ -24,6 +24,8 @@ UNSAFE = re.compile(
 ALLOWED = {
     ("launch/pool.py", "pickle.loads"): "pipes between processes that this one has forked",
     ("launch/worker.py", "pickle.loads"): "the same pipes, from the forked side",
+    ("framework/data/worker_process.py", "pickle.loads"): "a pipe from a process that this one has started",
+    ("framework/data/worker_main.py", "pickle.loads"): "the pipe from the process that has started this one",
     (
         "framework/config/functions.py",
         "importlib.import_module",
