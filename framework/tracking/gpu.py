@@ -11,7 +11,6 @@ not. Without nvidia-ml-py or NVML there are no metrics, and one line with the re
 
 from __future__ import annotations
 
-import importlib
 import json
 import threading
 import time
@@ -85,7 +84,8 @@ class NvmlDevice:
 
 def open_device(device: torch.device) -> NvmlDevice:
     """Return a CUDA device in NVML. Raises ImportError without nvidia-ml-py, NVMLError without NVML or the device."""
-    nvml = importlib.import_module("pynvml")
+    import pynvml as nvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
     nvml.nvmlInit()
     return NvmlDevice(nvml, str(torch.cuda.get_device_properties(device).uuid))
 
