@@ -141,6 +141,8 @@ def _unusable(value: Any) -> str | None:
         return "a date is not allowed; text goes in quotes"
     if isinstance(value, float) and not math.isfinite(value):
         return "not a finite number"
+    if isinstance(value, str) and "\x00" in value:
+        return "it has a NUL character"
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()

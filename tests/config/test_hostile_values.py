@@ -30,3 +30,16 @@ def test_each_is_kept_or_refused_by_name(section: str) -> None:
             else:
                 assert parse(dump(config)) == config, (key, value)
     assert num_refused > 20
+
+
+def test_no_text_has_a_nul_character() -> None:
+    """Of paths it would be a ValueError, where they are opened."""
+    for key in (
+        "data.train",
+        "pipeline.schedule_file",
+        "parallel.offload_directory",
+        "launch.cluster",
+        "model.options.x",
+    ):
+        with pytest.raises(ConfigError, match=rf"{key} = .* cannot be used \(it has a NUL character\)"):
+            load(DEMO, [f"--{key}=a\x00b"])
