@@ -112,7 +112,7 @@ def verify(options: argparse.Namespace, _: list[str]) -> int:
         )
     damaged = fingerprint.damaged_files(folder, expected)
     for name in expected.files:
-        put(f"{folder / name}: {'differs, or is missing' if name in damaged else 'whole'}")
+        put(f"{folder / name}: {'differs, or is missing' if name in damaged else 'unchanged'}")
     return 1 if damaged else 0
 
 

@@ -71,6 +71,7 @@ def _check_cuda(job: Job) -> list[str]:
     """Take a step of each kind of rank on fake CUDA tensors, print the findings and return what NCCL would refuse."""
     from meshwright.tools.dryrun.cuda.process import describe_cuda_steps, take_cuda_steps
 
+    tell("--device cuda: compiling the fake CUDA device, then taking a step of each kind of rank")
     per_stage = job.grid.dp * job.grid.tp
     steps = take_cuda_steps(job.short_config, [kind * per_stage for kind in dict.fromkeys(job.representatives)])
     put(describe_cuda_steps(steps))
@@ -123,8 +124,8 @@ def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
         works.append(f"--nodes {ranks // per_node}")
     elif ranks % num_nodes == 0:
         works.append(f"--devices-per-node {ranks // num_nodes}")
-    works += [] if works else ["leave --nodes out"]
-    raise ConfigError("MW-LAUNCH-020", f"{available}, and the degrees make {needed}: take {', or '.join(works)}")
+    advice = f"pass {', or '.join(works)}" if works else "leave --nodes and --devices-per-node out"
+    raise ConfigError("MW-LAUNCH-020", f"{available}, and the degrees make {needed}: {advice}")
 
 
 def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, str]:

@@ -39,7 +39,7 @@ PATTERNS = {
     "namespace": (LABEL, "lower-case letters, digits and dashes"),
     "claim": (LABEL, "the name of a PersistentVolumeClaim"),
     "image": (r"[A-Za-z0-9][A-Za-z0-9./:@_-]*", "an image such as registry/team/train:1.0"),
-    "memory": (r"[0-9]+(Ki|Mi|Gi|Ti)", "such as 512Gi"),
+    "memory": (r"[0-9]+(Ki|Mi|Gi|Ti)", "a size such as 512Gi"),
     "mount": (r"/[A-Za-z0-9_./-]*", "an absolute path of letters, digits and ./_-"),
 }
 """Option -> (pattern of its value, description of that pattern)."""
@@ -49,7 +49,7 @@ def kubernetes(options: argparse.Namespace, overrides: list[str]) -> int:
     """Print the JobSet of a run.
 
     Raises:
-        UserError: the degrees do not fill the nodes, or a value is none that Kubernetes takes.
+        UserError: the degrees do not fill the nodes, or a value is not valid in Kubernetes.
     """
     config, _ = resolve_for_nodes(load(options.config, overrides), options.nodes, options.devices_per_node)
     print(render(config, overrides, options), end="")
@@ -63,7 +63,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
     values = vars(options) | {"name": name}
     for key, (pattern, allowed) in PATTERNS.items():
         if values[key] is not None and not re.fullmatch(pattern, values[key]):
-            raise UserError("MW-LAUNCH-068", f"--{key} {values[key]!r} is none that Kubernetes takes: give {allowed}")
+            raise UserError("MW-LAUNCH-068", f"--{key} {values[key]!r} is not valid in Kubernetes: give {allowed}")
     check_lines(options.config, *overrides)
     uses_gpus = config.train.device != "cpu"
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
@@ -108,7 +108,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
         },
     }
     pp, dp, tp = config.parallel.degrees
-    ranks = f"{pp} pipeline stages x {dp} replicas x {tp} tensor-parallel = {pp * dp * tp} ranks"
+    ranks = f"pp {pp} x dp {dp} x tp {tp} = {pp * dp * tp} ranks"
     text: str = yaml.safe_dump(jobset, sort_keys=False, width=120)
     return f"# {ranks} on {options.nodes} nodes\n{text}"
 

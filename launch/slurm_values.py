@@ -135,13 +135,13 @@ def check_container(image: str | None, mounts: str | None, runtime: str) -> None
     """
     if image is None and (mounts is not None or runtime != "pyxis"):
         without = "--mounts" if mounts is not None else f"--runtime {runtime}"
-        raise UserError("MW-LAUNCH-069", f"{without} needs a container, and none is named: add --container IMAGE")
+        raise UserError("MW-LAUNCH-069", f"{without} has no effect without a container: add --container IMAGE")
     for name, value in (("container", image), ("mounts", mounts)):
         if runtime == "apptainer" and value is not None and re.fullmatch(r"[A-Za-z0-9_./][^\s]*", value) is None:
             raise UserError(
                 "MW-LAUNCH-070",
-                f"--{name} {value!r} is none that apptainer takes: give a file such as /images/train.sif, or "
-                f"docker://TEAM/IMAGE, without blanks; mounts as /from:/to,/data",
+                f"--{name} {value!r} is not valid for apptainer: give an image as /images/train.sif or "
+                f"docker://TEAM/IMAGE, mounts as /from:/to,/data, both without blanks",
             )
     if image is not None and runtime == "pyxis" and image.endswith(".sif"):
         raise UserError(
@@ -150,6 +150,6 @@ def check_container(image: str | None, mounts: str | None, runtime: str) -> None
     if image is not None and runtime == "apptainer" and REGISTRY.fullmatch(image) and not Path(image).exists():
         raise UserError(
             "MW-LAUNCH-072",
-            f"--container {image}: apptainer takes this for a file, and there is none: for an image of a registry give "
-            f"docker://{image}",
+            f"--container {image}: apptainer would read this as a file, which does not exist: for an image of a "
+            f"registry give docker://{image}",
         )

@@ -159,7 +159,7 @@ def config(added: Added) -> None:
         added,
         "config",
         None,
-        "import another framework's configuration, or print one of meshwright resolved",
+        "import another framework's configuration, or print a resolved one",
         "Needs no torch, no device and no data.",
         "meshwright config show configs/demo.toml",
     )
@@ -168,7 +168,7 @@ def config(added: Added) -> None:
         commands_of,
         "import",
         "configs:import_config",
-        "convert a configuration of torchtitan, nanotron or Megatron-LM",
+        "convert a configuration of torchtitan, nanotron, Megatron-LM or -Bridge",
         "Reads torchtitan's TOML and JSON, nanotron's YAML, Megatron-Bridge's run_config.yaml, Megatron-LM's flags, "
         "plain, in a model_config.yaml, or in a shell script (which is not run). Prints all decisions, each value that "
         "is left to be set, and each key that was not carried over, with the reason. A key that changes the training "

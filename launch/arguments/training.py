@@ -78,7 +78,7 @@ def slurm(added: Added) -> None:
     parser.add_argument(
         "--prologue", metavar="FILE", help="lines of bash to run before the ranks: modules, NCCL's environment"
     )
-    parser.add_argument("--container", metavar="IMAGE", help="container of the ranks, by pyxis or --runtime apptainer")
+    parser.add_argument("--container", metavar="IMAGE", help="container image of the ranks (see --runtime)")
     parser.add_argument(
         "--runtime", choices=("pyxis", "apptainer"), default="pyxis", help="what starts the container (default: pyxis)"
     )

@@ -95,6 +95,10 @@ def test_one_rank_with_another_schedule_that_would_run_through_is_found(
         (["--nodes", "0"], "0 is not a whole number from 1 up"),
         (["--nodes", "three"], "three is not a whole number from 1 up"),
         (["--nodes", "3"], "3 nodes x 8 devices = 24 ranks, and the degrees make pp 2 x tp 1 x dp 2 = 4"),
+        (
+            ["--nodes", "3", "--devices-per-node", "2", "--parallel.tp=5", "--parallel.pp=1", "--parallel.dp=1"],
+            "pp 1 x tp 5 x dp 1 = 5: leave --nodes and --devices-per-node out",
+        ),
         (["--parallel.tp=2", "--devices-per-node", "3"], "straddles the nodes node0, node1"),
         (["--cluster", "h10"], "did you mean h100?"),
         (["--train.dtype=bfloat16", "--cluster", "{0}/cores.toml"], "[flops_per_s] has no bfloat16"),
@@ -125,7 +129,7 @@ def test_degrees_that_do_not_fill_the_nodes_are_told_what_would(
     asked = ["dryrun", config, *words.split()]
     assert main(asked) == 2
     told = capsys.readouterr().err
-    named = re.findall(r"(--[\w.-]+)[ =](\d+)", told.split(": take ")[1])
+    named = re.findall(r"(--[\w.-]+)[ =](\d+)", told.split(": pass ")[1])
     assert named
     for option, value in named:
         again = [*asked, f"--batch.global_batch={TAKES_ALL}", "--batch.chunks=none", f"{option}={value}"]

@@ -97,9 +97,11 @@ def test_every_value_arrives_as_it_is(value: str, capsys: pytest.CaptureFixture[
     ],
 )
 def test_a_value_that_is_none_of_kubernetes_is_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value = word.partition("=")[2]
     assert main(["kubernetes", DEMO, *JOB, word]) == 2
     told = capsys.readouterr()
     assert not told.out and "MW-LAUNCH-" in told.err and "Traceback" not in told.err
+    assert word.startswith("--run.") or f"{value!r} is not valid in Kubernetes: give " in told.err
 
 
 def test_degrees_that_do_not_fill_the_nodes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,11 +99,11 @@ def test_a_container_by_apptainer(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--runtime=apptainer"], "--runtime apptainer needs a container, and none is named"),
-        (["--mounts=/data"], "--mounts needs a container, and none is named"),
-        (["--runtime=apptainer", "--container=--fakeroot"], "--container '--fakeroot' is none that apptainer takes"),
-        (["--runtime=apptainer", "--container=a b"], "--container 'a b' is none that apptainer takes"),
-        (["--runtime=apptainer", "--container=i", "--mounts=-B"], "--mounts '-B' is none that apptainer takes"),
+        (["--runtime=apptainer"], "--runtime apptainer has no effect without a container"),
+        (["--mounts=/data"], "--mounts has no effect without a container"),
+        (["--runtime=apptainer", "--container=--fakeroot"], "--container '--fakeroot' is not valid for apptainer"),
+        (["--runtime=apptainer", "--container=a b"], "--container 'a b' is not valid for apptainer"),
+        (["--runtime=apptainer", "--container=i", "--mounts=-B"], "--mounts '-B' is not valid for apptainer"),
         (["--container=/images/a.sif"], "pyxis cannot start an apptainer image: add --runtime apptainer"),
         (["--runtime=apptainer", "--container=team/train:1"], "for an image of a registry give docker://team/train:1"),
         (["--nodes", "1"], "1 nodes x 4 devices = 4 ranks: dp 2 x pp 2 x tp 2 = 8 ranks, but 4 were started"),

@@ -79,8 +79,7 @@ def export_dcp(source: Path, out: Path, *, kind: str = "weights", on_bytes: OnBy
         CheckpointError: the checkpoint is damaged or has no such tensors, or the files cannot be written.
     """
     out = check_output_directory(out)
-    with open_checkpoint(source) as checkpoint:
-        checkpoint.verify()
+    with _open_verified(source) as checkpoint:
         kinds = checkpoint.kinds()
         if kind not in kinds:
             raise CheckpointError(
@@ -102,6 +101,19 @@ def export_dcp(source: Path, out: Path, *, kind: str = "weights", on_bytes: OnBy
             )
             files = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
     return DcpExport(out, kind, len(planned), files)
+
+
+def _open_verified(source: Path) -> CheckpointReader:
+    """Open a checkpoint and verify all its bytes before any write."""
+    try:
+        checkpoint = open_checkpoint(source)
+        checkpoint.verify()
+    except CheckpointError as error:
+        raise CheckpointError(
+            "MW-INTEROP-099",
+            f"{error.message}\nno export; choose another checkpoint (--step), or restore the file from a copy",
+        ) from None
+    return checkpoint
 
 
 def _unread(entry: Any) -> Tensor:

@@ -156,7 +156,7 @@ def _stage_lines(blueprint: Blueprint, shared: bool) -> list[tuple[str, ...]]:
 
 def _balance_lines(blueprint: Blueprint) -> list[tuple[str, ...]]:
     """Format one line per balance: imbalance, relative step time, layers of its stages."""
-    lines: list[tuple[str, ...]] = [("pipeline.balance", "dearest stage / mean", "step", "layers of the stages")]
+    lines: list[tuple[str, ...]] = [("pipeline.balance", "slowest stage / mean", "step", "layers of the stages")]
     for cut in cuts(blueprint):
         runs = [(size, len(list(alike))) for size, alike in groupby(len(stage) for stage in cut.stages)]
         sizes = ", ".join(f"{size}" if count == 1 else f"{count} stages of {size}" for size, count in runs)

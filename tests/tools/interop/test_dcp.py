@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -137,3 +138,18 @@ def test_another_kind_and_one_that_is_not_there(desk: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         export_dcp(source, desk / "moments")
     assert caught.value.code == "MW-INTEROP-042"
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_refused_before_a_file_is_written(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(desk / "runs/plain", desk / "runs/damaged")
+    shard = next(find(desk / "runs/damaged")[0].path.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    for damaged, said in ((data[:-1] + bytes([data[-1] ^ 1]), "its sha256 is not"), (data[:-1], "the manifest says")):
+        shard.write_bytes(damaged)
+        assert main(["checkpoint", "export", str(desk / "runs/damaged"), f"--out={desk / 'refused'}"]) == 2
+        told = capsys.readouterr().err
+        assert f"{shard}: " in told and said in told and "choose another checkpoint (--step)" in told
+        assert "MW-INTEROP-099" in told and "Traceback" not in told and not (desk / "refused").exists()

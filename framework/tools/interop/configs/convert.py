@@ -90,7 +90,7 @@ def convert_file(
     """
     framework, items = _read(path, framework)
     if not items:
-        raise ConfigError("MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}")
+        raise ConfigError("MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}: give another file")
     given = given_keys(overrides)
     draft = Draft(items, NAMES[framework], own_model=("model", "builder") in given, without=without)
     _translate(draft, TRANSLATE[framework], ranks)

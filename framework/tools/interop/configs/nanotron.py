@@ -135,7 +135,7 @@ def _model(draft: Draft) -> None:
     other = next((key for key in kinds if key.rpartition(".")[2] not in ("is_llama_config", "is_qwen2_config")), None)
     if other is not None or not kinds:
         raise draft.unsupported_model(
-            other or "model.model_config", "this configuration class, only is_llama_config and is_qwen2_config,"
+            other or "model.model_config", "this configuration class, only is_llama_config and is_qwen2_config"
         )
     heads = draft.count(f"{CONFIG}.num_attention_heads", 32)
     interpolation = draft.number(f"{CONFIG}.rope_seq_len_interpolation_factor") or 1.0

@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
     except IsADirectoryError:
         raise ConfigError("MW-INTEROP-012", f"{path}: is a directory; give one file in it") from None
     except UnicodeDecodeError as error:
-        raise ConfigError("MW-INTEROP-013", f"{path}: not a text file in UTF-8 (byte {error.start})") from None
+        raise ConfigError("MW-INTEROP-013", f"{path}: not UTF-8 text (byte {error.start}): give a text file") from None
     except OSError as error:
         raise ConfigError("MW-INTEROP-014", f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -67,7 +67,7 @@ def _parse_toml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         return parse_toml(text), toml_lines(text)
     except ValueError as error:
-        raise ConfigError("MW-INTEROP-015", f"{path}: not valid TOML: {error}") from None
+        raise ConfigError("MW-INTEROP-015", f"{path}: not valid TOML: {error}; correct the file") from None
 
 
 def _parse_json(path: Path, text: str) -> dict[str, Any]:
@@ -75,9 +75,12 @@ def _parse_json(path: Path, text: str) -> dict[str, Any]:
         document = parse_json(text)
         check_values(document)
     except ValueError as error:
-        raise ConfigError("MW-INTEROP-091", f"{path}: not valid JSON: {error}") from None
+        raise ConfigError("MW-INTEROP-091", f"{path}: not valid JSON: {error}; correct the file") from None
     if not isinstance(document, dict):
-        raise ConfigError("MW-INTEROP-092", f"{path}: not a JSON object of sections, which a configuration is")
+        raise ConfigError(
+            "MW-INTEROP-092",
+            f"{path}: a configuration is a JSON object of sections, and this is not: give another file",
+        )
     return document
 
 
@@ -109,12 +112,14 @@ def _parse_yaml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(
-            "MW-INTEROP-016", f"{_place(path, mark and mark.line + 1)}: not valid YAML: {problem}"
+            "MW-INTEROP-016", f"{_place(path, mark and mark.line + 1)}: not valid YAML: {problem}; correct the file"
         ) from None
     except ValueError as error:
         raise ConfigError("MW-INTEROP-017", f"{path}: {error}") from None
     if not isinstance(document, dict):
-        raise ConfigError("MW-INTEROP-018", f"{path}: not a mapping of sections, which a configuration is")
+        raise ConfigError(
+            "MW-INTEROP-018", f"{path}: a configuration is a mapping of sections, and this is not: give another file"
+        )
     try:
         lines = dict(_yaml_lines(root))
         list(flat(document))

@@ -108,7 +108,7 @@ def dumped_model(draft: Draft) -> int:
     draft.text("model_spec.flavor")
     layers = draft.value(f"{MODEL}layers")
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
-        raise draft.unsupported_model(NAME, f"the modules of {name}, only those of llama3 and qwen3,")
+        raise draft.unsupported_model(NAME, f"the modules of {name}, only those of llama3 and qwen3")
     first = layers[0]
     if any(_sizes(layer) != _sizes(first) for layer in layers):
         raise draft.unsupported_model(NAME, "layers of several kinds")

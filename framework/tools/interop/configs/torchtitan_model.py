@@ -62,11 +62,11 @@ def model(draft: Draft) -> int:
     """Translate the model's name and flavor to its sizes, and return the number of layers."""
     name, flavor = draft.text("model.name", "llama3") or "", draft.text("model.flavor", "debugmodel") or ""
     if name not in FLAVORS:
-        raise draft.unsupported_model("model.name", f"the name {name}, only {', '.join(FLAVORS)},")
+        raise draft.unsupported_model("model.name", f"the name {name}, only {', '.join(FLAVORS)}")
     plain = next((flavor.removesuffix(end) for end in VARIANTS if flavor.endswith(end)), flavor)
     if plain not in FLAVORS[name]:
         known = ", ".join(FLAVORS[name])
-        raise draft.unsupported_model("model.flavor", f"the flavor {name} {flavor}, only {known},")
+        raise draft.unsupported_model("model.flavor", f"the flavor {name} {flavor}, only {known}")
     size = FLAVORS[name][plain]
     draft.put("model.builder", "meshwright.models.llama:build")
     for option, value in size._asdict().items():
