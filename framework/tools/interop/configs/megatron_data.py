@@ -20,7 +20,7 @@ def data(draft: Draft) -> None:
     elif length is None:
         raise ConfigError(
             "MW-INTEROP-007",
-            "the file has no --seq-length: it does not hold Megatron-LM's flags, or not all of them",
+            "the file has no --seq-length, which Megatron-LM requires: give a file with all flags of the run",
         )
     draft.put("data.sequence_length", length)
     name = "data-path" if draft.has("data-path") else "train-data-path"

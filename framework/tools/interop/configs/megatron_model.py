@@ -27,7 +27,7 @@ def model(draft: Draft) -> int | None:
     if missing:
         raise ConfigError(
             "MW-INTEROP-008",
-            f"{' and '.join(missing)}: not in the file: it does not hold Megatron-LM's flags, or not all of them",
+            f"{' and '.join(missing)}: required by Megatron-LM, not in the file: give a file with all flags of the run",
         )
     layers = draft.count("num-layers", 1, maximum=MAX_LAYERS)
     hidden, heads = draft.count("hidden-size", 1), draft.count("num-attention-heads", 1)
