@@ -46,6 +46,7 @@ bench: $(VENV)/installed
 SEED ?= 0
 torture: $(VENV)/installed
 	$(BIN)/python -m pytest -m "torture or fault" --seed $(SEED)
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile random --hypothesis-seed $(SEED)
 
 # a real Slurm on emulated hosts: wants root and Debian's slurmctld slurmd slurm-client munge iproute2
 slurm-test: $(VENV)/installed

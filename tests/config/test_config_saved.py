@@ -28,7 +28,7 @@ from meshwright.config import (
 from meshwright.config.sources import find_secrets
 from meshwright.errors import ConfigError
 
-words = st.text(st.characters(codec="utf-8"), max_size=10)
+words = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=10)  # NUL: MW-CONFIG-019
 finite = st.floats(allow_nan=False, allow_infinity=False)
 options: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
     words,

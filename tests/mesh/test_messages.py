@@ -96,6 +96,8 @@ def test_a_pickle_is_no_message(tmp_path: Path) -> None:
 PICKLES = {
     "launch/pool.py": "parent and child over a pipe that is inherited, of which no third process has an end",
     "launch/worker.py": "the child's end of that pipe",
+    "framework/data/worker_process.py": "rank and worker process over two such pipes (data.processes)",
+    "framework/data/worker_main.py": "the worker's ends of those pipes",
 }
 UNPICKLES = re.compile(
     r"\bpickle\b|(?<!lookup)_object\(|_object_list\(|torch\.load\(|\bmarshal\b|\bshelve\b|allow_pickle=True"
