@@ -1,0 +1,49 @@
+"""benchmarks/gpu_day.py on a CPU: rows are written, and a stage that is stopped is a row with its reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_day.py"
+
+
+def day(out: Path, *words: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """The exit code, and the rows of each stage, of toy sizes on a CPU."""
+    program = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out), *words]
+    done = subprocess.run(
+        program, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, {path.stem: json.loads(path.read_text()) for path in out.glob("*.json")}
+
+
+@pytest.mark.slow
+def test_each_stage_writes_its_rows(tmp_path: Path) -> None:
+    """A kernel that a CPU lacks (addmm into float32) is a row with its reason, and not the end of its stage."""
+    code, rows = day(tmp_path, "--stages", "facts,ceilings", "--minutes", "5")
+    assert code in (0, 1)
+    facts = {row["name"]: row for row in rows["facts"]}
+    assert set(facts) == {"versions", "device", "kernels of attention"}, facts
+    assert facts["versions"]["megatron-core"] and facts["kernels of attention"]["kernels"]
+    ceilings = {row["name"]: row for row in rows["ceilings"]}
+    assert len(ceilings) == 9 and all("ms" in row or "reason" in row for row in ceilings.values())
+    assert ceilings["GEMM forward"]["ms"] > 0 and ceilings["cross-entropy, 12 bytes each"]["ms"] > 0
+    assert "GEMM forward" in (tmp_path / "table.txt").read_text()
+
+
+@pytest.mark.torture
+def test_all_stages(tmp_path: Path) -> None:
+    _, rows = day(tmp_path, "--minutes", "9")
+    assert rows["tests"][0]["exit_code"] == 0 and len(rows["race"]) == 2, rows
+
+
+def test_a_stage_past_its_deadline_is_a_row_with_the_reason(tmp_path: Path) -> None:
+    code, rows = day(tmp_path, "--stages", "race", "--minutes", "0.001")
+    assert code == 1 and "deadline" in rows["race"][-1]["reason"]
