@@ -69,6 +69,8 @@ class SplitBackward(TorchFunctionMode):
                 return self._linear(*args, **kwargs)
             if func is F.embedding:
                 return self._embedding(*args, **kwargs)
+            if getattr(func, "defers_gradients", False):
+                kwargs["defer"] = self.defer
         return func(*args, **kwargs)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

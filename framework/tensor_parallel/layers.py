@@ -24,13 +24,9 @@ from torch import Tensor, nn
 
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
+from meshwright.tensor_parallel.column import column_linear
 from meshwright.tensor_parallel.ranges import check_range
-from meshwright.tensor_parallel.regather import gathered_linear
-from meshwright.tensor_parallel.regions import (
-    copy_in,
-    reduce_out,
-    reduce_scatter_sequence,
-)
+from meshwright.tensor_parallel.regions import reduce_out, reduce_scatter_sequence
 
 
 def even_slice(dim: int, length: int, rank: int, tp: int) -> Slice:
@@ -56,9 +52,9 @@ class ColumnLinear(nn.Module):
     """nn.Linear with this rank's contiguous block of output rows.
 
     x (B, S, I), under sequence parallelism (B, S/tp, I) -> (B, S, O/tp). Forward: no communication, or an all-gather
-    over tp. Backward: all-reduce, or all-gather and reduce-scatter. All block. ``in_features`` and ``out_features`` are
-    those of the local weight. ``gathered``: an enclosing module gathers the sequence and reduces the gradient, so this
-    module does not communicate.
+    over tp, which blocks. Backward: all-reduce, or all-gather and reduce-scatter, beside the products (column.py).
+    ``in_features`` and ``out_features`` are those of the local weight. ``gathered``: an enclosing module gathers the
+    sequence and reduces the gradient, so this module does not communicate.
     """
 
     def __init__(self, plain: nn.Linear, group: Group, sequence: bool, gathered: bool = False) -> None:
@@ -81,9 +77,7 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gathered:
             return F.linear(x, self.weight, self.bias)
-        if self.sequence:
-            return gathered_linear(x, self.weight, self.bias, self.group)
-        return F.linear(copy_in(x, self.group, fresh=True), self.weight, self.bias)
+        return column_linear(x, self.weight, self.bias, self.group, self.sequence)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features} here, {self.slices['weight']}, sequence={self.sequence}"

@@ -80,11 +80,10 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return x
-    x_first = x.transpose(0, 1).contiguous()
     group.begin_collective("all_gather", x, group.size)
-    y_first = mappings_of(x, group).gather_sequence(x_first, group=group.process_group)
+    y = mappings_of(x, group).gather_sequence(x.contiguous(), group=group.process_group)
     group.end_collective()
-    return count_backward(y_first, group, "reduce_scatter", 1).transpose(0, 1).contiguous()
+    return by_sample(count_backward(y, group, "reduce_scatter", 1).unflatten(0, (group.size, len(x))))
 
 
 @outside_graphs
@@ -95,11 +94,20 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """
     if group.size == 1:
         return x
-    x_first = x.transpose(0, 1).contiguous()
     group.begin_collective("reduce_scatter", x)
-    y_first = mappings_of(x, group).reduce_scatter_sequence(x_first, group=group.process_group)
+    y = mappings_of(x, group).reduce_scatter_sequence(by_rank(x, group.size).flatten(0, 1), group=group.process_group)
     group.end_collective()
-    return count_backward(y_first, group, "all_gather", group.size).transpose(0, 1).contiguous()
+    return count_backward(y, group, "all_gather", group.size)
+
+
+def by_rank(x: Tensor, tp: int) -> Tensor:
+    """Return the sequence in tp parts, each in one piece: (B, S, ...) -> (tp, B, S/tp, ...). Copies if B > 1."""
+    return x.unflatten(1, (tp, -1)).transpose(0, 1).contiguous()
+
+
+def by_sample(parts: Tensor) -> Tensor:
+    """Join the parts of a sequence: (tp, B, S/tp, ...) -> (B, S, ...), contiguous. Copies if B > 1."""
+    return parts.transpose(0, 1).flatten(1, 2)
 
 
 def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:

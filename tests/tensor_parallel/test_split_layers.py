@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.comm import Group
+from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.parameters import Slice
-from meshwright.tensor_parallel import regather
+from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
+from meshwright.tensor_parallel import column, regions
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead, vocab_slice
-from meshwright.tensor_parallel.regions import gather_sequence
+from meshwright.tensor_parallel.regions import by_sample, gather_sequence
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, held, lonely_group, padding, part, summed, tp_group
 
@@ -199,20 +201,20 @@ def memory_rank(rank: int, tp: int, plain: bool) -> bool:
     """Is the gathered input of a column gone once forward is done?"""
     gathered: list[StorageWeakRef] = []
 
-    def watched(x: Tensor, group: Group) -> Tensor:
-        whole = gather_sequence(x, group)
-        gathered.append(StorageWeakRef(whole.untyped_storage()))
+    def watched(parts: Tensor) -> Tensor:
+        whole = by_sample(parts)
+        gathered.extend(StorageWeakRef(each.untyped_storage()) for each in (parts, whole))
         return whole
 
-    column = ColumnLinear(fill(nn.Linear(I, O, **FLOAT64)), tp_group(rank, tp), True)
+    layer = ColumnLinear(fill(nn.Linear(I, O, **FLOAT64)), tp_group(rank, tp), True)
     x = drawn(B, S // tp, I).requires_grad_()
-    regather.gather_sequence = watched
+    column.by_sample = regions.by_sample = watched
     try:
-        y = column(x) if not plain else nn.functional.linear(watched(x, column.group), column.weight, column.bias)
+        y = layer(x) if not plain else nn.functional.linear(gather_sequence(x, layer.group), layer.weight, layer.bias)
     finally:
-        regather.gather_sequence = gather_sequence
+        column.by_sample = regions.by_sample = by_sample
     assert y.requires_grad
-    return gathered[0].expired()
+    return all(each.expired() for each in gathered)
 
 
 def test_under_sequence_parallelism_a_column_keeps_only_its_part_of_the_input(pool: RankPool) -> None:
@@ -254,6 +256,65 @@ def regather_rank(rank: int, tp: int) -> None:
 
 def test_the_second_gathering_survives_recomputation_and_a_split_backward(pool: RankPool) -> None:
     pool.run(regather_rank, 2)
+
+
+class RecordingGroup(Group):
+    """Group that records when its collectives are posted and awaited."""
+
+    events: list[str]
+
+    def _handle(self, work: Any, what: str, *args: Any) -> CollectiveHandle:
+        events, handle = self.events, super()._handle(work, what, *args)
+        events.append(f"post {what.partition(' ')[0]}")
+        wait = handle.wait
+        handle.wait = lambda: (events.append(f"wait {what.partition(' ')[0]}"), wait())[1]  # type: ignore[method-assign]
+        return handle
+
+
+def overlap_rank(rank: int, tp: int, sequence: bool) -> tuple[list[str], list[str]]:
+    """Events of one backward, and of one that defers the weight gradients."""
+    group = tp_group(rank, tp)
+    group.__class__, group.events = RecordingGroup, []  # type: ignore[attr-defined]
+    layer = ColumnLinear(fill(nn.Linear(I, O, **FLOAT64)), group, sequence)
+    x, gradient = drawn(B, S // tp if sequence else S, I, seed=rank), drawn(B, S, O // tp, seed=9 + rank)
+    multiplied = torch.Tensor.mm
+
+    def found(mode: SplitBackward, defers: bool) -> list[str]:
+        group.events.clear()  # type: ignore[attr-defined]
+        layer.zero_grad()
+        x.grad = None
+        with mode:
+            y = layer(x.requires_grad_())
+        with mode.deferring() if defers else nullcontext([]) as deferred:
+            y.backward(gradient)
+        assert layer.weight.grad is None or not defers
+        accumulate_deferred(deferred)
+        return list(group.events)  # type: ignore[attr-defined]
+
+    def watched(self: Tensor, other: Tensor) -> Tensor:
+        group.events.append("product")  # type: ignore[attr-defined]
+        return multiplied(self, other)
+
+    torch.Tensor.mm = watched  # type: ignore[method-assign]
+    try:
+        whole = found(SplitBackward(), False)
+        want = [x.grad, layer.weight.grad, layer.bias.grad]
+        split = found(SplitBackward(), True)
+        assert all(map(torch.equal, want, [x.grad, layer.weight.grad, layer.bias.grad]))  # type: ignore[arg-type]
+    finally:
+        torch.Tensor.mm = multiplied  # type: ignore[method-assign]
+    return whole, split
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_column_communicates_while_it_multiplies(pool: RankPool, sequence: bool) -> None:
+    """dx while x is gathered, dW while dx is reduced; a deferred dW comes after the waits."""
+    reduction = "reduce-scatter" if sequence else "all-reduce"
+    forward = ["post all-gather", "wait all-gather"] if sequence else []
+    first = ["post all-gather", "product", "wait all-gather"] if sequence else ["product"]
+    whole = [*forward, *first, f"post {reduction}", "product", f"wait {reduction}"]
+    split = [*forward, *first, f"post {reduction}", f"wait {reduction}", "product"]
+    assert pool.run(overlap_rank, 2, sequence) == [(whole, split)] * 2
 
 
 def core_rank(rank: int, tp: int, sequence: bool) -> None:
