@@ -51,7 +51,7 @@ def column_linear(
         return F.linear(x, weight, bias)
     if has_torch_function((x, weight)):
         arguments = x, weight, bias, group, sequence
-        return handle_torch_function(column_linear, (x, weight), *arguments, defer=defer)  # type: ignore[no-any-return]
+        return handle_torch_function(column_linear, (x, weight), *arguments, defer=defer)
     return _ColumnLinear.apply(x, weight, bias, group, sequence, defer)  # type: ignore[no-untyped-call,no-any-return]
 
 

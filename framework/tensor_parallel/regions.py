@@ -83,7 +83,7 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     group.begin_collective("all_gather", x, group.size)
     y = mappings_of(x, group).gather_sequence(x.contiguous(), group=group.process_group)
     group.end_collective()
-    return by_sample(count_backward(y, group, "reduce_scatter", 1).unflatten(0, (group.size, len(x))))
+    return by_sample(count_backward(y, group, "reduce_scatter", 1).view(group.size, *x.shape))
 
 
 @outside_graphs
@@ -102,7 +102,7 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
 
 def by_rank(x: Tensor, tp: int) -> Tensor:
     """Return the sequence in tp parts, each in one piece: (B, S, ...) -> (tp, B, S/tp, ...). Copies if B > 1."""
-    return x.unflatten(1, (tp, -1)).transpose(0, 1).contiguous()
+    return x.reshape(len(x), tp, -1, *x.shape[2:]).transpose(0, 1).contiguous()
 
 
 def by_sample(parts: Tensor) -> Tensor:
