@@ -120,6 +120,9 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "offload: copy before the sum": copy_before_the_sum,
     "offload: update before the copy": copy_not_awaited,
     "regions": regions,
+    "column: gradient of the input": leave_out("tp", "all-reduce"),
+    "column: gathered input": leave_out("tp", "all-gather"),
+    "column: gradient of a part of the sequence": leave_out("tp", "reduce-scatter"),
     "nothing": nothing,
 }
 

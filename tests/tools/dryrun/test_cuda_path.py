@@ -135,6 +135,9 @@ SEEDED: dict[str, dict[str, Any]] = {
     "offload: copy before backward": {"dp": 2, "offload": True},
     "offload: update before the copy": {"dp": 2, "offload": True},
     "regions": {"tp": 2, "model": "llama"},
+    "column: gradient of the input": {"tp": 2, "model": "llama"},
+    "column: gathered input": {"tp": 2, "sequence": True, "model": "llama"},
+    "column: gradient of a part of the sequence": {"tp": 2, "sequence": True, "model": "llama"},
 }
 """Wait that is left out (tests/tools/dryrun/cuda_broken.py) -> a layout that needs it."""
 NAMED = {
@@ -143,6 +146,9 @@ NAMED = {
     "offload: copy before the sum": r"copy_ at optimizer/offload.py:\d+, on the stream made at .* reduce_scatter",
     "gathered weights, ZeRO-3": r"does not wait for all_gather at mesh/comm.py",
     "offload: update before the copy": r"at optimizer/flat.py:\d+, on the host, does not wait for copy_ at",
+    "column: gradient of the input": r"does not wait for all_reduce at mesh/comm.py",
+    "column: gathered input": r"does not wait for all_gather at mesh/comm.py",
+    "column: gradient of a part of the sequence": r"does not wait for reduce_scatter at mesh/comm.py",
     "step's sums": r"a value that the host reads at step.py:\d+, on the host, does not wait for all_reduce",
 }
 
