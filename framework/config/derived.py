@@ -93,10 +93,23 @@ def shard_factor(config: RunConfig) -> int:
     return (config.parallel.shard_factor or dp) if config.parallel.zero else 1
 
 
+def is_meant_for_gpu(device: str, dtype: str) -> bool:
+    """Return whether a run with this ``train.device`` and ``train.dtype`` is laid out for GPUs.
+
+    It never depends on the machine: a planning laptop, a launcher and a rank must find the same layout. ``auto``
+    therefore follows the dtype: a GPU for 16 bits, otherwise a CPU.
+    """
+    return device == "cuda" or (device == "auto" and dtype in ("bfloat16", "float16"))
+
+
 def bucket_bytes(config: RunConfig) -> int:
-    """Return the size of a gradient bucket, the bytes reduced in one message. ``config``: resolved."""
+    """Return the size of a gradient bucket, the bytes reduced in one message. ``config``: resolved.
+
+    NCCL needs far larger messages than gloo to reach its bandwidth.
+    """
     _, dp, _ = config.parallel.degrees
-    return config.parallel.bucket_bytes or max(25 * 2**20, 4 * 2**20 * dp)
+    smallest = 160 * 2**20 if is_meant_for_gpu(config.train.device, config.train.dtype) else 25 * 2**20
+    return config.parallel.bucket_bytes or max(smallest, 4 * 2**20 * dp)
 
 
 def reduces_each_microbatch(config: RunConfig) -> bool:

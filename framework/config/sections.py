@@ -176,7 +176,8 @@ class Parallel(Section):
     """Folder of memory-mapped files for the offloaded memory, which may exceed the RAM; with zero = 3 for the optimizer
     state only. Default: none, host memory."""
     bucket_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
-    """Size of a gradient bucket: the message of one reduction. Default: 25 MiB, or 4 MiB per replica if more."""
+    """Size of a gradient bucket: the message of one reduction. Default: 4 MiB per replica, and at least 25 MiB; on CUDA
+    (``auto``: with a 16-bit dtype) at least 160 MiB."""
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
 

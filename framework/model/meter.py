@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from meshwright.config import is_meant_for_gpu
 from meshwright.model.recorder import Operation as Operation
 from meshwright.model.recorder import OperationRecorder as OperationRecorder
 from meshwright.model.recorder import StorageRegistry as StorageRegistry
@@ -41,12 +42,8 @@ CPU_BYTES_PER_S = 20e9
 
 
 def reference(device: str, dtype: str) -> ReferenceDevice:
-    """Return the reference device for balancing a run's layers, from ``train.device`` and ``train.dtype`` alone.
-
-    It never depends on the machine: a planning laptop, a launcher and a rank must find the same partition. ``auto``
-    therefore follows the dtype: a GPU for 16 bits, otherwise a CPU.
-    """
-    if device == "cuda" or (device == "auto" and dtype in ("bfloat16", "float16")):
+    """Return the reference device for balancing a run's layers, from ``train.device`` and ``train.dtype`` alone."""
+    if is_meant_for_gpu(device, dtype):
         return ReferenceDevice(
             f"an H100 in {dtype}", MATMUL_SHARE * H100_FLOPS[dtype], MEMORY_SHARE * H100_BYTES_PER_S, True
         )

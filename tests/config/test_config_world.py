@@ -237,11 +237,24 @@ def test_more_ranks_than_devices(launch: int | str, parallel: dict[str, Any], sa
 
 
 @pytest.mark.parametrize(
-    ("dp", "given_bytes", "wanted"),
-    [(1, None, 25 * 2**20), (6, None, 25 * 2**20), (7, None, 28 * 2**20), (128, None, 2**29), (128, 1000, 1000)],
+    ("dp", "given_bytes", "on_cpu", "on_gpu"),
+    [
+        (1, None, 25, 160),
+        (7, None, 28, 160),
+        (41, None, 164, 164),
+        (128, None, 512, 512),
+        (128, 2**20, 1, 1),
+    ],
 )
 def test_buckets_grow_with_the_replicas_unless_their_size_is_given(
-    dp: int, given_bytes: int | None, wanted: int
+    dp: int, given_bytes: int | None, on_cpu: int, on_gpu: int
 ) -> None:
-    config = make({"micro_batch_size": 1, "chunks": 1}, dp=dp, bucket_bytes=given_bytes)
-    assert bucket_bytes(resolve(config, dp)) == wanted
+    """The size is that of the device that is planned for, not of this machine."""
+    config = resolve(make({"micro_batch_size": 1, "chunks": 1}, dp=dp, bucket_bytes=given_bytes), dp)
+    found = {
+        (device, dtype): bucket_bytes(config.replace(train={"device": device, "dtype": dtype})) / 2**20
+        for device in ("auto", "cpu", "cuda")
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    is_cuda = {("auto", "bfloat16"), ("auto", "float16"), *(key for key in found if key[0] == "cuda")}
+    assert found == {key: on_gpu if key in is_cuda else on_cpu for key in found}

@@ -138,6 +138,13 @@ def test_zero_2_and_3_need_room_for_what_is_summed_and_gathered() -> None:
     assert at(2, NCCL, reduces=False) == 0
 
 
+@pytest.mark.parametrize(("device", "bucket"), [("cpu", 25 * 2**20), ("cuda", 160 * 2**20)])
+def test_buckets_that_fill_are_those_of_the_device(device: str, bucket: int) -> None:
+    of = config().replace(parallel={"zero": 2, "dp": 4}, train={"device": device})
+    whole = 2**27
+    assert ReductionBuffers(of, NCCL).at(BackwardPoint(0, 100, 500), whole, reduces=True) == 2 * bucket
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_real_processes_hold_what_was_predicted(pool: RankPool, name: str) -> None:
     grid = grid_of(RUNS[name])
