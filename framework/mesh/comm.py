@@ -22,13 +22,23 @@ from meshwright.mesh.handles import BlockingCollective, CollectiveHandle, Transf
 from meshwright.mesh.messages import MAX_BYTES, decode, encode
 from meshwright.mesh.traffic import Traffic
 
-__all__ = ["CollectiveHandle", "Group", "Transfer", "TransferHandle", "place_of", "tensor_bytes"]
+__all__ = ["CollectiveHandle", "Group", "Transfer", "TransferHandle", "place_of", "rows_per_chunk", "tensor_bytes"]
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 renames both and warns of the old names, which are all that 2.11 and 2.12 have
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+CPU_CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS = 2**22, 2**26
+"""Elements of a matrix that a loss converts to float32 at a time: 16 MiB suit a CPU's cache, 256 MiB hide launches."""
+
+
+def rows_per_chunk(matrix: Tensor) -> int:
+    """Return the rows of a chunk of a matrix (rows, columns) for its device; meta, of predictions, counts as CUDA."""
+    elements = CPU_CHUNK_ELEMENTS if matrix.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
+    return max(1, elements // max(1, matrix.shape[1]))
 
 
 class Transfer(NamedTuple):

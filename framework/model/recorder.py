@@ -72,7 +72,7 @@ class Operation(NamedTuple):
             given = self.args[position] if position < len(self.args) else self.kwargs.get(argument.name)
             for tensor in _tensors(given):
                 storages.add(tensor.untyped_storage()._cdata)
-                if NOT_READ.get(packet) != position:
+                if NOT_READ.get(packet) != position and not argument.is_out:
                     read[id(tensor)] = stored_bytes(tensor)
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     changed[id(tensor)] = stored_bytes(tensor)

@@ -18,6 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from meshwright.errors import ModelError
 from meshwright.model.metrics import record
+from meshwright.pipeline.chunked_loss import LossOptions, chunked_cross_entropy
 
 Loss = Callable[[Any, Tensor], Tensor]
 """Loss function: (output of the last layer, labels) -> loss per label, in the labels' shape, zero where ignored."""
@@ -114,13 +115,7 @@ def cross_entropy(output: Tensor, labels: Tensor, label_smoothing: float = 0.0, 
 
     ``label_smoothing``: as in torch; ``z_loss``: factor of logsumexp(logits)^2, which is added.
     """
-    logits = (output if output.dtype == torch.float64 else output.float()).flatten(0, -2)
-    flat = F.cross_entropy(
-        logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none", label_smoothing=label_smoothing
-    )
-    if z_loss:
-        flat = flat + z_loss * logits.logsumexp(-1).square().masked_fill(labels.flatten() == IGNORED_LABEL, 0)
-    return flat.view(labels.shape)
+    return chunked_cross_entropy(output, labels, LossOptions(IGNORED_LABEL, label_smoothing, z_loss))
 
 
 def shift_labels(labels: Tensor, shift: int) -> Tensor:

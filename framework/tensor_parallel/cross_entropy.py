@@ -31,13 +31,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ModelError
-from meshwright.mesh.comm import Group
+from meshwright.mesh.comm import Group, rows_per_chunk
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.layers import VocabHead, vocab_slice
 from meshwright.tensor_parallel.ranges import check_range
-
-CHUNK_ELEMENTS = 2**22
-"""Logits converted and exponentiated at a time; bounds the temporary memory (16 MiB in float32)."""
 
 
 def vocab_parallel_cross_entropy(
@@ -80,12 +77,11 @@ def vocab_parallel_cross_entropy(
 
 
 def _chunks(logits: Tensor, group: Group) -> Iterator[slice]:
-    """Yield slices of tokens that hold about CHUNK_ELEMENTS logits each.
+    """Yield slices of tokens, each with a chunk of logits (:func:`rows_per_chunk`).
 
     In a dry run (:class:`meshwright.mesh.fake.CountingGroup`) the first slice stands for all.
     """
-    tokens, columns = logits.shape
-    step = max(1, CHUNK_ELEMENTS // max(1, columns))
+    tokens, step = len(logits), rows_per_chunk(logits)
     starts = range(0, tokens, step)
     for start in group.chunks(starts):
         yield slice(start, min(start + step, tokens))

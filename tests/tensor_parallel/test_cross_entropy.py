@@ -48,8 +48,8 @@ def split_rank(rank: int, tp: int, vocab_size: int, dtype: torch.dtype, toleranc
     local[..., :count] = whole[..., rows.start : rows.stop]
     local.requires_grad_()
     before = local.detach().clone()
-    for chunk in (2**22, vocab_size):  # all tokens at once, and few at a time
-        cross_entropy.CHUNK_ELEMENTS, kept = chunk, cross_entropy.CHUNK_ELEMENTS
+    for rows_at_once in (B * S, 2):  # all tokens at once, and few at a time
+        cross_entropy.rows_per_chunk, kept = (lambda _, found=rows_at_once: found), cross_entropy.rows_per_chunk
         try:
             local.grad = None
             losses = vocab_parallel_cross_entropy(local, labels, group, vocab_size, **options)
@@ -58,7 +58,7 @@ def split_rank(rank: int, tp: int, vocab_size: int, dtype: torch.dtype, toleranc
             local.grad = None
             losses.backward(gradient.to(losses.dtype))  # nothing was overwritten by the first
         finally:
-            cross_entropy.CHUNK_ELEMENTS = kept
+            cross_entropy.rows_per_chunk = kept
         assert first is not None and local.grad is not None
         assert torch.equal(first, local.grad) and torch.equal(before, local)
         want_losses, want_gradient = plain(whole.to(losses.dtype), labels, gradient, **options)

@@ -225,7 +225,7 @@ def test_one_pass_of_a_loop_stands_for_all(monkeypatch: pytest.MonkeyPatch, rows
         return [slice(start, min(start + 8, len(logits))) for start in range(0, len(logits), 8)]
 
     group = counting_group(2)
-    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 8 * 48)
+    monkeypatch.setattr(module, "rows_per_chunk", lambda _: 8)
     found = []
     for chunks in (module._chunks, one_after_the_other):
         monkeypatch.setattr(module, "_chunks", chunks)
