@@ -23,6 +23,9 @@ from meshwright.mesh.store import NoteStore
 from meshwright.mesh.traffic import Traffic
 from meshwright.system.host import node_name
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables that torch's CUDA allocator reads, of which the first is not deprecated."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -158,6 +161,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
             "MW-MESH-010",
             "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch",
         )
+    prepare_allocator()
     count = torch.cuda.device_count()
     if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1 shows each task its own, as number 0
         local_rank = 0
@@ -170,6 +174,15 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def prepare_allocator() -> None:
+    """Set torch's CUDA allocator to grow its segments, against fragmentation; a setting of the user's wins.
+
+    torch reads the variable at its first allocation. For the older names in torch 2.11 to 2.13 it prints a warning.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def open_store(grid: Grid, timeout_s: float) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from meshwright.errors import MeshError
-from meshwright.mesh.mesh import pick_device
+from meshwright.mesh.mesh import ALLOCATOR_VARIABLES, pick_device
 from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 from meshwright.system import host
 from meshwright.terminal.output import abridge
@@ -39,7 +41,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine that torch believes to have GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    for name in ("SLURM_PROCID", *ALLOCATOR_VARIABLES):
+        monkeypatch.setenv(name, "")  # what is set in a test is gone after it
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
@@ -59,6 +63,29 @@ def test_a_rank_that_sees_one_device_picks_that_under_slurm_alone(gpus: pytest.M
     assert str(pick_device("cuda", 3)) == "cuda:0"
     gpus.setattr(torch.cuda, "device_count", lambda: 4)
     assert str(pick_device("cuda", 3)) == "cuda:3"
+
+
+def test_segments_grow_unless_the_user_has_set_the_allocator(gpus: pytest.MonkeyPatch) -> None:
+    """In the environment before the rank's first call that makes a context, and in no rank on CPU."""
+    seen: list[dict[str, str]] = []
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    gpus.setattr(torch.cuda, "set_device", lambda device: seen.append(allocator_settings()))
+    pick_device("cpu", 0)
+    assert allocator_settings() == {} == dict(seen)
+    for device in ("cuda", "auto"):
+        gpus.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        pick_device(device, 0)
+        assert seen.pop() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ALLOCATOR_VARIABLES:
+        gpus.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        gpus.setenv(name, "max_split_size_mb:512")
+        pick_device("cuda", 0)
+        assert seen.pop() == {name: "max_split_size_mb:512"}
+        gpus.delenv(name)
+
+
+def allocator_settings() -> dict[str, str]:
+    return {name: os.environ[name] for name in ALLOCATOR_VARIABLES if name in os.environ}
 
 
 def test_lists_in_messages() -> None:
