@@ -29,8 +29,11 @@ from meshwright.parameters import ParameterInfo
 DECADES = 7
 SMALLEST = 8
 """Block sizes, in elements, are multiples of this."""
-_TOGETHER = 2**20
-"""Elements dequantised at a time; bounds the temporary memory of a step to a few numbers for each."""
+_TOGETHER = {"cpu": 2**20, "cuda": 2**26}
+"""Elements dequantised at a time, by device: a CPU's cache holds few; on CUDA 38 kernels for each piece cost more.
+
+It bounds the temporary memory of a step to a few numbers for each.
+"""
 
 
 def signed_levels() -> Tensor:
@@ -149,7 +152,7 @@ class AdamW8bit(torch.optim.AdamW):
         state["step"] += 1
         rate, (beta1, beta2) = group["lr"], group["betas"]
         size, largest_root = rate / (1 - beta1 ** state["step"]), (1 - beta2 ** state["step"]) ** 0.5
-        together, flat = max(_TOGETHER // self._block, 1) * self._block, parameter.view(-1)
+        together, flat = max(_TOGETHER[parameter.device.type] // self._block, 1) * self._block, parameter.view(-1)
         for start in range(0, parameter.numel(), together):
             weights = flat[start : start + together]
             gradients = gradient[start : start + together].to(_computed_in(parameter))

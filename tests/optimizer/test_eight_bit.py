@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright.optimizer.eight_bit
 from meshwright.config import Optimizer
@@ -159,8 +163,32 @@ def test_no_cut_between_blocks_changes_a_bit() -> None:
 def test_nor_does_what_is_widened_together(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, gradients = drawn(320, 0, torch.float32), [drawn(320, seed, torch.float32) for seed in range(1, 5)]
     whole, _, _ = stepped(weights, gradients, 32)
-    monkeypatch.setattr(meshwright.optimizer.eight_bit, "_TOGETHER", together)
+    monkeypatch.setitem(meshwright.optimizer.eight_bit._TOGETHER, "cpu", together)
     assert torch.equal(stepped(weights, gradients, 32)[0], whole)
+
+
+@pytest.mark.parametrize(("device", "pieces"), [("cpu", 4), ("cuda", 1)])
+def test_cuda_takes_larger_pieces(device: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 2**22 elements on fake CPU tensors; each piece mixes its gradient into the first moment once."""
+    sizes, step = meshwright.optimizer.eight_bit._TOGETHER, Counted()
+    monkeypatch.setitem(sizes, "cpu", sizes[device])  # torch without CUDA cannot slice a fake CUDA tensor
+    with FakeTensorMode(), step:
+        parameter = nn.Parameter(torch.empty(2**22), requires_grad=False)
+        parameter.grad = torch.empty(2**22)
+        optimizer([parameter], 256).step()
+    assert step.kernels["aten.lerp_.Scalar"] == pieces
+
+
+class Counted(TorchDispatchMode):
+    """Number of kernels by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kernels[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_second_moment_is_not_lost() -> None:
