@@ -34,6 +34,7 @@ def preload() -> None:
     These include megatron-core, which takes a second of every rank's first step with tp > 1. With a GPU it is left out,
     because it must be set up for the rank's device.
     """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a check by CUDA itself would spoil it in forks
     import torch
 
     torch.set_num_threads(1)

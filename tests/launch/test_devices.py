@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from meshwright.config import RunConfig, load
 from meshwright.errors import ConfigError
 from meshwright.launch.devices import ORDER, VISIBLE, check_devices, choose_devices, num_devices
+from meshwright.launch.forking import preload
 
 CONFIG = "configs/demo.toml"
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def config_of(devices: str, device: str = "auto") -> RunConfig:
@@ -73,3 +76,25 @@ def test_what_is_no_list_of_devices(devices: str, said: str) -> None:
 def test_devices_on_cpu() -> None:
     with pytest.raises(ConfigError, match=r'names GPUs, and train\.device is "cpu"'):
         config_of("0", "cpu")
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("0", "0")])
+def test_the_fork_server_checks_for_gpus_by_nvml(
+    given: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA cannot be used in the forks of a process that it was initialised in."""
+    monkeypatch.setenv(NVML_CHECK, "")
+    monkeypatch.delenv(NVML_CHECK)
+    if given is not None:
+        monkeypatch.setenv(NVML_CHECK, given)
+    monkeypatch.setattr("meshwright.launch.forking.PRELOADED", ())  # slow imports are left out
+    monkeypatch.setattr("meshwright.tensor_parallel.megatron.load_mappings", lambda device: None)
+    seen, is_available = [], torch.cuda.is_available
+
+    def recorded() -> bool:
+        seen.append(os.environ.get(NVML_CHECK))
+        return is_available()
+
+    monkeypatch.setattr("torch.cuda.is_available", recorded)
+    preload()
+    assert seen and set(seen) == {wanted}
