@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+QUERY_BLOCK = 1024
+"""Queries that attend together where a window or documents need a mask."""
+
 
 def documents_of(starts: Tensor) -> Tensor:
     """Return each token's document number in its sample, (B, S) int64. starts: (B, S) bool, True at document starts."""
@@ -117,21 +120,46 @@ class AttentionCore(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads_per_group > 1)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
         if dropout is None:  # keys repeated per head: no GPU kernel with a mask supports GQA
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen(length, q.device, starts), scale=scale)
+            return self._in_blocks(q, k, v, starts, scale)
         scores = q @ k.transpose(-1, -2) / (self.score_divisor or math.sqrt(q.shape[-1]))  # (B, H, S, S)
-        scores = scores.masked_fill(~self.seen(length, scores.device, starts), -math.inf)
+        document = None if starts is None else documents_of(starts)
+        scores = scores.masked_fill(~self.seen(range(length), range(length), scores.device, document), -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v
 
-    def seen(self, length: int, device: torch.device, starts: Tensor | None = None) -> Tensor:
-        """Return the attention mask, True where query i sees key j: (S, S) bool, or (B, 1, S, S) with starts (B, S)."""
-        before = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float | None) -> Tensor:
+        """Attend block by block of queries. q, k, v: (B, H, S, d); starts: (B, S) bool or None. Return (B, H, S, d).
+
+        A block skips the keys after it, and those that the window of its first query ends before: no mask is (S, S).
+        The shapes depend on S and the window alone, so that a GPU never waits for the documents of a batch. Without
+        documents, successive blocks with as many keys share one mask.
+        """
+        document = None if starts is None else documents_of(starts)
+        mask: Tensor | None = None
+        mixed, length = [], q.shape[-2]
+        for first in range(0, length, QUERY_BLOCK):
+            queries = range(first, min(first + QUERY_BLOCK, length))
+            keys = range(0 if self.window is None else max(0, first + 1 - self.window), queries.stop)
+            if mask is None or document is not None or mask.shape != (len(queries), len(keys)):
+                mask = self.seen(queries, keys, q.device, document)
+            of_queries, of_keys = slice(first, queries.stop), slice(keys.start, keys.stop)
+            near_k, near_v = k[:, :, of_keys], v[:, :, of_keys]
+            mixed.append(F.scaled_dot_product_attention(q[:, :, of_queries], near_k, near_v, mask, scale=scale))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
+
+    def seen(self, queries: range, keys: range, device: torch.device, document: Tensor | None = None) -> Tensor:
+        """Return the attention mask, True where query i sees key j: (Q, K) bool, or (B, 1, Q, K) with documents.
+
+        ``queries``, ``keys``: positions in the sample. ``document``: (B, S) int64, see :func:`documents_of`.
+        """
+        last = queries.start - keys.start  # the first query's place among the keys
+        mask = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device).tril(last)
         if self.window is not None:
-            before = before.triu(1 - self.window)
-        if starts is None:
-            return before
-        document = documents_of(starts)
-        return (before & (document[:, :, None] == document[:, None, :]))[:, None]
+            mask = mask.triu(last + 1 - self.window)
+        if document is None:
+            return mask
+        of_queries, of_keys = document[:, queries.start : queries.stop], document[:, keys.start : keys.stop]
+        return (mask & (of_queries[:, :, None] == of_keys[:, None, :]))[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

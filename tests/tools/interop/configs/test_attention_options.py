@@ -59,7 +59,7 @@ def test_the_window_has_the_tokens_of_megatrons_mask(tmp_path: Path) -> None:
     """``get_sliding_window_causal_mask`` there: ``triu(-before)`` and ``tril(after)`` of a square of ones."""
     window = options(tmp_path / "a.sh", llama("--window-size 3,0"))["sliding_window"]
     theirs = torch.ones(8, 8, dtype=torch.bool).triu(-3).tril(0)
-    assert torch.equal(AttentionCore(window).seen(8, torch.device("cpu")), theirs)
+    assert torch.equal(AttentionCore(window).seen(range(8), range(8), torch.device("cpu")), theirs)
 
 
 @pytest.mark.parametrize(
