@@ -82,11 +82,16 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def attention_shape(options: argparse.Namespace) -> tuple[int, int, int]:
+    """Return heads, tokens and head dim of Llama-3-8B's attention, or toy sizes."""
+    return (4, 32, 16) if options.tiny else (32, 8192, 128)
+
+
 def attention(options: argparse.Namespace) -> Callable[[], object]:
     """Return causal attention forward and backward of Llama-3-8B's heads, q, k and v (B, H, S, d)."""
     import torch
 
-    heads, length, size = (4, 32, 16) if options.tiny else (32, 8192, 128)
+    heads, length, size = attention_shape(options)
     q, k, v = (
         torch.randn(1, heads, length, size, device=options.device, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
@@ -145,10 +150,7 @@ def ceilings(options: argparse.Namespace) -> Rows:
         labels = torch.zeros(tokens, dtype=torch.long, device=options.device)
         return lambda: torch.autograd.grad(torch.nn.functional.cross_entropy(logits, labels), logits)
 
-    gemm, (_, heads, length, size) = (
-        2.0 * tokens * hidden * wide,
-        (1, *((4, 32, 16) if options.tiny else (32, 8192, 128))),
-    )
+    gemm, (heads, length, size) = 2.0 * tokens * hidden * wide, attention_shape(options)
     kernels: dict[str, tuple[Callable[[], Callable[[], object]], float, str]] = {
         "GEMM forward": (lambda: lambda: x_TD @ w_VD.T, gemm, "TFLOP/s"),
         "GEMM input gradient": (lambda: lambda: y_TV @ w_VD, gemm, "TFLOP/s"),

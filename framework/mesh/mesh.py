@@ -179,7 +179,7 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
 def prepare_allocator() -> None:
     """Set torch's CUDA allocator to grow its segments, against fragmentation; a setting of the user's wins.
 
-    torch reads the variable at its first allocation. For the older names in torch 2.11 to 2.13 it prints a warning.
+    torch reads the variable at its first allocation, and warns of the older name for CUDA.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

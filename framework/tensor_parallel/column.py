@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.mesh.comm import CollectiveHandle, Group
-from meshwright.tensor_parallel.regions import by_rank, by_sample, outside_graphs
+from meshwright.tensor_parallel.regions import join_sequence, outside_graphs, split_sequence
 
 Defer = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
 """Function of a parameter and a function that computes its gradient; returns the gradient, or None to add it later."""
@@ -107,13 +107,13 @@ class _Gathering:
     def wait(self) -> Tensor:
         """Return the full sequence. Blocks."""
         self._handle.wait()
-        return by_sample(self._parts)
+        return join_sequence(self._parts)
 
 
 def _reduce(gx: Tensor, group: Group, sequence: bool) -> tuple[Tensor, CollectiveHandle]:
     """Post the sum of partial gradients (B, S, I) over tp, of this rank's (B, S/tp, I) of it with ``sequence``."""
     operation = "reduce_scatter" if sequence else "all_reduce"
-    parts = by_rank(gx, group.size) if sequence else gx
+    parts = split_sequence(gx, group.size) if sequence else gx
     result = torch.empty_like(parts[0]) if sequence else gx
     if gx.is_meta:
         group.begin_collective(operation, gx)

@@ -42,17 +42,15 @@ def outside_graphs(region: Region) -> Region:
 
 
 @outside_graphs
-def copy_in(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
+def copy_in(x: Tensor, group: Group) -> Tensor:
     """Return ``x`` (any shape, the same on all ranks); backward all-reduces the gradient over tp. Blocks in backward.
 
-    Args:
-        fresh: the incoming gradient is read by no other code (a matrix product has just made it), so it may be summed
-            in place; otherwise a copy is summed.
+    A copy of the gradient is summed: other code may read the same tensor.
     """
     if group.size == 1:
         return x
     y = mappings_of(x, group).copy_to(x, group=group.process_group)
-    return count_backward(y, group, "all_reduce", 1, own=not fresh)
+    return count_backward(y, group, "all_reduce", 1, own=True)
 
 
 @outside_graphs
@@ -83,7 +81,7 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
     group.begin_collective("all_gather", x, group.size)
     y = mappings_of(x, group).gather_sequence(x.contiguous(), group=group.process_group)
     group.end_collective()
-    return by_sample(count_backward(y, group, "reduce_scatter", 1).view(group.size, *x.shape))
+    return join_sequence(count_backward(y, group, "reduce_scatter", 1).view(group.size, *x.shape))
 
 
 @outside_graphs
@@ -95,17 +93,19 @@ def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     group.begin_collective("reduce_scatter", x)
-    y = mappings_of(x, group).reduce_scatter_sequence(by_rank(x, group.size).flatten(0, 1), group=group.process_group)
+    y = mappings_of(x, group).reduce_scatter_sequence(
+        split_sequence(x, group.size).flatten(0, 1), group=group.process_group
+    )
     group.end_collective()
     return count_backward(y, group, "all_gather", group.size)
 
 
-def by_rank(x: Tensor, tp: int) -> Tensor:
+def split_sequence(x: Tensor, tp: int) -> Tensor:
     """Return the sequence in tp parts, each in one piece: (B, S, ...) -> (tp, B, S/tp, ...). Copies if B > 1."""
     return x.reshape(len(x), tp, -1, *x.shape[2:]).transpose(0, 1).contiguous()
 
 
-def by_sample(parts: Tensor) -> Tensor:
+def join_sequence(parts: Tensor) -> Tensor:
     """Join the parts of a sequence: (tp, B, S/tp, ...) -> (B, S, ...), contiguous. Copies if B > 1."""
     return parts.transpose(0, 1).flatten(1, 2)
 

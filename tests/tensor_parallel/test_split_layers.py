@@ -20,7 +20,7 @@ from meshwright.parameters import Slice
 from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
 from meshwright.tensor_parallel import column, regions
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead, vocab_slice
-from meshwright.tensor_parallel.regions import by_sample, gather_sequence
+from meshwright.tensor_parallel.regions import gather_sequence, join_sequence
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, held, lonely_group, padding, part, summed, tp_group
 
@@ -203,17 +203,17 @@ def memory_rank(rank: int, tp: int, plain: bool) -> bool:
     gathered: list[StorageWeakRef] = []
 
     def watched(parts: Tensor) -> Tensor:
-        whole = by_sample(parts)
+        whole = join_sequence(parts)
         gathered.extend(StorageWeakRef(each.untyped_storage()) for each in (parts, whole))
         return whole
 
     layer = ColumnLinear(fill(nn.Linear(I, O, **FLOAT64)), tp_group(rank, tp), True)
     x = drawn(B, S // tp, I).requires_grad_()
-    column.by_sample = regions.by_sample = watched
+    column.join_sequence = regions.join_sequence = watched
     try:
         y = layer(x) if not plain else nn.functional.linear(gather_sequence(x, layer.group), layer.weight, layer.bias)
     finally:
-        column.by_sample = regions.by_sample = by_sample
+        column.join_sequence = regions.join_sequence = join_sequence
     assert y.requires_grad
     end_s = time.monotonic() + (1 if plain else 60)
     while not (gone := all(each.expired() for each in gathered)) and time.monotonic() < end_s:
