@@ -205,9 +205,8 @@ def race(options: argparse.Namespace) -> Rows:
         if path.exists():
             for title, found in json.loads(path.read_text())["races"].items():
                 for name, measured in found["contenders"].items():
-                    yield {"name": f"{title}: {name}"} | {
-                        key: measured[key] for key in ("step_ms", "tflops", "mfu", "peak_gib", "first_loss")
-                    }
+                    keys = ("step_ms", "tflops", "mfu", "mfu_causal", "mfu_reason", "peak_gib", "first_loss")
+                    yield {"name": f"{title}: {name}"} | {key: measured[key] for key in keys if key in measured}
 
 
 STAGES = {"facts": facts, "ceilings": ceilings, "tests": tests, "race": race}

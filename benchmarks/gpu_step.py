@@ -8,7 +8,8 @@
 
 Both train the same builder on random tokens: with plain nn.Dropout in the loop, with masks by name in ours. CUDA events
 time blocks of steps, which take turns, A B, B A, ...; a ratio compares adjacent blocks. FLOPs are the model's: three
-forwards per step, attention counted whole. MFU is against the dense bfloat16 peak of the maker's data sheet.
+forwards per step. MFU has two counts, full attention and its causal half, both against the dense bfloat16 peak of the
+maker's data sheet; a device without a listed peak has the reason instead.
 
 Exit code 2: no CUDA device. 1: the two do not begin with the same loss.
 """
@@ -38,6 +39,7 @@ from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright.model.meter import causal_share
 from meshwright.step import take_step
 from meshwright.tracking.observer import peak_flops
 
@@ -199,7 +201,27 @@ def timed(step: Callable[[], float], steps: int, device: torch.device) -> float:
     return float(start.elapsed_time(stop)) / 1e3 / steps
 
 
-def race(job: Job, device: torch.device, compiled: bool, steps: int) -> tuple[dict[str, Measured], float]:
+class Flops(NamedTuple):
+    """Model FLOPs of a step."""
+
+    full: float
+    """Attention counted whole."""
+    causal: float
+    """Causal attention counted half."""
+
+    def rates(self, step_s: float, device: torch.device) -> dict[str, Any]:
+        """Return TFLOP/s and both counts of MFU, or the reason for none."""
+        row: dict[str, Any] = {"tflops": round(self.full / step_s / 1e12, 3)}
+        peak = peak_flops(device, "bfloat16")
+        if peak is None:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+            return row | {"mfu": None, "mfu_causal": None, "mfu_reason": f"no bfloat16 peak is listed for {name}"}
+        return row | {
+            f"mfu{end}": round(n / step_s / peak, 4) for end, n in (("", self.full), ("_causal", self.causal))
+        }
+
+
+def race(job: Job, device: torch.device, compiled: bool, steps: int) -> tuple[dict[str, Measured], Flops]:
     """Time ours and plain in turns; return their measurements, and the model FLOPs of a step."""
     contenders: dict[str, Ours | Plain] = {}
     first_losses, held_bytes = {}, {}
@@ -224,11 +246,13 @@ def race(job: Job, device: torch.device, compiled: bool, steps: int) -> tuple[di
                 peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated(device) - others)
     ours = contenders["ours"]
     assert isinstance(ours, Ours)
-    flops = ours.parts.blueprint.flops_per_step
+    blueprint = ours.parts.blueprint
+    full = blueprint.flops_per_step
+    flops = Flops(full, full * causal_share([cost.forward for cost in blueprint.layer_costs]))
     return {name: Measured(first_losses[name], times[name], peaks[name]) for name in contenders}, flops
 
 
-def summary(job: Job, measured: dict[str, Measured], flops: float, peak: float | None) -> dict[str, Any]:
+def summary(job: Job, measured: dict[str, Measured], flops: Flops, device: torch.device) -> dict[str, Any]:
     """Return the numbers for the table and for the file."""
     rows = {}
     for name, (first_loss, step_s, peak_bytes) in measured.items():
@@ -238,8 +262,7 @@ def summary(job: Job, measured: dict[str, Measured], flops: float, peak: float |
             "step_ms": round(median_s * 1e3, 3),
             "step_ms_of_blocks": [round(each * 1e3, 3) for each in step_s],
             "tokens_per_s": round(job.tokens_per_step / median_s),
-            "tflops": round(flops / median_s / 1e12, 3),
-            "mfu": round(flops / median_s / peak, 4) if peak else None,
+            **flops.rates(median_s, device),
             "peak_gib": round(peak_bytes / 2**30, 3),
         }
     ratios = [ours / plain for ours, plain in zip(measured["ours"].step_s, measured["plain"].step_s, strict=True)]
@@ -249,11 +272,14 @@ def summary(job: Job, measured: dict[str, Measured], flops: float, peak: float |
 
 def show(title: str, found: dict[str, Any]) -> None:
     """Print one race."""
-    print(f"\n{title}\n{'':8}{'step ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'peak GiB':>10}{'loss 1':>9}")
+    print(
+        f"\n{title}\n{'':8}{'step ms':>10}{'tokens/s':>12}{'TFLOP/s':>10}{'MFU':>8}{'causal':>8}{'peak GiB':>10}"
+        f"{'loss 1':>9}"
+    )
     for name, row in found["contenders"].items():
-        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        mfu = "".join(f"{'-' if row[key] is None else f'{row[key]:.1%}':>8}" for key in ("mfu", "mfu_causal"))
         print(
-            f"{name:8}{row['step_ms']:>10.2f}{row['tokens_per_s']:>12,}{row['tflops']:>10.2f}{mfu:>8}"
+            f"{name:8}{row['step_ms']:>10.2f}{row['tokens_per_s']:>12,}{row['tflops']:>10.2f}{mfu}"
             f"{row['peak_gib']:>10.2f}{row['first_loss']:>9.4f}"
         )
     ratio = found["time_of_ours_over_plain"]
@@ -290,14 +316,13 @@ def main(argv: Sequence[str]) -> int:
         return 2
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(device, "bfloat16")
     races, wrong = {}, []
     for job_name in options.only:
         job = (TINY_JOBS if options.tiny else JOBS)[job_name]
         for compiled in {"off": [False], "on": [True], "both": [False, True]}[options.compile]:
             title = f"{job_name}{', compiled' if compiled else ''}"
             measured, flops = race(job, device, compiled, options.steps)
-            races[title] = {"job": job._asdict(), "flops_per_step": flops, **summary(job, measured, flops, peak)}
+            races[title] = {"job": job._asdict(), "flops_per_step": flops.full, **summary(job, measured, flops, device)}
             show(f"{title}, {job.tokens_per_step:,} tokens a step, {name}", races[title])
             ours, plain = measured["ours"].first_loss, measured["plain"].first_loss
             if not abs(ours - plain) <= SAME_LOSS * plain:

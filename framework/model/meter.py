@@ -6,7 +6,7 @@ time of an operation = max(FLOPs / F, bytes / B)        F, B of a Reference; aft
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +59,13 @@ class OperationCost(NamedTuple):
     """Bytes read and written, summed over operations; no caching between them."""
     time_s: float = 0.0
     """Estimated seconds on the reference device."""
+    masked_flops: float = 0.0
+    """Part of ``flops`` that causal attention does not compute: half of it."""
 
-    def plus(self, flops: float, num_bytes: float, time_s: float) -> OperationCost:
-        """Return the count with one more operation added."""
-        return OperationCost(self.flops + flops, self.bytes + num_bytes, self.time_s + time_s)
+
+def causal_share(costs: Sequence[OperationCost]) -> float:
+    """Return the share of the FLOPs, 0..1, that is left if causal attention counts half."""
+    return 1.0 - sum(cost.masked_flops for cost in costs) / max(1.0, sum(cost.flops for cost in costs))
 
 
 class Meter(OperationRecorder):  # type: ignore[no-untyped-call]
@@ -81,7 +84,10 @@ class Meter(OperationRecorder):  # type: ignore[no-untyped-call]
             shape: shape of an attention, which a meter does not need.
         """
         time_s = max(flops * done_share / self.by.flops_per_s, num_bytes / self.by.bytes_per_s)
-        self.count = self.count.plus(flops, num_bytes, time_s)
+        count, masked_flops = self.count, flops * (1.0 - done_share)
+        self.count = OperationCost(
+            count.flops + flops, count.bytes + num_bytes, count.time_s + time_s, count.masked_flops + masked_flops
+        )
 
     def record(self, operation: Operation) -> None:
         """Count one operation that has run."""

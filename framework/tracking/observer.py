@@ -11,6 +11,7 @@ from meshwright.blueprint import Blueprint, batch_numbers
 from meshwright.config import RunConfig
 from meshwright.config.functions import find_function
 from meshwright.errors import ConfigError
+from meshwright.model.meter import causal_share
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.tracking.console import ConsoleSink
 from meshwright.tracking.gpu import GpuMetrics
@@ -30,6 +31,7 @@ BF16_PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H200": 989e12,
+    "H200 NVL": 835e12,
     "B200": 2250e12,
     "GB200": 2450e12,
 }
@@ -100,6 +102,7 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
     share = stats.num_samples / batch_numbers(config).global_batch  # less than 1 in a batch-size ramp
     flops_per_s = share * parts.blueprint.flops_per_step / event.step_s / world_size
     peak = peak_flops(parts.mesh.device, config.train.dtype)
+    mfu = flops_per_s / peak if peak else None
     straggler, loss = event.straggler, event.validation_loss
     return StepRecord(
         step=parts.state.step,
@@ -113,7 +116,8 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         tokens_per_s=stats.num_samples * parts.blueprint.example.tokens_per_sample / event.step_s,
         num_devices=world_size,
         tflops_per_device=flops_per_s / 1e12,
-        mfu=flops_per_s / peak if peak else None,
+        mfu=mfu,
+        mfu_causal=mfu and mfu * causal_share([cost.forward for cost in parts.blueprint.layer_costs]),
         bubble_share=stats.bubble_share,
         memory_bytes=parts.mesh.peak_memory_bytes(),
         validation_loss=loss,

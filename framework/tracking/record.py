@@ -50,7 +50,7 @@ class StepRecord:
     """Peak memory of the device (CUDA: allocated by torch; CPU: resident set of the process)."""
     tflops_per_device: float | None = None
     mfu: float | None = None
-    """Model FLOPs utilisation, 0..1: the model's FLOP/s over the device's peak."""
+    """Model FLOPs utilisation, 0..1: the model's FLOP/s, full attention counted, over the device's peak."""
     bubble_share: float | None = None
     """Pipeline bubble: share of the step, 0..1, that pipeline ranks were idle."""
     validation_loss: float | None = None
@@ -71,6 +71,8 @@ class StepRecord:
     """``exp(validation_loss)``; None if the loss is no cross-entropy over tokens."""
     loss_scale: float | None = None
     """Loss scale of the step; None unless the run computes in float16."""
+    mfu_causal: float | None = None
+    """Model FLOPs utilisation with causal attention counted half."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Metrics of callbacks, of the model and of GPUs, by name."""
 
@@ -99,6 +101,7 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
     "perf/devices": lambda r: r.num_devices,
     "perf/tflops_per_device": lambda r: r.tflops_per_device,  # TFLOP/s
     "perf/mfu": lambda r: r.mfu,  # share, 0..1
+    "perf/mfu_causal": lambda r: r.mfu_causal,
     "perf/bubble_share": lambda r: r.bubble_share,
     "perf/save_s": lambda r: r.save_s,
     "perf/straggler_rank": lambda r: r.straggler_rank,
@@ -179,6 +182,7 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
         memory_bytes=round(float(content["memory/peak_gib"]) * GIB),
         tflops_per_device=optional("perf/tflops_per_device"),
         mfu=optional("perf/mfu"),
+        mfu_causal=optional("perf/mfu_causal"),
         bubble_share=optional("perf/bubble_share"),
         validation_loss=optional("validation/loss"),
         skipped="train/skipped" in content,

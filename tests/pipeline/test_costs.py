@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
-from meshwright.model.meter import Meter, OperationCost, ReferenceDevice, reference
+from meshwright.model.meter import Meter, OperationCost, ReferenceDevice, causal_share, reference
 from meshwright.models import gpt2, llama, t5
 from meshwright.pipeline.plan import LayerCost, count_layers, layer_weights, recompute_parts
 from tests.support import builders
@@ -181,6 +181,8 @@ def test_attention_is_one_operation_that_writes_no_scores() -> None:
 def test_causal_attention_computes_half_of_what_it_counts() -> None:
     whole, causal = attention(4096), attention(4096, is_causal=True)
     assert causal.forward.flops == whole.forward.flops
+    assert (causal.forward.masked_flops, whole.forward.masked_flops) == (causal.forward.flops / 2, 0.0)
+    assert causal_share([causal.forward, whole.forward]) == 0.75
     assert causal.forward.time_s == pytest.approx(whole.forward.time_s / 2)
 
 

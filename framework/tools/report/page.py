@@ -126,9 +126,9 @@ def facts(run: RunContents) -> Iterator[tuple[str, str]]:
         yield "validation loss", figures["validation loss, last"]
         yield "tokens", figures["tokens"]
         yield "throughput", f"{figures['tokens/s, median']} tokens/s, {figures['seconds a step, median']} s a step"
-        mfus = [record.mfu for record in run.records if record.mfu is not None]
-        if mfus:
-            yield "MFU", f"{sorted(mfus)[len(mfus) // 2]:.1%}, median"
+        for name, key in (("MFU, full attention", "mfu"), ("MFU, causal half", "mfu_causal")):
+            if shares := sorted(share for record in run.records if (share := getattr(record, key)) is not None):
+                yield name, f"{shares[len(shares) // 2]:.1%}, median"
         yield "memory", f"{figures['memory at the peak']}, at the peak"
         yield "time in steps", figures["time in steps"]
     yield "starts", f"{len(run.attempts)}"
