@@ -1,4 +1,4 @@
-"""One command on a machine with a GPU: versions, ceilings of kernels, the tests of CUDA, and a race.
+"""One command on a machine with a GPU: versions, ceilings of kernels, the tests of CUDA, memory, and a race.
 
     python benchmarks/gpu_day.py --minutes 9 --out DIR [--stages facts,ceilings]
     python benchmarks/gpu_day.py --device cpu --tiny --out DIR     the same code on toy sizes: its numbers mean nothing
@@ -24,8 +24,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "race": 7}
+SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "memory": 4, "race": 15}
 """Share of each stage in the time; time that a stage leaves goes to those after it."""
+CONTENDER_S = 90.0
+"""Longest time of one contender of the race."""
+SAME_LOSS = 0.02
+"""Largest relative difference of the first losses of contenders."""
+ONLY_IN_JSON = ("name", "output", "kernels_ms", "step_ms_of_blocks")
 PACKAGES = ("triton", "numpy", "pydantic", "megatron-core", "transformers", "nvidia-ml-py", "pytest")
 Row = dict[str, Any]
 Rows = Iterator[Row]
@@ -170,20 +175,27 @@ def ceilings(options: argparse.Namespace) -> Rows:
             yield {"name": name, "reason": f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"}
 
 
-def command(words: Sequence[str], name: str, last_lines: int = 1, **environ: str) -> Row:
+def command(words: Sequence[str], name: str, last_lines: int = 1, limit_s: float | None = None, **environ: str) -> Row:
     """Run a program of the checkout; return its exit code and the end of its output."""
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, *words],
         cwd=ROOT,
         env=os.environ | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-    )
-    print(done.stdout, flush=True)
-    row: Row = {"name": name, "exit_code": done.returncode, "output": done.stdout.strip().splitlines()[-last_lines:]}
-    return row if done.returncode == 0 else row | {"reason": f"exit code {done.returncode}"}
+    ) as process:
+        try:
+            output, reason = process.communicate(timeout=limit_s)[0], ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, reason = process.communicate()[0], f"stopped after {limit_s:.0f} s"
+    print(output, flush=True)
+    lines = output.strip().splitlines()
+    row: Row = {"name": name, "exit_code": process.returncode, "output": lines[-last_lines:]}
+    if process.returncode:
+        row["reason"] = reason or f"exit code {process.returncode}: {lines[-1][:150] if lines else 'no output'}"
+    return row
 
 
 def tests(options: argparse.Namespace) -> Rows:
@@ -193,23 +205,52 @@ def tests(options: argparse.Namespace) -> Rows:
     yield command(words, "pytest -m gpu", 20, MESHWRIGHT_GPU_TESTS=options.device)
 
 
+def memory(options: argparse.Namespace) -> Rows:
+    """Yield the peaks that a dry run predicts for the models of the race, then those measured, a process for each."""
+    from gpu_contenders import SHAPES
+    from gpu_memory import predicted_bytes, row
+
+    predicted, jobs = {}, list(SHAPES)[:1] if options.tiny else list(SHAPES)
+    for job in jobs:
+        start_s = time.perf_counter()
+        predicted[job] = predicted_bytes(job, options.device, options.tiny)
+        spent_s = round(time.perf_counter() - start_s, 1)
+        yield {"name": f"{job}: dryrun", "predicted_gib": round(predicted[job] / 2**30, 6), "prediction_s": spent_s}
+    for job in jobs:
+        path = options.out / f"memory-{job}.json"
+        path.unlink(missing_ok=True)
+        done = command(program("gpu_memory", options, job, path), f"{job}: measured", limit_s=CONTENDER_S)
+        yield row(job, predicted[job], json.loads(path.read_text())) if path.exists() else done
+
+
+def program(name: str, options: argparse.Namespace, job: str, path: Path) -> list[str]:
+    """Return the words of a benchmark of one job on this day's device."""
+    words = [f"benchmarks/{name}.py", "--job", job, "--out", str(path), "--device", options.device]
+    return words + (["--tiny"] if options.tiny else [])
+
+
 def race(options: argparse.Namespace) -> Rows:
-    """Yield a row for each contender of gpu_step.py, one job per process."""
-    for job in ["llama-1b"] if options.tiny else ["llama-1b", "gpt2-124m"]:
-        path = options.out / f"race-{job}.json"
-        words = ["benchmarks/gpu_step.py", "--only", job, "--out", str(path), "--device", options.device]
-        words += ["--tiny", "--steps", "2", "--compile", "off"] if options.tiny else ["--steps", "20"]
-        row = command(words, job)
-        if "reason" in row:
-            yield row
-        if path.exists():
-            for title, found in json.loads(path.read_text())["races"].items():
-                for name, measured in found["contenders"].items():
-                    keys = ("step_ms", "tflops", "mfu", "mfu_causal", "mfu_reason", "peak_gib", "first_loss")
-                    yield {"name": f"{title}: {name}"} | {key: measured[key] for key in keys if key in measured}
+    """Yield the rows of each contender of gpu_race.py, one process for each; the most telling model comes first."""
+    from gpu_contenders import CONTENDERS, SHAPES
+
+    for job in list(SHAPES)[:1] if options.tiny else SHAPES:
+        first_loss = 0.0
+        for contender in [each for each in CONTENDERS if not (options.tiny and "compiled" in each)]:
+            path = options.out / f"race-{job}-{contender}.json"
+            path.unlink(missing_ok=True)
+            words = [*program("gpu_race", options, job, path), "--contender", contender]
+            done = command(words, f"{job}: {contender}", limit_s=CONTENDER_S)
+            rows = json.loads(path.read_text()) if path.exists() else []
+            if rows:  # the first row's weights are those drawn at the start
+                first_loss = first_loss or rows[0]["first_loss"]
+                if abs(rows[0]["first_loss"] - first_loss) > SAME_LOSS * first_loss:
+                    rows[0]["reason"] = f"the first loss of the first contender is {first_loss:.4f}"
+            yield from rows
+            if "reason" in done:
+                yield done
 
 
-STAGES = {"facts": facts, "ceilings": ceilings, "tests": tests, "race": race}
+STAGES = {"facts": facts, "ceilings": ceilings, "tests": tests, "memory": memory, "race": race}
 
 
 def run_stage(options: argparse.Namespace) -> None:
@@ -266,7 +307,7 @@ def main(argv: Sequence[str]) -> int:
         share = SHARES[stage] / sum(SHARES[each] for each in stages[i:])
         for row in rows_of(stage, max(1.0, share * (end_s - time.monotonic())), options):
             failed = failed or "reason" in row
-            numbers = "  ".join(f"{key} {value}" for key, value in row.items() if key not in ("name", "output"))
+            numbers = "  ".join(f"{key} {value}" for key, value in row.items() if key not in ONLY_IN_JSON)
             lines.append(f"{stage:10} {row['name']:32} {numbers}")
             print(lines[-1], flush=True)
     (options.out / "table.txt").write_text("\n".join(lines) + "\n")
