@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 
 
@@ -73,6 +74,7 @@ class SplitBackward(TorchFunctionMode):
                 kwargs["defer"] = self.defer
         return func(*args, **kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _is_trained(weight) or weight.dim() != 2 or torch._C._are_functorch_transforms_active():
             return F.linear(input, weight, bias)
@@ -80,6 +82,7 @@ class SplitBackward(TorchFunctionMode):
             return _Linear.apply(input, weight, None, self) + bias  # type: ignore[no-untyped-call,no-any-return]
         return _Linear.apply(input, weight, bias, self)  # type: ignore[no-untyped-call,no-any-return]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _embedding(
         self,
         input: Tensor,
@@ -96,6 +99,11 @@ class SplitBackward(TorchFunctionMode):
         if padding_idx is not None and padding_idx < 0:
             padding_idx += weight.shape[0]
         return _Embedding.apply(input, weight, padding_idx, scale_grad_by_freq, self)  # type: ignore[no-untyped-call,no-any-return]
+
+
+skip_code(
+    SplitBackward.__torch_function__.__code__
+)  # still traced within a layer; not compiled as a function of its own
 
 
 def _is_trained(tensor: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.config import RunConfig
-from meshwright.errors import ConfigError, ScheduleError
+from meshwright.errors import ScheduleError
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.analysis import check, report
 from meshwright.schedule.build import build
@@ -28,12 +28,6 @@ def draw_schedule(config: RunConfig) -> Schedule:
         schedule = lowered_schedule(pipeline.schedule, pp, chunks, pipeline.interleave or pipeline.stages_per_rank)
     else:
         schedule = _from_file(Path(pipeline.schedule_file), pp, chunks)
-    if schedule.splits_backward and config.train.compile:
-        raise ConfigError(
-            "MW-SCHEDULE-013",
-            f"the schedule {schedule.name} with train.compile: a compiled backward comes as one piece, and this "
-            f"schedule wants input and weight gradients apart; choose 1f1b or interleaved_1f1b, or leave compile off",
-        )
     problems = check(schedule)
     if problems:
         where = f"{pipeline.schedule_file}, with its messages placed: " if pipeline.schedule_file is not None else ""

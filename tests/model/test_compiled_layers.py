@@ -78,6 +78,9 @@ def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
         ("meshwright.models.gpt2:build", "dp1"),
         pytest.param("meshwright.models.gpt2:build", "dp2,pp2,tp2", marks=pytest.mark.torture),
         pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.gpt2:build", "pp2,zb_h1", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.llama:build", "dp2,pp2,zb_h1,full,zero3", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence,zb_v", marks=pytest.mark.torture),
     ],
 )
 def test_compiled_layers_give_the_same_numbers(pool: RankPool, builder: str, layout: str) -> None:

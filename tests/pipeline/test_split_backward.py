@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models import llama
 from meshwright.pipeline.plan import SplitBackward, accumulate_deferred
 
 D, V, B, S = 6, 9, 2, 5
@@ -76,3 +77,32 @@ def test_halves_add_up(name: str) -> None:
         assert (found.grad is None) == (expected.grad is None)
         if expected.grad is not None:
             torch.testing.assert_close(found.grad, expected.grad, rtol=1e-13, atol=1e-14)
+
+
+def test_a_compiled_layer_is_split() -> None:
+    """One graph before, between and behind the four linears of a block; none for the linears or the mode."""
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    block = llama.build(hidden_size=8, num_heads=2, num_kv_heads=1, ffn_size=12, num_layers=1, vocab_size=V)[1]
+    plain = copy.deepcopy(block)
+    torch._dynamo.reset()
+    counters.clear()
+    block.compile(backend="aot_eager")
+    inputs = torch.randn(B, S, 8)
+    found = []
+    for layer in (plain, block):
+        split, x = SplitBackward(), inputs.clone().requires_grad_()
+        for _ in range(2):
+            with split:
+                y = layer(x)
+            with split.deferring() as notes:
+                y.square().sum().backward()
+            assert [note.parameter.shape for note in notes] == [(8, 12), (24, 8), (8, 8), (16, 8)]
+            accumulate_deferred(notes)
+        found.append([y, x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for with_, without in zip(*found, strict=True):
+        torch.testing.assert_close(with_, without, rtol=1e-6, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 5
+    (reason,) = counters["graph_break"]
+    assert "SplitBackward._linear" in reason

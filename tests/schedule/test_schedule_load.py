@@ -70,14 +70,3 @@ def test_the_schedules_have_the_same_names_everywhere() -> None:
     for name in configured:
         pipeline = Pipeline(schedule=name)
         assert build(name, 2, 4, pipeline.stages_per_rank).interleave == pipeline.stages_per_rank
-
-
-def test_a_split_backward_cannot_be_compiled() -> None:
-    """Whether it splits is seen in the rows, so that a schedule from a file is refused too."""
-    split = config(schedule="zb_h1")
-    compiled = split.model_copy(update={"train": split.train.model_copy(update={"compile": True})})
-    with pytest.raises(UserError, match=r"zb_h1 with train\.compile.*choose 1f1b"):
-        draw_schedule(compiled)
-    draw_schedule(split)
-    whole = config(schedule="interleaved_1f1b")
-    draw_schedule(whole.model_copy(update={"train": compiled.train}))
