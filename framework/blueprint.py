@@ -17,8 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from meshwright.config import RunConfig, dump, phases
+from meshwright.config import RunConfig, dump, is_meant_for_gpu, phases
 from meshwright.data.sources import example
+from meshwright.fp8.convert import check_sizes
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
 from meshwright.model.build import PlainModel, configured_model
@@ -216,6 +217,8 @@ def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Gro
         sequence=config.parallel.sequence,
         divisible=model.divisible,
     )
+    if is_meant_for_gpu(config.train.device, config.train.dtype):
+        check_sizes(model.layers)
     cast_model(model.layers, whole.running, dtype)
     for name, info in infos.items():
         if (group := model.groups.get(model.canonical(name))) is not None:

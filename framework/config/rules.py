@@ -132,6 +132,19 @@ def _loss_scale(config: RunConfig) -> str | None:
     return None
 
 
+def _fp8(config: RunConfig) -> str | None:
+    train = config.train
+    if train.linear != "fp8":
+        given = f"train.fp8_keep = {format_value(train.fp8_keep)}"
+        return None if train.fp8_keep is None else f'{given} has no effect without train.linear = "fp8": leave it out'
+    if train.dtype == "float16" or (train.device == "cuda" and train.dtype != "bfloat16"):
+        return (
+            f'train.linear = "fp8" with train.dtype = "{train.dtype}": the float8 kernels return bfloat16; choose '
+            f'train.dtype = "bfloat16"'
+        )
+    return None
+
+
 def _validation(config: RunConfig) -> str | None:
     changed = _changed(config.train, "validate_every", "validate_steps")
     if config.data.validation is not None or config.data.builder is not None or not changed:
@@ -265,5 +278,6 @@ RULES = (
     ),
     Rule("MW-CONFIG-059", _own_schedule, ("optimizer.schedule", "optimizer.warmup_steps")),
     Rule("MW-CONFIG-062", _loss_scale, ("train.dtype", "loss_scale.fixed", "loss_scale.minimum", "loss_scale.initial")),
+    Rule("MW-CONFIG-065", _fp8, ("train.linear", "train.fp8_keep", "train.dtype", "train.device")),
     Rule("MW-CONFIG-055", _validation, ("train.validate_every", "train.validate_steps", "data.validation")),
 )

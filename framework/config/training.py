@@ -82,6 +82,13 @@ class Train(Section):
     """Optimizer steps of the run."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Precision of the computation; with 16 bits, master weights and the sums of gradients stay in float32."""
+    linear: Literal["dtype", "fp8"] = "dtype"
+    """Precision of the products of linears: ``dtype``, or float8 with rowwise scales (fp8); docs/precision.md."""
+    fp8_keep: list[Annotated[str, Field(min_length=1)]] | None = Field(
+        default=None, description='a list of name patterns such as ["head", "block0", "*.attention.out"]'
+    )
+    """Linears that fp8 leaves in ``dtype``, by their name or an enclosing module's. Default: the first and last block
+    and the head."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. auto: GPUs if torch sees one, else the CPU."""
     compile: bool = False

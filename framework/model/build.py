@@ -36,6 +36,7 @@ from torch.nn.parameter import UninitializedParameter
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import SCHEMES, error_place, find_function
 from meshwright.errors import ModelError, UserError
+from meshwright.fp8.convert import convert_linears
 from meshwright.model import requirements
 from meshwright.model.first_values import (
     GIVEN,
@@ -244,6 +245,7 @@ def configured_model(config: RunConfig) -> PlainModel:
     model.freeze(model.layers)
     if not any(parameter.requires_grad for parameter in model.layers.parameters()):
         raise ModelError("MW-MODEL-029", "model.parameter_groups freezes every parameter: there is nothing to train")
+    convert_linears(model.layers, model.plan, config.train)
     return model
 
 
@@ -263,8 +265,6 @@ def materialise(
         layers: The stage, with parameters on the meta device in this tp rank's local shapes; changed in place.
         model: The whole model, with ties and initial values.
         infos: Canonical parameter name -> its global shape and this rank's slice.
-        dtype: Dtype of the weights.
-        device: Device of the weights and buffers.
         local_of: Returns this rank's slice of a parameter. None: the initial weights. Each full tensor is then drawn in
             float32 on CPU by the parameter's name, one at a time, sliced and cast: the same bits in every layout.
     """

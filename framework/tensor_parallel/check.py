@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.errors import ModelError
+from meshwright.fp8.linear import Fp8Linear
 from meshwright.tensor_parallel.own_rule import Rule
 
 
@@ -176,7 +177,7 @@ def _misfits(placement: PlannedModule, tp: int) -> Iterator[str]:
     if kind not in SPLITTING:
         return
     wanted = (nn.Embedding, nn.Linear) if kind in (ShardingKind.COLUMN, ShardingKind.VOCAB) else (nn.Linear,)
-    if type(module) not in wanted:
+    if type(module) not in (*wanted, Fp8Linear):
         names = " or ".join(f"nn.{type_.__name__}" for type_ in wanted)
         yield (
             f"{placement} is of type {type(module).__name__}, and kind {kind} splits only a plain {names}: name the "

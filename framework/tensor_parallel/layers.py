@@ -22,9 +22,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.fp8.linear import Fp8Linear
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.tensor_parallel.column import column_linear
+from meshwright.tensor_parallel.fp8_layers import fp8_column, fp8_row
 from meshwright.tensor_parallel.ranges import check_range
 from meshwright.tensor_parallel.regions import reduce_out, reduce_scatter_sequence
 
@@ -62,6 +64,7 @@ class ColumnLinear(nn.Module):
         self.group = group
         self.sequence = sequence
         self.gathered = gathered
+        self.is_fp8 = isinstance(plain, Fp8Linear)
         self.slices: dict[str, Slice | None] = dict.fromkeys(
             ["weight"] if plain.bias is None else ["weight", "bias"], self.slice_of(plain, group)
         )
@@ -75,6 +78,8 @@ class ColumnLinear(nn.Module):
         return even_slice(0, plain.out_features, group.rank, group.size)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.is_fp8:
+            return fp8_column(x, self.weight, self.bias, self.group, self.sequence, self.gathered)
         if self.gathered:
             return F.linear(x, self.weight, self.bias)
         return column_linear(x, self.weight, self.bias, self.group, self.sequence)
@@ -104,6 +109,7 @@ class RowLinear(nn.Module):
         super().__init__()
         self.group = group
         self.sequence = sequence
+        self.is_fp8 = isinstance(plain, Fp8Linear)
         self.slices: dict[str, Slice | None] = {"weight": even_slice(1, plain.in_features, group.rank, group.size)}
         self.weight = local_parameter(plain.weight, self.slices["weight"])
         self.bias = None
@@ -113,7 +119,7 @@ class RowLinear(nn.Module):
         self.out_features, self.in_features = self.weight.shape
 
     def forward(self, x: Tensor) -> Tensor:
-        partial = F.linear(x, self.weight)
+        partial = fp8_row(x, self.weight, self.group) if self.is_fp8 else F.linear(x, self.weight)
         if self.sequence:
             y = reduce_scatter_sequence(partial, self.group)
         else:

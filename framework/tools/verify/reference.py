@@ -21,6 +21,7 @@ from meshwright.config import RunConfig, samples_after
 from meshwright.config.functions import error_place
 from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
+from meshwright.fp8.linear import Fp8Linear
 from meshwright.model.build import PlainModel, configured_model, find_builder
 from meshwright.model.metrics import Recorder, recording
 from meshwright.model.running_buffers import cast_running, cast_statistics, running_buffers, running_values
@@ -28,6 +29,7 @@ from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout
+from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
 
@@ -107,6 +109,8 @@ class PlainRun:
         outline = MetaMicrobatch(*example(config, micro_batch_size))
         self.running = running_buffers(model.layers, outline.cast(torch.float32).inputs)
         self.layers = untouched_layers(config, model, dtype)
+        names = [name for name, module in model.layers.named_modules() if isinstance(module, Fp8Linear)]
+        use_fp8(self.layers, names)
         cast_running(self.layers, self.running, dtype)
         cast_statistics(self.layers, dtype)
         self.dropout = KeyedDropout(self.layers, config.run.seed)
@@ -152,8 +156,9 @@ class PlainRun:
         """Run one optimizer step on global batch ``step``, counted from 0, and append its numbers to ``findings``."""
         batch = self.microbatches(*(samples_after(self.config.batch, each) for each in (step, step + 1)))
         num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
-        # gradients in 16 bits must be rounded as in the layouts, which scale by the largest possible number of labels
-        divisor = self.labels_per_step if self.dtype.itemsize == 2 else num_tokens
+        # gradients in 8 or 16 bits must be rounded as in the layouts: they scale by the largest number of labels
+        rounds = self.dtype.itemsize == 2 or self.config.train.linear == "fp8"
+        divisor = self.labels_per_step if rounds else num_tokens
         total = 0.0
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay

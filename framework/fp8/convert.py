@@ -1,0 +1,108 @@
+"""The linears of a model that compute in float8, by name, and their conversion.
+
+A model's nn.Linears are converted in place before it is sharded. Left in the training dtype are:
+
+    linears whose name, or the name of an enclosing module, matches a pattern of ``train.fp8_keep``
+    linears inside a module that a rule of the user's splits
+    subclasses of nn.Linear, and direct calls of ``F.linear``
+
+The default of ``train.fp8_keep``: the first element of the model (the embedding), the last one with linears (the head),
+the first and the last of the others (blocks).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from meshwright.config import Train
+from meshwright.errors import ModelError
+from meshwright.fp8.linear import Fp8Linear
+from meshwright.fp8.products import MULTIPLE
+
+
+def default_keep(layers: nn.Sequential) -> list[str]:
+    """Return the names of the elements that stay in the training dtype by default."""
+    names = list(layers._modules)
+    with_linears = [name for name, layer in layers._modules.items() if layer is not None and _linears(layer)]
+    blocks = [name for name in with_linears[:-1] if name != names[0]]
+    return [names[0], *with_linears[-1:], *blocks[:1], *blocks[-1:]]
+
+
+def names_in_fp8(layers: nn.Sequential, plan: Mapping[str, Any], keep: Sequence[str] | None) -> list[str]:
+    """Return the names of the nn.Linears that compute in float8.
+
+    Args:
+        plan: the model's sharding plan, for its rules.
+        keep: patterns of ``train.fp8_keep``; None: the default.
+
+    Raises:
+        ModelError: a pattern matches no linear, or no linear is left.
+    """
+    linears = {
+        name: module for name, module in layers.named_modules(remove_duplicate=False) if type(module) is nn.Linear
+    }
+    for pattern in keep or ():
+        if not any(_matches(name, pattern) for name in linears):
+            known = [*layers._modules, *linears]
+            close = difflib.get_close_matches(pattern, known, 1, cutoff=0.4)
+            hint = f"the closest is {close[0]}" if close else f"linears are {', '.join(list(linears)[:5])}, ..."
+            raise ModelError("MW-MODEL-037", f"train.fp8_keep: {pattern!r} matches no linear of the model; {hint}")
+    kept = [*(default_keep(layers) if keep is None else keep), *(name for name, kind in plan.items() if callable(kind))]
+    chosen = [name for name in linears if not any(_matches(name, pattern) for pattern in kept)]
+    shared = {id(module) for name, module in linears.items() if name not in chosen}
+    chosen = [name for name in chosen if id(linears[name]) not in shared]
+    if not chosen:
+        given = "by default the first and last block and the head" if keep is None else f"train.fp8_keep = {list(keep)}"
+        raise ModelError(
+            "MW-MODEL-038",
+            f'train.linear = "fp8" has no effect on this model: all of its {len(linears)} nn.Linears stay as they are '
+            f'({given}). Name fewer in train.fp8_keep, such as ["head"], or leave train.linear out',
+        )
+    return chosen
+
+
+def convert_linears(layers: nn.Sequential, plan: Mapping[str, Any], train: Train) -> None:
+    """Turn nn.Linears into :class:`Fp8Linear` with ``train.linear = "fp8"``, in place: the same modules and parameters.
+
+    Raises:
+        ModelError: see :func:`names_in_fp8`.
+    """
+    if train.linear == "fp8":
+        for name in names_in_fp8(layers, plan, train.fp8_keep):
+            layers.get_submodule(name).__class__ = Fp8Linear
+
+
+def check_sizes(layers: nn.Sequential) -> None:
+    """Check the local weights (O, I) of the linears in float8 against the float8 kernels on CUDA.
+
+    Raises:
+        ModelError: a dim is no multiple of 16. Lists all such linears.
+    """
+    found = []
+    for name, module in layers.named_modules():
+        if getattr(module, "is_fp8", False) or isinstance(module, Fp8Linear):
+            shape = tuple(module.get_parameter("weight").shape)
+            if any(size % MULTIPLE for size in shape):
+                found.append(f"{name} {shape[0]} x {shape[1]}")
+    if found:
+        raise ModelError(
+            "MW-MODEL-039",
+            f'train.linear = "fp8" on a GPU needs weights whose dims on a rank are multiples of {MULTIPLE}, unlike '
+            f"{', '.join(found[:5])}{' ...' if len(found) > 5 else ''}. Choose other sizes or another parallel.tp, "
+            f'name these linears in train.fp8_keep, or set train.device = "cpu"',
+        )
+
+
+def _linears(layer: nn.Module) -> bool:
+    return any(type(module) is nn.Linear for module in layer.modules())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a module's name or that of an enclosing module."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:length]), pattern) for length in range(1, len(parts) + 1))

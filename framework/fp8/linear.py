@@ -1,0 +1,103 @@
+"""Linear whose forward and input-gradient products are in float8, and whose weight gradient is not.
+
+    forward    y  = q(x) q(W)^T      contracted over I: scales per row of x (token) and per row of W
+    I          dx = q(dy) q(W^T)^T   contracted over O: scales per row of dy (token) and per column of W
+    W          dW = dy^T value(q(x))     in the training dtype; x is kept as codes and exponents
+
+Where tp cuts the contracted dim, the scales are agreed over tp: I of a row layer, O of a column layer.
+
+Source: the rowwise recipe of torchao with its weight gradient in high precision, with power-of-two scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+from meshwright.fp8.products import product
+from meshwright.fp8.quantise import Quantised, dequantise, quantise
+from meshwright.mesh.comm import Group
+
+Defer = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
+"""As in :mod:`meshwright.tensor_parallel.column`."""
+
+
+def compute_now(parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+    """Return the gradient at once."""
+    return gradient()
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    cut_in: Group | None = None,
+    cut_out: Group | None = None,
+    defer: Defer = compute_now,
+) -> Tensor:
+    """Return ``F.linear(x, weight, bias)`` in float8: x (..., I), weight (O, I), bias (O,) or None -> (..., O), local.
+
+    The sum over ``cut_in`` of partial products and of partial input gradients over ``cut_out`` is the caller's.
+
+    Args:
+        cut_in: tp group that shares I; None: I is whole. Forward then blocks for one all-reduce of exponents.
+        cut_out: tp group that shares O; None: O is whole. Backward then blocks for one all-reduce of exponents.
+        defer: called in backward for each weight gradient, as in ``tensor_parallel/column.py``.
+    """
+    if has_torch_function((x, weight)):
+        return handle_torch_function(fp8_linear, (x, weight), x, weight, bias, cut_in, cut_out, defer=defer)
+    if x.dtype != weight.dtype:
+        return F.linear(x, weight, bias)  # torch's own error
+    y: Tensor = _Fp8Linear.apply(x, weight, cut_in, cut_out, defer)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
+
+
+fp8_linear.defers_gradients = True  # type: ignore[attr-defined]
+
+
+class _Fp8Linear(torch.autograd.Function):
+    """Linear in float8: x (..., I), weight (O, I) -> (..., O), all local."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cut_in: Group | None, cut_out: Group | None, defer: Defer
+    ) -> Tensor:
+        kept, quantised = quantise([x, weight], cut_in)
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(*kept)
+        ctx.weight, ctx.cut_out = weight, cut_out
+        ctx.defer = defer if weight.is_leaf else compute_now  # autograd needs the gradient of a computed weight in I
+        y = product(kept, quantised, x.dtype)
+        return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        gx = gw = None
+        if needs_x:
+            quantised_gy, quantised = quantise([gy, ctx.weight.t()], ctx.cut_out)
+            gx = product(quantised_gy, quantised, gy.dtype)
+        if needs_weight:
+            kept = Quantised(*ctx.saved_tensors)
+            gw = ctx.defer(ctx.weight, lambda: weight_gradient(gy, kept))
+        return gx, gw, None, None, None
+
+
+def weight_gradient(gy: Tensor, x: Quantised) -> Tensor:
+    """Return dW (O, I) in the training dtype from gy (..., O) and the kept x (..., I)."""
+    values = dequantise(x, gy.dtype)
+    return gy.reshape(-1, gy.shape[-1]).t().mm(values.reshape(-1, values.shape[-1]))
+
+
+class Fp8Linear(nn.Linear):
+    """nn.Linear in float8: x (..., I) -> (..., O). A plain one becomes one by its class, and keeps its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8_linear(x, self.weight, self.bias)

@@ -1,0 +1,37 @@
+"""Product of two quantised matrices: ``torch._scaled_mm`` on CUDA, emulated elsewhere. The door to private torch APIs.
+
+The emulation multiplies the dequantised values in the training dtype. Its operands are exactly those of the kernel. The
+two differ only by the accumulation inside a dot product and the rounding of the result.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.fp8.quantise import Quantised, dequantise, power_of_two
+
+MULTIPLE = 16
+"""Both dims of a weight must be a multiple of it on CUDA (cuBLAS and CUTLASS float8 kernels)."""
+
+
+def product(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+    """Return x (..., K) times weight (N, K) transposed, contracted over K: (..., N) in ``dtype``."""
+    if x.codes.is_cuda and dtype == torch.bfloat16:
+        return _scaled_mm(x, weight)
+    return F.linear(dequantise(x, dtype), dequantise(weight, dtype))
+
+
+def _scaled_mm(x: Quantised, weight: Quantised) -> Tensor:
+    """Return the product by torch's float8 kernel with rowwise scales, in bfloat16."""
+    rows = x.codes.reshape(-1, x.codes.shape[-1]).contiguous()
+    y = torch._scaled_mm(
+        rows,
+        weight.codes.contiguous().t(),  # column-major, as the kernel needs it
+        scale_a=power_of_two(-x.exponents).reshape(-1, 1).contiguous(),
+        scale_b=power_of_two(-weight.exponents).reshape(1, -1).contiguous(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return y.view(*x.codes.shape[:-1], y.shape[-1])

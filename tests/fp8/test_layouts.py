@@ -1,0 +1,176 @@
+"""Emulated float8 on layouts: the numbers of one plain process, and operands that are bit-equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright.fp8.quantise
+from meshwright.config import RunConfig
+from meshwright.fp8.linear import Fp8Linear
+from meshwright.fp8.quantise import Quantised
+from meshwright.launch.pool import RankPool
+from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear
+from meshwright.tools.verify import compare, layout_config, parse_layout
+from meshwright.tools.verify.compare import TOLERANCES
+from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, part, tp_group
+from tests.tools.verify.cases import LATER, References, model_config, prove, size_for
+
+FP8 = {"linear": "fp8", "fp8_keep": ["head"]}
+"""The models of this file have two blocks, which the default would keep."""
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """Shared by the tests of this module."""
+    return References()
+
+
+def config_for(model: str, layout: str, **train: Any) -> tuple[RunConfig, int]:
+    size = size_for(parse_layout(layout))
+    return model_config(model, size).replace(train=FP8 | train), size.global_batch
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "dtype"),
+    [
+        ("gpt2", "pp2,tp2,zb_h1,sequence", "float64"),
+        ("llama", "dp2,zero3,full,mbs2", "float64"),
+        ("gpt2", "tp2,sequence,selective", "bfloat16"),
+        LATER("llama", "dp2,pp2,tp2", "float64"),
+        LATER("t5", "dp2,tp2", "float64"),
+        LATER("llama", "tp4,sequence", "float32"),
+        LATER("gpt2", "dp4,zero2,mbs2", "bfloat16"),
+        LATER("llama", "pp2,zb_v,tp2,full", "float64"),
+    ],
+)
+def test_numbers_of_one_plain_process(
+    model: str, layout: str, dtype: str, pool: RankPool, references: References
+) -> None:
+    config, global_batch = config_for(model, layout)
+    chosen = parse_layout(layout)
+    row = prove(config, chosen, pool, references, global_batch=global_batch, steps=2, dtype=dtype, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
+def patched(change: Callable[[pytest.MonkeyPatch], None], rank: int, *args: Any) -> RankFindings:
+    """``run_layout`` in a rank with a changed quantiser."""
+    with pytest.MonkeyPatch.context() as patch:
+        change(patch)
+        return run_layout(rank, *args)
+
+
+def identity(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(meshwright.fp8.quantise, "to_codes", lambda scaled: scaled)
+
+
+def scales_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    """Each tp rank scales by the part of a row that it holds."""
+    patch.setattr(meshwright.fp8.quantise, "agree", lambda exponents, group: exponents)
+
+
+@pytest.mark.parametrize("layout", ["pp2,tp2,zb_h1,sequence", LATER("dp2,tp2")])
+def test_without_rounding_it_is_the_model_without_fp8(layout: str, pool: RankPool, references: References) -> None:
+    """Everything but the rounding to 8 bits, within the bars of a model that has none."""
+    config, global_batch = config_for("llama", layout)
+    plain = config.replace(train={"linear": "dtype", "fp8_keep": None})
+    expected = references.expected(plain, global_batch, 2, "float64").findings
+    chosen = parse_layout(layout)
+    text = layout_config(config, chosen, global_batch, "float64").model_dump_json()
+    found = merge(pool.run(partial(patched, identity), chosen.size, text, 2, True))
+    row = compare(layout, found, None, expected, TOLERANCES["float64"])
+    assert row.passed, "\n".join(row.problems)
+
+
+def test_scales_that_tp_ranks_do_not_agree_on_are_found(pool: RankPool, references: References) -> None:
+    config, global_batch = config_for("llama", "tp2")
+    expected = references.expected(config, global_batch, 2, "float64").findings
+    text = layout_config(config, parse_layout("tp2"), global_batch, "float64").model_dump_json()
+    found = merge(pool.run(partial(patched, scales_of_its_own), 2, text, 2, True))
+    row = compare("tp2", found, None, expected, TOLERANCES["float64"])
+    assert not row.passed and any("gradients" in problem for problem in row.problems)
+
+
+# ------------------------------------------------------------------------------------------------ operands, bit for bit
+
+B, S, I, O = 2, 8, 32, 48  # noqa: E741
+
+
+def operands(module: nn.Module, x: Tensor, gradient: Tensor) -> list[Quantised]:
+    """Run forward and backward; return what was quantised: x, W, dy, W^T."""
+    found: list[Quantised] = []
+    encode = meshwright.fp8.quantise.encode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshwright.fp8.quantise, "encode", lambda *a: found.append(encode(*a)) or found[-1])
+        module(x.detach().clone().requires_grad_()).backward(gradient)
+    assert len(found) == 4
+    return found
+
+
+def bit_equal(found: Quantised, whole: Quantised) -> None:
+    for mine, theirs in zip(found, whole, strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def cut(whole: Quantised, dim: int, rank: int, tp: int) -> Quantised:
+    """The part of a tensor that is quantised in one piece; the scale of a row is that of all its parts."""
+    along_rows = dim in (-1, whole.codes.dim() - 1)
+    exponents = whole.exponents if along_rows else part(whole.exponents, dim, rank, tp)
+    return Quantised(part(whole.codes, dim, rank, tp), exponents)
+
+
+def operands_rank(rank: int, tp: int, dtype: torch.dtype, sequence: bool) -> None:
+    group = tp_group(rank, tp)
+    x, gradient = drawn(B, S, I, dtype=dtype), drawn(B, S, O, seed=1, dtype=dtype)
+    x, gradient = x * torch.linspace(0.1, 9, I).to(dtype), gradient * torch.linspace(9, 0.1, O).to(dtype)
+    plain = fill(nn.Linear(I, O, bias=False, dtype=dtype))
+    plain.__class__ = Fp8Linear
+    whole_x, whole_w, whole_dy, whole_wt = operands(plain, x, gradient)
+
+    def along_sequence(whole: Tensor) -> Tensor:
+        return part(whole, 1, rank, tp) if sequence else whole
+
+    found = operands(ColumnLinear(plain, group, sequence), along_sequence(x), part(gradient, 2, rank, tp))
+    expected_x = found[0].codes.shape[1] != S
+    bit_equal(found[0], cut(whole_x, 1, rank, tp) if expected_x else whole_x)
+    bit_equal(found[1], cut(whole_w, 0, rank, tp))
+    bit_equal(found[2], cut(whole_dy, 2, rank, tp))
+    bit_equal(found[3], cut(whole_wt, 1, rank, tp))
+    found = operands(RowLinear(plain, group, sequence), part(x, 2, rank, tp), along_sequence(gradient))
+    bit_equal(found[0], cut(whole_x, 2, rank, tp))
+    bit_equal(found[1], cut(whole_w, 1, rank, tp))
+    bit_equal(found[2], whole_dy)
+    bit_equal(found[3], cut(whole_wt, 0, rank, tp))
+    linear_gradients(plain, group, sequence, x, gradient)
+
+
+def linear_gradients(plain: nn.Linear, group: Any, sequence: bool, x: Tensor, gradient: Tensor) -> None:
+    """Outputs and gradients of a column are the parts of the plain linear's, up to the sum over tp."""
+    if x.dtype != torch.float64:
+        return
+    rank, tp = group.rank, group.size
+    plain.zero_grad()
+    whole = x.clone().requires_grad_()
+    y = plain(whole)
+    y.backward(gradient)
+    column = ColumnLinear(plain, group, sequence)
+    mine = (part(x, 1, rank, tp) if sequence else x).clone().requires_grad_()
+    y_split = column(mine)
+    y_split.backward(part(gradient, 2, rank, tp))
+    assert whole.grad is not None and mine.grad is not None and plain.weight.grad is not None
+    close(y_split.detach(), part(y.detach(), 2, rank, tp))
+    close(mine.grad, part(whole.grad, 1, rank, tp) if sequence else whole.grad)
+    assert column.weight.grad is not None
+    close(column.weight.grad, part(plain.weight.grad, 0, rank, tp))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_operands_are_bit_equal(dtype: torch.dtype, sequence: bool, pool: RankPool) -> None:
+    pool.run(operands_rank, 4, dtype, sequence)
