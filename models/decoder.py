@@ -30,8 +30,9 @@ from meshwright.models.blocks import (
 )
 from meshwright.models.feed_forward import ACTIVATIONS, GatedMlp, Mlp
 from meshwright.models.last_norm import LastLayerNorm, LastNorm, LastRMSNorm
-from meshwright.models.llama import RopeScaling, Rotary, rope_frequencies
+from meshwright.models.llama import RopeScaling, rope_frequencies
 from meshwright.models.mup import Mup, mup_of
+from meshwright.models.rotary import Rotary
 
 NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., LastNorm]]] = {
     "layer_norm": (nn.LayerNorm, LastLayerNorm),

@@ -14,13 +14,12 @@ Related models are options of this one: Mistral (``sliding_window``, ``head_dim`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.models.attention import Attention, AttentionShape
 from meshwright.models.blocks import (
@@ -34,6 +33,7 @@ from meshwright.models.blocks import (
 from meshwright.models.feed_forward import GatedMlp
 from meshwright.models.last_norm import LastRMSNorm
 from meshwright.models.mup import mup_of
+from meshwright.models.rotary import Rotary
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -90,43 +90,6 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALE
         kept_share = min(max(kept, 0.0), 1.0)
         scaled.append(frequency * (kept_share + (1 - kept_share) / scaling.factor))
     return scaled
-
-
-class Rotary(nn.Module):
-    """Rotary position embedding: cos and sin of the angles, each (S, head_dim / 2), for activations (..., S, head_dim).
-
-    With positions (B, S) each is (B, 1, S, head_dim / 2).
-
-    The frequencies stay float64 when the model is cast. In bfloat16 some pairs would be off by whole turns within 8,192
-    tokens. A table of all positions would take 134 MB per layer at 131,072 tokens. Computing the angles is cheap
-    compared with the attention.
-    """
-
-    frequencies: Tensor
-
-    def __init__(self, frequencies: list[float]) -> None:
-        super().__init__()
-        self.values = tuple(frequencies)
-        self.register_buffer("frequencies", self._on(torch.device("cpu")), persistent=False)
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin in the dtype of x, float32 at least. x: (..., S, head_dim); positions: (B, S) or None."""
-        frequencies = self.frequencies.to(x.device)
-        if positions is None:
-            angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64, device=x.device), frequencies)
-        else:
-            angles = positions[:, None, :, None] * frequencies
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-    def _on(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.values, dtype=torch.float64, device=device)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        """Move with the module between devices, the meta device included, but ignore dtype casts."""
-        super()._apply(fn, recurse)
-        self.frequencies = self._on(self.frequencies.device)
-        return self
 
 
 def _attention_shape(options: Mapping[str, Any]) -> AttentionShape:

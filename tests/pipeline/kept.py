@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.models import rotary
+
 
 class Kept:
     """Stands for a tensor in autograd's graph; gone when the graph lets go of it."""
@@ -17,7 +19,10 @@ class Kept:
 
 
 class KeptBytes:
-    """Enter ``watching()`` around forwards; ``bytes()`` is what they keep now: each storage once, parameters never."""
+    """Enter ``watching()`` around forwards; ``bytes()`` is what they keep now: each storage once.
+
+    Parameters do not count, nor the rotary table that all blocks of a process share.
+    """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._not_ours = {p.untyped_storage().data_ptr() for model in models for p in model.parameters()}
@@ -34,4 +39,6 @@ class KeptBytes:
 
     def bytes(self) -> int:
         storages = [kept.tensor.untyped_storage() for kept in self._kept]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        tables = {table.untyped_storage().data_ptr() for table in rotary._TABLES.values()}
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(size for place, size in sizes.items() if place not in tables)

@@ -103,14 +103,12 @@ def kept_by_block(model: str, dropout: float) -> int:
     if model == "gpt2":
         norms = 2 * (2 * BSD + 2 * 4 * B * S)  # of each: what goes in and what comes out, mean, 1 / deviation
         mlp = 4 * B * S * 2 * F  # before GELU and after
-        rotary = 0
     else:
         norms = 2 * (3 * BSD + 4 * B * S)  # of each: in, normalised, out, 1 / root mean square
         mlp = 4 * B * S * 4 * F  # gate, up, silu(gate), their product
-        rotary = 2 * 4 * S * (d // 2)  # cos, sin
     attention = arguments_of_core(model) + kept_by_core(model, dropout) + BSD  # and what ``out`` takes
     dropped = 2 * B * S * D if dropout else 0  # the masks at the ends of both branches, in bytes
-    return norms + rotary + attention + mlp + dropped
+    return norms + attention + mlp + dropped
 
 
 def kept_outside(model: str, dropout: float) -> int:
