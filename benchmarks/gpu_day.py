@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "memory": 4, "race": 15}
+SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "memory": 4, "race": 15, "predict": 2}
 """Share of each stage in the time; time that a stage leaves goes to those after it."""
 CONTENDER_S = 90.0
 """Longest time of one contender of the race."""
@@ -250,7 +250,22 @@ def race(options: argparse.Namespace) -> Rows:
                 yield done
 
 
-STAGES = {"facts": facts, "ceilings": ceilings, "tests": tests, "memory": memory, "race": race}
+def predict(options: argparse.Namespace) -> Rows:
+    """Yield the rates of ``calibrate`` on this device, then predicted and measured step times of the race."""
+    from gpu_contenders import SHAPES
+    from gpu_predict import hardware_of, rows
+
+    from meshwright.tools.planner.calibrate import to_toml
+
+    found = hardware_of(options.device, options.tiny)
+    (options.out / "hardware.toml").write_text(to_toml(found))
+    shares = ("memory_bytes_per_s", "product_share", "attention_share", "attention_backward_share")
+    yield {"name": f"calibrate: {found.name}"} | {key: float(f"{getattr(found, key):.4g}") for key in shares}
+    names = list(SHAPES)[:1] if options.tiny else list(SHAPES)
+    yield from rows(names, options.device, options.tiny, found, options.out / "race.json")
+
+
+STAGES = {"facts": facts, "ceilings": ceilings, "tests": tests, "memory": memory, "race": race, "predict": predict}
 
 
 def run_stage(options: argparse.Namespace) -> None:

@@ -197,6 +197,8 @@ def calibrate(options: argparse.Namespace, _: list[str]) -> int:
 
     out, ranks = options.out, options.ranks
     check_place(out, folder=False, example="this-machine.toml")
+    if options.device == "cuda":
+        return _calibrate_gpu(out)
     with RankPool(max(2, ranks)) as pool:
         measured = pool.run(measure_core, min(cores(), ranks), timeout_s=600)
         links = pool.run(measure_all_links, max(2, min(cores(), ranks)), timeout_s=600)[0]
@@ -210,6 +212,22 @@ def calibrate(options: argparse.Namespace, _: list[str]) -> int:
         f"{found.name}: products reach {largest.per_s / 1e9:,.1f} GFLOP/s on a core, copies "
         f"{found.memory_bytes_per_s / 1e9:,.1f} GB/s; an operation takes {found.operation_s * 1e6:.1f} us besides; "
         f"links {link.bytes_per_s / 1e9:,.2f} GB/s, {link.latency_s * 1e6:.0f} us\nwritten: {out}"
+    )
+    return 0
+
+
+def _calibrate_gpu(out: Path) -> int:
+    """Measure the first GPU of this machine and write the hardware file."""
+    from meshwright.tools.planner.calibrate import to_toml
+    from meshwright.tools.planner.calibrate_device import measure_hardware
+
+    found = measure_hardware(torch.device("cuda", 0))
+    write_out(out, f"# Measured by `meshwright calibrate --device cuda`.\n\n{to_toml(found)}")
+    peak = found.flops_per_s["bfloat16"]
+    put(
+        f"{found.name}: products reach {found.product_share:.1%} of {peak / 1e12:,.0f} TFLOP/s "
+        f"in bfloat16, copies {found.memory_bytes_per_s / 1e9:,.0f} GB/s, host memory "
+        f"{found.host_link.bytes_per_s / 1e9:,.1f} GB/s\nwritten: {out}"
     )
     return 0
 

@@ -129,12 +129,15 @@ def calibrate(added: Added) -> None:
         "plans:calibrate",
         "measure this machine, for plan --cluster",
         "Measures matrix products, copies, the overhead of an operation and the links between processes, with all "
-        "cores busy, and writes a hardware file.",
+        "cores busy, and writes a hardware file. --device cuda measures products, attention and copies of one GPU.",
         "meshwright calibrate --out runs/this-machine.toml",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a TOML file")
     parser.add_argument(
         "--ranks", type=count, default=8, metavar="N", help="ranks of a node in the hardware file (default: 8)"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="measure the cores (default), or the first GPU"
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 import meshwright.tools.planner.calibrate as calibrating
 from meshwright.config import RunConfig, default_world_size, load
@@ -255,6 +256,12 @@ def test_this_machine_is_measured_and_can_be_planned_with(
     assert (hardware.kind, hardware.devices_per_node, len(hardware.products), len(hardware.copies)) == ("cpu", 2, 2, 2)
     assert hardware.node_link.latency_s > 0 and hardware.operation_s > 0
     assert told("plan", str(folder / "small.toml"), "--cluster", str(file), "--nodes", "1", "--best", "1").code == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    found = told("calibrate", "--device", "cuda", "--out", str(tmp_path / "gpu.toml"))
+    assert found.code == 2 and "MW-PLANNER-007" in found.err, found.err
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(folder: Path) -> None:

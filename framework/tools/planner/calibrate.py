@@ -240,17 +240,30 @@ def build_hardware(
     )
 
 
+CORES = " # cores, which the ranks of a node share"
+
+
+def device_lines(hardware: Hardware) -> list[str]:
+    """Return the keys that only a GPU has."""
+    lines = [f"{key} = {getattr(hardware, key):.4g}" for key in ("product_share", "attention_share")]
+    if (backward := hardware.attention_backward_share) is not None:
+        lines.append(f"attention_backward_share = {backward:.4g}")
+    return [f"reserved_bytes = {hardware.reserved_bytes}", *lines]
+
+
 def to_toml(hardware: Hardware) -> str:
     """Return the hardware file as TOML text."""
     lines = [
         f'name = "{hardware.name}"',
         f'kind = "{hardware.kind}"',
+        *(["measured = true"] if hardware.measured else []),
         f"devices_per_node = {hardware.devices_per_node} # ranks",
         f"memory_bytes = {hardware.memory_bytes} # of a rank",
-        f"processors = {hardware.processors} # cores, which the ranks of a node share",
+        f"processors = {hardware.processors}" + CORES * (hardware.kind == "cpu"),
         f"memory_bytes_per_s = {hardware.memory_bytes_per_s:.4g}",
         f"operation_s = {hardware.operation_s:.4g}",
         f"whole_share = {hardware.whole_share:.4g}",
+        *([] if hardware.kind == "cpu" else device_lines(hardware)),
         "",
         "[flops_per_s]",
         *(f"{dtype} = {rate:.4g}" for dtype, rate in hardware.flops_per_s.items()),

@@ -2,6 +2,7 @@
 
 configs/clusters/{a100,h100,h200,b200}.toml     data sheets, and the rates that large products reach
 meshwright calibrate --out FILE                 measured on this machine, with curves by size
+meshwright calibrate --device cuda --out FILE   measured on one GPU of this machine
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Hardware(Section):
 
     name: str
     kind: str = Field(default="cuda", pattern="^(cuda|cpu)$")
+    measured: bool = False
+    """The rates of a GPU were measured on it; they are not those of a data sheet."""
     devices_per_node: PositiveInt
     memory_bytes: PositiveInt
     """Memory of a device."""

@@ -103,6 +103,8 @@ class FrameworkTraits(NamedTuple):
 
 MEASURED = RateFractions(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0, waits=0.0, operation_s=0.0)
 """Fractions for measured rates, which need no reduction."""
+MEASURED_ON_GPU = RateFractions(product=1.0, memory=1.0)
+"""Fractions for rates measured on a GPU: links and small kernels were not."""
 CPU_TRAITS = FrameworkTraits(overlaps_reduce=False, overlaps_gather=False)
 """Traits of devices whose compute cores also carry the messages."""
 
@@ -151,7 +153,9 @@ class PerformanceModel(NamedTuple):
     @classmethod
     def of(cls, hardware: Hardware) -> PerformanceModel:
         """Return the model of this framework on a hardware."""
-        return cls(hardware) if hardware.kind == "cuda" else cls(hardware, MEASURED, CPU_TRAITS)
+        if hardware.kind == "cuda":
+            return cls(hardware, MEASURED_ON_GPU if hardware.measured else RateFractions())
+        return cls(hardware, MEASURED, CPU_TRAITS)
 
     @property
     def memory_bytes_per_s(self) -> float:
