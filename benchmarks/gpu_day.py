@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "memory": 4, "race": 15, "predict": 2}
+SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "memory": 4, "race": 15, "predict": 2, "one_rank": 4}
 """Share of each stage in the time; time that a stage leaves goes to those after it."""
 CONTENDER_S = 90.0
 """Longest time of one contender of the race."""
@@ -265,7 +265,26 @@ def predict(options: argparse.Namespace) -> Rows:
     yield from rows(names, options.device, options.tiny, found, options.out / "race.json")
 
 
-STAGES = {"facts": facts, "ceilings": ceilings, "tests": tests, "memory": memory, "race": race, "predict": predict}
+def one_rank(options: argparse.Namespace) -> Rows:
+    """Yield compute time and memory of one rank of each layout of gpu_one_rank.py, a process for each."""
+    from gpu_one_rank import LAYOUTS
+
+    for layout in LAYOUTS:
+        path = options.out / f"one_rank-{layout}.json"
+        path.unlink(missing_ok=True)
+        done = command(program("gpu_one_rank", options, layout, path), layout, limit_s=CONTENDER_S)
+        yield json.loads(path.read_text()) if path.exists() else done
+
+
+STAGES = {
+    "facts": facts,
+    "ceilings": ceilings,
+    "tests": tests,
+    "memory": memory,
+    "race": race,
+    "predict": predict,
+    "one_rank": one_rank,
+}
 
 
 def run_stage(options: argparse.Namespace) -> None:
