@@ -61,6 +61,13 @@ class SplitBackward(TorchFunctionMode):
         self._deferred.append(DeferredGradient(parameter, gradient))
         return None
 
+    def released(self, x: Tensor) -> Tensor:
+        """Return x of the same shape, while deferring without its history.
+
+        A history would keep the graph until W, and with it the stage's received input and that input's gradient.
+        """
+        return x if self._deferred is None else x.detach()
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -158,6 +165,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         gx = gy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None  # differentiable, for gradients in forward
+        x = ctx.mode.released(x)
         gw = ctx.mode.defer(ctx.weight, lambda: gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])))
         gb = None
         if ctx.bias is not None:

@@ -81,7 +81,7 @@ class _ColumnLinear(torch.autograd.Function):
         gx, handle = None, CollectiveHandle()
         if needs_x:
             gx = rows.mm(weight).view(*gy.shape[:-1], weight.shape[-1])
-        whole = x if gathering is None else gathering.wait()
+        whole = x.detach() if gathering is None else gathering.wait()  # no history: a deferred product keeps it
         if gx is not None:
             gx, handle = _reduce(gx, group, ctx.sequence)
         gw = gb = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -106,3 +107,20 @@ def test_a_compiled_layer_is_split() -> None:
     assert counters["stats"]["unique_graphs"] == 5
     (reason,) = counters["graph_break"]
     assert "SplitBackward._linear" in reason
+
+
+def test_between_the_halves_the_input_of_the_stage_is_free() -> None:
+    """A norm's output is deferred for its linear; with its history it would keep the stage's input alive."""
+    layers = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D))
+    received = torch.randn(B, S, D, requires_grad=True)
+    split = SplitBackward()
+    with split:
+        output = layers(received)
+    with split.deferring() as deferred:
+        output.sum().backward()
+    storages = [weakref.ref(tensor.untyped_storage()) for tensor in (received, received.grad) if tensor is not None]
+    del received, output
+    assert len(deferred) == 4
+    assert [storage() for storage in storages] == [None, None]
+    accumulate_deferred(deferred)
+    assert all(parameter.grad is not None for parameter in layers.parameters())

@@ -39,17 +39,44 @@ class Footprint(NamedTuple):
     input_gradients: int
     output_gradients: int
     """Gradients received from the next stage."""
+    forward_elements: int = 0
+    """Number of parameters of the layer at the peak in forward, and of the next layer."""
 
 
-def footprint(layers: Sequence[LayerProfile], inputs: Sequence[tuple[int, bool]], *, last: bool) -> Footprint:
+class SharedWeight(NamedTuple):
+    """Weight that several layers of one stage use, such as a tied embedding.
+
+    Its gradient is accumulated once: what the last of the layers adds is kept until the backward of the first.
+    """
+
+    first: int
+    """Index in the stage of the first layer that uses it."""
+    last: int
+    bytes: int
+    """Bytes of its gradient, in the compute dtype."""
+
+    def waits_in(self, index: int) -> int:
+        """Return the bytes that wait while the backward of a layer runs."""
+        return self.bytes if self.first <= index < self.last else 0
+
+
+def footprint(
+    layers: Sequence[LayerProfile],
+    inputs: Sequence[tuple[int, bool]],
+    *,
+    last: bool,
+    shared: Sequence[SharedWeight] = (),
+) -> Footprint:
     """Combine the layers of a stage.
 
     Args:
         inputs: (bytes, needs gradient) of each tensor from the previous stage. Empty for the first stage: its samples
             are small, and counted where a layer keeps them.
         last: True if the stage ends in the loss.
+        shared: weights that several of the layers use.
     """
-    kept, forward_peak, released = _forward(layers, len(inputs), last)
+    in_halves = any(layer.weight_half for layer in layers)
+    kept, forward_peak, at_peak, released = _forward(layers, len(inputs), last)
     deferred = sum(layer.deferred_bytes for layer in layers)
     backward: list[BackwardPoint] = []
     weight_half: list[BackwardPoint] = []
@@ -57,9 +84,12 @@ def footprint(layers: Sequence[LayerProfile], inputs: Sequence[tuple[int, bool]]
     for index, layer in reversed(list(enumerate(layers))):
         is_received = index == len(layers) - 1 and not last
         peak = layer.backward_peak_from_outside if is_received else layer.backward_peak
+        waiting = sum(weight.waits_in(index) for weight in shared)
+        peak += 0 if in_halves else waiting
+        weight_peak = layer.weight_peak + (waiting if in_halves else 0)
         backward.append(BackwardPoint(live + peak - kept, layer.num_parameters, elements))
-        weight_half.append(BackwardPoint(live_deferred + layer.weight_peak - deferred, layer.num_parameters, elements))
-        live -= released[index]
+        weight_half.append(BackwardPoint(live_deferred + weight_peak - deferred, layer.num_parameters, elements))
+        live += layer.deferred_bytes - released[index]
         live_deferred -= layer.deferred_bytes
         elements += layer.num_parameters
     backward.append(BackwardPoint(deferred - kept, 0, elements))
@@ -75,11 +105,12 @@ def footprint(layers: Sequence[LayerProfile], inputs: Sequence[tuple[int, bool]]
         outputs=sent,
         input_gradients=sum(size for size, needs_gradient in inputs if needs_gradient),
         output_gradients=sent,
+        forward_elements=sum(layer.num_parameters for layer in layers[at_peak : at_peak + 2]),
     )
 
 
-def _forward(layers: Sequence[LayerProfile], num_inputs: int, last: bool) -> tuple[int, int, list[int]]:
-    """Return (bytes kept for backward, peak bytes, bytes that each layer's backward releases).
+def _forward(layers: Sequence[LayerProfile], num_inputs: int, last: bool) -> tuple[int, int, int, list[int]]:
+    """Return (bytes kept for backward, peak bytes, layer at the peak, bytes that each layer's backward releases).
 
     A tensor between layers is counted once. The first layer that keeps it is the last to release it in backward.
     """
@@ -88,7 +119,7 @@ def _forward(layers: Sequence[LayerProfile], num_inputs: int, last: bool) -> tup
     keepers: dict[int, int] = {}
     """Tensor -> first layer that keeps it; ``len(layers)``: kept to be sent."""
     value = list(sizes)
-    owned = forward_peak = 0
+    owned = forward_peak = at_peak = 0
     for index, layer in enumerate(layers):
         if not value:
             value = [len(sizes) + place for place in range(len(layer.inputs_kept))]
@@ -97,7 +128,8 @@ def _forward(layers: Sequence[LayerProfile], num_inputs: int, last: bool) -> tup
             if layer.inputs_kept[place]:
                 keepers.setdefault(tensor, index)
         live = owned + sum(sizes[tensor] for tensor in {*value, *keepers})
-        forward_peak = max(forward_peak, live + layer.forward_peak)
+        if live + layer.forward_peak > forward_peak:
+            forward_peak, at_peak = live + layer.forward_peak, index
         owned += layer.kept_bytes
         outputs = []
         for output in layer.outputs:
@@ -113,4 +145,4 @@ def _forward(layers: Sequence[LayerProfile], num_inputs: int, last: bool) -> tup
     released = [layer.kept_bytes for layer in layers] + [0]
     for tensor, keeper in keepers.items():
         released[keeper] += sizes[tensor]
-    return sum(released), forward_peak, released
+    return sum(released), forward_peak, at_peak, released

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from meshwright.blueprint import DTYPES
@@ -89,26 +90,84 @@ class ReductionBuffers(NamedTuple):
         """Bytes per element of a gradient that is reduced."""
         return max(4, self.narrow)
 
-    def at(self, point: BackwardPoint, whole: int, *, reduces: bool, at_once: bool = False) -> int:
-        """Return the temporary bytes while one layer's backward runs.
+    def at(
+        self,
+        points: Sequence[BackwardPoint],
+        index: int,
+        *,
+        reduces: bool,
+        in_halves: bool = False,
+        held: int = 0,
+        ends_in_loss: bool = True,
+    ) -> int:
+        """Return the temporary bytes while one layer's backward runs, at ``index`` of the path of a stage's backward.
 
-        ``whole``: elements of the stage. ``at_once``: the first gradient exists before the first layer's peak.
+        ``in_halves``: this is the weight half (W), where the first gradient exists before the first layer's peak.
+        ``held``: bytes that :meth:`held` returned for the stage's backward before. ``ends_in_loss``: the first layer
+        of the path is followed by the loss.
         """
-        parallel = self.config.parallel
+        parallel, point, whole = self.config.parallel, points[index], points[-1].elements_before
         if shard_factor(self.config) == 1:
             return 0
-        if parallel.zero == 3:  # received shards and gathered weights; then the gradient and its reduce-scatter input
-            return 2 * self.narrow * point.elements
+        if parallel.zero == 3:
+            return self._fully_sharded(points, index, reduces=reduces, in_halves=in_halves, held=held)
         if not reduces:
             return 0
         gradient_bytes, bucket = point.elements_before * self.wide, bucket_bytes(self.config)
         copies = 1 if self.backend.copies_reduce_scatter else 0
         if parallel.zero == 2 and reduces_each_microbatch(self.config):
-            # a whole bucket is allocated at its first gradient
-            allocated = min(whole * self.wide, 2 * bucket) if gradient_bytes or at_once else 0
+            # a whole bucket is allocated at its first gradient; the loss has its peak before the head's gradient
+            num_buckets = 2 if gradient_bytes or in_halves else 0 if ends_in_loss else 1
+            allocated = min(whole * self.wide, num_buckets * bucket)
             is_complete = gradient_bytes >= bucket or point.elements == 0
             return allocated + (min(whole * self.wide, bucket) * copies if is_complete else 0)
         return (gradient_bytes if point.elements == 0 else gradient_bytes // bucket * bucket) * copies
+
+    def _fully_sharded(
+        self, points: Sequence[BackwardPoint], index: int, *, reduces: bool, in_halves: bool, held: int
+    ) -> int:
+        """Return the temporary bytes of ZeRO-3 at one layer's turn.
+
+        gathered      this layer's weights, and those of the layer before it, which are prefetched
+        in flight     input of the last reduce-scatter, until the next one is posted: of the layer after it,
+                      or ``held`` from the backward before
+        weight half   no weights, but the full gradients of all layers so far, which are reduced at its end
+        """
+        if in_halves:
+            return self.narrow * (points[index].elements_before + points[index].elements) + held
+        prefetched = points[index + 1].elements if index + 1 < len(points) else 0
+        in_flight = self.wide * points[index - 1].elements if index and reduces else held
+        return self.narrow * (points[index].elements + prefetched) + in_flight
+
+    def held(self, of: Footprint, backward: Action) -> int:
+        """Return the bytes that a stage's backward leaves in flight: under ZeRO-3 until its next one, under ZeRO-2
+        until a forward.
+
+        FSDP keeps the input of the last reduce-scatter: that of the first layer, and after the weight half of the last.
+        ZeRO-2 has its last bucket in flight, and gloo what it receives: on the first stage the embedding's. On others
+        it is that of norms, which are too small to count.
+        """
+        if shard_factor(self.config) == 1 or self.config.parallel.zero < 2:
+            return 0
+        first_layer = self.wide * of.backward[-2].elements
+        if self.config.parallel.zero == 3:
+            return self.wide * of.backward[0].elements if backward.kind is Kind.W else first_layer
+        is_in_flight = backward.stage == 0 and reduces_each_microbatch(self.config)
+        return (2 if self.backend.copies_reduce_scatter else 1) * first_layer if is_in_flight else 0
+
+    def peak(self, of: Footprint, action: Action, *, reduces: bool, held: int) -> int:
+        """Return the peak bytes while an action runs, above those live before it, ``held`` included."""
+        if action.kind is Kind.F:
+            return of.forward_peak + self.forward(of.forward_elements)
+        in_halves = action.kind is Kind.W
+        points = of.weight_half if in_halves else of.backward
+        at = partial(self.at, points, reduces=reduces, in_halves=in_halves, held=held, ends_in_loss=of.outputs == 0)
+        peak = max(point.bytes + at(index) for index, point in enumerate(points))
+        return peak - (held if self.config.parallel.zero == 3 else 0)  # `at` has counted it
+
+    def forward(self, elements: int) -> int:
+        """Return the temporary bytes in a forward: gathered weights of ZeRO-3, of a layer and the prefetched next."""
+        return self.narrow * elements if shard_factor(self.config) > 1 and self.config.parallel.zero == 3 else 0
 
     def after(self, elements: int) -> int:
         """Return the temporary bytes between the last backward and REDUCE, for ``elements`` gradients."""
@@ -124,6 +183,8 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
     last = schedule.last_backwards(pp_rank)
     reduces_each = reduces_each_microbatch(buffers.config)
     sends: deque[tuple[int, Action]] = deque()
+    held: dict[int, int] = {}
+    """By stage: bytes that its last backward has left behind."""
     released: set[Action] = set()
     """Sends of forwards whose backward is done while their output is still being sent."""
     activations = messages = reductions = 0
@@ -134,17 +195,15 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
             (action,) = group
             stage = action.stage or 0
             of = footprints[stage]
-            if action.kind is Kind.F:
-                largest = BackwardPoint(0, max(point.elements for point in of.backward), 0)
-                peak = of.forward_peak + buffers.at(largest, 0, reduces=False)
-            else:
-                reduces = action in last or (reduces_each and action.kind is not Kind.I)
-                second, whole = action.kind is Kind.W, of.backward[-1].elements_before
-                points = of.weight_half if second else of.backward
-                peak = max(p.bytes + buffers.at(p, whole, reduces=reduces, at_once=second) for p in points)
-            moment = ActionMemory(activations, messages, reductions + peak, str(action))
+            reduces = action in last or (reduces_each and action.kind is not Kind.I)
+            if action.kind is Kind.F and buffers.config.parallel.zero == 2:
+                held[stage] = 0  # a forward waits for the collective of each layer's bucket
+            peak = buffers.peak(of, action, reduces=reduces, held=held.get(stage, 0))
+            moment = ActionMemory(activations, messages, reductions + sum(held.values()) + peak, str(action))
             if moment.total > highest.total:
                 highest = moment
+            if action.kind is not Kind.F and reduces:
+                held[stage] = 0 if action in last else buffers.held(of, action)
             if action in last:
                 reductions += buffers.after(of.backward[-1].elements_before)
             activations, messages = _after(schedule, action, of, activations, messages)

@@ -31,7 +31,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
-from meshwright.tools.planner.footprint import Footprint, footprint
+from meshwright.tools.planner.footprint import Footprint, SharedWeight, footprint
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layout_model import LayoutModel
@@ -233,7 +233,8 @@ class ModelCache:
         parameters = self.split(tp, config.parallel.sequence and tp > 1).parameters
         key = ("elements", tp, tuple(run.start for run in stages))
         elements = self.cached(key, lambda: self._elements(parameters, stages))
-        return LayoutModel(config, schedule, stages, layers, elements, self._footprints(layers, stages))
+        footprints = self._footprints(layers, stages, parameters)
+        return LayoutModel(config, schedule, stages, layers, elements, footprints)
 
     def _elements(self, parameters: dict[str, list[LocalParameter]], stages: list[range]) -> list[Elements]:
         """Count the parameter elements of each stage; a weight shared by several of its layers counts once."""
@@ -256,13 +257,28 @@ class ModelCache:
         key = ("cut", size, names, num_stages, config.parallel.pp, str(config.pipeline.balance))
         return self.cached(key, lambda: cut_layers(config, self.costs(config), num_stages))
 
-    def _footprints(self, layers: tuple[LayerProfile, ...], stages: list[range]) -> list[Footprint]:
+    def _footprints(
+        self, layers: tuple[LayerProfile, ...], stages: list[range], parameters: dict[str, list[LocalParameter]]
+    ) -> list[Footprint]:
         def combine() -> list[Footprint]:
             combined = []
             for index, run in enumerate(stages):
                 received = layers[run.start - 1].outputs if index else ()
                 inputs = [(tensor.bytes, tensor.needs_gradient) for tensor in received]
-                combined.append(footprint(layers[run.start : run.stop], inputs, last=index == len(stages) - 1))
+                own, last = layers[run.start : run.stop], index == len(stages) - 1
+                combined.append(footprint(own, inputs, last=last, shared=self._shared(run, parameters)))
             return combined
 
         return self.cached(("footprints", id(layers), tuple(run.start for run in stages)), combine)
+
+    def _shared(self, run: range, parameters: dict[str, list[LocalParameter]]) -> list[SharedWeight]:
+        """Return the trained weights that several layers of a stage use."""
+        itemsize = DTYPES[self.config.train.dtype].itemsize
+        users: dict[str, SharedWeight] = {}
+        for place, index in enumerate(run):
+            for each in parameters.get(self.representatives[index], []):
+                name = self.model.canonical(f"{self.names[index]}.{each.name}")
+                if each.trained:
+                    first = users[name].first if name in users else place
+                    users[name] = SharedWeight(first, place, each.num_elements * itemsize)
+        return [weight for weight in users.values() if weight.first < weight.last]

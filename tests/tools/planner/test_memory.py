@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from meshwright.launch.pool import RankPool
-from meshwright.schedule.action import Kind
+from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.build import build as build_schedule
 from meshwright.schedule.lower import lower
 from meshwright.tools.dryrun.fake_step import grid_of
-from meshwright.tools.planner.footprint import BackwardPoint, Footprint, footprint
+from meshwright.tools.planner.footprint import BackwardPoint, Footprint, SharedWeight, footprint
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile, OutputTensor
 from meshwright.tools.planner.memory import GLOO, NCCL, ActionMemory, Backend, ReductionBuffers, walk
@@ -124,25 +124,66 @@ def test_zero_at_rest(zero: int, weights: int, gradients: int, optimizer: int) -
 
 def test_zero_2_and_3_need_room_for_what_is_summed_and_gathered() -> None:
     base = config()
-    point = BackwardPoint(0, 100, 500)
+    points = [BackwardPoint(0, 500, 0), BackwardPoint(0, 100, 500), BackwardPoint(0, 0, 600)]
 
     def at(zero: int, by: Backend, reduces: bool = True) -> int:
         parallel = base.parallel.model_copy(update={"zero": zero, "dp": 4, "bucket_bytes": 1000})
         sums = ReductionBuffers(base.model_copy(update={"parallel": parallel}), by)
-        return sums.at(point, 600, reduces=reduces)
+        return sums.at(points, 1, reduces=reduces)
 
     assert at(0, NCCL) == at(1, NCCL) == 0
     assert at(2, NCCL) > 0
     assert at(2, GLOO) > at(2, NCCL)
-    assert at(3, NCCL) == at(3, NCCL, reduces=False) > 0
+    assert at(3, NCCL, reduces=False) == 2 * 100
+    assert at(3, NCCL) == 2 * 100 + 4 * 500  # and the reduce-scatter of the layer after it
     assert at(2, NCCL, reduces=False) == 0
 
 
 @pytest.mark.parametrize(("device", "bucket"), [("cpu", 25 * 2**20), ("cuda", 160 * 2**20)])
 def test_buckets_that_fill_are_those_of_the_device(device: str, bucket: int) -> None:
     of = config().replace(parallel={"zero": 2, "dp": 4}, train={"device": device})
-    whole = 2**27
-    assert ReductionBuffers(of, NCCL).at(BackwardPoint(0, 100, 500), whole, reduces=True) == 2 * bucket
+    points = [BackwardPoint(0, 100, 500), BackwardPoint(0, 0, 2**27)]
+    assert ReductionBuffers(of, NCCL).at(points, 0, reduces=True) == 2 * bucket
+
+
+def test_zero_3_gathers_one_layer_ahead_and_keeps_one_reduce_scatter() -> None:
+    """bfloat16 weights (2 bytes), float32 gradients (4): layers of 10, 20 and 30 elements, the last of 30 first."""
+    sums = ReductionBuffers(config().replace(parallel={"zero": 3, "dp": 4}), NCCL)
+    path = (BackwardPoint(0, 30, 0), BackwardPoint(0, 20, 30), BackwardPoint(0, 10, 50), BackwardPoint(0, 0, 60))
+    of = alone(1)[0]._replace(backward=path, weight_half=path)
+    assert sums.held(of, Action(Kind.B, 0, 0)) == 4 * 10
+    assert sums.held(of, Action(Kind.W, 0, 0)) == 4 * 30
+    first, *others, end = (sums.at(path, index, reduces=True, held=40) for index in range(4))
+    assert first == 2 * (30 + 20) + 40
+    assert others == [2 * (20 + 10) + 4 * 30, 2 * 10 + 4 * 20]
+    assert end == 4 * 10
+    assert sums.at(path, 1, reduces=False, held=40) == 2 * (20 + 10) + 40  # I reduces nothing
+    assert sums.at(path, 1, reduces=True, in_halves=True, held=40) == 2 * (30 + 20) + 40
+
+
+def test_the_first_stage_of_zero_2_has_its_embedding_in_flight_until_a_forward() -> None:
+    of = alone(1)[0]._replace(backward=(BackwardPoint(0, 30, 0), BackwardPoint(0, 10, 30), BackwardPoint(0, 0, 40)))
+    by_nccl, by_gloo = (
+        ReductionBuffers(config().replace(parallel={"zero": 2, "dp": 4}, batch={"chunks": 2}), by)
+        for by in (NCCL, GLOO)
+    )
+    assert by_nccl.held(of, Action(Kind.B, 0, 0)) == 4 * 10
+    assert by_gloo.held(of, Action(Kind.B, 0, 0)) == 2 * 4 * 10
+    assert by_nccl.held(of, Action(Kind.B, 1, 0)) == 0
+
+
+def test_a_tied_weights_gradient_waits_for_the_first_layer_that_uses_it() -> None:
+    layers = [layer("embedding", 0, 0), layer("block", 0, 0), layer("head", 0, 0)]
+    plain = footprint(layers, [], last=True).backward
+    tied = footprint(layers, [], last=True, shared=[SharedWeight(0, 2, 64)]).backward
+    assert [after.bytes - before.bytes for before, after in zip(plain, tied, strict=True)] == [0, 64, 64, 0]
+
+
+def test_a_layer_in_two_halves_leaves_its_deferred_bytes_to_the_layers_before_it() -> None:
+    layers = [layer("a", 100, 7, deferred_bytes=60), layer("b", 200, 9, deferred_bytes=90)]
+    plain = footprint([layer("a", 100, 7), layer("b", 200, 9)], [], last=True).backward
+    halves = footprint(layers, [], last=True).backward
+    assert [after.bytes - before.bytes for before, after in zip(plain, halves, strict=True)] == [0, 90, 150]
 
 
 @pytest.mark.parametrize("name", RUNS)
