@@ -132,6 +132,7 @@ COMPILED = FUSED._replace(norm_kernel=True, saves_inputs=True)
 EAGER = ExecutionOptions(fused=False, any_order=True)
 
 MEGATRON_2021 = FrameworkTraits(
+    overlaps_tp_with_weight_gradients=False,
     overlaps_reduce=False,
     overlaps_gather=False,
     overlaps_sends=False,
@@ -153,7 +154,7 @@ MEGATRON_CORE = FrameworkTraits(
     optimizer_bytes=46,
 )
 MEGATRON_CORE_PLAIN = MEGATRON_CORE._replace(overlaps_reduce=False, overlaps_gather=False, overlaps_sends=False)
-FSDP = FrameworkTraits(optimizer_bytes=44)
+FSDP = FrameworkTraits(overlaps_tp_with_weight_gradients=False, optimizer_bytes=44)
 """torch's AdamW on float32 shards: clip, step, and weights cast for the all-gather."""
 
 

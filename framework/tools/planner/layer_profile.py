@@ -58,6 +58,8 @@ class LayerProfile:
     """Peak bytes in the second half of a split backward, above the bytes live before it and those kept."""
     attended: tuple[tuple[int, int], ...] = ()
     """(bytes of queries, bytes of keys and values) of each attention in forward."""
+    width: int = 0
+    """Features of its first floating-point input; 0 without one."""
 
     @property
     def output_bytes(self) -> int:

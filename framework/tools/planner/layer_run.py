@@ -126,6 +126,7 @@ class LayerRun:
             deferred_bytes=backward.deferred_bytes,
             weight_peak=backward.weight_peak,
             attended=forward.attended,
+            width=next((leaf.shape[-1] for leaf in leaves if leaf.is_floating_point()), 0),
         )
         return profile, tree_map(_like, forward.specs, is_leaf=lambda leaf: isinstance(leaf, _Spec))
 

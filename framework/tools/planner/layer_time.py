@@ -26,22 +26,26 @@ def layer_time(
     """Return a layer's seconds; ``tp`` and ``context`` are the links of its groups."""
     traits = performance.traits
 
-    def messages_s(messages: Sequence[GroupMessages], overlapped: Mapping[str, float]) -> float:
+    def messages_s(
+        messages: Sequence[GroupMessages], overlapped: Mapping[str, float], products_s: Mapping[str, float]
+    ) -> float:
         seconds = 0.0
         for message in messages:
             share = min(1.0, overlapped.get(message.operation, 0.0) / message.calls)
             whole_s = tp.seconds(message.wire_bytes, message.calls, message.operation)
-            seconds += whole_s * (1 - performance.fractions.hidden * share)
+            hidden_s = whole_s * performance.fractions.hidden * share
+            seconds += whole_s - min(hidden_s, products_s.get(message.operation, hidden_s))
         return seconds
 
+    works = _WorkTimer(layer, performance, dtype, tp.size)
     forward_overlap, backward_overlap = overlapped_calls(layer, traits)
-    forward_messages = messages_s(layer.forward_messages, forward_overlap)
-    backward_messages = messages_s(layer.backward_messages, backward_overlap)
+    in_columns = {} if traits.overlaps_tp or traits.splits_tp_products else works.column_seconds()
+    forward_messages = messages_s(layer.forward_messages, forward_overlap, {})
+    backward_messages = messages_s(layer.backward_messages, backward_overlap, in_columns)
     if context.size > 1:
         in_forward, in_backward = context_exchange_s(layer, context, traits)
         forward_messages += in_forward
         backward_messages += in_backward
-    works = _WorkTimer(layer, performance, dtype, tp.size)
     backward, weight_half = works.seconds(layer.backward, True), works.seconds(layer.weight_half, True)
     if not traits.accumulates_in_product:
         add_bytes = layer.num_parameters * (2 + 2 * traits.wide_gradient_bytes)
@@ -62,7 +66,7 @@ class _WorkTimer:
     """Timer of the operations of one layer."""
 
     def __init__(self, layer: LayerProfile, performance: PerformanceModel, dtype: str, tp: int) -> None:
-        self._performance, self._dtype, self._tp = performance, dtype, tp
+        self._layer, self._performance, self._dtype, self._tp = layer, performance, dtype, tp
         low = performance.traits.product_dtype
         self._product_dtype = low if layer.attended and low in performance.hardware.flops_per_s else ""
         self._token_counts = {work.shape[1] for work in layer.forward if work.kind is WorkKind.PRODUCT}
@@ -70,6 +74,23 @@ class _WorkTimer:
     def seconds(self, works: Sequence[Work], backward: bool) -> float:
         """Return the seconds of all operations."""
         return sum(work.times * self._one_s(work, backward) for work in works)
+
+    def column_seconds(self) -> dict[str, float]:
+        """Return the seconds of the backward products of column layers that hide each collective.
+
+            all-gather of x                        dx (tokens, I) = gy W
+            all-reduce, reduce-scatter of dx       dW (O/tp, I) = gy^T x
+
+        A column contracts the layer's whole width I in forward, and a row yields it. Of equal shapes half are columns.
+        """
+        input_s = weight_s = 0.0
+        for work in self._layer.forward:
+            batch, m, n, k = work.shape
+            if work.kind is WorkKind.PRODUCT and k == self._layer.width:
+                times = work.times * (0.5 if n == k else 1.0)
+                input_s += times * self._one_s(work._replace(shape=(batch, m, k, n)), True)
+                weight_s += times * self._one_s(work._replace(shape=(batch, n, k, m)), True)
+        return {"all_gather": input_s, "all_reduce": weight_s, "reduce_scatter": weight_s}
 
     def _one_s(self, work: Work, backward: bool) -> float:
         if work.kind is not WorkKind.PRODUCT:
@@ -96,7 +117,8 @@ def overlapped_calls(layer: LayerProfile, traits: FrameworkTraits) -> tuple[dict
     """Count the calls of each collective that products can hide, in forward and in backward.
 
     For ``overlaps_tp_with_weight_gradients``, backward hides as many reductions as forward has, and the all-gathers in
-    excess of the reduce-scatters (of inputs that were kept as shards).
+    excess of the reduce-scatters (of inputs that were kept as shards). A split backward defers the weight gradients, so
+    that they hide nothing.
     """
     forward = {message.operation: float(message.calls) for message in layer.forward_messages}
     backward = {message.operation: float(message.calls) for message in layer.backward_messages}
@@ -107,7 +129,8 @@ def overlapped_calls(layer: LayerProfile, traits: FrameworkTraits) -> tuple[dict
         return forward, backward | {"reduce_scatter": max(0.0, scatters - gathers)}
     if not traits.overlaps_tp_with_weight_gradients:
         return {}, {}
-    reductions = {name: forward.get(name, 0.0) for name in ("all_reduce", "reduce_scatter")}
+    names = () if layer.weight_half else ("all_reduce", "reduce_scatter")
+    reductions = {name: forward.get(name, 0.0) for name in names}
     return {}, reductions | {"all_gather": max(0.0, backward.get("all_gather", 0.0) - scatters)}
 
 

@@ -62,8 +62,11 @@ class FrameworkTraits(NamedTuple):
     """All-gather of weights overlaps the forward."""
     overlaps_tp: bool = False
     """Tensor-parallel messages overlap products."""
-    overlaps_tp_with_weight_gradients: bool = False
-    """In backward, reductions of input gradients and repeated all-gathers of inputs overlap products."""
+    overlaps_tp_with_weight_gradients: bool = True
+    """In backward of column layers, repeated all-gathers of inputs and reductions of their gradients overlap products.
+
+    Each hides at most the seconds of its product. Messages of forward, and of rows, block.
+    """
     overlaps_sends: bool = True
     """A pipeline rank computes on while it sends; otherwise both sides block until the message has arrived."""
     scatters_sends: bool = False

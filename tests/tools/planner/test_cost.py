@@ -11,12 +11,12 @@ from meshwright.config import Batch, Data, Model, Parallel, Pipeline, RunConfig,
 from meshwright.tools.planner.cost import StepTime, step_time
 from meshwright.tools.planner.hardware import Hardware, Link, known, read_hardware
 from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.layer_profile import LayerProfile
-from meshwright.tools.planner.layer_time import context_exchange_s, overlapped_calls
+from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright.tools.planner.layer_time import _WorkTimer, context_exchange_s, layer_time, overlapped_calls
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.rates import FrameworkTraits, PerformanceModel, RateFractions
+from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel, RateFractions
 
 IDEAL = RateFractions(
     product=1.0,
@@ -204,8 +204,8 @@ def test_what_runs_beside_computation_costs_less() -> None:
     of = config(parallel={"dp": 16})
     assert took(of, traits=FrameworkTraits(overlaps_reduce=False)).total > took(of).total
     split = config(parallel={"tp": 4})
-    alone = took(split).total
-    assert took(split, traits=FrameworkTraits(overlaps_tp_with_weight_gradients=True)).total < alone
+    alone = took(split, traits=FrameworkTraits(overlaps_tp_with_weight_gradients=False)).total
+    assert took(split).total < alone
     assert (
         took(split, traits=FrameworkTraits(overlaps_tp=True)).total
         < took(split, traits=FrameworkTraits(overlaps_tp_with_weight_gradients=True)).total
@@ -223,7 +223,58 @@ def test_of_products_cut_in_parts_the_gradients_of_inputs_go_out_behind_them(rec
     assert forward == calls
     assert backward == all_of_them | {"reduce_scatter": all_of_them["reduce_scatter"] - 2}
     assert overlapped_calls(block, FrameworkTraits(overlaps_tp=True)) == (forward, all_of_them)
-    assert overlapped_calls(block, FrameworkTraits()) == ({}, {})
+    assert overlapped_calls(block, FrameworkTraits(overlaps_tp_with_weight_gradients=False)) == ({}, {})
+
+
+def column_and_row(microseconds: float, **other: Any) -> LayerProfile:
+    """A layer of width 256: a column to 128 features and a row back, each product 1 us; messages of so many us."""
+    column = Work(WorkKind.PRODUCT, 1e8, 0, (1, 128, 128, 256))
+    row = Work(WorkKind.PRODUCT, 1e8, 0, (1, 128, 256, 128))
+    sent = (GroupMessages("all_reduce", 1, microseconds * 1e5),)  # the row's in forward, the column's in backward
+    peaks = {"kept_bytes": 0, "forward_peak": 0, "backward_peak": 0, "backward_peak_from_outside": 0}
+    nothing: dict[str, Any] = {"num_parameters": 0, "inputs_kept": (), "outputs": (), "width": 256} | peaks
+    fields: dict[str, Any] = {"weight_half": (), "forward_messages": sent, "backward_messages": sent} | nothing
+    fields |= {"forward": (column, row), "backward": (column, row, column, row)}
+    return LayerProfile("layer", **(fields | other))
+
+
+@pytest.mark.parametrize(("message", "exposed"), [(0.5, 0.0), (1.0, 0.0), (3.0, 2.0)])
+def test_a_column_hides_as_much_of_its_message_as_its_product_takes(message: float, exposed: float) -> None:
+    """A row's message blocks in forward; a column's hides behind the weight gradient, which takes 1 us."""
+    tp, alone = GroupLink(1e11, 0.0, 2), GroupLink(1e11, 0.0, 1)
+
+    def microseconds(layer: LayerProfile, **traits: bool) -> tuple[float, ...]:
+        performance = PerformanceModel(DEVICE, IDEAL, FrameworkTraits(**traits))
+        return tuple(1e6 * seconds for seconds in layer_time(layer, performance, "bfloat16", tp, alone))
+
+    layer = column_and_row(message)
+    assert microseconds(layer) == pytest.approx((2 + message, 4 + exposed, 0, message + exposed))
+    blocking = (2 + message, 4 + message, 0, 2 * message)
+    assert microseconds(layer, overlaps_tp_with_weight_gradients=False) == pytest.approx(blocking)
+    halves = column_and_row(message, backward=layer.backward[:2], weight_half=layer.backward[2:])
+    assert microseconds(halves) == pytest.approx((2 + message, 2 + message, 2, 2 * message))  # W comes too late
+
+
+def test_a_shard_is_gathered_behind_the_input_gradient() -> None:
+    """Backward gathers x for the column (3 us, of which dx hides 1) and gy for the row (3 us, which block)."""
+    sent = (GroupMessages("all_gather", 2, 6e5), GroupMessages("reduce_scatter", 1, 3e5))
+    layer = column_and_row(
+        0.0, forward_messages=(*sent[1:], GroupMessages("all_gather", 1, 3e5)), backward_messages=sent
+    )
+    tp, alone = GroupLink(1e11, 0.0, 2), GroupLink(1e11, 0.0, 1)
+    time = layer_time(layer, IDEAL_DEVICE, "bfloat16", tp, alone)
+    assert time.messages * 1e6 == pytest.approx(6 + 5 + 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence": True}])
+def test_columns_of_a_block_are_found_by_their_width(options: dict[str, bool]) -> None:
+    """GPT-2's up and down projections have one shape at tp 4: 256 x 256 of 1024."""
+    block = layout(config(parallel={"tp": 4, **options})).layers[1]
+    device = DEVICE.model_copy(update={"memory_bytes_per_s": 1e18})
+    found = _WorkTimer(block, PerformanceModel(device, IDEAL), "bfloat16", 4).column_seconds()
+    columns = 2 * 1024 * 256 * (192 + 256)  # tokens x width x (a quarter of q, k, v; of the feed-forward network)
+    assert found["all_gather"] == pytest.approx(columns / 1e14)
+    assert block.width == 256
 
 
 def test_more_devices_wait_longer_for_the_slowest() -> None:
