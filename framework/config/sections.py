@@ -211,8 +211,8 @@ class Pipeline(Section):
     """Stages per pipeline rank. Default: 2 for the schedules that need several, otherwise 1."""
     balance: Literal["time", "parameters", "layers"] | list[Count] = "time"
     """Measure that balances the stages; or the number of layers of each stage, first to last."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing (recompute) of nothing, of modules that the model lists (selective), or of layers."""
+    recompute: Literal["none", "pointwise", "selective", "full"] = "none"
+    """Activation checkpointing (recompute) of nothing, norms and pointwise operations, listed modules, or layers."""
     recompute_layers: list[str] = Field(default_factory=lambda: ["*"])
     """Name patterns of the layers to recompute, such as ``block1?``."""
 

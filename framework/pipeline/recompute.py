@@ -1,6 +1,7 @@
-"""Activation checkpointing (recompute): of whole layers, or of the submodules that a model names.
+"""Activation checkpointing (recompute): of whole layers, of operations, or of the submodules that a model names.
 
     none        keep all activations
+    pointwise   activation functions, products of elements and norms (``pointwise.py``)
     selective   the submodules that the model names in ``selective_recompute`` (attention's core: cheap to compute,
                 expensive to keep; Korthikanti et al. 2022, section 5)
     full        keep the input of each layer only
@@ -24,11 +25,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.pipeline.pointwise import pointwise_recomputed
 from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.seeding import Draw, SeededDropout, dropouts_of
 
 Context = Callable[[], AbstractContextManager[object]]
 """Function called as a forward begins; the context that it returns is entered around the second forward."""
+POINTWISE = "(pointwise)"
+"""Name, below a layer, of its pointwise operations. No submodule has it."""
 
 
 def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwargs: Any) -> Any:
@@ -75,8 +79,13 @@ def _at_calls(
 
 
 def parts_of(layer_name: str, layer: nn.Module, patterns: Collection[str]) -> list[tuple[str, nn.Module]]:
-    """Return the submodules, and the layer itself, whose full name matches a pattern."""
-    return [
+    """Return the submodules, and the layer itself, whose full name matches a pattern.
+
+    The layer is listed as its pointwise operations too where ``patterns`` has their name.
+    """
+    operations = f"{layer_name}.{POINTWISE}" if layer_name else POINTWISE
+    found = [(operations, layer)] if operations in patterns else []
+    return found + [
         (name, module)
         for name, module in layer.named_modules(prefix=layer_name)
         if any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -87,8 +96,11 @@ def recompute_parts(layer_name: str, layer: nn.Module, patterns: Collection[str]
     """Wrap each submodule whose full name matches a pattern in activation checkpointing, in place; return the names."""
     found = parts_of(layer_name, layer, patterns)
     dropouts = dropouts_of(layer)  # a submodule may call a dropout outside itself
-    for _, module in found:
-        module.forward = partial(recomputed, module.forward, partial(_with_calls, dropouts, context))
+    for name, module in found:
+        if name.endswith(POINTWISE):
+            module.forward = partial(pointwise_recomputed, module.forward)
+        else:
+            module.forward = partial(recomputed, module.forward, partial(_with_calls, dropouts, context))
     return [name for name, _ in found]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshwright.model.recorder import Operation, OperationRecorder, StorageRegistry
 from meshwright.models import rotary
 
 
@@ -42,3 +43,21 @@ class KeptBytes:
         tables = {table.untyped_storage().data_ptr() for table in rotary._TABLES.values()}
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(size for place, size in sizes.items() if place not in tables)
+
+
+class MadeBytes(OperationRecorder):
+    """Enter it around forwards; ``bytes()`` is what still lives of what they made, each storage once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._storages = StorageRegistry(lambda number: None)
+
+    def record(self, operation: Operation) -> None:
+        given = {tensor.untyped_storage()._cdata for tensor in operation.inputs}
+        for tensor in operation.outputs:
+            if self._storages.find(tensor) is None and tensor.untyped_storage()._cdata not in given:
+                self._sizes[self._storages.add(tensor)] = tensor.untyped_storage().nbytes()
+
+    def bytes(self) -> int:
+        return sum(self._sizes[number] for number in self._storages.numbers())

@@ -22,7 +22,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.step import StepFeed
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.rank import open_verify_source
-from tests.pipeline.kept import KeptBytes
+from tests.pipeline.kept import KeptBytes, MadeBytes
 from tests.tools.verify.cases import config_of
 
 B, S, D, H, F, L, V = 2, 6, 16, 4, 24, 2, 13
@@ -37,6 +37,8 @@ class Cost(NamedTuple):
     """Of one micro-batch through the whole model."""
 
     kept_bytes: int
+    made_bytes: int
+    """Bytes that the forward made and that live until the backward."""
     flops: int
     gradients: list[Tensor]
 
@@ -74,12 +76,12 @@ def measure(model: str, dropout: float, mode: str, layers: list[str] | None = No
         replica.begin_step()
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     with FlopCounterMode(display=False, custom_mapping={fused: fused_flops}) as counter:
-        with kept.watching():
+        with kept.watching(), MadeBytes() as made:
             stage.forward(0, microbatch.inputs, microbatch.labels, train=True)
-        kept_bytes = kept.bytes()
+        kept_bytes, made_bytes = kept.bytes(), made.bytes()
         stage.backward(0, None)
     gradients = [bucket.open_gradient().clone() for replica in parts.replicas.values() for bucket in replica.buckets]
-    return Cost(kept_bytes, counter.get_total_flops(), gradients)
+    return Cost(kept_bytes, made_bytes, counter.get_total_flops(), gradients)
 
 
 def arguments_of_core(model: str) -> int:
@@ -137,6 +139,26 @@ def test_bytes_and_flops_are_those_of_the_formulas(model: str, dropout: float) -
     for other in (selective, full):
         for found, expected in zip(other.gradients, none.gradients, strict=True):
             assert torch.equal(found, expected)
+
+
+def made_again(model: str, dropout: float) -> int:
+    """Bytes of one block that ``pointwise`` does not keep."""
+    dropped = 4 * B * H * S * S if dropout else 0
+    if model == "gpt2":
+        return 2 * BSD + 4 * B * S * F + dropped  # what the norms return; after GELU
+    copied = 0 if dropout else BSD + 4 * B * S * d * (H + GROUPS[model])  # what ``out`` takes; rotated q and k
+    return 4 * BSD + 4 * B * S * 2 * F + copied + dropped  # normalised, times the weight; silu(gate), times up
+
+
+@pytest.mark.parametrize(("model", "dropout"), MODELS)
+def test_pointwise_operations_alone(model: str, dropout: float) -> None:
+    """No product runs again, and gradients are bit-equal. The last norm's output is kept by the head, another layer."""
+    none, pointwise = (measure(model, dropout, mode) for mode in ("none", "pointwise"))
+    last_norm = BSD if model == "llama" else 0
+    assert none.made_bytes - pointwise.made_bytes == L * made_again(model, dropout) + last_norm
+    assert pointwise.flops == none.flops
+    for found, expected in zip(pointwise.gradients, none.gradients, strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_only_the_layers_that_are_named() -> None:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from meshwright.config import Pipeline
 from meshwright.errors import ModelError
 from meshwright.model.build import PlainModel
+from meshwright.pipeline.recompute import POINTWISE
 
 
 def check_recompute(pipeline: Pipeline, model: PlainModel, builder: str) -> None:
@@ -26,14 +27,14 @@ def check_recompute(pipeline: Pipeline, model: PlainModel, builder: str) -> None
                 "MW-PIPELINE-005",
                 f"pipeline.recompute_layers holds {pattern!r}, which fits no layer; the layers are {', '.join(names)}",
             )
-    if pipeline.recompute == "full":
+    if pipeline.recompute in ("full", "pointwise"):
         return
     if not model.selective_recompute:
         raise ModelError(
             "MW-PIPELINE-006",
             f'pipeline.recompute = "selective", but {builder} does not name what is cheap to compute and '
             f"expensive to keep: set model.selective_recompute to patterns of submodule names, such as "
-            f'["block*.attention.core"], or choose "full"',
+            f'["block*.attention.core"], or choose "pointwise" or "full"',
         )
     parts = [name for name, _ in model.layers.named_modules()]
     for pattern in model.selective_recompute:
@@ -56,5 +57,7 @@ def recomputed_names(pipeline: Pipeline, model: PlainModel) -> list[str]:
     chosen = [name for name in model.layers._modules if any(fnmatchcase(name, p) for p in pipeline.recompute_layers)]
     if pipeline.recompute == "full":
         return chosen
+    if pipeline.recompute == "pointwise":
+        return [f"{name}.{POINTWISE}" for name in chosen]
     parts = [name for name, _ in model.layers.named_modules() if name.partition(".")[0] in chosen]
     return [part for part in parts if any(fnmatchcase(part, p) for p in model.selective_recompute)]

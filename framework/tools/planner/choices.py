@@ -55,8 +55,8 @@ class Choice(NamedTuple):
 
     @property
     def effort(self) -> int:
-        """Amount of recompute: 0 none, 1 selective, 2 full."""
-        return ("none", "selective", "full").index(self.recompute)
+        """Amount of recompute: 0 none, 1 pointwise, 2 selective, 3 full."""
+        return ("none", "pointwise", "selective", "full").index(self.recompute)
 
     def __str__(self) -> str:
         pipeline = f", {self.schedule}" if self.pp > 1 else ""
@@ -136,7 +136,8 @@ def choices(
     size, global_batch = nodes * hardware.devices_per_node, batch_numbers(cache.config).global_batch
     unit = math.gcd(*(phase.global_batch for phase in phases(cache.config.batch)))
     num_layers = len(cache.names)
-    recomputes = ["none", *(["selective"] if cache.model.selective_recompute else []), "full"]
+    parts = ["pointwise", *(["selective"] if cache.model.selective_recompute else [])]
+    recomputes = ["none", *([] if cache.config.train.compile else parts), "full"]
     for tp in divisors(size):
         if tp > hardware.devices_per_node or hardware.devices_per_node % tp:
             if tp <= 2 * hardware.devices_per_node:

@@ -14,7 +14,7 @@ from meshwright.tools.verify.traits import Traits
 SCHEDULES: tuple[str, ...] = get_args(get_args(Pipeline.model_fields["schedule"].annotation)[0])
 LAYOUT_WORDS = (
     "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
-    "step (parallel.reduce), offload, sequence, selective or full (recompute), "
+    "step (parallel.reduce), offload, sequence, pointwise, selective or full (recompute), "
     + ", ".join(SCHEDULES)
     + ", file (pipeline.schedule_file)"
 )
@@ -81,7 +81,7 @@ def parse_layout(text: str) -> Layout:
                     "MW-VERIFY-002", f"--layouts {text!r}: {word} is out of range; the words are {LAYOUT_WORDS}"
                 )
             layout = Layout(**{**layout._asdict(), key: value})
-        elif word in ("selective", "full"):
+        elif word in ("pointwise", "selective", "full"):
             layout = layout._replace(recompute=word)
         elif word in (*SCHEDULES, SCHEDULE_FILE) or ":" in word:
             layout = layout._replace(schedule=word)
@@ -175,7 +175,9 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
         and (not layout.sequence or (traits.is_sequence and layout.tp > 1 and sequence_length % layout.tp == 0))
         and (layout.tp == 1 or traits.is_sharded)
         and (layout.recompute != "selective" or traits.has_selective)
-        and not (traits.has_running and (layout.dp > 1 or layout.tp > 1 or layout.recompute != "none"))
+        and not (
+            traits.has_running and (layout.dp > 1 or layout.tp > 1 or layout.recompute not in ("none", "pointwise"))
+        )
     )
 
 

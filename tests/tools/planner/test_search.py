@@ -92,7 +92,7 @@ def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_draw
     bench, box = cache(), hardware(devices_per_node=2)
     one = next(c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.pp == c.dp == 1)
     alike = [c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.shape == one.shape]
-    assert {c.recompute for c in alike} == {"none", "selective", "full"}
+    assert {c.recompute for c in alike} == {"none", "pointwise", "selective", "full"}
 
     def grown(of: ModelCache, box: Hardware, config: RunConfig, choice: Choice, *more: Any) -> RankedLayout:
         found = evaluate(of, box, config, choice, *more)

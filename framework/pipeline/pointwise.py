@@ -1,0 +1,277 @@
+"""Activation checkpointing (recompute) by operation: pointwise operations and norms again, products never.
+
+    forward      x --norm--> n --linear--> h --silu--> a --linear--> y         autograd saves x, n, h, a
+    saved        x, (n = norm of x), h, (a = silu of h)                        a recipe in place of n and a
+    backward     unpack a: run silu on h; unpack n: run norm on x; products and attention are not run again
+
+A dispatch mode around a layer's forward notes how each cheap operation made its output. When the forward ends, each
+saved tensor whose recipe starts from tensors that are saved anyway, or from parameters, is replaced by that recipe. So
+nothing is saved that would not have been, no Python of the layer runs again, no collective is repeated, and no dropout
+mask is drawn again. The operation is the same on the same numbers: gradients are bit-equal.
+
+Korthikanti et al. 2022, section 5, choose by hand what is cheap. torch's selective checkpointing
+(``create_selective_checkpoint_contexts``) chooses by operation as well, but runs the whole layer again around the
+saved products, and saves products that backward does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshwright.model.meter import StorageRegistry
+
+aten = torch.ops.aten
+CHEAP = {
+    *(
+        aten.add,
+        aten.sub,
+        aten.rsub,
+        aten.mul,
+        aten.div,
+        aten.neg,
+        aten.abs,
+        aten.addcmul,
+        aten.where,
+        aten.masked_fill,
+    ),
+    *(aten.pow, aten.exp, aten.sqrt, aten.rsqrt, aten.reciprocal, aten.erf, aten.clamp, aten.minimum, aten.maximum),
+    *(aten.silu, aten.gelu, aten.relu, aten.sigmoid, aten.tanh, aten.leaky_relu, aten.elu, aten.softplus, aten.mish),
+    *(aten.hardtanh, aten.hardswish, aten.hardsigmoid, aten.log_sigmoid_forward, aten._to_copy, aten.clone, aten.cat),
+    *(aten.native_layer_norm, aten._fused_rms_norm),
+}
+"""Operators that are run again: limited by memory bandwidth, a function of their arguments alone."""
+
+
+class _Place(NamedTuple):
+    """A tensor argument of a recipe: the number of its storage, and its place there."""
+
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, number: int, tensor: Tensor) -> _Place:
+        """Return a tensor's place in its storage."""
+        return cls(number, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """Return the tensor at this place of another tensor's storage."""
+        return tensor.as_strided(self.size, self.stride, self.offset)
+
+
+class _Recipe(NamedTuple):
+    """The operation that made a tensor. Tensor arguments are parameters and places."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    dtype: torch.dtype
+    """Dtype of the tensor, the first of the operation's outputs."""
+    source: Tensor | None
+    """Argument to save in place of the tensor, which has fewer bytes: that of a cast to a wider dtype."""
+
+
+class _Made:
+    """A tensor that is made again when backward needs it: its recipe, with tensors or others like it as arguments."""
+
+    def __init__(self, recipe: _Recipe, arguments: dict[int, _Kept | _Made]) -> None:
+        self.recipe, self.arguments = recipe, arguments
+        self.dtype = recipe.dtype
+        self.num_needed = 0
+        """Saved tensors that are this one, a view of it, or made from it, and are not unpacked yet."""
+        self.value: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """Return the tensor; keep it until all that need it have taken it."""
+        value = self.value
+        if value is None:
+            taken = {number: argument.take() for number, argument in self.arguments.items()}
+            at = partial(tree_map_only, _Place, lambda place: place.within(taken[place.number]), is_leaf=_is_place)
+            made = self.recipe.function(*at(self.recipe.args), **at(self.recipe.kwargs))
+            value = made if isinstance(made, Tensor) else made[0]
+        self.num_needed -= 1
+        self.value = value if self.num_needed > 0 else None
+        return value
+
+
+class _Kept(NamedTuple):
+    """A tensor that stays saved, with its version when it was saved."""
+
+    tensor: Tensor
+    version: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tensor."""
+        return self.tensor.dtype
+
+    def take(self) -> Tensor:
+        """Return the tensor, unless it was overwritten since."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{tuple(self.tensor.shape)} is at version {self.tensor._version}; expected version {self.version}"
+            )
+        return self.tensor
+
+
+class _Slot:
+    """A saved tensor in autograd's graph: kept, or a view of one that is made again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.source: _Kept | _Made = _Kept(tensor, tensor._version)
+        self.place: _Place | None = None
+
+    def replace(self, number: int, made: _Made) -> None:
+        """Replace the saved tensor, which is a view of ``made``, by its place there."""
+        assert isinstance(self.source, _Kept)
+        self.place, self.source = _Place.of(number, self.source.tensor), made
+        _need(made)
+
+    def unpack(self) -> Tensor:
+        """Return the saved tensor."""
+        if self.place is None:
+            return self.source.take()
+        with torch.no_grad():
+            return self.place.within(self.source.take())
+
+
+class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode around one forward of a layer: afterwards, what is cheap to make again is no longer saved."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recipes: dict[int, _Recipe] = {}
+        self._storages = StorageRegistry(lambda number: None)
+        self._slots: list[tuple[int, _Slot]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _overwritten(func, args, kwargs):
+            self._forget(self._number(tensor))
+        result = func(*args, **kwargs)
+        if func._overloadpacket in CHEAP and not func._schema.is_mutable:
+            self._note(func, args, kwargs, result)
+        return result
+
+    @contextmanager
+    def around_forward(self) -> Iterator[None]:
+        """Enter the mode for a forward; when it ends, replace saved tensors by recipes."""
+        with self, saved_tensors_hooks(self._pack, _Slot.unpack):
+            yield
+        self._replace()
+        self._recipes, self._slots = {}, []
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self._storages.find(tensor)
+        return self._storages.add(tensor) if number is None else number
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note the recipe of a floating-point output with a storage of its own; a norm's statistics stay saved."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        numbers = {self._number(tensor) for tensor in given}
+        at = partial(tree_map_only, Tensor, self._place)
+        is_cast = func._overloadpacket is aten._to_copy
+        output = result if isinstance(result, Tensor) else result[0]
+        number = self._number(output)
+        if output.is_floating_point() and number not in numbers:
+            source = given[0] if is_cast and given[0].itemsize < output.itemsize else None
+            self._recipes[number] = _Recipe(func, at(args), at(kwargs), output.dtype, source)
+
+    def _place(self, tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            return tensor  # its storage may be another one in backward (ZeRO-3)
+        return _Place.of(self._number(tensor), tensor)
+
+    def _forget(self, number: int) -> None:
+        """Drop the recipes that an in-place write makes wrong: of the storage, and of all made from it."""
+        self._recipes.pop(number, None)
+        for made in [made for made, recipe in self._recipes.items() if number in _needed(recipe)]:
+            del self._recipes[made]
+
+    def _pack(self, tensor: Tensor) -> _Slot:
+        # an output has its own node in its graph: without it no cycle of references keeps the graph alive
+        slot = _Slot(tensor if tensor.is_leaf else tensor.detach())
+        if not isinstance(tensor, nn.Parameter):
+            self._slots.append((self._number(tensor), slot))
+        return slot
+
+    def _replace(self) -> None:
+        """Replace each saved tensor that can be made from others that stay saved, first to last."""
+        available: dict[int, _Kept | _Made] = {}
+        for number, slot in self._slots:
+            if number not in self._recipes:
+                available[number] = slot.source
+        for number, slot in self._slots:
+            made = self._make(number, available)
+            if made is None:
+                available[number] = slot.source
+            elif isinstance(made, _Made) and slot.source.dtype == made.dtype:
+                slot.replace(number, made)
+
+    def _make(self, number: int, available: dict[int, _Kept | _Made]) -> _Kept | _Made | None:
+        """Return the saved tensor with this storage, or how to make it from available ones, or None."""
+        if number in available or number not in self._recipes:
+            return available.get(number)
+        recipe, arguments = self._recipes[number], {}
+        for each, dtype in _needed(recipe).items():
+            made = self._make(each, available)
+            if made is None and recipe.source is not None:
+                made = available[each] = _Kept(recipe.source, recipe.source._version)
+            if made is None or made.dtype != dtype:
+                return None
+            arguments[each] = made
+        available[number] = _Made(recipe, arguments)
+        return available[number]
+
+
+def _is_place(value: object) -> bool:
+    return isinstance(value, _Place)
+
+
+def _needed(recipe: _Recipe) -> dict[int, torch.dtype]:
+    """Return the storages that a recipe takes, each with its dtype."""
+    leaves = tree_leaves((recipe.args, recipe.kwargs), is_leaf=_is_place)
+    return {leaf.number: leaf.dtype for leaf in leaves if isinstance(leaf, _Place)}
+
+
+def _need(made: _Kept | _Made) -> None:
+    """Count one more use of what is made again; the first one also counts a use of its arguments."""
+    if isinstance(made, _Made):
+        made.num_needed += 1
+        if made.num_needed == 1:
+            for argument in made.arguments.values():
+                _need(argument)
+
+
+def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation may write into: of a collective, all that it is given."""
+    schema = func._schema
+    if func.namespace == "c10d":
+        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if not schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
+
+
+def pointwise_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's forward; save no output of a pointwise operation or norm that backward can make again."""
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    with PointwiseRecompute().around_forward():
+        return function(*args, **kwargs)
