@@ -7,10 +7,12 @@ always zero, never counted, never written to a checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 
 class Slice(NamedTuple):
@@ -75,3 +77,46 @@ class ParameterInfo(NamedTuple):
         if self.slice is None:
             return local
         return local.narrow(self.slice.dim, 0, self.slice.stop - self.slice.start)
+
+
+class WeightProduct(NamedTuple):
+    """Weight gradient of a linear as its factors: gy (..., O) and x (..., I); a call computes it."""
+
+    gy: Tensor
+    x: Tensor
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Return gy as (N, O) and x as (N, I)."""
+        return self.gy.reshape(-1, self.gy.shape[-1]), self.x.reshape(-1, self.x.shape[-1])
+
+    def __call__(self) -> Tensor:
+        """Return gy^T x (O, I)."""
+        gy, x = self.matrices()
+        return gy.t().mm(x)
+
+
+class GradientSum(NamedTuple):
+    """Sum of a parameter's gradients to which products can be added directly: its attribute ``gradient_sum``."""
+
+    add: Callable[[Tensor, WeightProduct], None]
+    """Function of the parameter and a product that adds the product."""
+    finish: Callable[[Tensor], None]
+    """Function of the parameter, to be called where AccumulateGrad's hooks will not run: counts the gradient."""
+
+
+def sum_for(parameter: Tensor, gradient: Callable[[], Tensor]) -> GradientSum | None:
+    """Return the sum to which this gradient can be added without a tensor of its own, or None."""
+    return getattr(parameter, "gradient_sum", None) if isinstance(gradient, WeightProduct) else None
+
+
+def add_gradient(parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
+    """Return a gradient for autograd, or None after its product was added to the parameter's sum.
+
+    Call it in backward. There AccumulateGrad's hooks follow, unless another gradient was asked for (autograd.grad).
+    """
+    total = sum_for(parameter, gradient)
+    if total is None or not torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+        return gradient()
+    assert isinstance(gradient, WeightProduct)
+    total.add(parameter, gradient)
+    return None

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -22,9 +23,11 @@ from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.offload import OffloadedBucket
+from meshwright.data_parallel.products import add_product, adds_products
 from meshwright.data_parallel.sharding import Sharding, StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.offload import HostMemory
+from meshwright.parameters import GradientSum, WeightProduct
 
 
 @dataclass
@@ -67,15 +70,20 @@ class StageReplica:
         """Reductions of the running backward; None while gradients only accumulate."""
         self._untouched: set[Tensor] = set()
         """Parameters without a gradient in this step so far; their bucket slot holds last step's gradient, or zero."""
+        self._multiplied: set[Tensor] = set()
+        """Parameters with a product of the running backward that their hook has yet to count."""
         for index, bucket in enumerate(self.buckets):
             for number, (member, _, _) in enumerate(bucket.slots):
                 if bucket not in self._buckets_of_layer[member.layer]:
                     self._buckets_of_layer[member.layer].append(bucket)
                 if not bucket.is_mixed_precision and bucket.keeps_gradient:
                     member.parameter.grad = bucket.gradient_views[number]
-                member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(_accumulated, weakref.ref(self), index=index, number=number)
-                )
+                call = partial(_call_alive, weakref.ref(self), index=index, number=number)
+                hook = partial(call, StageReplica._accumulated)
+                member.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                if adds_products(member.parameter, bucket.master.dtype):
+                    add = partial(call, StageReplica._add_product)
+                    member.parameter.gradient_sum = GradientSum(add, hook)  # type: ignore[attr-defined]
 
     def begin_step(self) -> None:
         """Mark all gradients as missing.
@@ -93,11 +101,14 @@ class StageReplica:
     def _accumulated(self, parameter: Tensor, *, index: int, number: int) -> None:
         """Add one parameter's gradient of a micro-batch to its bucket, after autograd has computed it."""
         gradient, bucket = parameter.grad, self.buckets[index]
-        if gradient is None:  # no gradient yet: the split backward computes it later (W)
+        if gradient is None and parameter not in self._multiplied:  # the split backward computes it later (W)
             return
+        self._multiplied.discard(parameter)
         bucket.open_gradient()
         view = bucket.gradient_views[number]
-        if gradient is not view:  # the step's first (autograd made a tensor of its own), or another dtype
+        if (
+            gradient is not None and gradient is not view
+        ):  # the step's first (autograd made a tensor of its own), or another dtype
             if parameter in self._untouched:
                 self._untouched.remove(parameter)
                 view.copy_(gradient)
@@ -107,6 +118,13 @@ class StageReplica:
         if self._reduction is not None:
             self._reduction.missing[index] -= 1
             self._post_complete(self._reduction)
+
+    def _add_product(self, parameter: Tensor, product: WeightProduct, *, index: int, number: int) -> None:
+        """Add one weight gradient of a micro-batch to its bucket by the GEMM; the parameter's hook counts it later."""
+        self.buckets[index].open_gradient()
+        add_product(self.buckets[index].gradient_views[number], product, first=parameter in self._untouched)
+        self._untouched.discard(parameter)
+        self._multiplied.add(parameter)
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
         """Start to reduce each bucket as soon as the next backward of this stage has completed it.
@@ -187,12 +205,14 @@ Replica = StageReplica | FullyShardedStage
 """A stage's parameters on one replica, for any ZeRO stage: both classes have the same methods."""
 
 
-def _accumulated(replica: weakref.ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:
-    """Call the replica's hook for a parameter, if the replica still exists.
+def _call_alive(
+    replica: weakref.ref[StageReplica], method: Callable[..., None], *args: Any, index: int, number: int
+) -> None:
+    """Call a method of the replica that a parameter belongs to, if the replica still exists.
 
-    The hook holds its replica by a weak reference. Python's garbage collector does not see a parameter's hooks, so a
-    strong reference would keep hooks, buckets and the ranks' connections alive forever.
+    The parameter holds its replica by a weak reference. Python's garbage collector does not see a parameter's hooks, so
+    a strong reference would keep hooks, buckets and the ranks' connections alive forever.
     """
     alive = replica()
     if alive is not None:
-        alive._accumulated(parameter, index=index, number=number)
+        method(alive, *args, index=index, number=number)

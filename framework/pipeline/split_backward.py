@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 
+from meshwright.parameters import WeightProduct, add_gradient, sum_for
+
 
 class DeferredGradient(NamedTuple):
     """Weight gradient that is not computed yet: the parameter and a function that computes it."""
@@ -57,7 +59,7 @@ class SplitBackward(TorchFunctionMode):
     def defer(self, parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
         """Return the gradient; within ``deferring`` store it for W and return None."""
         if self._deferred is None:
-            return gradient()
+            return add_gradient(parameter, gradient)
         self._deferred.append(DeferredGradient(parameter, gradient))
         return None
 
@@ -132,14 +134,22 @@ def accumulate_deferred(deferred: list[DeferredGradient]) -> None:
     sums: dict[Tensor, Tensor] = {}
     while deferred:
         parameter, gradient = deferred.pop(0)
-        found = gradient()
-        earlier = sums.pop(parameter, None)
-        total = found if earlier is None else earlier.add_(found)
+        total = sums.pop(parameter, None)
+        found = None
+        own = sum_for(parameter, gradient)
+        if own is not None and isinstance(gradient, WeightProduct):
+            own.add(parameter, gradient)
+        else:
+            found = gradient()
+            total = found if total is None else total.add_(found)
         remaining[parameter] -= 1
         if remaining[parameter]:
-            sums[parameter] = total
-        else:
+            if total is not None:
+                sums[parameter] = total
+        elif total is not None:
             torch.autograd.backward([parameter], [total])  # a leaf: AccumulateGrad and its hooks, nothing else
+        elif own is not None:
+            own.finish(parameter)
         del gradient, found, total  # frees x and gy
 
 
@@ -166,7 +176,7 @@ class _Linear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         gx = gy.matmul(ctx.weight) if ctx.needs_input_grad[0] else None  # differentiable, for gradients in forward
         x = ctx.mode.released(x)
-        gw = ctx.mode.defer(ctx.weight, lambda: gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])))
+        gw = ctx.mode.defer(ctx.weight, WeightProduct(gy, x))
         gb = None
         if ctx.bias is not None:
             gb = ctx.mode.defer(ctx.bias, lambda: gy.reshape(-1, gy.shape[-1]).sum(0))

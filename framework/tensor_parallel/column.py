@@ -22,19 +22,16 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.mesh.comm import CollectiveHandle, Group
+from meshwright.parameters import WeightProduct, add_gradient
 from meshwright.tensor_parallel.regions import join_sequence, outside_graphs, split_sequence
 
 Defer = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
 """Function of a parameter and a function that computes its gradient; returns the gradient, or None to add it later."""
 
 
-def _compute_now(parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
-    return gradient()
-
-
 @outside_graphs
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, defer: Defer = _compute_now
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, defer: Defer = add_gradient
 ) -> Tensor:
     """Return this rank's output features of a linear: x (B, S, I), the same on all ranks -> (B, S, O/tp).
 
@@ -86,7 +83,7 @@ class _ColumnLinear(torch.autograd.Function):
             gx, handle = _reduce(gx, group, ctx.sequence)
         gw = gb = None
         if needs_weight:
-            gw = ctx.defer(weight, lambda: rows.t().mm(whole.reshape(-1, whole.shape[-1])))
+            gw = ctx.defer(weight, WeightProduct(rows, whole))
         if needs_bias:
             gb = ctx.defer(bias, lambda: rows.sum(0))
         handle.wait()

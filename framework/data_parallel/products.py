@@ -1,0 +1,46 @@
+"""Weight gradients that the GEMM adds to a bucket's float32 sums (Megatron-LM's gradient accumulation fusion).
+
+plain   dW = gy^T x   16 bits, a tensor of its own         sum += dW   a second kernel, 10 bytes per element
+here    sum += gy^T x in one GEMM, whose output is the sum: 8 bytes per element, and no rounding of dW to 16 bits
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from meshwright.parameters import WeightProduct
+
+
+def adds_products(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether this device's GEMM adds products of the parameter's 16-bit dtype to a sum in ``dtype``."""
+    if parameter.device.type != "cuda" or parameter.dim() != 2 or dtype != torch.float32:
+        return False
+    return parameter.dtype in (torch.bfloat16, torch.float16) and _has_kernel(parameter.device, parameter.dtype)
+
+
+@cache
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Run the kernel once: versions of torch differ in the dtype of the sum that they accept."""
+    factor = torch.ones(16, 16, device=device, dtype=dtype)
+    try:
+        add_product(torch.zeros(16, 16, device=device), WeightProduct(factor, factor), first=False)
+    except RuntimeError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def add_product(total: Tensor, product: WeightProduct, *, first: bool) -> None:
+    """Add gy^T x to ``total`` (O, I) in float32, in place; with ``first`` overwrite it.
+
+    A CPU has no such kernel. There the factors are converted first, which gives the same sums: the tests' reference.
+    """
+    gy, x = product.matrices()
+    beta = 0 if first else 1
+    if total.device.type == "cpu":
+        total.addmm_(gy.t().to(total.dtype), x.to(total.dtype), beta=beta)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, gy.t(), x, total.dtype, beta=beta, alpha=1, out=total)
