@@ -55,19 +55,6 @@ class SaveAttempt:
         return final_directory(self.run_directory, self.head.step)
 
 
-def to_host(pieces: Iterable[TensorPiece]) -> list[TensorPiece]:
-    """Copy pieces to host memory for the writer alone. GPU copies use pinned memory; blocks once for all of them."""
-    copies, seen_gpu = [], False
-    for piece in pieces:
-        from_gpu = piece.tensor.is_cuda
-        copy = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=from_gpu)
-        copies.append(piece._replace(tensor=copy.copy_(piece.tensor.detach(), non_blocking=from_gpu)))
-        seen_gpu = seen_gpu or from_gpu
-    if seen_gpu:
-        torch.cuda.synchronize()
-    return copies
-
-
 class AsyncWriter:
     """Asynchronous writer of one rank: idle, or with one save in progress."""
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.checkpoint import AsyncWriter, SaveAttempt, begin, find, prune, to_host
+from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, find, prune
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
@@ -59,6 +59,7 @@ class Saver:
         self._warn = warn if parts.mesh.rank == 0 else lambda message: None
         self.writer = AsyncWriter()
         """Writer thread of this rank's share; a failure on one rank reaches all ranks as a flag of the next step."""
+        self._slab = HostSlab()
         self._attempt: SaveAttempt | None = None
         """Save in progress; the same on all ranks."""
         parts.flags[NOT_WRITTEN] = self.writer.failed
@@ -99,7 +100,7 @@ class Saver:
         self.writer.start(
             self._attempt,
             shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.at.dp_rank == 0 else None,
-            to_host(pieces(parts.replicas, parts.optimizer, mesh, parts.running())),
+            self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, parts.running())),
             is_first=mesh.rank == 0,
             before_publishing=lambda: sync_run_files(self.directory, self._warn),
             after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from meshwright.checkpoint import (
     AsyncWriter,
+    HostSlab,
     SaveAttempt,
     TensorKind,
     TensorPiece,
@@ -26,7 +27,6 @@ from meshwright.checkpoint import (
     newest_valid,
     open_checkpoint,
     publish,
-    to_host,
     write_shard,
 )
 from meshwright.checkpoint.check import coverage
@@ -97,7 +97,7 @@ def test_ranks_save_together(tmp_path: Path, fake: Any) -> None:
     ranks = [AsyncWriter() for _ in range(4)]
     for tp_rank in (1, 0, 2):
         assert not attempt.final.exists()
-        pieces = to_host(fake.pieces(state, 3, tp_rank))
+        pieces = HostSlab().copy(fake.pieces(state, 3, tp_rank))
         ranks[tp_rank].start(attempt, f"tp{tp_rank}", pieces, is_first=tp_rank == 0)
     ranks[3].start(attempt, None, [], is_first=False)
     for rank in ranks:
