@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,19 @@ def positions_of(starts: Tensor) -> Tensor:
     """Return the position of each token in its document from 0, (B, S) int64. starts: (B, S) bool."""
     places = torch.arange(starts.shape[-1], device=starts.device).expand(starts.shape)
     return places - places.masked_fill(~starts, 0).cummax(-1).values
+
+
+def document_bounds(starts: Tensor) -> list[list[int]]:
+    """Return where documents begin, and the length, for each sample. starts: (B, S) bool, on the CPU."""
+    length = starts.shape[-1]
+    if type(starts) is not Tensor:  # a fake tensor has no values
+        return [[0, length]] * starts.shape[0]
+    return [sorted({0, *sample.nonzero().flatten().tolist(), length}) for sample in starts]
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Return True where reading values is free: on the CPU and outside torch.compile."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class AttentionShape(NamedTuple):
@@ -115,17 +129,40 @@ class AttentionCore(nn.Module):
         """
         heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
         scale = None if self.score_divisor is None else 1 / self.score_divisor
-        sees_all = starts is None and (self.window is None or self.window >= length)
-        if dropout is None and sees_all:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads_per_group > 1)
+        if dropout is None and starts is not None and can_read(q):
+            return self._by_document(q, k, v, starts, scale)
+        if dropout is None:
+            return self._attend(q, k, v, starts, scale)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
-        if dropout is None:  # keys repeated per head: no GPU kernel with a mask supports GQA
-            return self._in_blocks(q, k, v, starts, scale)
         scores = q @ k.transpose(-1, -2) / (self.score_divisor or math.sqrt(q.shape[-1]))  # (B, H, S, S)
         document = None if starts is None else documents_of(starts)
         scores = scores.masked_fill(~self.seen(range(length), range(length), scores.device, document), -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float | None) -> Tensor:
+        """Attend without dropout. q: (B, H, S, d); k, v: (B, G, S, d); starts: (B, S) or None. Return q's shape."""
+        heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
+        if starts is None and (self.window is None or self.window >= length):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads_per_group > 1)
+        # keys repeated per head: no GPU kernel with a mask supports GQA
+        k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
+        return self._in_blocks(q, k, v, starts, scale)
+
+    def _by_document(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None) -> Tensor:
+        """Attend document by document. q: (B, H, S, d); k, v: (B, G, S, d); starts: (B, S). Return q's shape.
+
+        No mask is saved, and no key of another document is multiplied. Outputs have the same bytes however samples are
+        cut, so that a dry run, which has no documents, takes each sample for one.
+        """
+        samples = []
+        for sample, bounds in enumerate(document_bounds(starts)):
+            mixed = []
+            for first, last in pairwise(bounds):
+                near_q, near_k, near_v = (t[sample : sample + 1, :, first:last] for t in (q, k, v))
+                mixed.append(self._attend(near_q, near_k, near_v, None, scale))
+            samples.append(torch.cat(mixed, dim=2))
+        return torch.cat(samples)
 
     def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float | None) -> Tensor:
         """Attend block by block of queries. q, k, v: (B, H, S, d); starts: (B, S) bool or None. Return (B, H, S, d).

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from meshwright.models import attention
 from meshwright.models.attention import AttentionCore
+from tests.pipeline.kept import MadeBytes
 
 LENGTH = 37
 
@@ -40,11 +42,14 @@ def drawn_starts(form: str) -> Tensor | None:
 
 @pytest.mark.parametrize("block", [1, 8, 36, 37, 64])
 @pytest.mark.parametrize("window", [None, 1, 5, 8, 20, 36, 37, 100])
-@pytest.mark.parametrize("form", ["none", "documents"])
+@pytest.mark.parametrize("form", ["none", "documents", "documents without their values"])
 def test_blocks_equal_the_dense_mask(
     monkeypatch: pytest.MonkeyPatch, form: str, window: int | None, block: int
 ) -> None:
+    """Also by blocks where documents cannot be read: on a GPU."""
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    if form == "documents without their values":
+        monkeypatch.setattr(attention, "can_read", lambda tensor: False)
     torch.manual_seed(block)
     q, k, v = (torch.randn(2, heads, LENGTH, 6, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     starts, divisor = drawn_starts(form), None if block == 8 else 3.0
@@ -80,6 +85,27 @@ def test_masks_cover_what_a_block_can_reach(monkeypatch: pytest.MonkeyPatch) -> 
         AttentionCore(5)(q, k, v, None)
     assert windowed.shapes == [(8, 8), (8, 12), (8, 12), (8, 12), (5, 9)]
     assert len(windowed.storages) == 3, "blocks of one form share their mask"
+    monkeypatch.setattr(attention, "can_read", lambda tensor: False)
     with MaskSizes() as documents:
         AttentionCore()(q, k, v, None, drawn_starts("documents"))
     assert documents.shapes == [(2, 1, 8, 8), (2, 1, 8, 16), (2, 1, 8, 24), (2, 1, 8, 32), (2, 1, 5, 37)]
+
+
+def kept_bytes(starts: Tensor, *drawn: Tensor) -> int:
+    with MadeBytes() as made:
+        out = AttentionCore()(*drawn, None, starts)
+    assert out.shape == drawn[0].shape
+    return made.bytes()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_on_a_cpu_nothing_kept_depends_on_the_documents(batch: int) -> None:
+    """So that a dry run, which has no documents, counts a run's bytes: outputs twice, and a number per query."""
+    q, k, v = (torch.randn(batch, heads, LENGTH, 4, requires_grad=True) for heads in (4, 2, 2))
+    starts = drawn_starts("documents")
+    assert starts is not None
+    expected = batch * 4 * LENGTH * (4 + 4 + 1) * 4
+    assert kept_bytes(starts[:batch], q, k, v) == expected
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(each) for each in (starts[:batch], q, k, v)]
+        assert kept_bytes(*fake) == expected
