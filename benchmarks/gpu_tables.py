@@ -1,0 +1,135 @@
+"""Tables of the CUDA path that need no GPU: host waits, exposed communication, peak memory.
+
+    python benchmarks/gpu_tables.py waits                    host waits per step of 12 layouts, on a fake CUDA device
+    python benchmarks/gpu_tables.py exposed                  communication that a Llama-3-8B step waits for, simulated
+    python benchmarks/gpu_tables.py memory [--tree DIR]      peak of Llama-3-8B and -70B by dry run, of this checkout or
+                                                             of another, such as a `git worktree` of an older commit
+
+``exposed``: the step's seconds minus those of the same step with links of infinite speed, with a column's messages
+behind its products in backward, and without. ``memory`` runs the command ``meshwright dryrun`` of the tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from memory_accuracy import Case
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.config import load, resolve
+from meshwright.launch.plans import execution_options
+from meshwright.mesh.grid import Grid
+from meshwright.tools.dryrun.cuda.library import compile_library
+from meshwright.tools.dryrun.cuda.process import run_process
+from meshwright.tools.planner.cost import step_time
+from meshwright.tools.planner.hardware import Link, read_hardware
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.rates import PerformanceModel
+
+ROOT = Path(__file__).parents[1]
+WAITS = [
+    Case("llama"),
+    Case("llama", tp=2),
+    Case("llama", dp=4, zero=0),
+    Case("llama", dp=4, zero=2),
+    Case("llama", dp=2, offload=True),
+    Case("llama", dp=2, tp=2, zero=3),
+    Case("llama", dp=2, zero=3, offload=True),
+    Case("llama", pp=2, schedule="gpipe"),
+    Case("llama", pp=2, schedule="interleaved_1f1b"),
+    Case("llama", pp=2, tp=2, schedule="zb_h1"),
+    Case("llama", dp=2, pp=2, schedule="zb_v", zero=2),
+    Case("llama", dp=2, pp=2, tp=2, sequence=True),
+]
+STEPS = {
+    "tp 8": ["--parallel.dp=1", "--parallel.tp=8", "--batch.global_batch=16"],
+    "pp 4": [
+        "--parallel.dp=1",
+        "--parallel.tp=1",
+        "--parallel.sequence=false",
+        "--parallel.pp=4",
+        "--batch.global_batch=16",
+    ],
+    "dp 64": ["--parallel.dp=64", "--parallel.tp=1", "--parallel.sequence=false", "--batch.global_batch=1024"],
+}
+"""Layouts of Llama-3-8B with 16 micro-batches of one sample per replica."""
+MEMORY = {
+    "8B, tp 2, dp 8": ["llama3-8b", "--nodes=2", "--parallel.dp=8", "--parallel.tp=2"],
+    "70B, tp 8, pp 4, dp 8": ["llama3-70b", "--nodes=32", "--parallel.dp=8", "--parallel.pp=4", "--parallel.tp=8"],
+}
+
+
+def waits() -> Table:
+    """Count the host's waits for the device in the second step, of the first and the last rank."""
+    table = Table("layout", "before the optimizer's launch", "after it")
+    configs = [case.config().replace(train={"device": "cuda", "dtype": "bfloat16"}) for case in WAITS]
+    jobs = [(config, rank) for config in configs for rank in (0, Grid(*config.parallel.degrees).size - 1)]
+    with tempfile.TemporaryDirectory() as directory:
+        steps = run_process(compile_library(Path(directory)), jobs)
+    for case, first, last in zip(WAITS, steps[::2], steps[1::2], strict=True):
+        counts = [
+            max(sum(place.values()) for place in places)
+            for places in ((first.waits, last.waits), (first.waits_after, last.waits_after))
+        ]
+        table.add_row(str(case), *map(str, counts))
+    return table
+
+
+def exposed() -> Table:
+    """Simulate the steps on H100s, with and without the overlap of columns, and with infinitely fast links."""
+    table = Table("Llama-3-8B on", "step", "blocking columns", "overlapped columns")
+    hardware = read_hardware("h100")
+    endless = Link(bytes_per_s=1e30, latency_s=0.0)
+    for name, overrides in STEPS.items():
+        config = resolve(load(str(ROOT / "configs/llama3-8b.toml"), overrides), None)
+        layout = ModelCache(config, execution_options(config, hardware)).layout(config)
+        performance = PerformanceModel.of(hardware)
+        blocking = performance.traits._replace(overlaps_tp_with_weight_gradients=False)
+        links = hardware.model_copy(update={"node_link": endless, "cluster_link": endless})
+        alone = PerformanceModel(links, performance.fractions._replace(message_s=0.0), performance.traits)
+        least = step_time(layout, alone).total
+        before, after = (step_time(layout, each).total for each in (performance._replace(traits=blocking), performance))
+        shares = (f"{1 - least / total:.1%} ({total - least:.3f} s)" for total in (before, after))
+        table.add_row(name, f"{after:.2f} s", *shares)
+    return table
+
+
+def memory(tree: Path) -> Table:
+    """Run the dry run of ``tree``, which has a ``build/path`` (``make path``) or is older than that."""
+    table = Table("job, S 8,192", "peak of the fullest rank")
+    for name, (config, *overrides) in MEMORY.items():
+        module = "meshwright.launch" if (tree / "build/path").exists() else "launch"
+        command = [sys.executable, "-m", module, "dryrun", str(tree / f"configs/{config}.toml")]
+        done = subprocess.run(
+            [*command, "--devices-per-node=8", *overrides],
+            env=os.environ | {"PYTHONPATH": str(tree / "build/path"), "OMP_NUM_THREADS": "1"},
+            cwd=tree,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (found,) = re.findall(r"most memory +(.*)", done.stdout)
+        table.add_row(name, found)
+    return table
+
+
+def main() -> int:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", choices=("waits", "exposed", "memory"))
+    parser.add_argument("--tree", type=Path, default=ROOT, help="checkout whose dry run is asked (memory)")
+    arguments = parser.parse_args()
+    tables = {"waits": waits, "exposed": exposed, "memory": lambda: memory(arguments.tree.resolve())}
+    Console(width=140).print(tables[arguments.table]())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
