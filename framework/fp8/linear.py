@@ -2,7 +2,7 @@
 
     forward    y  = q(x) q(W)^T      contracted over I: scales per row of x (token) and per row of W
     I          dx = q(dy) q(W^T)^T   contracted over O: scales per row of dy (token) and per column of W
-    W          dW = dy^T value(q(x))     in the training dtype; x is kept as codes and exponents
+    W          dW = dy^T value(q(x))   in the training dtype; x is kept as codes and exponents
 
 Where tp cuts the contracted dim, the scales are agreed over tp: I of a row layer, O of a column layer.
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from meshwright.fp8.products import product
+from meshwright.fp8.products import has_modes, product
 from meshwright.fp8.quantise import Quantised, dequantise, quantise
 from meshwright.mesh.comm import Group
 
@@ -100,4 +100,9 @@ class Fp8Linear(nn.Linear):
     """nn.Linear in float8: x (..., I) -> (..., O). A plain one becomes one by its class, and keeps its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if has_modes():  # dynamo does not pass a function of ours to a mode, which may split backward
+            return _outside_graphs(x, self.weight, self.bias)
         return fp8_linear(x, self.weight, self.bias)
+
+
+_outside_graphs = torch.compiler.disable(fp8_linear)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Product of two quantised matrices: ``torch._scaled_mm`` on CUDA, emulated elsewhere. The door to private torch APIs.
+"""Product of two quantised matrices: ``torch._scaled_mm`` on CUDA, emulated elsewhere. Door to private torch APIs.
 
 The emulation multiplies the dequantised values in the training dtype. Its operands are exactly those of the kernel. The
 two differ only by the accumulation inside a dot product and the rounding of the result.
@@ -35,3 +35,8 @@ def _scaled_mm(x: Quantised, weight: Quantised) -> Tensor:
         use_fast_accum=True,
     )
     return y.view(*x.codes.shape[:-1], y.shape[-1])
+
+
+def has_modes() -> bool:
+    """Return whether a torch function mode is entered; also within torch.compile."""
+    return torch._C._len_torch_function_stack() > 0

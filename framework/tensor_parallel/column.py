@@ -64,7 +64,7 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.group, ctx.sequence, ctx.defer = weight, bias, group, sequence, defer
-        y = F.linear(_Gathering(x, group).wait() if sequence else x, weight, bias)
+        y = F.linear(SequenceGathering(x, group).wait() if sequence else x, weight, bias)
         return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
 
     @staticmethod
@@ -73,14 +73,14 @@ class _ColumnLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         group, weight, bias = ctx.group, ctx.weight, ctx.bias
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        gathering = _Gathering(x, group) if ctx.sequence and needs_weight else None
+        gathering = SequenceGathering(x, group) if ctx.sequence and needs_weight else None
         rows = gy.reshape(-1, gy.shape[-1])
         gx, handle = None, CollectiveHandle()
         if needs_x:
             gx = rows.mm(weight).view(*gy.shape[:-1], weight.shape[-1])
         whole = x.detach() if gathering is None else gathering.wait()  # no history: a deferred product keeps it
         if gx is not None:
-            gx, handle = _reduce(gx, group, ctx.sequence)
+            gx, handle = reduce_gradient(gx, group, ctx.sequence)
         gw = gb = None
         if needs_weight:
             gw = ctx.defer(weight, WeightProduct(rows, whole))
@@ -90,7 +90,7 @@ class _ColumnLinear(torch.autograd.Function):
         return gx, gw, gb, None, None, None
 
 
-class _Gathering:
+class SequenceGathering:
     """All-gather of the sequence over tp, posted when made: (B, S/tp, I) -> (B, S, I)."""
 
     def __init__(self, x: Tensor, group: Group) -> None:
@@ -107,7 +107,7 @@ class _Gathering:
         return join_sequence(self._parts)
 
 
-def _reduce(gx: Tensor, group: Group, sequence: bool) -> tuple[Tensor, CollectiveHandle]:
+def reduce_gradient(gx: Tensor, group: Group, sequence: bool) -> tuple[Tensor, CollectiveHandle]:
     """Post the sum of partial gradients (B, S, I) over tp, of this rank's (B, S/tp, I) of it with ``sequence``."""
     operation = "reduce_scatter" if sequence else "all_reduce"
     parts = split_sequence(gx, group.size) if sequence else gx

@@ -174,3 +174,31 @@ def linear_gradients(plain: nn.Linear, group: Any, sequence: bool, x: Tensor, gr
 @pytest.mark.parametrize("sequence", [False, True])
 def test_operands_are_bit_equal(dtype: torch.dtype, sequence: bool, pool: RankPool) -> None:
     pool.run(operands_rank, 4, dtype, sequence)
+
+
+# -------------------------------------------------------------------------------------------------------- on the wire
+
+
+def wire_rank(rank: int, tp: int) -> None:
+    """A column under sequence parallelism gathers bytes and exponents, twice; partial input gradients stay as wide."""
+    group = tp_group(rank, tp)
+    plain = fill(nn.Linear(I, O, bias=False, dtype=torch.bfloat16))
+    plain.__class__ = Fp8Linear
+    column = ColumnLinear(plain, group, True)
+    x = drawn(B, S // tp, I, dtype=torch.bfloat16).requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = column(x)
+    y.backward(torch.ones_like(y))
+    share = (tp - 1) / tp
+    wire = {name: count.wire_bytes for (_, name), count in group.traffic.counts.items()}
+    assert wire == {
+        "all_gather": 2 * B * S * (I + 1) * share,
+        "all_reduce": 2 * (B * S + I) * share,
+        "reduce_scatter": 2 * B * S * I * share,
+    }
+    assert sum(tensor.numel() * tensor.itemsize for tensor in kept) == B * S // tp * (I + 1)
+
+
+def test_half_the_bytes_of_a_gathered_sequence(pool: RankPool) -> None:
+    pool.run(wire_rank, 2)

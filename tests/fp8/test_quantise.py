@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.fp8.quantise import dequantise, quantise
+from meshwright.pipeline.split_backward import SplitBackward, accumulate_deferred
 from meshwright.tools.verify.plain_fp8 import MAGNITUDES, nearest, rounded_rows
 from tests.tensor_parallel.ranks_of_tp import drawn
 
@@ -61,3 +62,22 @@ def test_a_linear_keeps_codes_between_forward_and_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         linear(drawn(4, 8, 64, dtype=torch.bfloat16).requires_grad_())
     assert sum(tensor.numel() * tensor.itemsize for tensor in kept) == 4 * 8 * (64 + 1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_split_backward_defers_its_weight_gradient(compiled: bool) -> None:
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    linear.__class__ = Fp8Linear
+    x, mode = drawn(4, 8, 64, dtype=torch.bfloat16).requires_grad_(), SplitBackward()
+    linear(x).square().sum().backward()
+    whole = [x.grad, linear.weight.grad, linear.bias.grad]
+    x.grad = linear.weight.grad = linear.bias.grad = None
+    forward = torch.compile(linear, backend="aot_eager") if compiled else linear
+    with mode:
+        y = forward(x)
+    with mode.deferring() as deferred:
+        y.square().sum().backward()
+    assert [each.parameter for each in deferred] == [linear.weight] and linear.weight.grad is None
+    accumulate_deferred(deferred)
+    found = [x.grad, linear.weight.grad, linear.bias.grad]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, whole, strict=True))
