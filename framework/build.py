@@ -27,6 +27,7 @@ from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.pipeline.values import Loss, Losses, cross_entropy, with_heads
+from meshwright.schedule.analysis import links_of
 from meshwright.tensor_parallel.cross_entropy import check_full_sequence, split_vocab_size, vocab_parallel_cross_entropy
 from meshwright.watch.observers import handle_nonfinite
 
@@ -94,7 +95,7 @@ def build(
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host)
     executor = Executor(
         blueprint.schedule,
-        mesh.pp,
+        mesh.open_links(links_of((blueprint.schedule, *blueprint.ramp))),
         stages,
         mesh.device,
         draw=blueprint.model.draw,

@@ -73,7 +73,9 @@ class Group:
         process_group: dist.ProcessGroup | None = None,
         traffic: Traffic | None = None,
         activity: Activity | None = None,
+        key: str = "",
     ) -> None:
+        """Create a group. ``key``: name of the communicator, for groups with equal names and ranks."""
         self.name = name
         self.ranks = ranks
         self.size = len(ranks)
@@ -82,7 +84,7 @@ class Group:
         self.process_group = process_group
         self.traffic = traffic if traffic is not None else Traffic()
         self.activity = activity if activity is not None else Activity()
-        self._key = f"{name}-{zlib.crc32(repr(ranks).encode()):08x}"
+        self._key = key or f"{name}-{zlib.crc32(repr(ranks).encode()):08x}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         return self  # a copy of a layer talks to the same ranks

@@ -85,16 +85,7 @@ class PlaceholderGroup(Group):
 
 
 class FakeMesh(Mesh):
-    """Mesh whose groups are made on first use, those of this rank alone."""
-
-    def stage_group(self, pp_ranks: Sequence[int]) -> Group:
-        """Return the group of this rank, without making those of other ranks."""
-        pp_ranks = sorted(set(pp_ranks))
-        if len(pp_ranks) == 1:
-            return self._group("tied", (self.rank,))
-        if self.at.pp_rank not in pp_ranks:
-            return self._group("tied", ())
-        return self._subgroup("tied", tuple(self.grid.rank(self.at._replace(pp_rank=each)) for each in pp_ranks))
+    """Mesh over torch's fake backend, with the groups of this rank alone."""
 
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None = None) -> Group:
         rank = ranks.index(self.rank) if ranks else -1
@@ -231,9 +222,10 @@ class OperationInterceptor:
         if function.namespace not in NAMESPACES:
             return None
         name = str(function.overloadpacket)
-        ranks = None if name in SILENT else self._group(arguments)
-        if ranks is None:
+        communicator = None if name in SILENT else self.communicator_of(arguments)
+        if communicator is None:
             return None
+        ranks = self._ranks[communicator]
         assert name in OPERATIONS, f"{name} is missing in OPERATIONS"
         kind = OPERATIONS[name]
         first = next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
@@ -248,7 +240,8 @@ class OperationInterceptor:
             peer = ranks[arguments[2]]
         return InterceptedOperation(kind, ranks, peer, size, str(first.dtype).removeprefix("torch."))
 
-    def _group(self, arguments: Sequence[Any]) -> Ranks | None:
+    def communicator_of(self, arguments: Sequence[Any]) -> str | None:
+        """Return the name of the process group; links of two directions differ in it alone. None: there is no group."""
         for argument in reversed(arguments):  # a string before the last names an operation, not a group
             if isinstance(argument, str):
                 name = argument
@@ -259,5 +252,5 @@ class OperationInterceptor:
             if name not in self._ranks:
                 group = _resolve_process_group(name)  # type: ignore[arg-type]
                 self._ranks[name] = tuple(dist.get_process_group_ranks(group))
-            return self._ranks[name]
+            return name
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from meshwright.errors import ConfigError, MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Axis, Coordinates, Grid
+from meshwright.mesh.links import LinkedGroup, open_links
 from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
 from meshwright.mesh.store import NoteStore
 from meshwright.mesh.traffic import Traffic
@@ -81,28 +82,34 @@ class Mesh:
         """Return the group of the ranks at these pipeline ranks with this rank's dp and tp coordinates (for tied
         weights).
 
-        Every rank of the mesh must call this, in the same order and with the same ``pp_ranks``: process groups are
-        made by all ranks together. A rank that is no member gets a group with ``rank`` -1, which it must not use.
+        Every rank of the mesh must call this, in the same order and with the same ``pp_ranks``. A rank that is no
+        member gets a group with ``rank`` -1, which it must not use; it makes one of its own, see NOTE [equal numbers of
+        groups] in links.py.
         """
         pp_ranks = sorted(set(pp_ranks))
         if len(pp_ranks) == 1:
             return self._group("tied", (self.rank,))
-        mine = self._group("tied", ())
-        for dp_rank in range(self.grid.dp):
-            for tp_rank in range(self.grid.tp):
-                ranks = tuple(self.grid.rank(Coordinates(pp_rank, dp_rank, tp_rank)) for pp_rank in pp_ranks)
-                made = dist.new_group(list(ranks), timedelta(seconds=self.timeout_s))
-                if self.rank in ranks:
-                    mine = self._group("tied", ranks, made)
-        return mine
+        is_member = self.at.pp_rank in pp_ranks
+        ranks = tuple(self.grid.rank(self.at._replace(pp_rank=each)) for each in pp_ranks)
+        made = self._subgroup("tied", ranks if is_member else (self.rank,))
+        return made if is_member else self._group("tied", ())
+
+    def open_links(self, pairs: Collection[tuple[int, int]]) -> LinkedGroup:
+        """Return the pipeline group with a link for each (source, destination) in ``pairs``. Collective over all
+        ranks; blocks."""
+        return open_links(self.pp, pairs, self._make, self.device)
 
     def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
         """Make a subgroup. Called by its own ranks alone; all ranks make theirs in the same order."""
-        timeout = timedelta(seconds=self.timeout_s)
-        group = self._group(name, ranks, dist.new_group(list(ranks), timeout, use_local_synchronization=True))
+        group = self._group(name, ranks, self._make(ranks))
         if self.device.type == "cuda":
             group.barrier()
         return group
+
+    def _make(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=self.timeout_s)
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout, use_local_synchronization=True)
+        return made
 
     def _group(self, name: str, ranks: tuple[int, ...], process_group: dist.ProcessGroup | None = None) -> Group:
         rank = ranks.index(self.rank) if ranks else -1

@@ -1,7 +1,7 @@
 """Values between stages that lie on one rank or are on their way to it, and the messages that carry them.
 
 A value is the list of its tensors: the output of a stage for one micro-batch, or the gradient of a stage's input.
-Messages of one group are posted together, as point-to-point messages over pp. A receive only posts; taking the value
+Messages of one group are posted together, each on the link of its two ranks. A receive only posts; taking the value
 blocks until it has arrived. Sends are awaited, oldest first, while more than 2 x pp are in flight; their tensors stay
 alive until then.
 """
@@ -88,29 +88,26 @@ class ValueStore:
         return self._values.pop(key)
 
     def exchange(self, messages: MessageGroup, times: RowTimes) -> None:
-        """Post messages over pp together. Blocks only for the oldest sends, once many are in flight.
+        """Post messages over pp, each on its link. Blocks only for the oldest sends, once many are in flight.
 
         Bytes on the wire: those of the tensors of each value, in their own dtype.
         """
         self._pp.activity.begin(messages)
         start = times.clock.read()
-        transfers: list[Transfer] = []
-        for _, key, peer, received in messages:
+        for action, key, peer, received in messages:
             if received is None:
-                transfers += [Transfer(tensor, peer, True) for tensor in self._values.pop(key)]
+                transfers = [Transfer(tensor, peer, True) for tensor in self._values.pop(key)]
             else:
                 tensors = self._values[key] = [leaf.empty(self._device) for leaf in received]
-                transfers += [Transfer(tensor, peer, False) for tensor in tensors]
-        posted, arriving = self._pp.exchange(transfers, messages.__str__)
-        if posted is not None:
-            self._sends.append(posted)
-            self.wait_for_sends(2 * self._pp.size)
+                transfers = [Transfer(tensor, peer, False) for tensor in tensors]
+            posted, arriving = self._pp.exchange(transfers, action.__str__)
+            if posted is not None:
+                self._sends.append(posted)
+            if received is not None:  # its span is recorded by the action that waits for it
+                self._arriving[key] = (action, arriving)
+        self.wait_for_sends(2 * self._pp.size)
         end = times.clock.read()
-        for message in messages:
-            if message.received is None:
-                times.readings.append((message.action, start, end))
-            else:  # its span is recorded by the action that waits for it
-                self._arriving[message.key] = (message.action, arriving)
+        times.readings += [(message.action, start, end) for message in messages if message.received is None]
 
     def wait_for_sends(self, at_most: int) -> None:
         """Release sends, oldest first: those that are done, and then by waiting until ``at_most`` are left."""

@@ -4,6 +4,7 @@ check, report           faults of a lowered schedule: missing, repeated or mispl
 simulate, pace          Schedule and Costs -> Timeline
 Timeline, Reading       one step in time, simulated or measured
 bubble_share, bubbles, on_their_way, peak_activations     measures of a timeline
+links_of                links of a pipeline that schedules use
 timeline_of, caption, name_of, elide, typical_shortest    names and scale of pictures
 """
 
@@ -14,6 +15,7 @@ from meshwright.schedule.analysis.draw import timeline_of as timeline_of
 from meshwright.schedule.analysis.draw import typical_shortest as typical_shortest
 from meshwright.schedule.analysis.fault_report import report as report
 from meshwright.schedule.analysis.faults import check as check
+from meshwright.schedule.analysis.links import links_of as links_of
 from meshwright.schedule.analysis.simulator import Costs as Costs
 from meshwright.schedule.analysis.simulator import pace as pace
 from meshwright.schedule.analysis.simulator import simulate as simulate

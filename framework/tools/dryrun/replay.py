@@ -23,6 +23,7 @@ from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.stage import LossPart
 from meshwright.pipeline.values import TensorSpec, ValueSpec
 from meshwright.schedule.action import Action, Kind, Schedule
+from meshwright.schedule.analysis import links_of
 from meshwright.tools.dryrun.fake_step import FakeSource, SharedBlueprint, grid_of
 from meshwright.tools.dryrun.rank_profile import RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import ALIVE, ActivityStart, RecordedCommunication, StepRecorder, StorageLife
@@ -235,21 +236,23 @@ def replay(
     """Replay one step of ``rank``, whose stages must equal those of the templates."""
     grid, blueprint = grid_of(config), shared.blueprint
     recorder = StepRecorder(1 + max(life.number for life in templates.run.recorder.lives))
-    with fake_mesh(grid, rank, recorder.begin_activity) as mesh, FakeTensorMode(), recorder:
-        player = TemplatePlayer(templates, recorder, grid, mesh.at.pp_rank, schedule)
-        stages: Mapping[int, Any] = {
-            index: ReplayedStage(
-                player,
-                index,
-                (
-                    blueprint.boundaries[index - 1] if index > 0 else None,
-                    blueprint.boundaries[index] if index < schedule.num_stages - 1 else None,
-                ),
-            )
-            for index in schedule.stages_of(mesh.at.pp_rank)
-        }
-        replicas = {index: ReplayedReplica(player, index) for index in stages}
-        executor = Executor(schedule, mesh.pp, dict(stages), mesh.device, replicas=replicas)
-        executor.run(_Feed(FakeSource(blueprint.example), config), lambda result: player.play(Action(Kind.STEP)))
-        recorder.activities.insert(0, ActivityStart(0, "before"))
-        return build_profile(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.host_categories)
+    with fake_mesh(grid, rank, recorder.begin_activity) as mesh:
+        links = mesh.open_links(links_of([schedule]))
+        with FakeTensorMode(), recorder:
+            player = TemplatePlayer(templates, recorder, grid, mesh.at.pp_rank, schedule)
+            stages: Mapping[int, Any] = {
+                index: ReplayedStage(
+                    player,
+                    index,
+                    (
+                        blueprint.boundaries[index - 1] if index > 0 else None,
+                        blueprint.boundaries[index] if index < schedule.num_stages - 1 else None,
+                    ),
+                )
+                for index in schedule.stages_of(mesh.at.pp_rank)
+            }
+            replicas = {index: ReplayedReplica(player, index) for index in stages}
+            executor = Executor(schedule, links, dict(stages), mesh.device, replicas=replicas)
+            executor.run(_Feed(FakeSource(blueprint.example), config), lambda result: player.play(Action(Kind.STEP)))
+            recorder.activities.insert(0, ActivityStart(0, "before"))
+            return build_profile(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.host_categories)

@@ -29,6 +29,7 @@ from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.values import Loss
 from meshwright.run.directory import RESOLVED, find_run, is_checkpoint
 from meshwright.run.resume import newest_sound
+from meshwright.schedule.analysis import links_of
 from meshwright.terminal.output import print_warning
 from meshwright.tools.trust import changed_keys, check_trusted
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
@@ -181,7 +182,8 @@ def open_trained(
             f"(checkpoint.keep_last); repeat the command to use the newest",
         ) from error
     draw, metrics = blueprint.model.draw, blueprint.metrics
-    executor = Executor(blueprint.schedule, mesh.pp, stages, mesh.device, draw=draw, metrics=metrics)
+    links = mesh.open_links(links_of([blueprint.schedule]))
+    executor = Executor(blueprint.schedule, links, stages, mesh.device, draw=draw, metrics=metrics)
     return ForwardParts(config, mesh, blueprint, executor), checkpoint
 
 

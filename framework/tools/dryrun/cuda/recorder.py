@@ -49,7 +49,7 @@ class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
                 self.streams.host_waits(self.streams.current)
         else:
             call = self.communication[-1].call
-            self.streams.communication(operation, call.group, call.operation)
+            self.streams.communication(operation, call, self._interceptor.communicator_of(operation.args))
             if any(tensor.device.type != "cuda" for tensor in operation.inputs):
                 self.off_device.append(f"{call.operation} of {call.num_bytes:,} bytes at {place()}")
             self.num_from_autograd += threading.get_ident() != self._main

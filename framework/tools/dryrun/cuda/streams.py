@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.cuda._sanitizer import StreamSynchronizations
 from torch.utils._pytree import tree_leaves
 
+from meshwright.mesh.fake import InterceptedOperation
 from meshwright.model.meter import Operation
 from meshwright.tools.dryrun.cuda.places import place
 
@@ -69,7 +70,8 @@ class Streams:
         self.order.create_stream(HOST)
         self._num_accesses = 0
         self._histories: dict[int, History] = defaultdict(History)
-        self._groups: dict[tuple[int, ...], int] = {}
+        self._groups: dict[str | None, int] = {}
+        """Communicator -> its stream."""
         self._num_events = 0
         self._current = threading.local()
         self.number_of: Callable[[Tensor], int] = id
@@ -82,6 +84,7 @@ class Streams:
     def forget_accesses(self) -> None:
         """Forget all accesses and races: another rank follows, whose storages have the same numbers."""
         self._histories.clear()
+        self._groups.clear()
         self._handles.clear()
         self.races.clear()
 
@@ -182,12 +185,13 @@ class Streams:
         if writes:
             self.access(self.current if is_on_device else HOST, reads, writes, operation.packet.__name__)
 
-    def communication(self, operation: Operation, group: tuple[int, ...], name: str) -> None:
+    def communication(self, operation: Operation, call: InterceptedOperation, communicator: str | None) -> None:
         """Note a collective or message: it begins after the current stream's work, on the stream of its group."""
-        if group not in self._groups:
+        group, name = call.group, call.operation
+        if communicator not in self._groups:
             more = ", ..." if len(group) > 4 else ""
-            self._groups[group] = self.new_stream(f"the stream of ranks {', '.join(map(str, group[:4]))}{more}")
-        stream = self._groups[group]
+            self._groups[communicator] = self.new_stream(f"the stream of ranks {', '.join(map(str, group[:4]))}{more}")
+        stream = self._groups[communicator]
         self.wait(stream, self.current)
         first = {self.number_of(tensor) for tensor in _tensors(operation.args[0])}
         others = {self.number_of(tensor) for tensor in _tensors((operation.args[1:], operation.kwargs))}

@@ -1,0 +1,85 @@
+"""Links of a pipeline: a process group of two ranks for each direction between two neighbours.
+
+    pp group    0   1   2   3         NCCL runs the messages of one group one after the other, on one stream. On links a
+    round 0     0 > 1   2 > 3         send that waits for its receive holds up nothing in another direction.
+    round 1     0 < 1   2 < 3
+    round 2     3 > 0   1 > 2         All ranks of the mesh make one group per round: a link, or a group of their own.
+    round 3     3 < 0   1 < 2         A round is one split of NCCL's communicator, however many pipelines there are.
+
+NOTE [equal numbers of groups]: torch names a group by its ranks and the number of groups that this rank has made so
+far. Two ranks with different numbers would wait for each other forever; hence a group of their own for idle ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from meshwright.mesh.comm import Group, Transfer, TransferHandle
+
+Pair = tuple[int, int]
+"""(source, destination): positions in the pipeline group."""
+
+
+def link_rounds(pairs: Collection[Pair]) -> list[list[Pair]]:
+    """Return rounds of disjoint pairs, in which the links are made: at most two per direction, and two that close a
+    ring of an odd number."""
+    rounds: list[list[Pair]] = []
+    for pair in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
+        free = (each for each in rounds if not any(set(pair) & set(other) for other in each))
+        found = next(free, None)
+        if found is None:
+            rounds.append(found := [])
+        found.append(pair)
+    return rounds
+
+
+class LinkedGroup(Group):
+    """Pipeline group whose messages go over links. Collectives go over the group itself."""
+
+    def __init__(self, pp: Group, links: Mapping[Pair, Group]) -> None:
+        vars(self).update(vars(pp))
+        self.links = links
+        """Group of each link that this rank is an end of."""
+
+    def exchange(
+        self, transfers: Sequence[Transfer], what: Callable[[], str]
+    ) -> tuple[TransferHandle | None, TransferHandle | None]:
+        """Post messages of one link, all in its direction. Does not block; see :meth:`Group.exchange`."""
+        if not transfers:
+            return None, None
+        peer, sends = transfers[0].peer, transfers[0].sends
+        assert all((each.peer, each.sends) == (peer, sends) for each in transfers), "messages of several links"
+        link = self.links[(self.rank, peer) if sends else (peer, self.rank)]
+        return link.exchange([each._replace(peer=1 - link.rank) for each in transfers], what)
+
+
+def open_links(
+    pp: Group,
+    pairs: Collection[Pair],
+    make: Callable[[tuple[int, ...]], dist.ProcessGroup],
+    device: torch.device,
+) -> LinkedGroup:
+    """Make the links between these pairs and send one element over each. Collective over all ranks; blocks.
+
+    The element opens NCCL's connections, which a first message in a step would wait for.
+
+    Args:
+        make: makes a process group of global ranks; all ranks of the mesh call it together.
+    """
+    links: dict[Pair, Group] = {}
+    for each in link_rounds(pairs):
+        pair = next((pair for pair in each if pp.rank in pair), None)
+        positions = sorted(pair or [pp.rank])
+        ranks = tuple(pp.ranks[position] for position in positions)
+        made, rank = make(ranks), positions.index(pp.rank)
+        if pair is not None:
+            key = f"{pp.name}-{pp.ranks[pair[0]]}>{pp.ranks[pair[1]]}"
+            links[pair] = Group(pp.name, ranks, rank, made, pp.traffic, pp.activity, key)
+            first = Transfer(torch.zeros(1, device=device), 1 - rank, pair[0] == pp.rank)
+            for handle in Group(pp.name, ranks, rank, made).exchange([first], lambda: "the first message of a link"):
+                if handle is not None:
+                    handle.wait()
+    return LinkedGroup(pp, links)
