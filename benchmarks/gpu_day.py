@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "memory": 4, "race": 15, "predict": 2, "one_rank": 4}
+SHARES = {"facts": 2, "ceilings": 3, "tests": 6, "memory": 5, "race": 14, "predict": 2, "one_rank": 4, "shared": 3}
 """Share of each stage in the time; time that a stage leaves goes to those after it."""
 CONTENDER_S = 90.0
 """Longest time of one contender of the race."""
@@ -206,21 +206,19 @@ def tests(options: argparse.Namespace) -> Rows:
 
 
 def memory(options: argparse.Namespace) -> Rows:
-    """Yield the peaks that a dry run predicts for the models of the race, then those measured, a process for each."""
+    """Yield the peak that a dry run predicts for each model of the race, then the one measured in a process."""
     from gpu_contenders import SHAPES
     from gpu_memory import predicted_bytes, row
 
-    predicted, jobs = {}, list(SHAPES)[:1] if options.tiny else list(SHAPES)
-    for job in jobs:
+    for job in list(SHAPES)[:1] if options.tiny else list(SHAPES):
         start_s = time.perf_counter()
-        predicted[job] = predicted_bytes(job, options.device, options.tiny)
+        predicted = predicted_bytes(job, options.device, options.tiny)
         spent_s = round(time.perf_counter() - start_s, 1)
-        yield {"name": f"{job}: dryrun", "predicted_gib": round(predicted[job] / 2**30, 6), "prediction_s": spent_s}
-    for job in jobs:
+        yield {"name": f"{job}: dryrun", "predicted_gib": round(predicted / 2**30, 6), "prediction_s": spent_s}
         path = options.out / f"memory-{job}.json"
         path.unlink(missing_ok=True)
         done = command(program("gpu_memory", options, job, path), f"{job}: measured", limit_s=CONTENDER_S)
-        yield row(job, predicted[job], json.loads(path.read_text())) if path.exists() else done
+        yield row(job, predicted, json.loads(path.read_text())) if path.exists() else done
 
 
 def program(name: str, options: argparse.Namespace, job: str, path: Path) -> list[str]:
@@ -276,6 +274,24 @@ def one_rank(options: argparse.Namespace) -> Rows:
         yield json.loads(path.read_text()) if path.exists() else done
 
 
+def shared(options: argparse.Namespace) -> Rows:
+    """Yield the losses of layouts of two ranks on one device; those that are not of one rank have a reason."""
+    from gpu_shared import LAYOUTS
+
+    expected: list[float] = []
+    for layout in LAYOUTS:
+        path = options.out / f"shared-{layout}.json"
+        path.unlink(missing_ok=True)
+        row = command(program("gpu_shared", options, layout, path), layout, limit_s=CONTENDER_S)
+        if path.exists():
+            row = json.loads(path.read_text())
+            losses = row["losses"]
+            expected = expected or losses
+            if any(abs(a - b) > SAME_LOSS * b for a, b in zip(losses, expected, strict=True)):
+                row["reason"] = f"the losses of one rank are {expected}"
+        yield row
+
+
 STAGES = {
     "facts": facts,
     "ceilings": ceilings,
@@ -284,6 +300,7 @@ STAGES = {
     "race": race,
     "predict": predict,
     "one_rank": one_rank,
+    "shared": shared,
 }
 
 

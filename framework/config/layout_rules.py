@@ -58,6 +58,8 @@ def _processes(config: RunConfig) -> str | None:
 def _devices(config: RunConfig) -> str | None:
     named = f"launch.devices = {format_value(config.launch.devices)} names"
     devices = config.launch.devices.split(",") if config.launch.devices else []
+    if config.train.device == "cpu" and config.launch.share_devices:
+        return 'launch.share_devices = true is for GPUs, and train.device is "cpu": leave one out'
     if config.train.device == "cpu" and devices:
         return f'{named} GPUs, and train.device is "cpu": leave one out'
     twice = next((each for at, each in enumerate(devices) if each in devices[:at]), None)
@@ -128,7 +130,7 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-035", _forwards, ("parallel.pp", "batch.chunks", "pipeline.schedule", "pipeline.interleave")),
     Rule("MW-CONFIG-037", _batch, ("batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp")),
     Rule("MW-CONFIG-038", _processes, ("launch.processes", "parallel.dp", "parallel.pp", "parallel.tp")),
-    Rule("MW-CONFIG-039", _devices, ("launch.devices", "train.device")),
+    Rule("MW-CONFIG-039", _devices, ("launch.devices", "launch.share_devices", "train.device")),
     Rule("MW-CONFIG-040", _sequence, ("parallel.sequence", "parallel.tp")),
     Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),

@@ -166,6 +166,8 @@ class Launch(Section):
     """Number of local ranks. auto: dp x pp x tp; with dp = "auto" one per device (on CPU pp x tp)."""
     devices: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = ""
     """GPUs: "2,0" gives local rank 0 the first, by nvidia-smi or position in CUDA_VISIBLE_DEVICES. "": all, by bus."""
+    share_devices: bool = False
+    """Let several ranks share a GPU, which take the GPUs in turns and communicate through host memory: for tests."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: Annotated[float, Field(gt=0, le=10**8)] = 600.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from meshwright.errors import CommunicationError
 from meshwright.mesh.activity import Activity, Waits
 from meshwright.mesh.handles import BlockingCollective, CollectiveHandle, TransferHandle
 from meshwright.mesh.messages import MAX_BYTES, decode, encode
+from meshwright.mesh.staged import Transfer, through_host
 from meshwright.mesh.traffic import Traffic
 
 __all__ = ["CollectiveHandle", "Group", "Transfer", "TransferHandle", "place_of", "rows_per_chunk", "tensor_bytes"]
@@ -41,14 +42,6 @@ def rows_per_chunk(matrix: Tensor) -> int:
     return max(1, elements // max(1, matrix.shape[1]))
 
 
-class Transfer(NamedTuple):
-    """One tensor to or from a peer of the group (its position in the group)."""
-
-    tensor: Tensor
-    peer: int
-    sends: bool
-
-
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
@@ -64,6 +57,9 @@ def place_of(tensor: Tensor) -> tuple[int, int]:
 
 class Group:
     """Communication group of one axis (or of all ranks). ``name`` is the axis, ``ranks`` are global, in order."""
+
+    stages_messages = False
+    """Send messages through host memory on CPU too: a rehearsal of gloo on CUDA, which needs it (staged.py)."""
 
     def __init__(
         self,
@@ -193,6 +189,10 @@ class Group:
         sent = [tensor for tensor, _, sends in transfers if sends]
         for tensor in sent:
             self._count("send", tensor_bytes(tensor))
+        finish = None
+        if self.stages_messages or (transfers[0].tensor.is_cuda and dist.get_backend(self.process_group) == "gloo"):
+            transfers, finish = through_host(transfers)
+            sent = [tensor for tensor, _, sends in transfers if sends]
         if transfers[0].tensor.is_cuda:
             works = self._coalesced(transfers)
             if len(works) != len(transfers):  # NCCL coalesces: one work for all
@@ -212,7 +212,7 @@ class Group:
             (to if sends else of).append(peer)
         return (
             TransferHandle(posted, what, sent, self, to, sends=True) if posted else None,
-            TransferHandle(arriving, what, (), self, of) if arriving else None,
+            TransferHandle(arriving, what, (), self, of, finish=finish) if arriving else None,
         )
 
     def _coalesced(self, transfers: Sequence[Transfer]) -> list[Any]:

@@ -97,6 +97,8 @@ class TransferHandle:
     peers: Sequence[int]
     """Positions of the peers in the group."""
     sends: bool = False
+    finish: Callable[[], None] | None = None
+    """Copy of what has arrived, called once at the end of ``wait``."""
     position: int = 0
     """Position in ``works`` of the one that blocks."""
     posted_s: float = field(default_factory=time.monotonic)
@@ -116,6 +118,9 @@ class TransferHandle:
         finally:
             activity.waits(None)
         self.works = self.keep = ()
+        if self.finish is not None:
+            self.finish()
+            self.finish = None
 
     def done(self) -> bool:
         """Return True when ``wait`` would not block."""

@@ -159,8 +159,11 @@ def check_size(grid: Grid, world_size: int) -> None:
         )
 
 
-def pick_device(wanted: str, local_rank: int) -> torch.device:
-    """Return the device: with ``auto`` this process's GPU if there is one, else the CPU."""
+def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.device:
+    """Return the device: with ``auto`` this process's GPU if there is one, else the CPU.
+
+    ``share``: ranks take the GPUs in turns, so that several may have the same one.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -172,11 +175,13 @@ def pick_device(wanted: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1 shows each task its own, as number 0
         local_rank = 0
+    if share:
+        local_rank %= count
     if local_rank >= count:
         raise MeshError(
             "MW-MESH-011",
             f"local rank {local_rank} has no GPU of its own: {count} visible. Start at most {count} processes on this "
-            f"node (launch.processes), or set CUDA_VISIBLE_DEVICES",
+            f"node (launch.processes), set CUDA_VISIBLE_DEVICES, or let ranks share: launch.share_devices = true",
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -209,23 +214,32 @@ def open_store(grid: Grid, timeout_s: float) -> Any:
 
 
 def open_mesh(
-    grid: Grid, device: str = "auto", *, timeout_s: float = 600.0, tp_across_nodes: bool = False, store: Any = None
+    grid: Grid,
+    device: str = "auto",
+    *,
+    timeout_s: float = 600.0,
+    tp_across_nodes: bool = False,
+    share_devices: bool = False,
+    store: Any = None,
 ) -> Mesh:
     """Join the process group that the environment describes and make the groups of the axes.
 
     An already initialised process group of the right size is used as it is. A grid of one rank needs none at all.
-    ``store``: from :func:`open_store`; None opens one here where it is needed.
+    ``store``: from :func:`open_store`; None opens one here where it is needed. ``share_devices``: several ranks may
+    have one GPU, and communicate by gloo instead of NCCL.
 
     Raises:
         MeshError: the world's size is not the grid's, ranks do not come, or a tp group straddles nodes.
     """
     rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
-    chosen, timeout = pick_device(device, local_rank), timedelta(seconds=timeout_s)
+    chosen, timeout = pick_device(device, local_rank, share=share_devices), timedelta(seconds=timeout_s)
+    backend = "nccl" if chosen.type == "cuda" and not share_devices else "gloo"
     process_groups: dict[Axis, dist.ProcessGroup] = {}
     if grid.size > 1:
         if not dist.is_initialized():
-            _init_process_group(rank, chosen, timeout, open_store(grid, timeout_s) if store is None else store)
+            found = open_store(grid, timeout_s) if store is None else store
+            _init_process_group(rank, backend, chosen, timeout, found)
         process_groups = _axis_process_groups(grid, chosen, timeout)
     traffic, activity = Traffic(), Activity()
     groups: dict[Axis, Group] = {}
@@ -243,10 +257,10 @@ def open_mesh(
     return Mesh(grid, rank, chosen, *axes, world, traffic, nodes, timeout_s, activity)
 
 
-def _init_process_group(rank: int, device: torch.device, timeout: timedelta, store: Any) -> None:
+def _init_process_group(rank: int, backend: str, device: torch.device, timeout: timedelta, store: Any) -> None:
     """Join torch's default process group: by ``store``, or by the environment variables of an elastic agent."""
     by_store = {} if store is None else {"store": store, "rank": rank, "world_size": environment_rank()[1]}
-    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    device_id = device if backend == "nccl" else None
     dist.init_process_group(backend, timeout=timeout, device_id=device_id, **by_store)
 
 

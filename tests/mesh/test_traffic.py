@@ -53,6 +53,7 @@ def test_a_rank_picks_the_device_of_its_number(gpus: pytest.MonkeyPatch) -> None
     assert str(pick_device("cpu", 3)) == "cpu"
     with pytest.raises(MeshError, match="local rank 4 has no GPU of its own: 4 visible"):
         pick_device("auto", 4)
+    assert [str(pick_device("auto", each, share=True)) for each in (3, 4, 9)] == ["cuda:3", "cuda:0", "cuda:1"]
 
 
 def test_a_rank_that_sees_one_device_picks_that_under_slurm_alone(gpus: pytest.MonkeyPatch) -> None:

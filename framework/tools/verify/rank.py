@@ -82,7 +82,7 @@ class RecordingSource:
 def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
     """Train one rank of one layout through the same parts and steps as a training run, and return its numbers."""
     config = parse(config_json)
-    mesh = open_mesh(Grid(*config.parallel.degrees), config.train.device)
+    mesh = open_mesh(Grid(*config.parallel.degrees), config.train.device, share_devices=config.launch.share_devices)
     recorder = RecordingSource(open_verify_source(config, random_tokens))
     parts = build(config, mesh, (recorder, None))
     findings = RankFindings([], [], [], [], [], [], [], [], [])
