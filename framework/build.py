@@ -25,7 +25,7 @@ from meshwright.optimizer.learning_rate import first_scale
 from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer, host_memory
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
-from meshwright.pipeline.stage import Stage, StageSpec
+from meshwright.pipeline.stage import Stage, StageSpec, compile_layers
 from meshwright.pipeline.values import Loss, Losses, cross_entropy, with_heads
 from meshwright.schedule.analysis import links_of
 from meshwright.tensor_parallel.cross_entropy import check_full_sequence, split_vocab_size, vocab_parallel_cross_entropy
@@ -88,9 +88,7 @@ def build(
     stages: dict[int, Stage] = {}
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
         layers, replicas[index] = _replica(blueprint, index, mesh, sharding, tied, host)
-        if config.train.compile:
-            for layer in layers:
-                layer.compile()
+        compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host)
     executor = Executor(

@@ -146,7 +146,7 @@ def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
 def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions:
     """Return how ranks of this framework run operations on that hardware."""
     on_gpu = hardware.kind == "cuda"
-    return ExecutionOptions(fused=config.train.compile, fuses_any_attention=on_gpu, norm_kernel=on_gpu)
+    return ExecutionOptions(fused=config.train.compile is True, fuses_any_attention=on_gpu, norm_kernel=on_gpu)
 
 
 def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> RunConfig:

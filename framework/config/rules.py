@@ -231,12 +231,12 @@ def _recompute(config: RunConfig) -> str | None:
             f"pipeline.recompute_layers = {format_value(pipeline.recompute_layers)} has no effect with "
             f'pipeline.recompute = "none": choose "pointwise", "selective" or "full", or leave it out'
         )
-    if pipeline.recompute == "selective" and config.train.compile:
+    if pipeline.recompute == "selective" and config.train.compile is True:
         return (
             'pipeline.recompute = "selective" with train.compile: a compiled layer is recomputed as a whole or not at '
             'all; choose "full", or --train.compile=false'
         )
-    if pipeline.recompute == "pointwise" and config.train.compile:
+    if pipeline.recompute == "pointwise" and config.train.compile is True:
         return (
             'pipeline.recompute = "pointwise" with train.compile: a compiled layer recomputes its pointwise operations '
             'as it is; leave pipeline.recompute out, choose "full", or --train.compile=false'

@@ -91,8 +91,9 @@ class Train(Section):
     and the head."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. auto: GPUs if torch sees one, else the CPU."""
-    compile: bool = False
-    """Apply torch.compile to each layer on its own."""
+    compile: bool | Literal["auto"] = "auto"
+    """Apply torch.compile to each layer on its own. auto: on GPUs, unless parts of layers are recomputed, or Triton
+    or a C compiler is missing, which is one warning."""
     validate_every: Steps = 0
     """Steps between validations; 0: only after the last step, if there is validation data."""
     validate_steps: Length = 8

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.model.running_buffers import running_values
+from meshwright.pipeline.compiled import compile_layers as compile_layers
 from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
 from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred
 from meshwright.pipeline.stage_checks import InspectedLayer, advising, check_ignored, check_outputs, nested_checkpoint

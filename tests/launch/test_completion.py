@@ -145,7 +145,7 @@ def test_no_command_option_or_key_is_missing(shell: str) -> None:
 def test_words_of_keys_are_those_of_the_schema() -> None:
     words = {option.name: option.values for option in keys()}
     assert words["--pipeline.schedule"] == " ".join(SCHEDULES)
-    assert words["--train.compile"] == "true false"
+    assert words["--train.compile"] == "auto true false"
     assert words["--optimizer.eps"] == ""
 
 

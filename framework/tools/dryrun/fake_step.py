@@ -191,7 +191,7 @@ def record_step(
         step: function that takes the step; None: one that reads no values.
     """
     recorder = recorder or StepRecorder()
-    config = without_offload_directory(config)
+    config = without_offload_directory(config).replace(train={"compile": False})
     with fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
         shared = share_blueprint(config, mesh.at.tp_rank) if shared is None else shared
         shared.tp.become(mesh.tp)

@@ -137,7 +137,7 @@ def choices(
     unit = math.gcd(*(phase.global_batch for phase in phases(cache.config.batch)))
     num_layers = len(cache.names)
     parts = ["pointwise", *(["selective"] if cache.model.selective_recompute else [])]
-    recomputes = ["none", *([] if cache.config.train.compile else parts), "full"]
+    recomputes = ["none", *([] if cache.config.train.compile is True else parts), "full"]
     for tp in divisors(size):
         if tp > hardware.devices_per_node or hardware.devices_per_node % tp:
             if tp <= 2 * hardware.devices_per_node:

@@ -53,7 +53,7 @@ def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
     executor = replace(parts.executor, replicas={})
     stages = [_StageChecks(parts, feed, stage) for stage in executor.stages.values()]
     with contextlib.ExitStack() as within:
-        if parts.config.train.compile:  # hooks are not called within compiled layers
+        if parts.config.train.compile is not False:  # hooks are not called within compiled layers
             within.enter_context(torch.compiler.set_stance("force_eager"))
         for checks in stages:
             within.enter_context(checks.installed())
