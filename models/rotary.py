@@ -9,8 +9,8 @@ most of them in float64; reading the table takes none.
     Llama-3-8B, S 8,192     4 MB for all blocks and micro-batches
     S 131,072              67 MB
 
-Only tables of plain tensors with values are kept. Subclasses (fake tensors) compute angles at each call, so that a
-dry run neither leaves a table to a real run nor reads one.
+Fake tensors have tables of their own, one set per fake mode, which ends with it: a dry run neither leaves a table to a
+real run nor reads one, and holds as many bytes. Other subclasses of tensors compute angles at each call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 _ROWS = 256
 """Tables grow by a multiple of so many positions: generation adds a token at a time."""
-_TABLES: dict[tuple[tuple[float, ...], torch.device, torch.dtype], Tensor] = {}
+Tables = dict[tuple[tuple[float, ...], torch.device, torch.dtype], Tensor]
+_TABLES: Tables = {}
 """(radians per token, device, dtype) -> the longest table asked for so far."""
 
 
@@ -54,6 +55,8 @@ class Rotary(nn.Module):
             table = torch.empty(2, length, len(self.values), dtype=dtype, device=x.device)
         elif type(x) is Tensor:
             table = self.table(length, x.device, dtype)
+        elif (mode := getattr(x, "fake_mode", None)) is not None:
+            table = self._extend(vars(mode).setdefault("rotary_tables", {}), length, x.device, dtype)
         else:
             table = _compute(self.frequencies, length, x.device, dtype)
         cos, sin = table[0, :length], table[1, :length]
@@ -63,13 +66,17 @@ class Rotary(nn.Module):
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def table(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return cos and sin of at least ``length`` positions, (2, N, r/2), shared by all callers: read only."""
+        return self._extend(_TABLES, length, device, dtype)
+
+    def _extend(self, tables: Tables, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the table (2, N, r/2) of ``tables`` with ``length`` positions or more; compute it if there is none."""
         key = (self.values, device, dtype)
-        table = _TABLES.get(key)
+        table = tables.get(key)
         if table is None or table.shape[1] < length:
             with torch.inference_mode(False), torch.no_grad():  # a table made in inference mode cannot train
                 table = _compute(self.frequencies, -(-length // _ROWS) * _ROWS, device, dtype)
-            if type(table) is Tensor:
-                _TABLES[key] = table
+            if type(table) is Tensor or tables is not _TABLES:
+                tables[key] = table
         return table
 
     def _on(self, device: torch.device) -> Tensor:

@@ -101,6 +101,15 @@ def test_modules_hold_no_table() -> None:
         assert small().to("meta")(torch.arange(11)[None]).is_meta
 
 
+def test_fake_tensors_share_a_table_that_ends_with_their_mode() -> None:
+    for _ in range(2):
+        with FakeTensorMode(allow_non_fake_inputs=False), Operations() as operations:
+            model, ids = small(), torch.empty(1, 11, dtype=torch.int64)
+            for _ in range(2):
+                model(ids)
+        assert [operations.counts[f"{name} torch.float64"] for name in ("cos", "sin")] == [1, 1]
+
+
 def test_a_dry_run_leaves_no_table_and_reads_none() -> None:
     model, ids = small(), torch.arange(11)[None]
     mode = FakeTensorMode(allow_non_fake_inputs=False)
