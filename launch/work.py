@@ -28,9 +28,10 @@ from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.parts import Observer, Parts
 from meshwright.run import RunFiles, lock_directory, make_directory
 from meshwright.run.directory import METRICS, STATUS, run_directory
-from meshwright.run.observers import Checkpoints, PeakMemory, RunFilesCheck, Validation
+from meshwright.run.observers import Checkpoints, GarbageCollection, PeakMemory, RunFilesCheck, Validation
 from meshwright.run.resume import check_added_states, prepare, record_start, resume
 from meshwright.step import validate
+from meshwright.system.collector import StepCollector
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tools.doctor.nodes import check_nodes
@@ -111,9 +112,10 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     watchdog = Watchdog(mesh, directory / STATUS, config.launch.timeout_s, steps, lambda: parts.state.step, give_up)
     with request:  # to the end: a signal after the last step, or after the first signal, changes nothing
         try:
-            with watchdog, mesh.activity.during("training"), tracker:
+            with watchdog, mesh.activity.during("training"), tracker, StepCollector(config.train.gc_every) as collector:
                 if parts.state.step < steps:
-                    train(parts, observe(parts, files, tracker, request, log, callbacks))
+                    all_observers = observe(parts, files, tracker, request, log, callbacks)
+                    train(parts, [*all_observers, GarbageCollection(collector)])
                 else:
                     _report_finished(parts, log)
         except Preempted:

@@ -98,6 +98,8 @@ class Train(Section):
     """Steps between validations; 0: only after the last step, if there is validation data."""
     validate_steps: Length = 8
     """Global batches in one validation."""
+    gc_every: Steps = 50
+    """Steps between runs of Python's garbage collector, the same on all ranks; 0: whenever Python starts it."""
     callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
     """Functions ``module:function`` that take the parts of a rank and return an observer; docs/python.md."""
 

@@ -13,6 +13,7 @@ from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles
 from meshwright.run.saving import Saver
 from meshwright.system.atomic import write_atomic
+from meshwright.system.collector import StepCollector
 from meshwright.system.process import StopRequest
 
 
@@ -31,6 +32,17 @@ class RunFilesCheck(Observer):
         if FILES_LOST in event.stats.flags:
             self._saver.recover()
         event.save_s = self._saver.take_save_s()
+
+
+class GarbageCollection(Observer):
+    """Observer that collects Python's garbage every ``train.gc_every`` steps; after the others of a step."""
+
+    def __init__(self, collector: StepCollector) -> None:
+        self._collector = collector
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Collect if due. Local; blocks for milliseconds."""
+        self._collector.after_step()
 
 
 class Validation(Observer):
