@@ -26,6 +26,8 @@ from meshwright.system.host import node_name
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Variables that torch's CUDA allocator reads, of which the first is not deprecated."""
+RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Variables with the size of torch's flight recorder, of which the first is not deprecated."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
             "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch",
         )
     prepare_allocator()
+    prepare_recorder()
     count = torch.cuda.device_count()
     if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1 shows each task its own, as number 0
         local_rank = 0
@@ -195,6 +198,12 @@ def prepare_allocator() -> None:
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+
+
+def prepare_recorder() -> None:
+    """Turn on torch's flight recorder, which a report of a hang reads; a setting of the user's wins."""
+    if not any(name in os.environ for name in RECORDER_VARIABLES):
+        os.environ[RECORDER_VARIABLES[0]] = "2000"
 
 
 def open_store(grid: Grid, timeout_s: float) -> Any:

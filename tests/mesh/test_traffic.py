@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.errors import MeshError
-from meshwright.mesh.mesh import ALLOCATOR_VARIABLES, pick_device
+from meshwright.mesh.mesh import ALLOCATOR_VARIABLES, RECORDER_VARIABLES, pick_device
 from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 from meshwright.system import host
 from meshwright.terminal.output import abridge
@@ -41,7 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine that torch believes to have GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for name in ("SLURM_PROCID", *ALLOCATOR_VARIABLES):
+    for name in ("SLURM_PROCID", *ALLOCATOR_VARIABLES, *RECORDER_VARIABLES):
         monkeypatch.setenv(name, "")  # what is set in a test is gone after it
         monkeypatch.delenv(name)
     return monkeypatch
@@ -83,6 +83,19 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(gpus: pytest.Monkey
         pick_device("cuda", 0)
         assert seen.pop() == {name: "max_split_size_mb:512"}
         gpus.delenv(name)
+
+
+def test_the_flight_recorder_is_on_unless_the_user_has_set_it(gpus: pytest.MonkeyPatch) -> None:
+    gpus.setattr(torch.cuda, "device_count", lambda: 1)
+    gpus.setattr(torch.cuda, "set_device", lambda device: None)
+    pick_device("cpu", 0)
+    assert not any(name in os.environ for name in RECORDER_VARIABLES)
+    pick_device("cuda", 0)
+    assert os.environ[RECORDER_VARIABLES[0]] == "2000"
+    gpus.delenv(RECORDER_VARIABLES[0])
+    gpus.setenv(RECORDER_VARIABLES[1], "0")
+    pick_device("cuda", 0)
+    assert RECORDER_VARIABLES[0] not in os.environ and os.environ[RECORDER_VARIABLES[1]] == "0"
 
 
 def allocator_settings() -> dict[str, str]:

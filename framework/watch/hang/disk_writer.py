@@ -1,7 +1,7 @@
 """Files of the watchdog in the run's directory. Each write has a time limit, because the file system may hang too.
 
 status.json        rank 0, every tick: all heartbeats
-hang/rank-N.txt    each rank: the stacks of its threads
+hang/rank-N.txt    each rank: the stacks of its threads, the first unfinished collective of each group
 hang/report.txt    the reporting rank: why the run hangs
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from meshwright.system.atomic import write_atomic
+from meshwright.watch.hang.flight_recorder import unfinished
 from meshwright.watch.hang.status import Status
 
 IO_S = 5.0
@@ -32,6 +33,8 @@ class DiskWriter:
         self._host = host
         self._warn = warn
         self._writing: threading.Thread | None = None
+        self.unfinished: list[str] = []
+        """First unfinished collective of each group of this rank, at the last :meth:`write_stacks`."""
 
     @property
     def report_path(self) -> Path:
@@ -46,7 +49,7 @@ class DiskWriter:
         self._within_limit(lambda: self._stacks_path.unlink(missing_ok=True))
 
     def write_stacks(self) -> None:
-        """Write the stacks of all threads of this process."""
+        """Write the stacks of all threads of this process, and set :attr:`unfinished`."""
 
         def write() -> None:
             self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +57,8 @@ class DiskWriter:
                 now = time.strftime("%Y-%m-%d %H:%M:%S")
                 print(f"rank {self._rank}, process {os.getpid()} on {self._host}, {now}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
+                self.unfinished = unfinished()
+                print("\nunfinished collectives:", *(self.unfinished or ["none recorded"]), sep="\n", file=file)
 
         self._within_limit(write)
 

@@ -204,10 +204,12 @@ class Watchdog:
             )
             verdict = Verdict(reason, (rank,))
         head = f"the run hangs: nothing has moved on rank {rank} for {seconds(self._age_s())}. {verdict.reason}"
-        self._disk.write_report([head, "", *lines(table, grid, silent_s)])
+        on_device = [f"rank {rank}, on the device: {line}" for line in self._disk.unfinished]
+        self._disk.write_report([head, "", *lines(table, grid, silent_s), *on_device])
         message = [
             head,
             *lines(table, grid, silent_s, verdict.ranks, MAX_LINES),
+            *(on_device if self._mesh.device.type == "cuda" else ()),  # elsewhere a rank waits for what it posts
             f"the stacks of all ranks that could write them are in {self._disk.report_path.parent}. An operation that "
             f"is long but alive, such as a save or a first step that compiles, needs a launch.timeout_s above "
             f"{self._limit_s:g}",
