@@ -28,10 +28,16 @@ from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.parts import Observer, Parts
 from meshwright.run import RunFiles, lock_directory, make_directory
 from meshwright.run.directory import METRICS, STATUS, run_directory
-from meshwright.run.observers import Checkpoints, GarbageCollection, PeakMemory, RunFilesCheck, Validation
+from meshwright.run.observers import (
+    Checkpoints,
+    GarbageCollection,
+    PeakMemory,
+    RunFilesCheck,
+    StepCollector,
+    Validation,
+)
 from meshwright.run.resume import check_added_states, prepare, record_start, resume
 from meshwright.step import validate
-from meshwright.system.collector import StepCollector
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tools.doctor.nodes import check_nodes

@@ -9,11 +9,11 @@ from pathlib import Path
 from meshwright.checkpoint import find
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, Observer, Parts, StepEvent, model_metrics
+from meshwright.run.collector import StepCollector as StepCollector
 from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles
 from meshwright.run.saving import Saver
 from meshwright.system.atomic import write_atomic
-from meshwright.system.collector import StepCollector
 from meshwright.system.process import StopRequest
 
 

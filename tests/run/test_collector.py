@@ -11,7 +11,7 @@ import pytest
 
 import meshwright
 from meshwright.parts import Observer, Parts
-from meshwright.system.collector import StepCollector
+from meshwright.run.collector import StepCollector
 from tests.launch.test_python import losses_of, made
 
 

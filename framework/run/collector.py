@@ -18,7 +18,7 @@ class StepCollector:
     """
 
     def __init__(self, every: int) -> None:
-        """Control the collector of this process. ``every``: steps between collections; 0: leave it to Python."""
+        """Prepare to control this process. ``every``: steps between collections; 0: leave it to Python."""
         self._every = every
         self._steps = 0
         self._was_enabled, self._has_frozen = gc.isenabled(), False
