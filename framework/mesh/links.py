@@ -78,6 +78,7 @@ def open_links(
         if pair is not None:
             key = f"{pp.name}-{pp.ranks[pair[0]]}>{pp.ranks[pair[1]]}"
             links[pair] = Group(pp.name, ranks, rank, made, pp.traffic, pp.activity, key)
+            links[pair].stages_messages = pp.stages_messages
             first = Transfer(torch.zeros(1, device=device), 1 - rank, pair[0] == pp.rank)
             for handle in Group(pp.name, ranks, rank, made).exchange([first], lambda: "the first message of a link"):
                 if handle is not None:

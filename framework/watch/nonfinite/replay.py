@@ -7,15 +7,18 @@ is the same on all ranks of a tensor-parallel group. Gradients are not reduced, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
+from meshwright.parameters import GradientSum
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, RowResult
 from meshwright.pipeline.stage import LossPart, Stage
@@ -76,6 +79,11 @@ def _replaced(target: object, name: str, value: Any) -> Iterator[None]:
             setattr(target, name, own)
 
 
+def _call_both(first: Callable[[Tensor], None], second: Callable[[Tensor], None], parameter: Tensor) -> None:
+    first(parameter)
+    second(parameter)
+
+
 class _StageChecks:
     """Hooks that check each output and each gradient of one stage as it is computed."""
 
@@ -96,7 +104,8 @@ class _StageChecks:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Install hooks on all modules and parameters within the ``with`` block; gradients start at zero."""
-        handles = []
+        handles: list[RemovableHandle] = []
+        hooks: list[tuple[Tensor, Callable[[Tensor], None]]] = []
         for name, module in self.stage.layers.named_modules():
             if module is not self.stage.layers:  # a container that is never called
                 handles.append(module.register_forward_hook(self._output_hook(name)))
@@ -105,9 +114,16 @@ class _StageChecks:
                 bucket.flat_gradient.zero_()
             for slot in bucket.slots:
                 hook = self._gradient_hook(bucket, slot)
-                handles.append(bucket.leaf(slot).register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                leaf = bucket.leaf(slot)
+                handles.append(leaf.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                hooks.append((leaf, hook))
         self.replica.begin_step()
         with contextlib.ExitStack() as within:
+            for leaf, hook in hooks:
+                total: GradientSum | None = getattr(leaf, "gradient_sum", None)
+                if total is not None:  # in W no hook of autograd runs
+                    finish = partial(_call_both, total.finish, hook)
+                    within.enter_context(_replaced(leaf, "gradient_sum", total._replace(finish=finish)))
             for name in ("backward", "backward_input", "backward_weight"):
                 within.enter_context(_replaced(self.stage, name, self._during(getattr(self.stage, name))))
             within.enter_context(_replaced(self.stage, "forward", self._during_forward))
