@@ -12,7 +12,7 @@
 
 A :class:`ValueStore` holds the values. Communications of one group are posted together. A RECV only posts; the action
 that uses the value waits for it. A SEND waits only for older sends, when too many are in flight. On CUDA waiting stalls
-the stream, not the host. ``check`` has shown that the order cannot deadlock, even if every message is a rendezvous.
+the stream, not the host. ``check`` has shown that the order cannot deadlock, even if every send blocks (rendezvous).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Actions of a pipeline schedule: the ordered operations of each pipeline rank, as plain data with a text form.
 
     # 1f1b pp=2 num_stages=2 chunks=2 placement=loop
-    0F0 0SEND_F0 0F1 {0SEND_F1+0RECV_B0} 0B0 ...       a row per pp_rank; the number before the kind is the stage,
-    1RECV_F0 1F0 1B0 {1SEND_B0+1RECV_F1} 1F1 ...       the one after it the micro-batch; braces: posted together
+    0F0 {0SEND_F0+0RECV_B0} 0F1 {0SEND_F1+0RECV_B1} 0B0 ...    a row per pp_rank; each action is stage, kind and
+    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 ...                 micro-batch; braces: communications posted together
 
 An action has no time, buffer or rank. The simulator or a measurement adds time (:class:`Span`), buffers belong to the
 stage, and the rank is the index of the row. :mod:`load` has the text form.

@@ -5,17 +5,12 @@ Every message gets a position in one global order of the step. Each row is that 
     computations in time     1F0  0F1  1B0  2F0 ..        as they start if messages take no time              (1)
     with the messages        1F0 0F1 {0->1 F1} 1B0 ..     each as late as can be: before what its sender      (2)
                                                           computes next, and before what its receiver needs it for
-    row 0                    0F1 0SEND_F1                 neighbours of a row are posted together             (3)
-    row 1                    1F0 1RECV_F1 1B0
+    row 0                    0F1 0SEND_F1                 a receive is posted one computation earlier         (3)
+    row 1                    1RECV_F1 1F0 1B0             neighbours of a row are posted together             (4)
 
-Such rows cannot deadlock, even if every send blocks until its receive is posted (rendezvous): the earliest unfinished
-item of the global order can always run. Messages between two ranks arrive in the order in which they were sent.
-
-The position of a blocking receive decides the bubble. For 1F1B, pp=4, chunks=8, B twice as long as F, rendezvous sends:
-
-    receive posted when its sender sends                       bubble 46.7 %
-    receive just before its use, not fused with sends          27.3 %, the ideal, but two that both send first deadlock
-    as here: the latest place, neighbours fused                27.3 %, no deadlock
+Such rows cannot deadlock, even if every send blocks until its receive is posted and the message is there (rendezvous):
+the earliest unfinished item of the global order can always run. Messages between two ranks arrive in the order in which
+they were sent. A receive that is posted blocks the computation that uses it, and nothing before.
 """
 
 from __future__ import annotations
@@ -27,13 +22,14 @@ from itertools import groupby
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, Action, Item, Kind, Schedule, actions_of
+from meshwright.schedule.ahead import post_ahead
 
 _TICKS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 
 def lower(schedule: Schedule) -> Schedule:
-    """Lower a compute schedule to one that runs: ``1F0 1B0`` -> ``1RECV_F0 1F0 {1SEND_F0+1RECV_B0} 1B0 1SEND_B0 1REDUCE
-    STEP``.
+    """Lower a compute schedule to one that runs: ``1F0 1B0`` -> ``{1RECV_F0+1RECV_B0} 1F0 1SEND_F0 1B0 1SEND_B0
+    1REDUCE STEP``.
 
     REDUCE follows the stage's last backward and the messages right after it, so that no neighbour waits for a
     reduction. A schedule with faults is lowered as far as it makes sense, so that ``check`` can name them. Raises
@@ -47,7 +43,7 @@ def lower(schedule: Schedule) -> Schedule:
                     f"{schedule.name}: row {pp_rank}, position {position} holds {action}: this schedule has been "
                     f"lowered already; lower the one that build() gives",
                 )
-    rows = _with_messages(schedule, _in_time(schedule))
+    rows = [post_ahead(schedule, row) for row in _with_messages(schedule, _in_time(schedule))]  # (3)
     return replace(
         schedule,
         rows=tuple(
@@ -137,7 +133,7 @@ def _with_messages(schedule: Schedule, order: list[tuple[int, Action]]) -> list[
 
 
 def _fuse(row: Iterable[Action]) -> list[Item]:
-    """Fuse neighbouring communications into one group, sends first; a single one stays as it is. (3)"""
+    """Fuse neighbouring communications into one group, sends first; a single one stays as it is. (4)"""
     items: list[Item] = []
     for is_communication, run in groupby(row, key=lambda action: action.kind in COMMUNICATION):
         actions = list(run)

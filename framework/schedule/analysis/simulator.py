@@ -4,9 +4,10 @@ Each rank runs the items of its row one after the other. A computation takes its
 channel, an ordered pair of ranks, is the k-th send and the k-th receive posted on it, whatever their actions are.
 The channel decides what a communication blocks:
 
-    row                      1RECV_F0   1F0   {1SEND_F0+1RECV_B0}   1W7     1B0
-    rendezvous        waits here                  waits here for both             the harshest
-    buffered                            waits for 1RECV_F0              waits for 1RECV_B0      as the executor
+    row           1RECV_F0   1F0   {1SEND_F0+1RECV_B0}   1W7     1B0
+    rendezvous          waits for 1RECV_F0   waits for the send     waits for 1RECV_B0     the harshest
+    buffered            waits for 1RECV_F0                          waits for 1RECV_B0     as the executor
+    links               as buffered; but a message leaves when both its ends are posted and its link is free
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ class Channel(StrEnum):
     """Blocking behaviour of communications in a row."""
 
     RENDEZVOUS = "rendezvous"
-    """Its rank, until its partner is posted and the message is there: what runs so runs on any transport."""
+    """A send its rank, until its receive is posted and the message is there; a receive the computation that uses it:
+    what runs so runs on any transport."""
     BUFFERED = "buffered"
     """A send nothing; a receive the computation that uses it, until the message is there: ``comm`` after its send."""
+    LINKS = "links"
+    """As buffered, but a message leaves when both ends are posted and those before it have arrived: NCCL on links."""
 
 
 class Costs(NamedTuple):
@@ -161,6 +165,10 @@ class _Machine:
     """(source, destination, is a send): when, in order."""
     numbers: defaultdict[int, dict[Action, int]] = field(default_factory=lambda: defaultdict(dict))
     """By rank: what is posted and not waited for yet, with its number on its channel."""
+    ends: defaultdict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """(source, destination): ends of the messages of a link."""
+    takes: defaultdict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    """(source, destination): time of each message that was sent."""
     has_posted: set[int] = field(default_factory=set)
     """The ranks that have posted the group at their position and are held by it."""
     to_visit: deque[int] = field(default_factory=deque)
@@ -185,7 +193,7 @@ class _Machine:
         if not is_communication:
             self.clocks[rank] += self.cost(rank, group[0])
             spans.append(Span(rank, group[0], start, self.clocks[rank]))
-        elif self.channel is Channel.BUFFERED:
+        elif self.channel is not Channel.RENDEZVOUS:
             spans += [Span(rank, action, start, start) for action in group if action.kind in SENDS]
         self.spans[rank] += spans
         self.has_posted.discard(rank)
@@ -198,6 +206,8 @@ class _Machine:
             times = self.posted[self.channel_end(rank, action)]
             self.numbers[rank][action] = len(times)
             times.append(self.clocks[rank])
+            if action.kind in SENDS:
+                self.takes[rank, self.schedule.peer(action)].append(self.per_stage[action.stage].comm)
             self.to_visit.append(self.schedule.peer(action))
         self.has_posted.add(rank)
 
@@ -205,8 +215,8 @@ class _Machine:
         """Return the communications that block a rank at an item of its row. Receives that were never posted are for
         check."""
         if group[0].kind in COMMUNICATION:
-            return list(group) if self.channel is Channel.RENDEZVOUS else []
-        receive = self.schedule.receive_for(group[0]) if self.channel is Channel.BUFFERED else None
+            return [each for each in group if each.kind in SENDS] if self.channel is Channel.RENDEZVOUS else []
+        receive = self.schedule.receive_for(group[0])
         return [receive] if receive is not None and receive in self.numbers[rank] else []
 
     def end_of(self, rank: int, action: Action) -> float | None:
@@ -216,10 +226,21 @@ class _Machine:
         number = self.numbers[rank][action]
         if number >= len(received if is_send else sent):
             return None
+        takes = self.per_stage[(action if is_send else action.partner()).stage].comm
+        if self.channel is Channel.LINKS:
+            return self.end_on_link(source, destination, number)
         leaves_at = sent[number]
         if self.channel is Channel.RENDEZVOUS:
             leaves_at = max(leaves_at, received[number])
-        return leaves_at + self.per_stage[(action if is_send else action.partner()).stage].comm
+        return leaves_at + takes
+
+    def end_on_link(self, source: int, destination: int, number: int) -> float:
+        """Return the end time of a message that follows all earlier ones of its link; both ends are posted."""
+        ends, takes = self.ends[source, destination], self.takes[source, destination]
+        sent, received = self.posted[source, destination, True], self.posted[source, destination, False]
+        for each in range(len(ends), number + 1):
+            ends.append(max(sent[each], received[each], ends[-1] if ends else 0.0) + takes[each])
+        return ends[number]
 
     def channel_end(self, rank: int, action: Action) -> tuple[int, int, bool]:
         """Return the rank's end of the channel of a communication: (source, destination, is a send)."""

@@ -1,18 +1,19 @@
 """Search for deadlocks: the communication of all ranks, run to its end.
 
 Each operation blocks until all its ranks have posted it. These are the strictest semantics: a send blocks until its
-receive is posted. Only the columns (ranks with the same dp and tp) of deviating ranks are run, and one more along each
-axis.
+receive is posted. A receive blocks where its value is used, as in the executor. Only the columns (ranks with the same
+dp and tp) of deviating ranks are run, and one more along each axis.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
-from itertools import groupby
-from typing import NamedTuple
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from typing import Any, NamedTuple
 
 from meshwright.mesh.grid import Coordinates
+from meshwright.schedule.action import Action
 from meshwright.tools.dryrun.groups import GroupViews, Ranks, format_ranks
 from meshwright.tools.dryrun.job import Job
 
@@ -21,15 +22,17 @@ MAX_LISTED = 6
 
 
 class _BlockingCall(NamedTuple):
-    """Messages that a rank posts together, or one collective."""
+    """Messages that a rank posts together, one collective, or the use of what was received."""
 
     activity: object
     sends: tuple[int, ...]
     """Ranks to which it sends."""
     receives: tuple[int, ...]
-    """Ranks from which it receives."""
+    """Ranks from which it receives; these do not block it."""
     group: Ranks
     """Ranks of the collective; empty for messages."""
+    uses: tuple[int, int] | None = None
+    """(source, number) of the last message that must be there."""
 
 
 def find_deadlock(job: Job, views: GroupViews) -> tuple[Ranks, str] | None:
@@ -44,7 +47,7 @@ def find_deadlock(job: Job, views: GroupViews) -> tuple[Ranks, str] | None:
     for rank in blocked[:MAX_LISTED]:
         call = run.current(rank)
         assert call is not None
-        peers = sorted({*call.sends, *call.receives}) or [member for member in call.group if member != rank]
+        peers = sorted({*call.sends, *(call.uses or ())[:1]}) or [member for member in call.group if member != rank]
         lines.append(f"rank {rank} in {call.activity} for {format_ranks(peers)}")
     more = f", and {len(blocked) - MAX_LISTED} more" if len(blocked) > MAX_LISTED else ""
     return tuple(blocked), f"these ranks block forever: {'; '.join(lines)}{more}"
@@ -65,17 +68,44 @@ def _smallest_other(indices: set[int], degree: int) -> int:
 
 
 def _blocking_calls(job: Job, views: GroupViews, rank: int) -> list[_BlockingCall]:
+    """Return the calls of a rank in order. A receive is an activity of its own where its value is used."""
     profile, calls = job.profile_of(rank), []
+    starts = deque(peak.activity for peak in profile.peaks)
+    uses: dict[Action, tuple[int, int]] = {}
+    received: Counter[int] = Counter()
+
+    def begin(activity: object) -> None:
+        while starts and starts[0] is not activity:
+            earlier = starts.popleft()
+            if isinstance(earlier, Action) and earlier in uses:
+                calls.append(_BlockingCall(earlier, (), (), (), uses.pop(earlier)))
+
     in_activity = groupby(profile.communication, key=lambda r: id(r.activity) if r.call.peer is not None else None)
     for message_key, run in in_activity:
         records = list(run)
+        begin(records[0].activity)
         if message_key is None:
-            calls += [_BlockingCall(r.activity, (), (), views.group(r.call.group, profile, rank)) for r in records]
+            for record in records:
+                begin(record.activity)
+                calls.append(_BlockingCall(record.activity, (), (), views.group(record.call.group, profile, rank)))
             continue
         peers = [(r.call.operation, p) for r in records if views.can_reach(rank, p := views.peer(r, rank))]
         sends, receives = (tuple(p for o, p in peers if o == operation) for operation in ("send", "receive"))
         calls.append(_BlockingCall(records[0].activity, sends, receives, ()))
+        sources = iter(receives)
+        for action, tensors in _received(records[0].activity):
+            for source in islice(sources, tensors):
+                received[source] += 1
+                uses[action] = source, received[source]
+    begin(None)
     return calls
+
+
+def _received(activity: Any) -> Iterator[tuple[Action, int]]:
+    """Yield (receive, number of its tensors) of messages that are posted together."""
+    for message in activity if isinstance(activity, tuple) and not isinstance(activity, Action) else ():
+        if message.received is not None:
+            yield message.action, len(message.received)
 
 
 class _Run:
@@ -122,8 +152,12 @@ class _Run:
         ends = [(rank, peer, True) for peer in call.sends] + [(peer, rank, False) for peer in call.receives]
         for source, destination, is_send in ends:
             self._posted[source, destination, is_send] += 1
-            number = self._posted[source, destination, is_send]
-            self._awaited[rank].append(((source, destination, not is_send), number))
+            if is_send:
+                number = self._posted[source, destination, True]
+                self._awaited[rank].append(((source, destination, False), number))
+        if call.uses is not None:
+            source, number = call.uses
+            self._awaited[rank].append(((source, rank, True), number))
         return [*call.sends, *call.receives]
 
     def _is_complete(self, rank: int, call: _BlockingCall) -> bool:

@@ -232,16 +232,17 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
 
 
 def _row(schedule: Schedule, pp_rank: int, last: frozenset[Action]) -> Sequence[Item]:
-    """Return a row; if the schedule is not lowered, with each receive as late and each send as early as possible."""
+    """Return a row; if not lowered, with each receive one computation before its use and each send at once."""
     row = schedule.rows[pp_rank]
     if row and row[-1] == Action(Kind.STEP):
         return row
-    items: list[Item] = []
-    for _, action in schedule.actions(pp_rank):
-        receive, send = schedule.receive_for(action), schedule.send_after(action)
+    computations = [action for _, action in schedule.actions(pp_rank)]
+    first, *receives = (schedule.receive_for(action) for action in computations)
+    items: list[Item | None] = [first]
+    for action, receive in zip(computations, [*receives, None], strict=True):
         reduce = Action(Kind.REDUCE, action.stage) if action in last else None
-        items += [each for each in (receive, action, send, reduce) if each is not None]
-    return items
+        items += [receive, action, schedule.send_after(action), reduce]
+    return [each for each in items if each is not None]
 
 
 def _sent(backward: Action) -> Action:

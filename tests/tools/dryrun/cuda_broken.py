@@ -39,6 +39,14 @@ def transfers(patch: Any) -> None:
     patch.setattr(TransferHandle, "wait", lambda handle: None)
 
 
+def early_receives(patch: Any) -> None:
+    """Received values are used at once; sends are waited for."""
+    from meshwright.mesh.handles import TransferHandle
+
+    wait = TransferHandle.wait
+    patch.setattr(TransferHandle, "wait", lambda handle: wait(handle) if handle.sends else None)
+
+
 def weights(patch: Any) -> None:
     """Forward does not wait for the weights of its layer."""
     from meshwright.data_parallel.replica import StageReplica
@@ -113,6 +121,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "step's sums": leave_out("world", "all-reduce"),
     "weights": weights,
     "messages": transfers,
+    "receives that are posted ahead": early_receives,
     "gathered weights, ZeRO-3": leave_out("dp", "all-gather"),
     "unsharded weights, ZeRO-3": unsharded,
     "gradients, ZeRO-3": leave_out("dp", "reduce-scatter"),

@@ -72,6 +72,17 @@ def test_what_is_sent_is_held_until_twice_as_many_as_ranks_are_on_their_way() ->
     assert any(action.kind is Kind.SEND_B for row in schedule.rows for item in row for action in _actions(item))
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_a_receive_is_held_from_one_computation_before_its_use(name: str) -> None:
+    """While 2B0 runs, the input of 2F1 is there; in rows that are not lowered likewise."""
+    built = build_schedule(name, 3, 6, 1)
+    footprints = [each._replace(inputs=70) for each in alone(3)]
+    buffers = ReductionBuffers(config(), NCCL)
+    found = walk(lower(built), 2, footprints, buffers)
+    assert (found.messages, found.activations) == (70, KEPT + 70)
+    assert found == walk(built, 2, footprints, buffers)
+
+
 def _actions(item: object) -> tuple[object, ...]:
     from meshwright.schedule.action import actions_of
 

@@ -1,0 +1,38 @@
+"""Receives posted one computation ahead, so that a message travels while its receiver computes.
+
+    as late as can be         1F0 1B0 {1SEND_B0+1RECV_F1} 1F1       1F1 waits for the whole way of its input
+    one computation ahead     1F0 1RECV_F1 1B0 1SEND_B0 1F1         the input comes during 1B0
+
+The order of receives on each link stays, because messages on a link are matched in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.schedule.action import COMPUTE, RECEIVES, Action, Schedule
+
+
+def post_ahead(schedule: Schedule, row: Sequence[Action]) -> list[Action]:
+    """Move each receive of a row before the computation that precedes its use, unless it stands there already."""
+    computations = [action for action in row if action.kind in COMPUTE]
+    messages = [action for action in row if action.kind not in COMPUTE]
+    used_in = {schedule.receive_for(action): number for number, action in enumerate(computations)}
+    places: dict[Action, int] = {}  # number of the computation that a message stands before
+    number = 0
+    for action in row:
+        if action.kind in COMPUTE:
+            number += 1
+        else:
+            places[action] = number
+    following: dict[int, int] = {}  # by peer: place of the next receive on its link
+    for action in reversed(messages):
+        if action.kind in RECEIVES:
+            ahead = max(0, used_in.get(action, places[action] + 1) - 1)
+            peer = schedule.peer(action)
+            following[peer] = places[action] = min(places[action], ahead, following.get(peer, ahead))
+    before: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
+    for action in messages:
+        before[places[action]].append(action)
+    pairs = zip(before, [*computations, None], strict=True)
+    return [action for found, computation in pairs for action in (*found, computation) if action is not None]
