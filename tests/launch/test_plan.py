@@ -177,8 +177,8 @@ IMPOSSIBLE = {
     ),
     "only larger devices": (
         "--cluster v100-16gb --devices-per-node 1 --global-batch 1 --model.options.hidden_size=1024 "
-        "--model.options.vocab_size=2000000",
-        "needs at least 15.4 GiB of a device, and 13.3 GiB may be used",
+        "--model.options.vocab_size=1800000",
+        "needs at least 13.9 GiB of a device, and 13.3 GiB may be used",
         ["--cluster v100 --devices-per-node 1"],
     ),
     "devices that there are not": (

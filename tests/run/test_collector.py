@@ -17,6 +17,9 @@ from tests.launch.test_python import losses_of, made
 
 @pytest.fixture(autouse=True)
 def own_collector() -> Iterator[None]:
+    """As in a fresh process: a `plan` in this one has disabled the collector for good."""
+    gc.unfreeze()
+    gc.enable()
     yield
     gc.unfreeze()
     gc.enable()
