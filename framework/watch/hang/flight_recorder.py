@@ -7,7 +7,6 @@ default): {"entries": [{"process_group": ["1", "dp"], "collective_seq_id": 7, "p
 
 from __future__ import annotations
 
-import importlib
 import json
 from typing import Any
 
@@ -37,7 +36,8 @@ def unfinished() -> list[str]:
     On CUDA it queries events. It may block if the driver does.
     """
     try:
-        library = importlib.import_module("torch._C._distributed_c10d")
+        import torch._C._distributed_c10d as library  # a torch built without distributed has none
+
         dumps = [getattr(library, name)() for name in DUMPS if hasattr(library, name)]
     except (ImportError, RuntimeError, TypeError):  # private functions: a report without them beats none
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -258,7 +259,7 @@ def test_a_layout_that_fails_is_a_row_and_the_others_are_run(pool: RankPool, mon
     assert "models.py:" in said[1]
     assert said[2].startswith("refused: ") and "sharding_plan" in said[2]
     assert said[3].startswith("cannot run: rank ") and "died of SIGKILL" in said[3]
-    assert said[4].startswith("cannot run: after 4 s no result from ranks")
+    assert re.match(r"cannot run: after [\d.]+ s no result from ranks", said[4])  # 4 s, or more on a slow machine
     assert said[5].startswith("refused: ") and "5 stages" in said[5]
     table = report.table()
     assert not report.passed and "6 of 8 layouts could not be run" in table and table.count("same numbers") == 2
