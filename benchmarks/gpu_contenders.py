@@ -11,22 +11,24 @@ All begin with the same weights, drawn on the device by name. megatron's have ot
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gpu_step import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Flops, Job, Tokens
+from gpu_step import BETAS, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Flops, Job, Tokens, config_of
 from torch import Tensor, nn
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.build import build
-from meshwright.config import RunConfig, resolve
+from meshwright.config import RunConfig
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
 from meshwright.mesh.grid import Grid
@@ -56,32 +58,20 @@ class Contender(Protocol):
         """Take an optimizer step of so many micro-batches; return the loss."""
 
 
+def parse(description: str | None, jobs: Iterable[str], argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of a stage's process: ``job``, ``device``, ``tiny`` and ``out``."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--job", choices=list(jobs), required=True)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args(argv)
+
+
 def job_of(name: str, chunks: int, tiny: bool) -> Job:
     """Return a model with one sequence per micro-batch."""
     options = {**TINY, "max_sequence_length": 32} if tiny else {**LLAMA, **SHAPES[name]}
     return Job("meshwright.models.llama:build", options, options["max_sequence_length"], 1, chunks)
-
-
-def config_of(job: Job, device: str, *, compiled: bool = False, **parallel: object) -> RunConfig:
-    """Return the resolved configuration of this framework for a job."""
-    degrees = {axis: parallel.get(axis, 1) for axis in ("pp", "dp", "tp")}
-    config = RunConfig.model_validate(
-        {
-            "model": {"builder": job.builder, "options": job.options},
-            "data": {"train": "random", "sequence_length": job.sequence_length},
-            "batch": {"micro_batch_size": job.micro_batch_size, "chunks": job.chunks},
-            "parallel": parallel,
-            "optimizer": {
-                "learning_rate": LEARNING_RATE,
-                "schedule": "constant",
-                "betas": BETAS,
-                "weight_decay": WEIGHT_DECAY,
-                "clip_norm": CLIP_NORM,
-            },
-            "train": {"dtype": "bfloat16", "device": device, "compile": compiled},
-        }
-    )
-    return resolve(config, int(degrees["pp"]) * int(degrees["dp"]) * int(degrees["tp"]))  # type: ignore[call-overload]
 
 
 def draw(name: str, weight: Tensor) -> Tensor:

@@ -9,16 +9,14 @@ memory_accuracy.py.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_contenders import SHAPES, Ours, config_of, job_of
+from gpu_contenders import SHAPES, Ours, config_of, job_of, parse
 from memory_accuracy import measure as measure_on_cpu
 
 from meshwright.tools.dryrun.fake_step import profile_rank
@@ -54,12 +52,7 @@ def row(name: str, predicted: int, found: dict[str, int]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure one job; return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--job", choices=list(SHAPES), required=True)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(argv)
+    options = parse(__doc__, SHAPES, argv)
     options.out.write_text(json.dumps(measured(options.job, options.device, options.tiny)) + "\n")
     return 0
 

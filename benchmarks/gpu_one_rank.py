@@ -10,18 +10,16 @@ of the step is read: losses mean nothing. The peak is compared with the dry run 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from gpu_contenders import build_on_device, config_of, job_of
+from gpu_contenders import build_on_device, config_of, job_of, parse
 from gpu_step import LEARNING_RATE, timed
 from observe import Observer
 
@@ -97,12 +95,7 @@ def measure(config: RunConfig, layout: Layout, device: torch.device, tiny: bool)
 
 def main(argv: Sequence[str]) -> int:
     """Measure one rank; return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--job", choices=list(LAYOUTS), required=True)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(argv)
+    options = parse(__doc__, LAYOUTS, argv)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     layout = (TINY if options.tiny else LAYOUTS)[options.job]
     job = job_of(MODEL, layout.chunks, options.tiny)

@@ -15,10 +15,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from gpu_contenders import build_on_device, config_of, job_of
+from gpu_contenders import build_on_device, config_of, job_of, parse
 
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
@@ -58,12 +57,7 @@ def start_ranks(argv: Sequence[str], size: int) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Run a layout; return the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--job", choices=list(LAYOUTS), required=True)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes: exercises the code, measures nothing")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(argv)
+    options = parse(__doc__, LAYOUTS, argv)
     if "RANK" not in os.environ and options.job != "one":
         return start_ranks(argv, 2)
     run_rank(options)

@@ -103,26 +103,34 @@ class Tokens:
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
+def config_of(job: Job, device: str, *, compiled: bool = False, **parallel: object) -> RunConfig:
+    """Return the resolved configuration of this framework for a job."""
+    degrees = {axis: parallel.get(axis, 1) for axis in ("pp", "dp", "tp")}
+    config = RunConfig.model_validate(
+        {
+            "model": {"builder": job.builder, "options": job.options},
+            "data": {"train": "random", "sequence_length": job.sequence_length},
+            "batch": {"micro_batch_size": job.micro_batch_size, "chunks": job.chunks},
+            "parallel": parallel,
+            "optimizer": {
+                "learning_rate": LEARNING_RATE,
+                "schedule": "constant",
+                "betas": BETAS,
+                "weight_decay": WEIGHT_DECAY,
+                "clip_norm": CLIP_NORM,
+            },
+            "train": {"dtype": "bfloat16", "device": device, "compile": compiled},
+        }
+    )
+    return resolve(config, int(degrees["pp"]) * int(degrees["dp"]) * int(degrees["tp"]))  # type: ignore[call-overload]
+
+
 class Ours:
     """Contender: this framework with one rank."""
 
     def __init__(self, job: Job, device: torch.device, compiled: bool) -> None:
-        config = RunConfig.model_validate(
-            {
-                "model": {"builder": job.builder, "options": job.options},
-                "data": {"train": "random", "sequence_length": job.sequence_length},
-                "batch": {"micro_batch_size": job.micro_batch_size, "chunks": job.chunks},
-                "optimizer": {
-                    "learning_rate": LEARNING_RATE,
-                    "schedule": "constant",
-                    "betas": BETAS,
-                    "weight_decay": WEIGHT_DECAY,
-                    "clip_norm": CLIP_NORM,
-                },
-                "train": {"dtype": "bfloat16", "device": device.type, "compile": compiled},
-            }
-        )
-        self.parts = build(resolve(config, 1), open_mesh(Grid(1, 1, 1), device.type), (Tokens(job), None))
+        config = config_of(job, device.type, compiled=compiled)
+        self.parts = build(config, open_mesh(Grid(1, 1, 1), device.type), (Tokens(job), None))
 
     def step(self) -> float:
         """Take the framework's own step; return its loss."""
