@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.config.sections import Batch, Data, Model, Parallel, Pipeline, Run, Section
+from meshwright.config.sections import Adapter, Batch, Data, Model, Parallel, Pipeline, Run, Section
 from meshwright.config.training import Checkpoint, Launch, LossScaling, Optimizer, Tracking, Train, Watch
 
 
@@ -19,6 +19,7 @@ class RunConfig(Section):
 
     run: Run = Run()
     model: Model = Model()
+    adapter: Adapter = Adapter()
     data: Data = Data()
     batch: Batch = Batch()
     parallel: Parallel = Parallel()

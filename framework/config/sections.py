@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 
-from meshwright.config.bounds import Count, Int64, Length
+from meshwright.config.bounds import Count, Int64, Length, Share
 from meshwright.config.functions import current_name
 
 
@@ -68,6 +68,28 @@ class Model(Section):
     )
     """Groups of parameters with a learning-rate factor or weight decay of their own, or frozen; the first match counts.
     """
+
+
+class Adapter(Section):
+    """Low-rank adapters (LoRA): ``base(x) + (alpha / rank) B(A(dropout(x)))``, the base frozen."""
+
+    rank: int = Field(default=0, ge=0, le=10**6)
+    """Rank of the adapters' matrices. 0: no adapters, all weights are trained."""
+    alpha: PositiveFloat | None = None
+    """Scale of the adapters, divided by ``rank``. Default: ``rank``, a factor of 1."""
+    targets: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description='name patterns such as ["block*.attention.qkv", "block*.mlp.*"]'
+    )
+    """Name patterns of the linears and embeddings that get an adapter."""
+    dropout: Share = 0.0
+    """Dropout of an adapter's input."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """First values of A: uniform as of a linear, or normal with a deviation of 1 / rank. B begins at zero."""
+
+    @property
+    def factor(self) -> float:
+        """Factor on an adapter's output: ``alpha / rank``."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
 
 
 class Weighted(Section):

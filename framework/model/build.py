@@ -21,8 +21,6 @@ A model without any of these attributes trains with dp and pp. The ``reset_param
 from __future__ import annotations
 
 import copy
-import difflib
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from meshwright.adapters.attach import attach, freeze_base
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import SCHEMES, error_place, find_function
 from meshwright.errors import ModelError, UserError
@@ -137,28 +136,6 @@ def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any]) -> None:
-    """Raise :class:`ModelError` for options that the builder does not accept and for missing ones, all at once."""
-    parameters = inspect.signature(builder).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    problems = []
-    for name in options:
-        if name not in parameters:
-            close = difflib.get_close_matches(name, parameters, 1)
-            hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(parameters)}"
-            problems.append(f"model.options.{name}: {path} does not take it{hint}")
-    for name, parameter in parameters.items():
-        if (
-            parameter.default is parameter.empty
-            and name not in options
-            and parameter.kind is not parameter.VAR_POSITIONAL
-        ):
-            problems.append(f"model.options.{name} is missing: {path} needs it")
-    if problems:
-        raise ModelError("MW-MODEL-001", "\n".join(problems))
-
-
 def find_builder(path: str) -> Callable[..., Any]:
     """Return the function that ``model.builder`` names: ``package.module:function``, or ``hf:DIRECTORY``."""
     scheme, _, rest = path.partition(":")
@@ -183,7 +160,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         ModelError: The model cannot be cut into stages, or its builder failed. The text contains the builder's name.
     """
     builder = find_builder(path)
-    check_options(path, builder, options)
+    requirements.check_options(path, builder, options)
     try:
         with WriteRecord() as record, parameters_on_meta(record):
             layers = builder(**options)
@@ -235,17 +212,20 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
 
 
 def configured_model(config: RunConfig) -> PlainModel:
-    """Build the model of a configuration, with its parameter groups; see :func:`build_model`.
+    """Build the model of a configuration, with its adapters and parameter groups; see :func:`build_model`.
 
     Raises:
-        ModelError: see there; or the groups do not fit the model.
+        ModelError: see there; or adapters or groups do not fit the model.
     """
     model = build_model(config.model.builder, config.model.options, config.run.seed)
+    convert_linears(model.layers, model.plan, config.train)
+    adapters = attach(model, config)
+    model.owners |= {name: ParameterOwner(module, "weight") for name, module in adapters.items()}
     model.groups = find_groups(model.layers, model.canonical, config)
+    freeze_base(model, adapters)
     model.freeze(model.layers)
     if not any(parameter.requires_grad for parameter in model.layers.parameters()):
         raise ModelError("MW-MODEL-029", "model.parameter_groups freezes every parameter: there is nothing to train")
-    convert_linears(model.layers, model.plan, config.train)
     return model
 
 
@@ -276,8 +256,8 @@ def materialise(
             local = local_of(infos[canonical])
             assert local.shape == outline.shape, (name, tuple(local.shape), tuple(outline.shape))
             made[canonical] = nn.Parameter(local.to(device=device, dtype=dtype), requires_grad=outline.requires_grad)
-        owner_name, _, attribute = name.rpartition(".")
-        layers.get_submodule(owner_name)._parameters[attribute] = made[canonical]
+        owner, _, attribute = name.rpartition(".")
+        layers.get_submodule(owner)._parameters[attribute] = made[canonical]
     for module in layers.modules():
         module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})
     return layers

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import inspect
 import math
 import os
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -15,6 +18,28 @@ from meshwright.errors import ModelError
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss")
 """Attributes of a model that are options of the default loss."""
+
+
+def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Raise :class:`ModelError` for options that the builder does not accept and for missing ones, all at once."""
+    parameters = inspect.signature(builder).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    problems = []
+    for name in options:
+        if name not in parameters:
+            close = difflib.get_close_matches(name, parameters, 1)
+            hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(parameters)}"
+            problems.append(f"model.options.{name}: {path} does not take it{hint}")
+    for name, parameter in parameters.items():
+        if (
+            parameter.default is parameter.empty
+            and name not in options
+            and parameter.kind is not parameter.VAR_POSITIONAL
+        ):
+            problems.append(f"model.options.{name} is missing: {path} needs it")
+    if problems:
+        raise ModelError("MW-MODEL-001", "\n".join(problems))
 
 
 def check_model(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:

@@ -29,6 +29,7 @@ from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout
+from meshwright.tools.verify.plain_adapter import use_adapters
 from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
@@ -73,6 +74,7 @@ def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -
     """
     with seeded(config.run.seed, "verify plain run"):
         layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
+        use_adapters(layers, config)
     for name, parameter in list(layers.named_parameters(remove_duplicate=False)):
         canonical, (owner_name, _, attribute) = model.canonical(name), name.rpartition(".")
         owner = layers.get_submodule(owner_name)

@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA): small trained matrices beside frozen linears and embeddings."""

@@ -1,0 +1,47 @@
+"""Low-rank adapters of the plain run: the formula of docs/adapters.md on the user's own module, in plain torch.
+
+    y = base(x) + (alpha / rank) (dropout(x) A^T) B^T        only A and B are trained
+
+Written without :mod:`meshwright.adapters`, so that a mistake in one of them does not hide in the other. Shared are the
+names of the parameters, by which both sides get their first values.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.config import RunConfig
+
+
+def use_adapters(layers: nn.Sequential, config: RunConfig) -> None:
+    """Add the configured adapters to the user's module, on meta, and freeze all other parameters."""
+    adapter = config.adapter
+    if not adapter.rank:
+        return
+    for parameter in layers.parameters():
+        parameter.requires_grad = False
+    scale = (adapter.alpha or adapter.rank) / adapter.rank
+    for name, module in list(layers.named_modules()):
+        if isinstance(module, nn.Linear | nn.Embedding) and any(fnmatchcase(name, each) for each in adapter.targets):
+            rows, columns = module.weight.shape
+            is_table = isinstance(module, nn.Embedding)
+            outputs, inputs = (columns, rows) if is_table else (rows, columns)
+            module.lora_a = nn.Embedding(inputs, adapter.rank) if is_table else nn.Linear(inputs, adapter.rank, False)
+            module.lora_b = nn.Linear(adapter.rank, outputs, False)
+            if not is_table:
+                module.lora_dropout = nn.Dropout(adapter.dropout)
+            module.register_forward_hook(partial(_linear if not is_table else _table, scale))
+
+
+def _linear(scale: float, module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
+    z = F.linear(module.lora_dropout(args[0]), module.lora_a.weight)
+    return y + F.linear(z, module.lora_b.weight) * scale
+
+
+def _table(scale: float, module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
+    return y + F.linear(module.lora_a.weight[args[0]], module.lora_b.weight) * scale
