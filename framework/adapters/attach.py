@@ -24,7 +24,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -67,7 +67,7 @@ class FirstFactor(nn.Module):
 
     @torch.no_grad()
     def fill(self, weight: Tensor) -> None:
-        """Fill ``weight`` as ``init`` says."""
+        """Fill ``weight``: "kaiming", "gaussian", "normal", or zero for any other ``init``."""
         if self.init == "kaiming":
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         elif self.init == "gaussian":
@@ -104,7 +104,7 @@ def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
         if adapter.dropout and not is_embedding:
             dropout = SeededDropout(adapter.dropout, model.seed, f"{name}.{DROPOUT}", model.draw)
             module.add_module(DROPOUT, dropout.train(module.training))
-        module.register_forward_hook(partial(_add, config.adapter.factor))
+        module.register_forward_hook(partial(_add, factor_of(config)))
         entries |= dict(_entries(name, module, model.plan))
     model.plan = _narrowed(model.plan, known, targets) | entries
     if model.initialise is not None:
@@ -136,7 +136,7 @@ def find_targets(model: Adaptable, patterns: Sequence[str]) -> dict[str, nn.Modu
                 "MW-MODEL-040",
                 f"adapter.targets: {pattern!r} matches no nn.Linear and no nn.Embedding of the model; {hint}",
             )
-    found = {
+    found: dict[str, nn.Module] = {
         name: module for name, module in possible.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
     times = Counter(id(module) for module in possible.values())
@@ -153,6 +153,12 @@ def find_targets(model: Adaptable, patterns: Sequence[str]) -> dict[str, nn.Modu
         if why is not None:
             raise ModelError("MW-MODEL-041", f"adapter.targets: {name} cannot have an adapter: {why}. Leave it out")
     return found
+
+
+def factor_of(config: RunConfig) -> float:
+    """Return the factor on an adapter's output, ``alpha / rank``."""
+    alpha, rank = config.adapter.alpha, config.adapter.rank
+    return 1.0 if alpha is None else alpha / rank
 
 
 def is_adapter(name: str) -> bool:
@@ -217,7 +223,7 @@ def _lies_in(name: str, pattern: str) -> bool:
     return any(fnmatchcase(each, pattern) for each in (*_enclosing(name), name))
 
 
-def _initialise(given: Fill, first: MutableMapping[str, nn.Module], name: str, tensor: Tensor) -> None:
+def _initialise(given: Fill, first: Mapping[str, nn.Module], name: str, tensor: Tensor) -> None:
     """Fill a parameter of an adapter by its own rule, any other by the model's."""
     module = first.get(name)
     if isinstance(module, FirstFactor):

@@ -86,11 +86,6 @@ class Adapter(Section):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """First values of A: uniform as of a linear, or normal with a deviation of 1 / rank. B begins at zero."""
 
-    @property
-    def factor(self) -> float:
-        """Factor on an adapter's output: ``alpha / rank``."""
-        return 1.0 if self.alpha is None else self.alpha / self.rank
-
 
 class Weighted(Section):
     """One corpus of a mixture."""

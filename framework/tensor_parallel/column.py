@@ -62,7 +62,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, defer: Defer
     ) -> Tensor:
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(*[x] * weight.requires_grad)  # a frozen weight's product needs the gradient of y alone
         ctx.weight, ctx.bias, ctx.group, ctx.sequence, ctx.defer = weight, bias, group, sequence, defer
         y = F.linear(SequenceGathering(x, group).wait() if sequence else x, weight, bias)
         return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
@@ -70,20 +70,20 @@ class _ColumnLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
         group, weight, bias = ctx.group, ctx.weight, ctx.bias
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        x = ctx.saved_tensors[0] if needs_weight else gy
         gathering = SequenceGathering(x, group) if ctx.sequence and needs_weight else None
         rows = gy.reshape(-1, gy.shape[-1])
         gx, handle = None, CollectiveHandle()
         if needs_x:
             gx = rows.mm(weight).view(*gy.shape[:-1], weight.shape[-1])
-        whole = x.detach() if gathering is None else gathering.wait()  # no history: a deferred product keeps it
+        whole = gathering.wait() if gathering is not None else x  # without history: a deferred product keeps it
         if gx is not None:
             gx, handle = reduce_gradient(gx, group, ctx.sequence)
         gw = gb = None
         if needs_weight:
-            gw = ctx.defer(weight, WeightProduct(rows, whole))
+            gw = ctx.defer(weight, WeightProduct(rows, whole.detach()))
         if needs_bias:
             gb = ctx.defer(bias, lambda: rows.sum(0))
         handle.wait()

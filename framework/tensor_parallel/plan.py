@@ -120,8 +120,7 @@ def _swap(
                 new, parts = split_by_rule(name, plain, placement.rule, group, sequence=sequence, gathered=gathered)
             else:
                 new = _split(plain, placement.kind, group, sequence, gathered).train(plain.training)
-                new._modules |= plain._modules  # an adapter, and the hook that adds it
-                new._forward_hooks |= plain._forward_hooks
+                new._modules, new._forward_hooks = plain._modules, plain._forward_hooks  # of an adapter
                 parts = new.slices
             swapped[id(plain)] = new, parts
             for attribute, parameter in plain.named_parameters(recurse=placement.rule is not None):

@@ -172,8 +172,8 @@ def test_a_value_that_is_not_allowed(write: Write, text: str, line: str) -> None
         ),
         (
             "[wibble]\nwobble = 1",
-            'run.toml: wibble.wobble = 1: there is no section "wibble" (run, model, data, batch, parallel, pipeline, '
-            "optimizer, loss_scale, train, checkpoint, watch, tracking, launch)",
+            'run.toml: wibble.wobble = 1: there is no section "wibble" (run, model, adapter, data, batch, parallel, '
+            "pipeline, optimizer, loss_scale, train, checkpoint, watch, tracking, launch)",
         ),
         ("[[parallel]]\ntp = 1", "run.toml: parallel = [{tp = 1}]: this is a section; its keys are set one by one"),
         ("[train.steps]\nx = 1", "run.toml: train.steps = {x = 1} is not allowed: a whole number, at least 1"),
@@ -200,8 +200,8 @@ def test_a_key_outside_of_the_sections(write: Write) -> None:
         "run.toml: tp = 2: there is no such key outside of the sections; did you mean parallel.tp?"
     )
     assert the_problem(write("wibble = 2\n" + SOUND)).endswith(
-        "there is no such key outside of the sections (run, model, data, batch, parallel, pipeline, optimizer, "
-        "loss_scale, train, checkpoint, watch, tracking, launch)"
+        "there is no such key outside of the sections (run, model, adapter, data, batch, parallel, pipeline, "
+        "optimizer, loss_scale, train, checkpoint, watch, tracking, launch)"
     )
 
 
