@@ -67,8 +67,11 @@ class Activity:
 
     def begin(self, what: object) -> None:
         """Record the start of an activity; ``str(what)`` is its name."""
-        self.waits(None)
-        self.now = (what, self.now[1], None)
+        _, since_s, before = self.now
+        now_s = time.monotonic()
+        if before is not None:
+            self.waited_s += now_s - since_s
+        self.now = (what, now_s, None)
 
     def waits(self, handle: BlockingOperation | None) -> None:
         """Record the operation that blocks the present activity; None: nothing does."""

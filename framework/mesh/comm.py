@@ -203,16 +203,16 @@ class Group:
             assert self.process_group is not None
             send, receive = self.process_group.send, self.process_group.recv
             works = [(send if sends else receive)([tensor], peer, 0) for tensor, peer, sends in transfers]
-        posted: list[Any] = []
-        arriving: list[Any] = []
-        to: list[int] = []
-        of: list[int] = []
-        for work, (_, peer, sends) in zip(works, transfers, strict=True):
-            (posted if sends else arriving).append(work)
-            (to if sends else of).append(peer)
+        if not sent or len(sent) == len(works):
+            peers = [peer for _, peer, _ in transfers]
+            handle = TransferHandle(works, what, sent, self, peers, bool(sent), None if sent else finish)
+            return (handle, None) if sent else (None, handle)
+        outgoing = [(work, peer) for work, (_, peer, sends) in zip(works, transfers, strict=True) if sends]
+        incoming = [(work, peer) for work, (_, peer, sends) in zip(works, transfers, strict=True) if not sends]
+        (posted, to), (arriving, of) = zip(*outgoing, strict=True), zip(*incoming, strict=True)
         return (
-            TransferHandle(posted, what, sent, self, to, sends=True) if posted else None,
-            TransferHandle(arriving, what, (), self, of, finish=finish) if arriving else None,
+            TransferHandle(posted, what, sent, self, to, sends=True),
+            TransferHandle(arriving, what, (), self, of, finish=finish),
         )
 
     def _coalesced(self, transfers: Sequence[Transfer]) -> list[Any]:

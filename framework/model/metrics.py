@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from contextvars import ContextVar
 from numbers import Real
 
@@ -91,14 +90,17 @@ def _number(leaf: Tensor | float, device: torch.device) -> Tensor:
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
-@contextmanager
-def recording(recorder: Recorder | None) -> Iterator[None]:
-    """Enter a context in which :func:`record` adds to this recorder. Backward, with its recompute, runs outside it."""
-    token = _RECORDER.set(recorder)
-    try:
-        yield
-    finally:
-        _RECORDER.reset(token)
+class Recording:
+    """Context in which :func:`record` adds to this recorder. Backward, with its recompute, runs outside it."""
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.recorder = recorder
+
+    def __enter__(self) -> None:
+        self._token = _RECORDER.set(self.recorder)
+
+    def __exit__(self, *error: object) -> None:
+        _RECORDER.reset(self._token)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # each step's recorder would be compiled anew

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from meshwright.mesh.comm import Group
-from meshwright.model.metrics import Recorder, recording
+from meshwright.model.metrics import Recorder, Recording
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
 from meshwright.pipeline.value_store import MessageGroup, ValueStore, message_group
@@ -167,7 +167,7 @@ class Executor:
         start = times.clock.read()
         self.draw.sample_indices = run.feed.sample_indices(microbatch) if samples is None else samples.sample_indices
         labels = samples.labels if stage.is_last and samples else None
-        with recording(run.result.recorder):
+        with Recording(run.result.recorder):
             found = stage.forward(microbatch, inputs, labels, train=train)
         if isinstance(found, LossPart):
             run.result.loss_parts.append(found)

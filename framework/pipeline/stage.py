@@ -21,7 +21,7 @@ from meshwright.model.running_buffers import running_values
 from meshwright.pipeline.compiled import compile_layers as compile_layers
 from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
 from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred
-from meshwright.pipeline.stage_checks import InspectedLayer, advising, check_ignored, check_outputs, nested_checkpoint
+from meshwright.pipeline.stage_checks import Advice, InspectedLayer, check_ignored, check_outputs, nested_checkpoint
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, ValueSpec, leaves_of
 from meshwright.seeding import Draw, dropouts_of, restart_calls
 
@@ -93,6 +93,7 @@ class Stage:
         self._layers = tuple(layers.named_children())
         self._dropouts = {name: dropouts_of(layer) for name, layer in self._layers}
         self._again = RecomputeContext(draw or Draw(), self.split)
+        self._advice = Advice(self._again.draw)
         self._recomputed = recompute_layers(layers, spec.recomputed, self._again)
         self._checks_layers, self._checks_loss = True, checks_loss
         """True until the first forward of training has ended."""
@@ -140,7 +141,7 @@ class Stage:
         assert microbatch not in self._saved, f"micro-batch {microbatch} is already in flight on stage {self.index}"
         leaves: list[Tensor] = []
         found: list[Tensor] | LossPart
-        with torch.set_grad_enabled(train), self.split or nullcontext():
+        with torch.set_grad_enabled(train), self.split or nullcontext(), self._advice:
             value = inputs
             if self.input_spec is not None:
                 pairs = zip(inputs, self.input_spec.leaves, strict=True)
@@ -148,6 +149,7 @@ class Stage:
                 value = self.input_spec.value_of(leaves)
             for name, layer in self._layers:
                 self.before_layer(name)
+                self._advice.layer = name
                 value = self._run(name, layer, value, train)
             if self.output_spec is not None:
                 outputs = leaves_of(value)
@@ -159,8 +161,8 @@ class Stage:
                 assert labels is not None
                 if train and self._checks_loss:
                     check_ignored(self.loss, value, labels)
-                with advising("the loss", self._again.draw):
-                    loss_sum = (self.loss if train else self.validation_loss)(value, labels).sum()
+                self._advice.layer = None
+                loss_sum = (self.loss if train else self.validation_loss)(value, labels).sum()
                 roots = [loss_sum]
                 found = LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
         if train:
@@ -176,8 +178,7 @@ class Stage:
             restart_calls(self._dropouts[name])  # also in the second forward of a recompute
             return inner(value)
 
-        with advising(f"layer {name}", self._again.draw):
-            return recomputed(run, self._again, value) if name in self._recomputed else run(value)
+        return recomputed(run, self._again, value) if name in self._recomputed else run(value)
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Run the backward of one micro-batch; weight gradients accumulate in place.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.errors import ModelError
-from meshwright.model.metrics import recording
+from meshwright.model.metrics import Recording
 from meshwright.model.running_buffers import INSTEAD
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec
 from meshwright.seeding import Draw
@@ -106,7 +105,7 @@ def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return
-    with torch.no_grad(), recording(None):
+    with torch.no_grad(), Recording(None):
         given = tree_map(lambda leaf: leaf.clone(), output)
         found = loss(given, torch.full_like(labels, IGNORED_LABEL))
     if torch.equal(found, torch.zeros_like(found)):
@@ -119,14 +118,19 @@ def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
     )
 
 
-@contextmanager
-def advising(place: str, draw: Draw) -> Iterator[None]:
-    """Enter a context around a layer or the loss, in which :func:`advise` explains errors."""
-    try:
-        yield
-    except (RuntimeError, IndexError) as error:
-        advise(place, error, draw.sample_indices)
-        raise
+class Advice:
+    """Context around the layers and the loss of one forward, in which :func:`advise` explains errors."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.layer: str | None = None
+        """Name of the layer that runs; None: the loss."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, RuntimeError | IndexError):
+            advise("the loss" if self.layer is None else f"layer {self.layer}", error, self.draw.sample_indices)
 
 
 def advise(place: str, error: RuntimeError | IndexError, samples: Tensor | None) -> None:

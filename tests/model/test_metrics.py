@@ -12,7 +12,7 @@ import meshwright
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ModelError
-from meshwright.model.metrics import MAX_NAMES, Recorder, means, recording
+from meshwright.model.metrics import MAX_NAMES, Recorder, Recording, means
 
 
 def test_outside_of_a_run_it_does_nothing() -> None:
@@ -21,10 +21,10 @@ def test_outside_of_a_run_it_does_nothing() -> None:
 
 def test_sums_and_counts() -> None:
     recorder = Recorder(("a", "b", "c"))
-    with recording(recorder):
+    with Recording(recorder):
         meshwright.record("b", torch.tensor(3.0, requires_grad=True), 2)
         meshwright.record("b", 4, torch.tensor([6]))
-        with recording(None):
+        with Recording(None):
             meshwright.record("b", 100.0)
         meshwright.record("c", float("nan"))
     sums = recorder.vector(torch.device("cpu"))
@@ -33,7 +33,7 @@ def test_sums_and_counts() -> None:
     assert list(found) == ["b", "c"] and found["b"] == 7 / 8
 
 
-class Recording(nn.Linear):
+class RecordingLinear(nn.Linear):
     """Records under some names."""
 
     def __init__(self, names: list[str], shape: tuple[int, ...]) -> None:
@@ -47,7 +47,7 @@ class Recording(nn.Linear):
 
 
 def model(names: list[str], shape: list[int]) -> nn.Sequential:
-    return nn.Sequential(nn.Embedding(7, 4), Recording(names, tuple(shape)), nn.Linear(4, 7))
+    return nn.Sequential(nn.Embedding(7, 4), RecordingLinear(names, tuple(shape)), nn.Linear(4, 7))
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_refused_before_the_first_step(names: list[str], shape: list[int]) -> No
 def test_a_value_that_is_no_real_number_is_refused_by_name(value: Any, names: tuple[str] | None) -> None:
     for pair in ((value, 1), (1.0, value)):
         with (
-            recording(Recorder(names)),
+            Recording(Recorder(names)),
             pytest.raises(ModelError, match=r"record\('norm', .*one real number") as caught,
         ):
             meshwright.record("norm", *pair)
         assert caught.value.code == "MW-MODEL-032"
-    with recording(Recorder()), pytest.raises(ModelError, match=r"record\(None"):
+    with Recording(Recorder()), pytest.raises(ModelError, match=r"record\(None"):
         meshwright.record(None, 1.0)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.model.build import PlainModel, meta_copy
-from meshwright.model.metrics import Recorder, recording
+from meshwright.model.metrics import Recorder, Recording
 from meshwright.model.running_buffers import BufferWatch
 from meshwright.pipeline.plan.boundaries import run_on_meta
 from meshwright.pipeline.plan.standalone import LayerWatch
@@ -39,7 +39,7 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
     watch, recorder = BufferWatch(on_meta), Recorder(is_planning=True)
     try:
         watch_layers = LayerWatch(on_meta, model.layers)
-        with recording(recorder):
+        with Recording(recorder):
             _, output = run_on_meta(on_meta, [range(len(on_meta))], inputs, watch_layers)
     except ModelError as error:
         if not config.data.document_boundaries:
@@ -53,7 +53,7 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
     if model.loss is None:
         check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}", len(model.loss_heads))
     if model.loss is not None or model.loss_heads:
-        with recording(recorder):
+        with Recording(recorder):
             loss = model.loss or with_heads(cross_entropy, model.loss_heads)
             check_loss(loss, output, shapes.cast(torch.float32).labels)
     return ModelDescription(output, watch.changed(), tuple(sorted(recorder.sums)))

@@ -23,7 +23,7 @@ from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.model.build import PlainModel, configured_model, find_builder
-from meshwright.model.metrics import Recorder, recording
+from meshwright.model.metrics import Recorder, Recording
 from meshwright.model.running_buffers import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
@@ -166,7 +166,7 @@ class PlainRun:
             master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay
         recorder = Recorder()
         for inputs, labels, sample_indices in batch:
-            with recording(recorder):
+            with Recording(recorder):
                 loss_sum = self.loss_sum(inputs, labels, sample_indices)
             total += float(loss_sum.detach())
             self.scaler.scale(loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
@@ -209,7 +209,7 @@ class PlainRun:
         self.layers.eval()
         batch = self.microbatches(batch_index * self.global_batch, (batch_index + 1) * self.global_batch)
         recorder = Recorder()
-        with torch.no_grad(), recording(recorder):
+        with torch.no_grad(), Recording(recorder):
             total = sum(float(self.loss_sum(*microbatch, training=False)) for microbatch in batch)
         for module, training in modes.items():  # modules that the builder has put into eval mode stay in it
             module.training = training
