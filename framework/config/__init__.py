@@ -7,6 +7,7 @@ from meshwright.config.batch import step_of as step_of
 from meshwright.config.derived import bucket_bytes as bucket_bytes
 from meshwright.config.derived import default_world_size as default_world_size
 from meshwright.config.derived import is_meant_for_gpu as is_meant_for_gpu
+from meshwright.config.derived import leaves_out_base as leaves_out_base
 from meshwright.config.derived import reduces_each_microbatch as reduces_each_microbatch
 from meshwright.config.derived import resolve as resolve
 from meshwright.config.derived import shard_factor as shard_factor

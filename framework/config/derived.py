@@ -144,3 +144,11 @@ def default_world_size(config: RunConfig, num_devices: int) -> int:
             f'degree, start more machines with torchrun or srun, or run on CPU with train.device = "cpu"',
         )
     return size
+
+
+def leaves_out_base(config: RunConfig) -> bool:
+    """Return whether checkpoints hold adapters alone: each start reads the base from the model's directory again.
+
+    The weights of other builders may come from an imported checkpoint, so that theirs hold the base too.
+    """
+    return config.adapter.rank > 0 and config.model.builder.startswith("hf:")

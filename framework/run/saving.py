@@ -21,6 +21,7 @@ import torch
 from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, find, prune
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
+from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
 from meshwright.run.tensors import checkpoint_metadata, pieces, shard_name
 from meshwright.terminal.output import Warn, print_warning
@@ -81,7 +82,7 @@ class Saver:
         """
         parts, mesh = self.parts, self.parts.mesh
         self.finish()
-        head = checkpoint_metadata(parts.config, parts.state, self.parts.data_fingerprint)
+        head = checkpoint_metadata(parts.config, parts.state, parts.data_fingerprint, fingerprint(parts))
         own = self._begin(head.step) if mesh.rank == 0 else None
         result: _BeginResult = mesh.world.gather_objects(own, _BeginResult)[0]
         if result.problem is not None:
@@ -100,7 +101,7 @@ class Saver:
         self.writer.start(
             self._attempt,
             shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.at.dp_rank == 0 else None,
-            self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, parts.running())),
+            self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, parts.running(), saves_frozen(parts))),
             is_first=mesh.rank == 0,
             before_publishing=lambda: sync_run_files(self.directory, self._warn),
             after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from meshwright.adapters.attach import is_adapter
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind, TensorPiece
 from meshwright.checkpoint.preflight import SavedTensor
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, leaves_out_base
 from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters, StageParameter
@@ -19,13 +20,15 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import TrainState
+from meshwright.run.base import FINGERPRINT
 
 
 def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
     """Yield every weight and running buffer that a checkpoint holds, each once, with its global shape."""
     layers = blueprint.model.layers
     for name, parameter in layers.named_parameters(remove_duplicate=False):
-        if blueprint.model.canonical(name) == name:
+        is_left_out = not parameter.requires_grad and leaves_out_base(blueprint.config)
+        if blueprint.model.canonical(name) == name and not is_left_out:
             shape = blueprint.infos[name].global_shape
             yield SavedTensor(name, shape, parameter.dtype, parameter.requires_grad)
     for name in blueprint.running:
@@ -34,9 +37,9 @@ def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
 
 
 def checkpoint_metadata(
-    config: RunConfig, state: TrainState, data_fingerprint: Mapping[str, str]
+    config: RunConfig, state: TrainState, data_fingerprint: Mapping[str, str], base: str | None = None
 ) -> CheckpointMetadata:
-    """Return the metadata of a checkpoint of this state."""
+    """Return the metadata of a checkpoint of this state. ``base``: fingerprint of the weights beside adapters."""
     return CheckpointMetadata(
         step=state.step,
         samples_seen=state.samples_seen,
@@ -49,6 +52,7 @@ def checkpoint_metadata(
             "skipped_in_a_row": state.skipped_in_a_row,
             **({"loss_scale": state.loss_scale._asdict()} if config.train.dtype == "float16" else {}),
             **({"callbacks": state.callbacks} if state.callbacks else {}),
+            **({FINGERPRINT: base} if base is not None else {}),
         },
     )
 
@@ -74,12 +78,16 @@ def flat_pieces(kind: TensorKind, bucket: ShardedParameters, flat: Tensor) -> It
 
 
 def pieces(
-    replicas: Mapping[int, Replica], optimizer: FlatOptimizer, mesh: Mesh, running: Mapping[str, Tensor]
+    replicas: Mapping[int, Replica],
+    optimizer: FlatOptimizer,
+    mesh: Mesh,
+    running: Mapping[str, Tensor],
+    with_frozen: bool = True,
 ) -> Iterator[TensorPiece]:
     """Yield this rank's pieces of a checkpoint. Collective over dp: every rank must exhaust it, to all-gather shards.
 
     One rank yields each piece (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights), and
-    its replicas nothing. ``running``: buffers that forward changes, by name.
+    its replicas nothing. ``running``: buffers that forward changes, by name. ``with_frozen``: frozen weights too.
     """
     if mesh.at.dp_rank == 0 and mesh.at.tp_rank == 0:
         for name, buffer in running.items():
@@ -87,7 +95,7 @@ def pieces(
     index = 0
     for replica in replicas.values():
         replica.wait_for_weights()
-        for member in replica.frozen:
+        for member in replica.frozen if with_frozen else ():
             if mesh.at.dp_rank == 0 and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
@@ -119,23 +127,30 @@ def restore(
     """Load weights, running buffers, master weights and optimizer states from a checkpoint of any layout.
 
     A checkpoint without optimizer steps (an imported model) has weights alone: master weights start as copies of them.
-    So does a callback's state that the checkpoint does not have.
+    So does a callback's state that the checkpoint does not have. Adapters that an imported model lacks keep their
+    first values, as does a frozen base that checkpoints leave out.
 
     Raises:
         CheckpointError: a parameter is missing, or has another shape.
     """
     is_fresh = not optimizer_steps and not checkpoint.parameters(TensorKind.MASTER)
+    saved_names = set(checkpoint.parameters(TensorKind.WEIGHTS))
+    has_base = FINGERPRINT not in checkpoint.manifest.state or not all(map(is_adapter, saved_names - running.keys()))
+    adapted = any(map(is_adapter, saved_names))
     for name, buffer in running.items():
         saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
         assert saved is not None  # of weights, what is missing is an error
         buffer.copy_(saved)
     index = 0
     for replica in replicas.values():
-        for member in replica.frozen:
+        for member in replica.frozen if has_base else ():
             found = _read(checkpoint, TensorKind.WEIGHTS, member, member.parameter.dtype)
             member.parameter.data.copy_(found.view(member.info.local_shape))
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
+            if is_fresh and all(is_adapter(slot.member.info.name) for slot in bucket.slots) and not adapted:
+                index += 1
+                continue
             with torch.no_grad():
                 has_master = bucket.is_mixed_precision and not is_fresh
                 master = _read_bucket(checkpoint, TensorKind.MASTER, bucket) if has_master else None

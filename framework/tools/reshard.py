@@ -37,6 +37,7 @@ from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
 from meshwright.config import (
     RunConfig,
     bucket_bytes,
+    leaves_out_base,
     load_saved,
     parse,
     read_resolved,
@@ -151,7 +152,7 @@ def shard_tensors(
                     yield ShardTensor(TensorKind.WEIGHTS, ParameterInfo(name, shape))
     for stage in stages:
         members = _members(blueprint, stage)
-        for member in members:
+        for member in members if not leaves_out_base(blueprint.config) else ():
             if not member.parameter.requires_grad and member.kind.owns(tp_rank):
                 yield ShardTensor(TensorKind.WEIGHTS, member.info)
         trained = [member for member in members if member.parameter.requires_grad]

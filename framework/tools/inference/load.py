@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
 from meshwright.build import compare_digests, make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
-from meshwright.config import RunConfig, load_saved, parse, read_resolved
+from meshwright.config import RunConfig, leaves_out_base, load_saved, parse, read_resolved
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
@@ -204,7 +204,11 @@ def _stage(
     """Return a stage with the tensors of this kind as its weights; frozen parameters have weights only."""
     dtype, present = DTYPES[blueprint.config.train.dtype], set(checkpoint.parameters(kind))
 
+    saved = set(checkpoint.parameters(TensorKind.WEIGHTS))
+
     def read(info: ParameterInfo) -> Tensor:
+        if info.name not in saved and leaves_out_base(blueprint.config):
+            return info.take(blueprint.model.initial(info.name))
         of = kind if info.name in present else TensorKind.WEIGHTS
         weight = checkpoint.read(of, info, dtype)
         assert weight is not None  # a missing weight raises in read
