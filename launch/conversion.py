@@ -13,6 +13,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.checkpoints import find_checkpoint, size_of, table_of_files
 from meshwright.terminal.format import format_duration, format_size
 from meshwright.terminal.output import put, tell
+from meshwright.tools.interop.huggingface.adapters import MergedWeights, export_adapter
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import CORPUS, ImportResult, import_model
 from meshwright.tools.interop.huggingface.export import ExportResult
@@ -20,6 +21,8 @@ from meshwright.tools.interop.huggingface.restructure.export import SCHEME
 from meshwright.tools.interop.huggingface.restructure.export import export as export_restructured
 from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
 
+PEFT, MERGED = "peft", "merged"
+"""Formats of a run with adapters: the adapters alone, or the model with them merged into its weights."""
 LINE_EVERY_S = 5.0
 """Time between progress lines."""
 
@@ -27,7 +30,12 @@ LINE_EVERY_S = 5.0
 def run_conversion(options: argparse.Namespace, overrides: list[str]) -> int:
     """Import or export a model, and print a summary with the next commands."""
     run, step, dtype, shard_bytes = options.place, options.step, options.dtype, options.shard_size
-    put(convert(run, options.source, options.target, overrides, step, dtype, shard_bytes))
+    target = options.target
+    if options.merge:
+        if target is None or target[0] != "hf":
+            raise ConfigError("MW-LAUNCH-073", "--merge adds adapters to the weights of an export: give --to hf PATH")
+        target = (MERGED, target[1])
+    put(convert(run, options.source, target, overrides, step, dtype, shard_bytes))
     return 0
 
 
@@ -58,8 +66,11 @@ def convert(
         UserError: the conversion is impossible; nothing is written then.
     """
     form, path = source or target or ("", "")
-    if form != "hf":
-        raise ConfigError("MW-LAUNCH-010", f"{form!r} is not a known format of models: give hf, for Hugging Face")
+    if form not in ("hf", *((PEFT, MERGED) if target is not None else ())):
+        raise ConfigError(
+            "MW-LAUNCH-010",
+            f"{form!r} is not a known format of models: give hf, for Hugging Face; or --to peft, for adapters",
+        )
     if source is not None:
         only_export = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
         unused = [name for name, value in only_export.items() if value is not None]
@@ -73,9 +84,25 @@ def convert(
     chosen = find_checkpoint(run, step)
     with open_checkpoint(chosen.path) as checkpoint:
         builder = str(checkpoint.manifest.config.get("model", {}).get("builder", ""))
+        rank = checkpoint.manifest.config.get("adapter", {}).get("rank", 0)
     export = export_restructured if builder.startswith(SCHEME) else export_checkpoint
+    if form == "hf" and rank:
+        raise ConfigError(
+            "MW-LAUNCH-074",
+            f"{chosen.path} holds adapters beside a frozen model: --to hf {path} --merge writes both as one model, "
+            f"--to peft {path} the adapters",
+        )
+    if form == PEFT:
+        if shard_bytes is not None:
+            raise ConfigError("MW-LAUNCH-075", "--shard-size has no effect with --to peft, which writes one file")
+        return summarise_export(chosen, export_adapter(export.args[0], chosen.path, Path(path), dtype=dtype))
     result = export(
-        chosen.path, Path(path), dtype=dtype, shard_bytes=shard_bytes or SHARD_BYTES, on_bytes=ConversionProgress()
+        chosen.path,
+        Path(path),
+        dtype=dtype,
+        shard_bytes=shard_bytes or SHARD_BYTES,
+        on_bytes=ConversionProgress(),
+        merge=MergedWeights if form == MERGED else None,
     )
     return summarise_export(chosen, result)
 
@@ -130,6 +157,8 @@ def summarise_export(source: Candidate, done: ExportResult) -> str:
             *table_of_files(done.files, most=8),
             *([f"beside them: {', '.join(done.side_files)}"] if done.side_files else []),
             *(f"note: {note}" for note in done.notes),
-            f"open it with: transformers.{done.loader}.from_pretrained({str(done.path)!r})",
+            f"open it with: transformers.{done.loader}.from_pretrained({str(done.path)!r})"
+            if done.loader
+            else f"open it with: peft.PeftModel.from_pretrained(model, {str(done.path)!r})",
         ]
     )

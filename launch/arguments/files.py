@@ -227,7 +227,9 @@ def convert(added: Added) -> None:
     )
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", nargs=2, metavar=("hf", "PATH"), help="a directory to read")
-    direction.add_argument("--to", dest="target", nargs=2, metavar=("hf", "PATH"), help="a directory to write")
+    direction.add_argument(
+        "--to", dest="target", nargs=2, metavar=("hf|peft", "PATH"), help="a directory to write; peft: of adapters"
+    )
     parser.add_argument("--step", type=parse_count_from_0, metavar="N", help="with --to: the checkpoint of this step")
     parser.add_argument(
         "--dtype",
@@ -240,4 +242,5 @@ def convert(added: Added) -> None:
         metavar="SIZE",
         help="with --to: maximal size of a file, such as 500MB or 2GiB (default: 5GB)",
     )
+    parser.add_argument("--merge", action="store_true", help="with --to hf: add a run's adapters to its weights")
     parser.usage = f"{parser.prog} (--from hf PATH RUN | RUN --to hf PATH) [options] [--section.key=value ...]"

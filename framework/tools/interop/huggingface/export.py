@@ -26,7 +26,9 @@ from meshwright.tools.interop.huggingface.destination import (
 )
 from meshwright.tools.interop.huggingface.files import CONFIG, INDEX
 from meshwright.tools.interop.huggingface.rules import TensorMapping
-from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, WeightExport, parse_dtype
+from meshwright.tools.interop.huggingface.writing import SHARD_BYTES, WeightExport, WeightReader, parse_dtype
+
+Merge = Callable[[CheckpointReader, RunConfig], WeightReader]
 
 
 class ExportPlan(NamedTuple):
@@ -69,6 +71,7 @@ def export(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     on_bytes: OnBytes = ignore_progress,
+    merge: Merge | None = None,
 ) -> ExportResult:
     """Export a checkpoint as a Hugging Face directory.
 
@@ -80,16 +83,19 @@ def export(
             weights.
         shard_bytes: tensor bytes per file at most; a single larger tensor gets a file of its own.
         on_bytes: progress callback.
+        merge: function that merges the adapters of a checkpoint into its weights; None: the weights as they are.
 
     Raises:
         CheckpointError, ModelError, DataError: the checkpoint is damaged, or the model or its tokenizer do not fit.
     """
     chosen_dtype = parse_dtype(dtype)
     out = check_output_directory(out)
-    with _open_verified(source) as checkpoint:
+    with open_verified(source) as checkpoint:
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
         plan = plan_export(config, checkpoint.path)
-        weights = WeightExport(checkpoint, plan.rules, chosen_dtype, plan.place, plan.left_out)
+        weights = WeightExport(
+            merge(checkpoint, config) if merge else checkpoint, plan.rules, chosen_dtype, plan.place, plan.left_out
+        )
         with published_directory(out, weights.num_bytes) as temporary:
             files = weights.write(temporary, shard_bytes, on_bytes)
             notes = plan.write_files(temporary, weights.dtypes()[0])
@@ -98,7 +104,7 @@ def export(
     return ExportResult(out, plan.model, plan.loader, len(weights.planned), dtypes, files, side_files, notes)
 
 
-def _open_verified(path: Path) -> CheckpointReader:
+def open_verified(path: Path) -> CheckpointReader:
     """Open and verify a checkpoint, or the newest valid one of a run directory.
 
     Raises:

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint import CheckpointReader, TensorKind
+from meshwright.checkpoint import TensorKind
 from meshwright.checkpoint.files import as_checkpoint_error
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.destination import OnBytes, ignore_progress
@@ -60,6 +61,25 @@ class OutgoingTensor(NamedTuple):
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
 
+class WeightReader(Protocol):
+    """Source of weights: a checkpoint, or one with its adapters merged."""
+
+    path: Path
+    manifest: Manifest
+
+    def parameters(self, kind: TensorKind) -> list[str]:
+        """Return the names of the tensors of a kind."""
+
+    def shape(self, kind: TensorKind, parameter: str) -> tuple[int, ...]:
+        """Return a tensor's global shape."""
+
+    def read(self, kind: TensorKind, info: ParameterInfo) -> Tensor | None:
+        """Read a whole tensor."""
+
+    def close(self) -> None:
+        """Release the files."""
+
+
 class WeightExport:
     """Weights of a checkpoint under the names that ``rules`` give them: planned by the constructor, then written.
 
@@ -77,7 +97,7 @@ class WeightExport:
 
     def __init__(
         self,
-        checkpoint: CheckpointReader,
+        checkpoint: WeightReader,
         rules: Sequence[TensorMapping],
         dtype: torch.dtype | None,
         place: str,
@@ -146,9 +166,7 @@ class WeightExport:
             yield from rule.split(ours)
 
 
-def _check_names(
-    checkpoint: CheckpointReader, rules: Sequence[TensorMapping], place: str, left_out: Sequence[str]
-) -> None:
+def _check_names(checkpoint: WeightReader, rules: Sequence[TensorMapping], place: str, left_out: Sequence[str]) -> None:
     expected, saved = {rule.ours for rule in rules}, checkpoint.parameters(TensorKind.WEIGHTS)
     present = {name for name in saved if not any(fnmatchcase(name, pattern) for pattern in left_out)}
     problems = [f"it has no weights of {name}" for name in sorted(expected - present)]

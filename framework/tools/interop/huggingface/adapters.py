@@ -1,0 +1,181 @@
+"""Adapters of a checkpoint, saved under any layout: exported for peft, or merged into the weights.
+
+    peft     adapter_model.safetensors, adapter_config.json: for ``peft.PeftModel.from_pretrained(model, PATH)``
+    merged   a directory as of :mod:`export`, with W + (alpha / rank) B A in place of W
+
+A linear that fuses several of theirs (qkv, gate_up) gives an adapter to each of them: A is the same, the rows of B are
+split by the rule of W.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from meshwright.adapters.attach import factor_of, is_adapter
+from meshwright.checkpoint import CheckpointReader, TensorKind
+from meshwright.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
+from meshwright.config import RunConfig, parse
+from meshwright.errors import CheckpointError, ModelError
+from meshwright.model.build import configured_model
+from meshwright.parameters import ParameterInfo
+from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
+from meshwright.tools.interop.huggingface.export import ExportPlan, ExportResult, open_verified
+from meshwright.tools.interop.huggingface.files import write_json
+from meshwright.tools.interop.huggingface.rules import TensorMapping
+from meshwright.tools.interop.huggingface.writing import DTYPE_NAMES, parse_dtype
+
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+"""Prefix of every name in peft's file."""
+PlanExport = Callable[[RunConfig, Path], ExportPlan]
+
+
+def targets_of(checkpoint: CheckpointReader) -> list[str]:
+    """Return the names of the modules with an adapter, sorted.
+
+    Raises:
+        CheckpointError: the checkpoint has none.
+    """
+    names = checkpoint.parameters(TensorKind.WEIGHTS)
+    found = [name.removesuffix(".lora_a.weight") for name in names if name.endswith(".lora_a.weight")]
+    if not found:
+        raise CheckpointError(
+            "MW-INTEROP-100", f"{checkpoint.path} has no adapters: its run had no adapter.rank. Export with --to hf"
+        )
+    return found
+
+
+def read_factor(checkpoint: CheckpointReader, name: str) -> Tensor:
+    """Read A or B of an adapter: its master weights, where the checkpoint has them."""
+    kind = TensorKind.MASTER if name in checkpoint.parameters(TensorKind.MASTER) else TensorKind.WEIGHTS
+    found = checkpoint.read(kind, ParameterInfo(name, checkpoint.shape(kind, name)))
+    assert found is not None, name
+    return found
+
+
+def export_adapter(plan_export: PlanExport, source: Path, out: Path, *, dtype: str | None = None) -> ExportResult:
+    """Export the adapters of a checkpoint as a directory that peft loads.
+
+    Args:
+        plan_export: function that plans the export of the whole model; its rules are those of the targets' weights.
+        source: a checkpoint, or a run directory, whose newest valid checkpoint is used.
+        out: the directory to write, new or empty.
+        dtype: element type of all tensors; None keeps the saved ones, or those of the master weights.
+
+    Raises:
+        CheckpointError, ModelError: the checkpoint is damaged or has no adapters, or a target has no name there.
+    """
+    chosen, out = parse_dtype(dtype), check_output_directory(out)
+    with open_verified(source) as checkpoint:
+        targets = targets_of(checkpoint)
+        config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
+        plan = plan_export(config, checkpoint.path)
+        rules = {rule.ours: rule for rule in plan.rules}
+        layers, tensors = configured_model(config).layers, {}
+        for target in targets:
+            is_table = isinstance(layers.get_submodule(target), nn.Embedding)
+            down, up = (read_factor(checkpoint, f"{target}.lora_{each}.weight") for each in "ab")
+            tensors |= dict(_theirs(target, rules, down, up, is_table))
+    tensors = {name: tensor.to(chosen or tensor.dtype).contiguous() for name, tensor in tensors.items()}
+    with published_directory(out, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
+        save_file(tensors, temporary / TENSORS, {"format": "pt"})
+        write_json(temporary / CONFIG, _config(config, plan, sorted(tensors)))
+        files = {TENSORS: (temporary / TENSORS).stat().st_size}
+    dtypes = sorted({DTYPE_NAMES[tensor.dtype] for tensor in tensors.values()})
+    return ExportResult(out, plan.model, "", len(tensors), dtypes, files, [CONFIG], [])
+
+
+def _theirs(
+    target: str, rules: Mapping[str, TensorMapping], down: Tensor, up: Tensor, is_table: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and values of each tensor in peft's file: A (rank, I), B (O, rank); of an embedding both turned.
+
+    Raises:
+        ModelError: the target's weight has no name in transformers.
+    """
+    rule = rules.get(f"{target}.weight")
+    if rule is None:
+        raise ModelError(
+            "MW-INTEROP-101", f"{target} has an adapter, and no counterpart in transformers: merge it, or train without"
+        )
+    if is_table:
+        name = PREFIX + rule.theirs[0].removesuffix(".weight")
+        yield f"{name}.lora_embedding_A", down.t()
+        yield f"{name}.lora_embedding_B", up
+        return
+    for theirs, part in rule._replace(transposed=False).split(up):
+        name = PREFIX + theirs.removesuffix(".weight")
+        yield f"{name}.lora_A.weight", down.clone()
+        yield f"{name}.lora_B.weight", part
+
+
+def _config(config: RunConfig, plan: ExportPlan, names: list[str]) -> dict[str, Any]:
+    """Return peft's adapter_config.json. Targets are whole names, so that no other module has one of their endings."""
+    adapter, builder = config.adapter, config.model.builder
+    modules = sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in names})
+    transposed = {theirs.removesuffix(".weight") for rule in plan.rules if rule.transposed for theirs in rule.theirs}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if plan.loader == "AutoModelForCausalLM" else "SEQ_2_SEQ_LM",
+        "base_model_name_or_path": builder.removeprefix("hf:") if builder.startswith("hf:") else None,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha or adapter.rank,
+        "lora_dropout": adapter.dropout,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": not transposed.isdisjoint(modules),
+        "inference_mode": True,
+    }
+
+
+class MergedWeights:
+    """Weights of a checkpoint with the adapters merged, read as from a checkpoint without adapters.
+
+    W + (alpha / rank) B A is computed in float64, so that the export rounds it once, to the dtype that it writes.
+    """
+
+    def __init__(self, checkpoint: CheckpointReader, config: RunConfig) -> None:
+        self.checkpoint, self.path = checkpoint, checkpoint.path
+        self._targets = set(targets_of(checkpoint))
+        self._factor = factor_of(config)
+        self._model = configured_model(config)
+        entries = checkpoint.manifest.tensors
+        any_adapter = entries[TensorKind.WEIGHTS.of(f"{min(self._targets)}.lora_a.weight")]
+        tensors: dict[str, TensorEntry] = {}
+        for name, parameter in self._model.layers.named_parameters():
+            if not is_adapter(name) and self._model.canonical(name) == name:
+                key = TensorKind.WEIGHTS.of(name)
+                tensors[key] = entries.get(key, any_adapter.model_copy(update={"shape": tuple(parameter.shape)}))
+        self.manifest: Manifest = checkpoint.manifest.model_copy(update={"tensors": tensors})
+
+    def parameters(self, kind: TensorKind) -> list[str]:
+        """Return the names of the merged weights; of any other kind there are none."""
+        prefix = kind.of("")
+        return sorted(name.removeprefix(prefix) for name in self.manifest.tensors if name.startswith(prefix))
+
+    def shape(self, kind: TensorKind, parameter: str) -> tuple[int, ...]:
+        """Return the global shape of a weight."""
+        return self.manifest.tensors[kind.of(parameter)].shape
+
+    def read(self, kind: TensorKind, info: ParameterInfo) -> Tensor:
+        """Read a whole weight: of the checkpoint, or of the model's directory; with its adapter, if it has one."""
+        is_saved = kind.of(info.name) in self.checkpoint.manifest.tensors
+        weight = self.checkpoint.read(kind, info) if is_saved else self._model.initial(info.name)
+        assert weight is not None, info
+        target = info.name.removesuffix(".weight")
+        if target not in self._targets or target == info.name:
+            return weight
+        down, up = (read_factor(self.checkpoint, f"{target}.lora_{each}.weight").double() for each in "ab")
+        is_table = isinstance(self._model.layers.get_submodule(target), nn.Embedding)
+        product = down @ up.t() if is_table else up @ down
+        return weight.double() + self._factor * product
+
+    def close(self) -> None:
+        """Release the files."""
+        self.checkpoint.close()

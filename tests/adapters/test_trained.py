@@ -1,0 +1,224 @@
+"""Runs with adapters on the disk: checkpoints, resuming, peft's format, and weights with the adapters merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from meshwright.adapters.attach import is_adapter
+from meshwright.checkpoint import TensorKind, find, open_checkpoint
+from meshwright.config import RunConfig
+from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.errors import UserError
+from meshwright.launch.conversion import convert
+from meshwright.launch.pool import RankPool
+from meshwright.launch.work import work
+from meshwright.parameters import ParameterInfo
+from meshwright.run.directory import run_directory
+from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from tests.end_to_end.driving import exact_losses
+from tests.tools.interop.huggingface.architectures import directory, run_config
+
+pytest.importorskip("transformers")
+ADAPTER = {"rank": 3, "alpha": 6.0, "targets": ["*.self_attn.*_proj", "*.mlp.*_proj"], "dropout": 0.1}
+LLAMA = {"vocab_size": 280, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "num_layers": 2}
+FUSED = ["block*.attention.qkv", "block*.attention.out", "block*.mlp.*"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few kilobytes, 280 tokens."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.txt").write_text("the ranks of a mesh hold what the stages of a model hand on.\n" * 300)
+    prepare_files([folder / "text.txt"], folder / "prepared", vocab_size=280, validation_share=0.0)
+    return folder / "prepared"
+
+
+def train_rank(rank: int, world_size: int, config: RunConfig) -> None:
+    """One rank of a run."""
+    work(config)
+
+
+def trained(pool: RankPool, config: RunConfig) -> Path:
+    """The run directory, after training."""
+    parallel = config.parallel
+    assert isinstance(parallel.dp, int)
+    pool.run(train_rank, parallel.dp * parallel.pp * parallel.tp, config)
+    return run_directory(config)
+
+
+Configure = Callable[..., RunConfig]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapted")
+
+
+@pytest.fixture(scope="module")
+def base(place: Path) -> Path:
+    """A Llama of transformers with weights."""
+    return directory("llama", place, weights=True, vocab_size=280, num_hidden_layers=2, attention_dropout=0.0)
+
+
+@pytest.fixture(scope="module")
+def configure(place: Path, base: Path, corpus: Path) -> Configure:
+    """``configure(name, layout, **sections)``: a run of 4 steps on the library's Llama, in float64."""
+
+    def make(name: str, parallel: dict[str, Any], steps: int = 4, **sections: Any) -> RunConfig:
+        tree: dict[str, Any] = {
+            "run": {"name": name, "directory": str(place)},
+            "adapter": ADAPTER,
+            "data": {"train": str(corpus / "train"), "tokenizer": str(corpus / "tokenizer.json")},
+            "parallel": {"dp": 1, "pp": 1, "tp": 1, **parallel},
+            "optimizer": {"learning_rate": 3e-2, "schedule": "constant"},
+            "train": {"dtype": "float64", "steps": steps, "device": "cpu"},
+            "checkpoint": {"every": 2, "keep_last": 3},
+        }
+        return run_config(base, **(tree | sections))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def run(configure: Configure, pool: RankPool) -> Path:
+    """Four steps on pp 2 x tp 2 with sequence parallelism."""
+    return trained(pool, configure("whole", {"pp": 2, "tp": 2, "sequence": True}))
+
+
+def test_checkpoints_hold_adapters_and_a_fingerprint_of_the_base(run: Path) -> None:
+    checkpoint = open_checkpoint(find(run)[0].path)
+    names = checkpoint.parameters(TensorKind.WEIGHTS)
+    assert names and all(map(is_adapter, names))
+    assert len(checkpoint.manifest.state["adapter_base"]) == 16
+
+
+def resumed(name: str, run: Path, configure: Configure, parallel: dict[str, Any], pool: RankPool) -> RunConfig:
+    """The run of this name, begun from the checkpoint of step 2 of another."""
+    config = configure(name, parallel)
+    shutil.copytree(run, run_directory(config))
+    shutil.rmtree(run_directory(config) / "checkpoints" / "step-00000004")
+    trained(pool, config)
+    return config
+
+
+def test_a_resumed_run_is_bit_equal_on_its_layout_and_close_on_another(
+    run: Path, configure: Configure, pool: RankPool
+) -> None:
+    unbroken = exact_losses(configure("whole", {}))
+    same = resumed("again", run, configure, {"pp": 2, "tp": 2, "sequence": True}, pool)
+    assert exact_losses(same) == unbroken and weights_of(run_directory(same)) == weights_of(run)
+    other = resumed("other", run, configure, {"dp": 2, "zero": 1}, pool)
+    for step, loss in exact_losses(other).items():
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(unbroken[step]), rel=1e-11)
+    checkpoints = [open_checkpoint(find(run_directory(each))[0].path) for each in (same, other)]
+    assert len({each.manifest.state["adapter_base"] for each in checkpoints}) == 1
+
+
+def weights_of(run: Path) -> dict[str, list[float]]:
+    checkpoint = open_checkpoint(find(run)[0].path)
+    return {name: read(checkpoint, name).flatten().tolist() for name in checkpoint.parameters(TensorKind.WEIGHTS)}
+
+
+def read(checkpoint: Any, name: str) -> Tensor:
+    shape = checkpoint.shape(TensorKind.WEIGHTS, name)
+    found = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, shape))
+    assert isinstance(found, Tensor)
+    return found
+
+
+def test_another_base_is_refused(run: Path, configure: Configure, base: Path, place: Path, pool: RankPool) -> None:
+    weights = load_file(base / "model.safetensors")
+    changed = {name: w.clone() for name, w in weights.items()}
+    changed["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.01
+    save_file(changed, base / "model.safetensors", {"format": "pt"})
+    try:
+        with pytest.raises(Exception, match="MW-RUN-035"):
+            resumed("elsewhere", run, configure, {"pp": 2, "tp": 2, "sequence": True}, pool)
+    finally:
+        save_file(weights, base / "model.safetensors", {"format": "pt"})
+
+
+IDS = torch.arange(24).view(2, 12) * 7 % 280
+
+
+def logits_of(path: Path, change: Callable[[Any], Any] = lambda model: model) -> Tensor:
+    """Logits of the library's model, in float64."""
+    model = import_transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    with torch.no_grad():
+        found: Tensor = change(model).eval()(IDS).logits
+    return found
+
+
+def with_formula(exported: Path) -> Callable[[Any], Any]:
+    """Add the exported adapters to the library's linears, by hooks."""
+
+    def change(model: Any) -> Any:
+        fields = json.loads((exported / "adapter_config.json").read_text())
+        tensors = load_file(exported / "adapter_model.safetensors")
+        modules = {name: module for name, module in model.named_modules() if name in fields["target_modules"]}
+        assert len(modules) == len(fields["target_modules"]) == len(tensors) // 2
+        for name, module in modules.items():
+            a, b = (tensors[f"base_model.model.{name}.lora_{each}.weight"] for each in "AB")
+            scale = fields["lora_alpha"] / fields["r"]
+            module.register_forward_hook(lambda m, x, y, a=a, b=b, scale=scale: y + scale * x[0] @ a.t() @ b.t())
+        return model
+
+    return change
+
+
+def test_peft_s_files_and_merged_weights_are_one_model(run: Path, base: Path, tmp_path: Path) -> None:
+    assert "peft.PeftModel" in convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    convert(run, None, ("merged", str(tmp_path / "merged")), [], None, None, None)
+    adapted, merged = logits_of(base, with_formula(tmp_path / "peft")), logits_of(tmp_path / "merged")
+    assert (adapted - logits_of(base)).abs().max() > 1e-3
+    assert (adapted - merged).abs().max() <= 1e-12 * adapted.abs().max()
+    with pytest.raises(UserError, match="MW-LAUNCH-074"):
+        convert(run, None, ("hf", str(tmp_path / "plain")), [], None, None, None)
+
+
+def test_merging_rounds_once_to_float32(run: Path, base: Path, tmp_path: Path) -> None:
+    convert(run, None, ("merged", str(tmp_path / "merged")), [], None, "float32", None)
+    checkpoint, name = open_checkpoint(find(run)[0].path), "block1.layer.mlp.up_proj"
+    a, b = (read(checkpoint, f"{name}.lora_{each}.weight") for each in "ab")
+    theirs = "model.layers.1.mlp.up_proj.weight"
+    expected = (load_file(base / "model.safetensors")[theirs].double() + 2.0 * (b @ a)).float()
+    assert torch.equal(load_file(tmp_path / "merged" / "model.safetensors")[theirs], expected)
+
+
+def test_a_model_of_ours_gives_each_of_the_fused_linears_its_part(
+    configure: Configure, place: Path, pool: RankPool, tmp_path: Path
+) -> None:
+    model = {"builder": "meshwright.models.llama:build", "options": LLAMA | {"max_sequence_length": 16}}
+    config = configure("ours", {"dp": 1, "tp": 2}, 2, model=model, adapter=ADAPTER | {"targets": FUSED})
+    run = trained(pool, config)
+    convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    convert(run, None, ("merged", str(tmp_path / "merged")), [], None, None, None)
+    checkpoint = open_checkpoint(find(run)[0].path)
+    assert not all(map(is_adapter, checkpoint.parameters(TensorKind.WEIGHTS)))
+    plain = tmp_path / "plain"
+    shutil.copytree(tmp_path / "merged", plain)
+    tensors = load_file(plain / "model.safetensors")
+    peft = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    for name in {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in peft}:
+        a, b = (peft[f"base_model.model.{name}.lora_{each}.weight"] for each in "AB")
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] - 2.0 * b @ a
+    assert {"q_proj", "gate_proj"} <= {key.split(".")[6] for key in peft if ".layers.0." in key}
+    qkv = read(checkpoint, "block0.attention.qkv.weight").view(2, 4, 4, 16)
+    assert torch.allclose(tensors["model.layers.0.self_attn.k_proj.weight"].view(2, 4, 16), qkv[:, 2], atol=1e-14)
+
+
+def test_peft_computes_the_same(run: Path, base: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    found = logits_of(base, lambda model: peft.PeftModel.from_pretrained(model, tmp_path / "peft"))
+    expected = logits_of(base, with_formula(tmp_path / "peft"))
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
