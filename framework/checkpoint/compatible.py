@@ -15,6 +15,9 @@ from meshwright.errors import CheckpointError
 REFUSED = {
     "model.builder": "it is another model",
     "model.options": "it is another model",
+    "adapter.rank": "the checkpoint has other adapters",
+    "adapter.targets": "the checkpoint has other adapters",
+    "adapter.alpha": "the trained adapters would count more or less than before",
     "data.sequence_length": "the same text would become other samples",
     "data.packing": "the same text would become other samples",
     "data.builder": "the samples seen so far were others",

@@ -58,7 +58,7 @@ def sum_of(tensors: Iterable[tuple[ParameterInfo, Tensor]]) -> Tensor:
         key = int.from_bytes(hashlib.blake2b(info.name.encode(), digest_size=7).digest(), "big")
         by_row, by_column = _factors(rows + key), _factors(columns.flatten() - key).to(matrix.device)
         step = max(1, ELEMENTS_AT_ONCE // max(1, by_column.numel()))
-        for part, factors in zip(matrix.flatten(1).split(step), by_row.split(step), strict=True):
+        for part, factors in zip(torch.split(matrix.flatten(1), step), torch.split(by_row, step), strict=True):
             bits = part.to(torch.bfloat16).contiguous().view(torch.int16).long()
             total += ((bits * by_column).sum(1).cpu() * factors).sum()
     return total

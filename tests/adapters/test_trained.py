@@ -123,6 +123,12 @@ def test_a_resumed_run_is_bit_equal_on_its_layout_and_close_on_another(
     assert len({each.manifest.state["adapter_base"] for each in checkpoints}) == 1
 
 
+def test_adapters_of_another_scale_are_refused(run: Path, configure: Configure, pool: RankPool) -> None:
+    config = configure("whole", {"pp": 2, "tp": 2, "sequence": True}, 6, adapter=ADAPTER | {"alpha": 7.0})
+    with pytest.raises(Exception, match=r"adapter.alpha was 6.0 and is 7.0"):
+        trained(pool, config)
+
+
 def weights_of(run: Path) -> dict[str, list[float]]:
     checkpoint = open_checkpoint(find(run)[0].path)
     return {name: read(checkpoint, name).flatten().tolist() for name in checkpoint.parameters(TensorKind.WEIGHTS)}

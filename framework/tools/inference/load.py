@@ -204,10 +204,10 @@ def _stage(
     """Return a stage with the tensors of this kind as its weights; frozen parameters have weights only."""
     dtype, present = DTYPES[blueprint.config.train.dtype], set(checkpoint.parameters(kind))
 
-    saved = set(checkpoint.parameters(TensorKind.WEIGHTS))
+    in_checkpoint = set(checkpoint.parameters(TensorKind.WEIGHTS))
 
     def read(info: ParameterInfo) -> Tensor:
-        if info.name not in saved and leaves_out_base(blueprint.config):
+        if info.name not in in_checkpoint and leaves_out_base(blueprint.config):
             return info.take(blueprint.model.initial(info.name))
         of = kind if info.name in present else TensorKind.WEIGHTS
         weight = checkpoint.read(of, info, dtype)

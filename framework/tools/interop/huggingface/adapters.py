@@ -77,7 +77,8 @@ def export_adapter(plan_export: PlanExport, source: Path, out: Path, *, dtype: s
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
         plan = plan_export(config, checkpoint.path)
         rules = {rule.ours: rule for rule in plan.rules}
-        layers, tensors = configured_model(config).layers, {}
+        layers = configured_model(config).layers
+        tensors: dict[str, Tensor] = {}
         for target in targets:
             is_table = isinstance(layers.get_submodule(target), nn.Embedding)
             down, up = (read_factor(checkpoint, f"{target}.lora_{each}.weight") for each in "ab")
