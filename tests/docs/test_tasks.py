@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "tasks"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LONG = ("train-my-model.md", "move-a-checkpoint.md")
+LONG = ("train-my-model.md", "move-a-checkpoint.md", "fine-tune-with-adapters.md")
 """They train for most of a minute: run by `make torture`."""
 LINK = re.compile(r"\]\(([^)#:]+)(?:#([^)]+))?\)")
 

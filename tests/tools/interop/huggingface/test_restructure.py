@@ -192,3 +192,4 @@ def test_documents_in_a_row_do_not_see_each_other(tmp_path: Path) -> None:
     assert torch.allclose(packed[:1, 5:], layers(ids[:1, 5:]), atol=1e-12)
     assert torch.allclose(packed[1:], layers(ids[1:]), atol=1e-12)
     assert not torch.allclose(packed[:1, 5:], layers(ids[:1])[:, 5:])
+    assert torch.equal(layers({"tokens": ids, "starts": positions == 0}), packed)  # as a corpus gives them

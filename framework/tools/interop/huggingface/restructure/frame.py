@@ -182,12 +182,19 @@ class ModelSkeleton:
         return self._copies[device]
 
 
+def positions_of(starts: Tensor) -> Tensor:
+    """Return the position of each token in its document: starts (B, S) bool -> (B, S) int64."""
+    places = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return places - places.masked_fill(~starts, 0).cummax(1).values
+
+
 class PipelineLayer(nn.Module):
     """One layer of the Sequential: consecutive planned modules, each with the model's computations in front of it.
 
-    Input: token ids (B, S), or a dict of ``input_ids`` and ``position_ids``, or the dict of the layer before. Output: a
-    dict of hidden states (B, S, D) and positions (B, S). The last layer returns logits (B, S, V), or this rank's shard
-    (B, S, V/tp). Under sequence parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole.
+    Input: token ids (B, S); or a dict of ``input_ids`` and ``position_ids``, or of ``tokens`` and ``starts`` (B, S)
+    bool, True where a document begins; or the dict of the layer before. Output: a dict of hidden states (B, S, D) and
+    positions (B, S). The last layer returns logits (B, S, V), or this rank's shard (B, S, V/tp). Under sequence
+    parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole.
     """
 
     def __init__(
@@ -202,6 +209,8 @@ class PipelineLayer(nn.Module):
 
     def forward(self, value: Any) -> Any:
         value = {IDS: value} if isinstance(value, Tensor) else value
+        if "starts" in value:  # data.document_boundaries
+            value = {IDS: value["tokens"], POSITIONS: positions_of(value["starts"])}
         dtype = (value[HIDDEN] if HIDDEN in value else next(self.parameters())).dtype
         with keep_float64(dtype):
             return self._run_modules(value)
