@@ -84,6 +84,7 @@ class Case(NamedTuple):
     reduce: str | None = None
     chunks: int = 4
     dropout: float = 0.0
+    adapters: int = 0
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={n}" for axis, n in (("dp", self.dp), ("pp", self.pp), ("tp", self.tp)) if n > 1)
@@ -121,6 +122,10 @@ class Case(NamedTuple):
                 },
                 "pipeline": {"schedule": self.schedule, "recompute": self.recompute},
                 "optimizer": optimizer,
+                "adapter": {
+                    "rank": self.adapters,
+                    "targets": ["block*.attention.*", "block*.mlp.*"] if self.adapters else [],
+                },
                 "train": {"dtype": self.dtype, "device": "cpu"},
             }
         )
@@ -154,6 +159,12 @@ CASES = [
     Case("gpt2", pp=2, schedule="interleaved_1f1b", dtype="bfloat16", dropout=0.1),
     Case("llama", dp=2, pp=2, schedule="zb_v", zero=2),
     Case("t5", pp=3, schedule="gpipe", chunks=6),
+    Case("llama", adapters=4),
+    Case("gpt2", dp=2, zero=3, dropout=0.1, adapters=4),
+    Case("llama", dp=2, zero=2, dtype="bfloat16", adapters=4),
+    Case("llama", pp=2, tp=2, sequence=True, schedule="zb_h1", dtype="bfloat16", adapters=4),
+    Case("gpt2", dp=2, pp=2, recompute="full", adapters=4),
+    Case("llama", tp=2, recompute="pointwise", adapters=4),
 ]
 
 

@@ -90,10 +90,9 @@ class Blueprint:
 
     @property
     def flops_per_step(self) -> float:
-        """Model FLOPs of one optimizer step: forward once, backward twice as much; no recompute, full attention."""
+        """Model FLOPs of one optimizer step, see :class:`LayerCost`: no recompute, full attention."""
         batch = batch_numbers(self.config)
-        forward_flops = sum(cost.forward.flops for cost in self.layer_costs)
-        return 3.0 * forward_flops * batch.global_batch / batch.micro_batch_size
+        return sum(cost.model_flops for cost in self.layer_costs) * batch.global_batch / batch.micro_batch_size
 
     def stage_layers(self, stage: int) -> nn.Sequential:
         """Return the layers of one stage, under their names in the whole model."""

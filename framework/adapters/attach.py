@@ -148,7 +148,7 @@ def find_targets(model: Adaptable, patterns: Sequence[str]) -> dict[str, nn.Modu
             why = "its weight is shared with another module, whose output would not change with it"
         elif any(_lies_in(name, pattern) for pattern in rules):
             why = "it lies in a layer that a function of the sharding_plan splits"
-        elif isinstance(module, nn.Embedding) and "column" in _kinds(name, model.plan):
+        elif isinstance(module, nn.Embedding) and _patterns(name, "column", model.plan):
             why = "it is an embedding whose features are split (column)"
         if why is not None:
             raise ModelError("MW-MODEL-041", f"adapter.targets: {name} cannot have an adapter: {why}. Leave it out")
@@ -187,15 +187,20 @@ def _add(factor: float, module: nn.Module, args: tuple[Any, ...], output: Tensor
 
 
 def _entries(name: str, module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the entries of an adapter in the sharding plan: see the table of this module."""
-    kinds = _kinds(name, plan)
-    is_gathered = any("gather" in _kinds(outer, plan) for outer in _enclosing(name))
-    dropout = "uncut" if is_gathered else ""  # its input is the whole sequence
-    for kind in kinds & {"column", "column_whole", "vocab", "row", "row_whole"}:
-        yield f"{name}.{A if kind.startswith('row') or isinstance(module, nn.Embedding) else B}", kind
-        dropout = {"row": "features", "row_whole": "uncut"}.get(kind, dropout)
-    if dropout and DROPOUT in module._modules:
-        yield f"{name}.{DROPOUT}", dropout
+    """Yield the entries of an adapter in the sharding plan: see the table of this module.
+
+    Their patterns are those of the target with the adapter's names, so that they fit a part of the model as these do.
+    """
+    has_dropout = DROPOUT in module._modules
+    takes_part = any(_patterns(name, kind, plan) for kind in ("row", "row_whole"))
+    for outer in _enclosing(name) if has_dropout and not takes_part else ():
+        for pattern in _patterns(outer, "gather", plan):
+            yield f"{pattern}{name.removeprefix(outer)}.{DROPOUT}", "uncut"  # its input is the whole sequence
+    for kind in ("column", "column_whole", "vocab", "row", "row_whole"):
+        for pattern in _patterns(name, kind, plan):
+            yield f"{pattern}.{A if kind.startswith('row') or isinstance(module, nn.Embedding) else B}", kind
+            if kind.startswith("row") and has_dropout:
+                yield f"{pattern}.{DROPOUT}", "features" if kind == "row" else "uncut"
 
 
 def _narrowed(plan: Mapping[str, Any], known: Sequence[str], targets: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -208,8 +213,9 @@ def _narrowed(plan: Mapping[str, Any], known: Sequence[str], targets: Mapping[st
     return found
 
 
-def _kinds(name: str, plan: Mapping[str, Any]) -> set[str]:
-    return {kind for pattern, kind in plan.items() if isinstance(kind, str) and fnmatchcase(name, pattern)}
+def _patterns(name: str, kind: str, plan: Mapping[str, Any]) -> list[str]:
+    """Return the patterns that give a module this kind."""
+    return [pattern for pattern, each in plan.items() if each == kind and fnmatchcase(name, pattern)]
 
 
 def _enclosing(name: str) -> list[str]:

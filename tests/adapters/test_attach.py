@@ -21,6 +21,8 @@ from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import configured_model
 from meshwright.parameters import ParameterInfo
+from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
@@ -184,7 +186,7 @@ def test_a_wide_pattern_of_the_plan_does_not_take_the_adapters() -> None:
     model = configured_model(
         adapted("gpt2", "tp2", ["down"])[0].replace(model={"builder": "tests.adapters.test_attach:wide", "options": {}})
     )
-    assert model.plan == {"up": "column", "down": "row", "down.lora_a": "row", "down.lora_dropout": "features"}
+    assert model.plan == {"up": "column", "down": "row", "down*.lora_a": "row", "down*.lora_dropout": "features"}
 
 
 def wide() -> nn.Sequential:
@@ -200,3 +202,23 @@ def wide() -> nn.Sequential:
 def test_rank_and_targets_belong_together(given: dict[str, Any]) -> None:
     config = model_config("gpt2", size_for(parse_layout("dp1"))).replace(adapter=given)
     assert [rule.code for rule in RULES if rule.check(config)] == ["MW-CONFIG-066"]
+
+
+def test_the_plan_of_a_rank_counts_adapters_as_trained_and_no_weight_gradients_of_the_base() -> None:
+    config = layout_config(adapted("llama", "tp2")[0], parse_layout("tp2"), 4, "float64")
+    cache, blueprint = ModelCache(config, ExecutionOptions(fuses_any_attention=False)), draw_blueprint(config)
+    local = {name: torch.Size(info.local_shape).numel() for name, info in blueprint.infos.items()}
+    elements = cache.total_elements(2, False)
+    assert elements.trained == sum(numel for name, numel in local.items() if is_adapter(name))
+    assert elements.frozen == sum(numel for name, numel in local.items() if not is_adapter(name))
+    assert cache.flops_per_step(config) == blueprint.flops_per_step
+    layers = configured_model(config).layers
+    linears = [
+        each.weight for each in layers.modules() if isinstance(each, nn.Linear) and not each.weight.requires_grad
+    ]
+    tokens = 4 * config.data.sequence_length
+    trained = layout_config(adapted("llama", "tp2")[0].replace(adapter={"rank": 0}), parse_layout("tp2"), 4, "float64")
+    added = 6.0 * tokens * sum(p.numel() for n, p in layers.named_parameters() if is_adapter(n))
+    saved = 2.0 * tokens * sum(weight.numel() for weight in linears)
+    expected = draw_blueprint(trained).flops_per_step + added - saved
+    assert blueprint.flops_per_step == pytest.approx(expected, rel=0.01)

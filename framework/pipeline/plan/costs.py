@@ -43,6 +43,13 @@ class LayerCost(NamedTuple):
     forward: OperationCost
     backward: OperationCost
     """Cost of backward, gradient accumulation included."""
+    frozen_flops: float = 0.0
+    """FLOPs of the weight gradients that frozen linears do not need."""
+
+    @property
+    def model_flops(self) -> float:
+        """Model FLOPs: forward once, backward twice as much without ``frozen_flops``; no recompute, full attention."""
+        return 3.0 * self.forward.flops - self.frozen_flops
 
     @property
     def time_s(self) -> float:
@@ -157,6 +164,14 @@ def _run(
             backward.count = OperationCost(*(2.0 * number for number in forward.count))
         for p in parameters:  # read, and added to the sum over micro-batches, which is in float32 at least
             backward.add(0.0, p.numel() * (p.itemsize + 2 * max(4, p.itemsize)))
-    cost = LayerCost(name, sum(p.numel() for p in layer.parameters()), forward.count, backward.count)
+    numel = sum(p.numel() for p in layer.parameters())
+    cost = LayerCost(name, numel, forward.count, backward.count, _frozen_flops(layer, _tensors(value)))
     passed = tree_map(lambda t: t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, output)
     return cost, passed
+
+
+def _frozen_flops(layer: nn.Module, inputs: Sequence[Tensor]) -> float:
+    """Return the FLOPs of the weight gradients of frozen linears, for inputs (B, S, ...)."""
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    frozen = sum(module.weight.numel() for module in linears if not module.weight.requires_grad)
+    return 2.0 * frozen * inputs[0].shape[:2].numel() if frozen and inputs else 0.0

@@ -40,7 +40,7 @@ class LayerProfile:
     forward_messages: tuple[GroupMessages, ...]
     backward_messages: tuple[GroupMessages, ...]
     num_parameters: int
-    """Number of local parameter elements; a weight tied to another layer's counts in both."""
+    """Number of local trained parameter elements; a weight tied to another layer's counts in both."""
     kept_bytes: int
     """Bytes kept between forward and backward, without inputs; includes the output if the layer keeps it."""
     inputs_kept: tuple[bool, ...]

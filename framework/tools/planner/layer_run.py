@@ -116,7 +116,7 @@ class LayerRun:
             weight_half=work(backward.num_ops, len(recorder.ops)),
             forward_messages=forward.messages,
             backward_messages=backward.messages,
-            num_parameters=sum(parameter.numel() for parameter in layer.parameters()),
+            num_parameters=sum(each.numel() for each in layer.parameters() if each.requires_grad),
             kept_bytes=kept_bytes,
             inputs_kept=tuple(number in alive for number, _ in forward.inputs),
             outputs=tuple(OutputTensor(s, index_of.get(n), n in alive, needs) for n, s, needs in forward.outputs),

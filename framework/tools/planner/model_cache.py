@@ -200,8 +200,7 @@ class ModelCache:
     def flops_per_step(self, config: RunConfig) -> float:
         """Return the model FLOPs of a step: forward plus twice as much for backward; no recompute, full attention."""
         batch = batch_numbers(config)
-        forward = sum(cost.forward.flops for cost in self.costs(config))
-        return 3.0 * forward * batch.global_batch / batch.micro_batch_size
+        return sum(cost.model_flops for cost in self.costs(config)) * batch.global_batch / batch.micro_batch_size
 
     def loss(self, layers: nn.Sequential, group: CountingGroup) -> Loss:
         """Return the loss that ``meshwright.build`` would choose."""
