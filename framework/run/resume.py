@@ -18,7 +18,7 @@ from meshwright.optimizer.flat import states_of
 from meshwright.optimizer.learning_rate import MAX_SCALE, LossScale, first_scale
 from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
-from meshwright.run.base import check_base
+from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
 from meshwright.run.tensors import checkpoint_metadata, restore, saved_tensors
 from meshwright.terminal.output import Warn, print_warning
@@ -101,7 +101,7 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
         manifest = checkpoint.manifest
         optimizer_steps = saved_count(manifest, "optimizer_steps")
         restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, parts.running())
-    check_base(parts, manifest, str(path))
+    check_resumed(parts, manifest, str(path))
     parts.state.step = manifest.step
     parts.state.optimizer_steps = optimizer_steps
     parts.state.skipped_in_a_row = saved_count(manifest, "skipped_in_a_row", 0)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.adapters.attach import is_adapter
+from meshwright.adapters.fingerprint import FINGERPRINT
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind, TensorPiece
 from meshwright.checkpoint.preflight import SavedTensor
@@ -20,14 +21,13 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import TrainState
-from meshwright.run.base import FINGERPRINT
 
 
 def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
     """Yield every weight and running buffer that a checkpoint holds, each once, with its global shape."""
     layers = blueprint.model.layers
     for name, parameter in layers.named_parameters(remove_duplicate=False):
-        is_left_out = not parameter.requires_grad and leaves_out_base(blueprint.config)
+        is_left_out = leaves_out_base(blueprint.config) and not is_adapter(name)
         if blueprint.model.canonical(name) == name and not is_left_out:
             shape = blueprint.infos[name].global_shape
             yield SavedTensor(name, shape, parameter.dtype, parameter.requires_grad)
@@ -95,7 +95,9 @@ def pieces(
     index = 0
     for replica in replicas.values():
         replica.wait_for_weights()
-        for member in replica.frozen if with_frozen else ():
+        for member in replica.frozen:
+            if not with_frozen and not is_adapter(member.info.name):
+                continue
             if mesh.at.dp_rank == 0 and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
@@ -143,7 +145,9 @@ def restore(
         buffer.copy_(saved)
     index = 0
     for replica in replicas.values():
-        for member in replica.frozen if has_base else ():
+        for member in replica.frozen:
+            if not (adapted if is_adapter(member.info.name) else has_base):
+                continue
             found = _read(checkpoint, TensorKind.WEIGHTS, member, member.parameter.dtype)
             member.parameter.data.copy_(found.view(member.info.local_shape))
         for bucket in replica.buckets:

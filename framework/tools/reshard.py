@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.adapters.attach import is_adapter
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import stage_members
 from meshwright.checkpoint import (
@@ -152,7 +153,9 @@ def shard_tensors(
                     yield ShardTensor(TensorKind.WEIGHTS, ParameterInfo(name, shape))
     for stage in stages:
         members = _members(blueprint, stage)
-        for member in members if not leaves_out_base(blueprint.config) else ():
+        for member in members:
+            if leaves_out_base(blueprint.config) and not is_adapter(member.info.name):
+                continue
             if not member.parameter.requires_grad and member.kind.owns(tp_rank):
                 yield ShardTensor(TensorKind.WEIGHTS, member.info)
         trained = [member for member in members if member.parameter.requires_grad]

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshwright.adapters.attach import is_adapter
 from meshwright.checkpoint import TensorKind, find, open_checkpoint
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, load, parse, resolve
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import UserError
 from meshwright.launch.conversion import convert
 from meshwright.launch.pool import RankPool
 from meshwright.launch.work import work
+from meshwright.model.build import configured_model, materialise
 from meshwright.parameters import ParameterInfo
 from meshwright.run.directory import run_directory
+from meshwright.step import total_loss
+from meshwright.tools.inference.load import config_for, locate, open_inference_mesh, open_trained
+from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from tests.end_to_end.driving import exact_losses
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -66,7 +72,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def base(place: Path) -> Path:
     """A Llama of transformers with weights."""
-    return directory("llama", place, weights=True, vocab_size=280, num_hidden_layers=2, attention_dropout=0.0)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes = {"vocab_size": 280, "num_hidden_layers": 2}
+    return directory("llama", place, weights=True, attention_dropout=0.0, rope_parameters=rope, **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +155,40 @@ def test_another_base_is_refused(run: Path, configure: Configure, base: Path, pl
     changed["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.01
     save_file(changed, base / "model.safetensors", {"format": "pt"})
     try:
+        with pytest.raises(UserError, match="MW-RUN-035"):
+            convert(run, None, ("merged", str(place / "wrong")), [], None, None, None)
+        with pytest.raises(Exception, match="MW-RUN-035"):
+            pool.run(loss_rank, 1, run, 1)
         with pytest.raises(Exception, match="MW-RUN-035"):
             resumed("elsewhere", run, configure, {"pp": 2, "tp": 2, "sequence": True}, pool)
     finally:
         save_file(weights, base / "model.safetensors", {"format": "pt"})
+
+
+class Rows:
+    """The rows of IDS as samples."""
+
+    def read(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = IDS[[index % 2 for index in indices]]
+        return rows, torch.cat([rows[:, 1:], torch.full_like(rows[:, :1], -100)], 1)
+
+
+def loss_rank(rank: int, world_size: int, run: Path, tp: int) -> float:
+    """Mean loss of IDS in a run's model as commands load it, over ``tp`` ranks."""
+    place = locate(run, None)
+    layout = [f"--parallel.tp={tp}", "--parallel.pp=1", "--parallel.dp=1", "--parallel.sequence=false"]
+    config = resolve(config_for(place, layout, "eval", trust_code=True), world_size)
+    mesh = open_inference_mesh(config)
+    total = total_loss(open_trained(config, mesh, place)[0], Rows(), [0])
+    return total.loss_sum / total.num_tokens
+
+
+def test_commands_load_the_base_and_the_adapters(run: Path, base: Path, pool: RankPool, tmp_path: Path) -> None:
+    convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    logits = logits_of(base, with_formula(tmp_path / "peft"))
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    for tp in (1, 2):
+        assert pool.run(loss_rank, tp, run, tp)[0] == pytest.approx(float(expected), rel=1e-12)
 
 
 IDS = torch.arange(24).view(2, 12) * 7 % 280
@@ -159,7 +197,7 @@ IDS = torch.arange(24).view(2, 12) * 7 % 280
 def logits_of(path: Path, change: Callable[[Any], Any] = lambda model: model) -> Tensor:
     """Logits of the library's model, in float64."""
     model = import_transformers().AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
-    with torch.no_grad():
+    with torch.no_grad(), keep_float64(torch.float64):
         found: Tensor = change(model).eval()(IDS).logits
     return found
 
@@ -222,9 +260,64 @@ def test_a_model_of_ours_gives_each_of_the_fused_linears_its_part(
     assert torch.allclose(tensors["model.layers.0.self_attn.k_proj.weight"].view(2, 4, 16), qkv[:, 2], atol=1e-14)
 
 
+def test_an_imported_model_is_the_base_of_adapters_that_start_at_their_first_values(
+    base: Path, corpus: Path, place: Path, pool: RankPool, tmp_path: Path
+) -> None:
+    run = place / "imported"
+    overrides = [f"--data.train={corpus / 'train'}", f"--data.tokenizer={corpus / 'tokenizer.json'}"]
+    convert(run, ("hf", str(base)), None, [*overrides, "--data.sequence_length=12"], None, None, None)
+    before = {name: w.clone() for name, w in load_file(base / "model.safetensors").items()}
+    adapted = ["--adapter.rank=3", f"--adapter.targets={json.dumps(FUSED)}", "--train.steps=2", "--train.dtype=float32"]
+    more = ["--batch.micro_batch_size=1", "--batch.global_batch=4", "--parallel.dp=1", "--parallel.tp=2"]
+    more += ["--tracking.console=false", "--checkpoint.every=1"]
+    config = resolve(
+        load(run / "config.toml", [*adapted, *more, "--tracking.console=false", "--checkpoint.every=1"]), 2
+    )
+    trained(pool, config)
+    convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    convert(run, None, ("merged", str(tmp_path / "merged")), [], None, None, None)
+    merged, peft = (
+        load_file(tmp_path / "merged" / "model.safetensors"),
+        load_file(tmp_path / "peft" / "adapter_model.safetensors"),
+    )
+    for name, weight in merged.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{key}.lora_A.weight" in peft:
+            product = peft[f"{key}.lora_B.weight"].double() @ peft[f"{key}.lora_A.weight"].double()
+            assert product.any() and torch.equal(weight, (before[name].double() + product).float())
+        else:
+            assert torch.equal(weight, before[name]), name
+
+
 def test_peft_computes_the_same(run: Path, base: Path, tmp_path: Path) -> None:
+    """Logits, and the gradients of A and B of every target, in one process."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
-    found = logits_of(base, lambda model: peft.PeftModel.from_pretrained(model, tmp_path / "peft"))
-    expected = logits_of(base, with_formula(tmp_path / "peft"))
-    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    theirs = import_transformers().AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft", is_trainable=True).eval()
+    layers = own_layers(run).eval()
+    with keep_float64(torch.float64):
+        logits, expected = layers(IDS), theirs(IDS).logits
+    assert (logits - expected).abs().max() <= 1e-12 * expected.abs().max()
+    for found in (logits, expected):
+        F.cross_entropy(found[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
+    gradients = {name: each.grad for name, each in theirs.named_parameters() if each.requires_grad}
+    ours = {name: each.grad for name, each in layers.named_parameters() if each.requires_grad}
+    assert len(gradients) == len(ours) == 28
+    for name, gradient in ours.items():
+        block, inner, which, _ = re.match(r"block(\d+)\.layer\.(.*)\.lora_([ab])\.(weight)", name).groups()  # type: ignore[union-attr]
+        wanted = gradients[f"base_model.model.model.layers.{block}.{inner}.lora_{which.upper()}.default.weight"]
+        assert gradient is not None and (gradient - wanted).norm() <= 1e-10 * wanted.norm(), name
+
+
+def own_layers(run: Path) -> torch.nn.Sequential:
+    """The layers of a run, with the base of its directory and the adapters of its newest checkpoint, in float64."""
+    checkpoint = open_checkpoint(find(run)[0].path)
+    model = configured_model(parse(json.dumps(checkpoint.manifest.config)))
+    names = model.layers.named_parameters(remove_duplicate=False)
+    infos = {name: ParameterInfo(name, tuple(p.shape)) for name, p in names}
+
+    def local_of(info: ParameterInfo) -> Tensor:
+        return read(checkpoint, info.name) if is_adapter(info.name) else model.initial(info.name)
+
+    return materialise(model.layers, model, infos, torch.float64, torch.device("cpu"), local_of)

@@ -8,12 +8,14 @@ There is no optimizer, no gradient and no initialisation: a rank's memory holds 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from meshwright.adapters.attach import is_adapter
+from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base
 from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
 from meshwright.build import compare_digests, make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
@@ -181,10 +183,26 @@ def open_trained(
             f"{path} was deleted while it was read: the run continues and keeps only its newest checkpoints "
             f"(checkpoint.keep_last); repeat the command to use the newest",
         ) from error
+    if (saved := checkpoint.manifest.state.get(FINGERPRINT)) is not None:
+        total = base_sum(_owned_base(blueprint, stages, mesh)).to(mesh.device)
+        mesh.world.all_reduce(total).wait()
+        check_base(saved, total, str(path), config.model.builder)
     draw, metrics = blueprint.model.draw, blueprint.metrics
     links = mesh.open_links(links_of([blueprint.schedule]))
     executor = Executor(blueprint.schedule, links, stages, mesh.device, draw=draw, metrics=metrics)
     return ForwardParts(config, mesh, blueprint, executor), checkpoint
+
+
+def _owned_base(
+    blueprint: Blueprint, stages: Mapping[int, Stage], mesh: Mesh
+) -> Iterator[tuple[ParameterInfo, Tensor]]:
+    """Yield the weights beside adapters that this rank counts among those with copies of them."""
+    for stage in stages.values() if mesh.at.dp_rank == 0 else ():
+        for name, parameter in stage.layers.named_parameters():
+            info = blueprint.infos[name]
+            is_owned = blueprint.model.canonical(name) == name and (info.slice is not None or mesh.at.tp_rank == 0)
+            if is_owned and not is_adapter(name):
+                yield info, parameter.detach()
 
 
 def _kind(checkpoint: CheckpointReader, name: str) -> TensorKind:

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from meshwright.adapters.attach import factor_of, is_adapter
+from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base
+from meshwright.blueprint import DTYPES
 from meshwright.checkpoint import CheckpointReader, TensorKind
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
-from meshwright.config import RunConfig, parse
+from meshwright.config import RunConfig, leaves_out_base, parse
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.model.build import configured_model
 from meshwright.parameters import ParameterInfo
@@ -138,7 +141,8 @@ def _config(config: RunConfig, plan: ExportPlan, names: list[str]) -> dict[str, 
 class MergedWeights:
     """Weights of a checkpoint with the adapters merged, read as from a checkpoint without adapters.
 
-    W + (alpha / rank) B A is computed in float64, so that the export rounds it once, to the dtype that it writes.
+    A base from a directory is compared with the fingerprint first. W + (alpha / rank) B A is computed in float64, so
+    that the export rounds it once, to the dtype that it writes.
     """
 
     def __init__(self, checkpoint: CheckpointReader, config: RunConfig) -> None:
@@ -153,7 +157,16 @@ class MergedWeights:
             if not is_adapter(name) and self._model.canonical(name) == name:
                 key = TensorKind.WEIGHTS.of(name)
                 tensors[key] = entries.get(key, any_adapter.model_copy(update={"shape": tuple(parameter.shape)}))
+        if leaves_out_base(config):
+            saved, dtype = checkpoint.manifest.state.get(FINGERPRINT), DTYPES[config.train.dtype]
+            check_base(saved, self._sum(dtype), str(self.path), config.model.builder)
         self.manifest: Manifest = checkpoint.manifest.model_copy(update={"tensors": tensors})
+
+    def _sum(self, dtype: torch.dtype) -> Tensor:
+        """Return the sum of the directory's weights, in the dtype of training. Reads them once more, one at a time."""
+        named = self._model.layers.named_parameters()
+        infos = [ParameterInfo(name, tuple(p.shape)) for name, p in named if not is_adapter(name)]
+        return base_sum((info, self._model.initial(info.name).to(dtype)) for info in infos)
 
     def parameters(self, kind: TensorKind) -> list[str]:
         """Return the names of the merged weights; of any other kind there are none."""

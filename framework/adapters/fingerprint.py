@@ -1,0 +1,68 @@
+"""Fingerprint of the frozen base beside adapters: equal on every layout, and for every dtype that holds its values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from meshwright.errors import CheckpointError
+from meshwright.parameters import ParameterInfo
+
+FINGERPRINT = "adapter_base"
+"""Key of the fingerprint in the ``state`` of a checkpoint's manifest."""
+ELEMENTS_AT_ONCE = 2**22
+
+
+def base_sum(tensors: Iterable[tuple[ParameterInfo, Tensor]]) -> Tensor:
+    """Return this rank's part of the fingerprint, () int64 on CPU, of local tensors; the parts add up modulo 2**64.
+
+    Each value's 16 bits in bfloat16 are multiplied by factors of its parameter, row and column.
+    """
+    total = torch.zeros((), dtype=torch.int64)
+    for info, local in tensors:
+        matrix, shape, dim, start = info.unpadded(local), info.global_shape, 0, 0
+        if info.slice is not None:
+            dim, start = info.slice.dim, info.slice.start
+        if len(shape) < 2:  # a vector is one row
+            matrix, shape, dim = matrix.reshape(1, -1), (1, *shape), dim + 1
+        rows = torch.arange(len(matrix)) + (start if dim == 0 else 0)
+        columns = torch.arange(torch.Size(shape[1:]).numel()).view(shape[1:])
+        if dim > 0:
+            columns = columns.narrow(dim - 1, start, matrix.shape[dim])
+        key = int.from_bytes(hashlib.blake2b(info.name.encode(), digest_size=7).digest(), "big")
+        by_row, by_column = _factors(rows + key), _factors(columns.flatten() - key).to(matrix.device)
+        step = max(1, ELEMENTS_AT_ONCE // max(1, by_column.numel()))
+        for part, factors in zip(torch.split(matrix.flatten(1), step), torch.split(by_row, step), strict=True):
+            bits = part.to(torch.bfloat16).contiguous().view(torch.int16).long()
+            total += ((bits * by_column).sum(1).cpu() * factors).sum()
+    return total
+
+
+def check_base(saved: object, total: Tensor, place: str, builder: str) -> None:
+    """Compare the whole sum with the fingerprint that a checkpoint's adapters were trained beside.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if saved != fingerprint_of(total):
+        raise CheckpointError(
+            "MW-RUN-035",
+            f"{place}: its adapters were trained beside a base with the fingerprint {saved}, and the weights of "
+            f"{builder} have {fingerprint_of(total)}: adapters of one base mean nothing on another. Give "
+            f"model.builder the directory that the run began with, or choose another run.name",
+        )
+
+
+def fingerprint_of(total: Tensor) -> str:
+    """Return a whole sum as 16 hex digits."""
+    return f"{int(total) % 2**64:016x}"
+
+
+def _factors(indices: Tensor) -> Tensor:
+    """Return an odd pseudo-random factor of each index, int64."""
+    mixed = indices * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
+    return (mixed ^ (mixed >> 32)) | 1
