@@ -166,12 +166,13 @@ def _replica(
     parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
     trains = any(parameter.requires_grad for parameter in blueprint.stage_layers(stage).parameters())
     of_stage = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
+    ranks = mesh.dp, mesh.tp, mesh.device
     if parallel.zero == 3 and sharding.shard.size > 1 and trains:
-        layers = materialise(*of_stage, torch.device("cpu"))
+        layers = materialise(*of_stage, torch.device("cpu"), ranks=ranks)
         members = stage_members(blueprint, stage, layers, tied)
         offload = host is not None
         return layers, FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device, offload=offload)
-    layers = materialise(*of_stage, mesh.device)
+    layers = materialise(*of_stage, mesh.device, ranks=ranks)
     members = stage_members(blueprint, stage, layers, tied)
     optimizer = blueprint.config.optimizer
     replica = StageReplica(

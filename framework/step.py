@@ -73,7 +73,8 @@ class StepFeed:
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to the device; on CUDA from pinned memory, so that the host does not wait for the GPU."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    pins = device.type == "cuda" and tensor.device.type == "cpu"
+    return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
 
 
 def take_step(parts: Parts) -> StepStats:
@@ -181,7 +182,7 @@ def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     on_device = {
         "loss_sum": sum((part.loss_sum.double() for part in loss_parts), zero),
         "num_tokens": sum((part.num_tokens.double() for part in loss_parts), zero),
-        "square_norm": (optimizer.square_norm() + spare).to(mesh.device),
+        "square_norm": _to_device(optimizer.square_norm() + spare, mesh.device),
     }
     on_host = {"busy_s": busy_s, "passed_s": passed_s, **{flag: float(parts.flags[flag]()) for flag in FLAGS}}
     assert (*on_device, *on_host) == StepSums._fields

@@ -1,4 +1,4 @@
-"""Private parts of torch's FSDP2 (``fully_shard``) that ZeRO-3 uses. No other module of this room names them.
+"""Private parts of torch's FSDP2 (``fully_shard``) that ZeRO-3 uses; :mod:`.fsdp_parameter` has those of a parameter.
 
 FSDP2 accepts custom objects for its all-gather and its reduce-scatter. Here both use the mesh's groups, so bytes are
 counted, failures name the ranks, and a hang report lists the ranks that wait. With gloo it is a real reduce-scatter
@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshwright.data_parallel.fsdp_parameter import FsdpParameter
 from meshwright.data_parallel.sharding import accumulation_dtype
 from meshwright.mesh.comm import Group
 
@@ -53,75 +54,6 @@ class _ReduceScatter(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         self._group.reduce_scatter(output_tensor, input_tensor).wait()
-
-
-class FsdpParameter:
-    """One parameter under FSDP: this rank's rows, and the full parameter while it is gathered."""
-
-    def __init__(self, of_torch: Any) -> None:
-        """Wrap torch's private ``FSDPParam``."""
-        self._of_torch = of_torch
-        place = of_torch._module_info
-        self.key = (id(place.module), place.param_name)
-        """Identity of the parameter's module, and the parameter's name in it."""
-
-    @property
-    def sharded(self) -> nn.Parameter:
-        """Parameter that holds this rank's rows, a DTensor."""
-        found: nn.Parameter = self._of_torch.sharded_param
-        return found
-
-    @property
-    def padded_rows(self) -> Tensor:
-        """Full storage of this rank's rows as a flat tensor, zero-padded to the longest share."""
-        rows = self._of_torch.sharded_param.to_local()
-        return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
-
-    @property
-    def unsharded(self) -> Tensor:
-        """Full parameter; it is the same object from the first forward on."""
-        gathered: Tensor = self._of_torch.unsharded_param
-        return gathered
-
-    @property
-    def was_gathered(self) -> bool:
-        """True once a forward has gathered the parameter."""
-        return hasattr(self._of_torch, "_unsharded_param")
-
-    @property
-    def has_accumulated(self) -> bool:
-        """True when earlier backwards left a gradient of the full parameter in the reduction dtype."""
-        return self._of_torch.unsharded_accumulated_grad is not None
-
-    def set_gradient(self, padded: Tensor) -> None:
-        """Set the flat, zero-padded tensor to which FSDP adds this rank's gradient; it may be in host memory."""
-        rows = self._of_torch.sharded_param.to_local()
-        gradient = padded[: rows.numel()].view(rows.shape)
-        self.sharded.grad = self._of_torch.to_sharded_dtensor(gradient)  # DTensor.from_local would move it
-
-    def discard_full_gradient(self) -> None:
-        """Discard the gradient of the full parameter, the accumulated one included."""
-        self._of_torch.unsharded_accumulated_grad = None
-        if self.was_gathered:
-            self._of_torch._unsharded_param.grad = None
-
-    def prepare_reduction(self, *, accumulated: bool) -> None:
-        """Prepare the full gradient for a reduction: one tensor, of zeros if there was no gradient.
-
-        All gradients of a unit must have one dtype.
-
-        Args:
-            accumulated: convert it to the reduction dtype, as another parameter of the unit has its gradient there.
-        """
-        of_torch = self._of_torch
-        parameter = of_torch._unsharded_param
-        if parameter.grad is None and not self.has_accumulated:
-            parameter.grad = torch.zeros(of_torch._orig_size, dtype=parameter.dtype, device=parameter.device)
-        if accumulated:
-            if self.has_accumulated and parameter.grad is not None:
-                of_torch.unsharded_accumulated_grad += parameter.grad
-                parameter.grad = None
-            of_torch.to_accumulated_grad_if_needed()
 
 
 class FsdpLayers:
@@ -196,6 +128,15 @@ class FsdpLayers:
         """
         for module in self._shared:
             module.set_reshard_after_backward(reshards, recurse=False)
+
+    def wait_for_gradients(self) -> None:
+        """Block the host until the gradients of all reductions posted so far are in host memory, if there are any.
+
+        FSDP copies them there on its stream of reductions, and would wait for each parameter's copy by itself.
+        """
+        unit = next(self.units())
+        if unit.device.type == "cuda" and any(each.sharded.grad is not None for each in self.parameters):
+            unit.comm_ctx.reduce_scatter_stream.synchronize()
 
     def finish_backward(self) -> None:
         """Run FSDP's callback at the end of a backward: reduce the units that are left, wait for all reductions."""

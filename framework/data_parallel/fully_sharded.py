@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from meshwright.data_parallel.fsdp import FsdpLayers, FsdpParameter
+from meshwright.data_parallel.fsdp import FsdpLayers
+from meshwright.data_parallel.fsdp_parameter import FsdpParameter
 from meshwright.data_parallel.sharding import (
     BucketSlot,
     ShardedParameters,
@@ -44,7 +45,7 @@ class RowShards(ShardedParameters):
         """Wrap an FSDP parameter.
 
         Args:
-            shard_gradient: flat, zero-padded gradient of this rank's rows; FSDP accumulates into it.
+            shard_gradient: flat, zero-padded gradient of this rank's rows.
             dtype: dtype of the computation, in which the weights are gathered.
             device: device of the computation.
         """
@@ -54,7 +55,14 @@ class RowShards(ShardedParameters):
         assert slot.stop <= self.numel, member.info.name
         self.master = parameter.padded_rows
         self.shard_gradient = shard_gradient
-        parameter.set_gradient(shard_gradient)
+
+    def accumulate_in_place(self) -> None:
+        """Make FSDP add this rank's gradient to :attr:`shard_gradient`, on the device that reduces."""
+        self._parameter.set_gradient(self.shard_gradient)
+
+    def add_from_host(self) -> None:
+        """Add the gradient that FSDP has copied to host memory."""
+        self._parameter.take_gradient(self.shard_gradient)
 
     def begin_step(self) -> None:
         """Discard the full gradient. The stage zeroes the shard gradients of all parameters at once."""
@@ -123,6 +131,9 @@ class FullyShardedStage:
             for parameter, gradient in zip(self.fsdp.parameters, gradients, strict=True)
         ]
         assert len(self.buckets) == len(trained)
+        self._offload = offload
+        for bucket in () if offload else self.buckets:
+            bucket.accumulate_in_place()
         self._in_halves = False
         """True while the weight half of a split backward (W) follows, which FSDP's hooks cannot see."""
 
@@ -141,8 +152,9 @@ class FullyShardedStage:
 
         Args:
             awaited: given when only the weight half of a backward (W) follows.
-            last: the step's last backward, which frees the shared weights. FSDP copies gradients to the host by itself.
+            last: the step's last backward, which frees the shared weights.
         """
+        self._add_from_host()
         self._in_halves = awaited is not None
         self.fsdp.set_reducing(awaited is None)
         self.fsdp.set_reshard_shared(last)
@@ -162,11 +174,24 @@ class FullyShardedStage:
         them over tp, as :meth:`.replica.StageReplica.finish_reduce` does.
         """
         self.end_reducing()
+        self._add_from_host()
         self.fsdp.set_last_backward(True)
         self.fsdp.finish_backward()
+        self._add_from_host()
         for part in torch.split(self._gradient, _SUMMED_TOGETHER):
             _all_reduce(self._sharding.copies, part, self._device).wait()
         sum_over_tp(self.buckets, self.tp)
+
+    def _add_from_host(self) -> None:
+        """Add the gradients of the last reducing backward, if they are in host memory. Blocks the host once.
+
+        NOTE [offloaded gradients]: FSDP's own accumulation in host memory copies each parameter with a wait, because
+        the sum needs the copy. Without a gradient to add to, it copies into pinned memory and goes on.
+        """
+        if self._offload:
+            self.fsdp.wait_for_gradients()
+            for bucket in self.buckets:
+                bucket.add_from_host()
 
     def wait_for_layer(self, layer: str) -> None:
         """Return at once: FSDP gathers a layer's weights in the layer's own forward."""

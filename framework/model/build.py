@@ -47,6 +47,7 @@ from meshwright.model.first_values import (
 )
 from meshwright.model.groups import find_groups, freeze
 from meshwright.model.own_loss import in_float32
+from meshwright.model.shared_draw import StageRanks, initial_values
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
@@ -236,19 +237,23 @@ def materialise(
     dtype: torch.dtype,
     device: torch.device,
     local_of: Callable[[ParameterInfo], Tensor] | None = None,
+    ranks: StageRanks | None = None,
 ) -> nn.Sequential:
     """Materialise the weights of one stage: this tp rank's slices, in the training dtype, on the device.
 
-    Parameters tied inside the stage stay one object.
+    Parameters tied inside the stage stay one object. Collective over ``ranks``, if they are given.
 
     Args:
         layers: The stage, with parameters on the meta device in this tp rank's local shapes; changed in place.
         model: The whole model, with ties and initial values.
         infos: Canonical parameter name -> its global shape and this rank's slice.
         local_of: Returns this rank's slice of a parameter. None: the initial weights. Each full tensor is then drawn in
-            float32 on CPU by the parameter's name, one at a time, sliced and cast: the same bits in every layout.
+            float32 on CPU by the parameter's name, sliced and cast: the same bits in every layout and on any device.
+        ranks: The ranks with the same stage, which share the drawing of a large one.
     """
-    local_of = local_of or (lambda info: info.take(model.initial(info.name)))
+    if local_of is None:
+        names = dict.fromkeys(model.canonical(name) for name, _ in layers.named_parameters(remove_duplicate=False))
+        local_of = initial_values({name: infos[name] for name in names}, model.initial, dtype, ranks)
     made: dict[str, nn.Parameter] = {}
     for name, outline in list(layers.named_parameters(remove_duplicate=False)):
         canonical = model.canonical(name)

@@ -83,6 +83,13 @@ def copy_not_awaited(patch: Any) -> None:
     patch.setattr(torch.cuda.Event, "synchronize", lambda event: None)
 
 
+def offloaded_gradients(patch: Any) -> None:
+    """ZeRO-3 with offload adds gradients in host memory before they have arrived there."""
+    from meshwright.data_parallel.fsdp import FsdpLayers
+
+    patch.setattr(FsdpLayers, "wait_for_gradients", lambda layers: None)
+
+
 def regions(patch: Any) -> None:
     """Sums of tensor-parallel regions are posted and not awaited."""
     import torch.distributed as dist
@@ -128,6 +135,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "offload: copy before backward": copy_begins_early,
     "offload: copy before the sum": copy_before_the_sum,
     "offload: update before the copy": copy_not_awaited,
+    "offload, ZeRO-3: sum before the copy": offloaded_gradients,
     "regions": regions,
     "column: gradient of the input": leave_out("tp", "all-reduce"),
     "column: gathered input": leave_out("tp", "all-gather"),

@@ -30,8 +30,8 @@ pytestmark = [
 
 WAITS = 1
 """Of the host before the optimizer's launch: it reads the step's sums, to clip by them."""
-WAITS_OF = {"dp2 zero3 offload": 58}
-"""ZeRO-3 with offload copies each gradient to the host, blocking, and their norm back to the device."""
+WAITS_OF = {"dp2 zero3 offload": 3}
+"""ZeRO-3 with offload also waits for the gradients of each micro-batch in host memory."""
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +135,7 @@ SEEDED: dict[str, dict[str, Any]] = {
     "gradients, ZeRO-3": {"dp": 2, "zero": 3, "model": "llama"},
     "offload: copy before backward": {"dp": 2, "offload": True},
     "offload: update before the copy": {"dp": 2, "offload": True},
+    "offload, ZeRO-3: sum before the copy": {"dp": 2, "zero": 3, "offload": True, "num_layers": 2},
     "regions": {"tp": 2, "model": "llama"},
     "column: gradient of the input": {"tp": 2, "model": "llama"},
     "column: gathered input": {"tp": 2, "sequence": True, "model": "llama"},
@@ -148,6 +149,7 @@ NAMED = {
     "offload: copy before the sum": r"copy_ at optimizer/offload.py:\d+, on the stream made at .* reduce_scatter",
     "gathered weights, ZeRO-3": r"does not wait for all_gather at mesh/comm.py",
     "offload: update before the copy": r"at optimizer/flat.py:\d+, on the host, does not wait for copy_ at",
+    "offload, ZeRO-3: sum before the copy": r"at data_parallel/fsdp_parameter.py:\d+, on the host, does not wait for",
     "column: gradient of the input": r"does not wait for all_reduce at mesh/comm.py",
     "column: gathered input": r"does not wait for all_gather at mesh/comm.py",
     "column: gradient of a part of the sequence": r"does not wait for reduce_scatter at mesh/comm.py",

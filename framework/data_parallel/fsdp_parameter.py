@@ -1,0 +1,86 @@
+"""One parameter under torch's FSDP2: its rows, its gathered form and its gradient, by FSDP's private attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class FsdpParameter:
+    """One parameter under FSDP: this rank's rows, and the full parameter while it is gathered."""
+
+    def __init__(self, of_torch: Any) -> None:
+        """Wrap torch's private ``FSDPParam``."""
+        self._of_torch = of_torch
+        place = of_torch._module_info
+        self.key = (id(place.module), place.param_name)
+        """Identity of the parameter's module, and the parameter's name in it."""
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """Parameter that holds this rank's rows, a DTensor."""
+        found: nn.Parameter = self._of_torch.sharded_param
+        return found
+
+    @property
+    def padded_rows(self) -> Tensor:
+        """Full storage of this rank's rows as a flat tensor, zero-padded to the longest share."""
+        rows = self._of_torch.sharded_param.to_local()
+        return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
+
+    @property
+    def unsharded(self) -> Tensor:
+        """Full parameter; it is the same object from the first forward on."""
+        gathered: Tensor = self._of_torch.unsharded_param
+        return gathered
+
+    @property
+    def was_gathered(self) -> bool:
+        """True once a forward has gathered the parameter."""
+        return hasattr(self._of_torch, "_unsharded_param")
+
+    @property
+    def has_accumulated(self) -> bool:
+        """True when earlier backwards left a gradient of the full parameter in the reduction dtype."""
+        return self._of_torch.unsharded_accumulated_grad is not None
+
+    def set_gradient(self, padded: Tensor) -> None:
+        """Set the flat, zero-padded tensor to which FSDP adds this rank's gradient; it may be in host memory."""
+        rows = self._of_torch.sharded_param.to_local()
+        gradient = padded[: rows.numel()].view(rows.shape)
+        self.sharded.grad = self._of_torch.to_sharded_dtensor(gradient)  # DTensor.from_local would move it
+
+    def take_gradient(self, padded: Tensor) -> None:
+        """Add this rank's gradient, in host memory, to the flat tensor ``padded``, and free it."""
+        found = self.sharded.grad
+        if found is not None:
+            rows = found.to_local()  # type: ignore[attr-defined]
+            padded[: rows.numel()].view(rows.shape).add_(rows)
+            self.sharded.grad = None
+        self._of_torch.grad_offload_event = None
+
+    def discard_full_gradient(self) -> None:
+        """Discard the gradient of the full parameter, the accumulated one included."""
+        self._of_torch.unsharded_accumulated_grad = None
+        if self.was_gathered:
+            self._of_torch._unsharded_param.grad = None
+
+    def prepare_reduction(self, *, accumulated: bool) -> None:
+        """Prepare the full gradient for a reduction: one tensor, of zeros if there was no gradient.
+
+        All gradients of a unit must have one dtype.
+
+        Args:
+            accumulated: convert it to the reduction dtype, as another parameter of the unit has its gradient there.
+        """
+        of_torch = self._of_torch
+        parameter = of_torch._unsharded_param
+        if parameter.grad is None and not self.has_accumulated:
+            parameter.grad = torch.zeros(of_torch._orig_size, dtype=parameter.dtype, device=parameter.device)
+        if accumulated:
+            if self.has_accumulated and parameter.grad is not None:
+                of_torch.unsharded_accumulated_grad += parameter.grad
+                parameter.grad = None
+            of_torch.to_accumulated_grad_if_needed()
