@@ -17,6 +17,7 @@ from meshwright.tools.interop.huggingface.adapters import MergedWeights, export_
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import CORPUS, ImportResult, import_model
 from meshwright.tools.interop.huggingface.export import ExportResult
+from meshwright.tools.interop.huggingface.restructure.adapters import ImportedAdapter, import_adapter
 from meshwright.tools.interop.huggingface.restructure.export import SCHEME
 from meshwright.tools.interop.huggingface.restructure.export import export as export_restructured
 from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
@@ -66,16 +67,17 @@ def convert(
         UserError: the conversion is impossible; nothing is written then.
     """
     form, path = source or target or ("", "")
-    if form not in ("hf", *((PEFT, MERGED) if target is not None else ())):
+    if form not in ("hf", PEFT, *((MERGED,) if target is not None else ())):
         raise ConfigError(
-            "MW-LAUNCH-010",
-            f"{form!r} is not a known format of models: give hf, for Hugging Face; or --to peft, for adapters",
+            "MW-LAUNCH-010", f"{form!r} is not a known format: give hf, for Hugging Face models; or peft, for adapters"
         )
     if source is not None:
         only_export = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
         unused = [name for name, value in only_export.items() if value is not None]
         if unused:
             raise ConfigError("MW-LAUNCH-011", f"{' and '.join(unused)} without effect with --from: they are for --to")
+        if form == PEFT:
+            return summarise_adapters(path, run, import_adapter(Path(path), run, overrides))
         return summarise_import(
             Path(path), run, import_model(Path(path), run, overrides, on_bytes=ConversionProgress())
         )
@@ -105,6 +107,15 @@ def convert(
         merge=MergedWeights if form == MERGED else None,
     )
     return summarise_export(chosen, result)
+
+
+def summarise_adapters(source: str, run: Path, done: ImportedAdapter) -> str:
+    """Return the summary of imported adapters, with the command to train them."""
+    return (
+        f"{source}: adapters of rank {done.config.adapter.rank} on {done.num_targets} modules\n"
+        f"{done.path}: beside {done.config.model.builder}\n"
+        f"train with:  meshwright train {run / 'config.toml'}"
+    )
 
 
 class ConversionProgress:

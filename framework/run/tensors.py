@@ -137,8 +137,8 @@ def restore(
     """
     is_fresh = not optimizer_steps and not checkpoint.parameters(TensorKind.MASTER)
     saved_names = set(checkpoint.parameters(TensorKind.WEIGHTS))
-    has_base = FINGERPRINT not in checkpoint.manifest.state or not all(map(is_adapter, saved_names - running.keys()))
     adapted = any(map(is_adapter, saved_names))
+    has_base = not adapted or not all(map(is_adapter, saved_names - running.keys()))
     for name, buffer in running.items():
         saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
         assert saved is not None  # of weights, what is missing is an error

@@ -226,7 +226,7 @@ def convert(added: Added) -> None:
         help="with --from the new run directory; with --to a run, or one of its checkpoints/step-*",
     )
     direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--from", dest="source", nargs=2, metavar=("hf", "PATH"), help="a directory to read")
+    direction.add_argument("--from", dest="source", nargs=2, metavar=("hf|peft", "PATH"), help="a directory to read")
     direction.add_argument(
         "--to", dest="target", nargs=2, metavar=("hf|peft", "PATH"), help="a directory to write; peft: of adapters"
     )

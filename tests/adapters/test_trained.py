@@ -260,6 +260,40 @@ def test_a_model_of_ours_gives_each_of_the_fused_linears_its_part(
     assert torch.allclose(tensors["model.layers.0.self_attn.k_proj.weight"].view(2, 4, 16), qkv[:, 2], atol=1e-14)
 
 
+def test_adapters_of_peft_go_out_and_come_back(
+    run: Path, base: Path, corpus: Path, pool: RankPool, tmp_path: Path
+) -> None:
+    convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    data = [f"--data.train={corpus / 'train'}", "--data.sequence_length=12"]
+    text = convert(tmp_path / "back", ("peft", str(tmp_path / "peft")), None, data, None, None, None)
+    assert f"beside hf:{base}" in text and "rank 3 on 14 modules" in text
+    again, before = open_checkpoint(find(tmp_path / "back")[0].path), open_checkpoint(find(run)[0].path)
+    names = before.parameters(TensorKind.WEIGHTS)
+    assert again.parameters(TensorKind.WEIGHTS) == names
+    assert all(torch.equal(read(again, name), read(before, name)) for name in names)
+    more = ["--train.steps=1", "--train.dtype=float64", "--parallel.dp=2", "--batch.global_batch=2"]
+    more += ["--tracking.console=false", "--optimizer.learning_rate=1e-30"]
+    trained(pool, resolve(load(tmp_path / "back" / "config.toml", more), 2))
+    assert pool.run(loss_rank, 1, tmp_path / "back", 1) == pool.run(loss_rank, 1, run, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"use_dora": True}, "MW-INTEROP-104"),
+        ({"r": 4}, "MW-INTEROP-103"),
+        ({"base_model_name_or_path": "someone/model"}, "MW-INTEROP-105"),
+    ],
+)
+def test_adapters_that_are_not_imported(run: Path, tmp_path: Path, change: dict[str, Any], code: str) -> None:
+    convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    config = tmp_path / "peft" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(UserError, match=code):
+        convert(tmp_path / "back", ("peft", str(tmp_path / "peft")), None, ["--data.train=x"], None, None, None)
+    assert not (tmp_path / "back").exists()
+
+
 def test_an_imported_model_is_the_base_of_adapters_that_start_at_their_first_values(
     base: Path, corpus: Path, place: Path, pool: RankPool, tmp_path: Path
 ) -> None:

@@ -109,12 +109,13 @@ class SafetensorsDirectory:
             raise ModelError("MW-INTEROP-037", "\n".join(problems[:20]) + more + f"\n{remedy}")
 
 
-def open_source(path: Path, alternative: str = "") -> SafetensorsDirectory | None:
+def open_source(path: Path, alternative: str = "", single: str = SINGLE) -> SafetensorsDirectory | None:
     """Open the safetensors files of a directory: read their headers and compare them with the index.
 
     Args:
         path: the directory.
         alternative: a further way to proceed without the weights, for the error message about pickled ones.
+        single: name of the file that holds all tensors, if one does.
 
     Returns:
         The tensors; None if the directory has no weights.
@@ -123,8 +124,8 @@ def open_source(path: Path, alternative: str = "") -> SafetensorsDirectory | Non
         ModelError: the weights are pickled only, files are missing or damaged, or tensors are not in the file that the
             index names. Lists at most 20.
     """
-    if (path / SINGLE).is_file():
-        return SafetensorsDirectory(path, _header(path / SINGLE))
+    if (path / single).is_file():
+        return SafetensorsDirectory(path, _header(path / single))
     if not (path / INDEX).is_file():
         _check_pickles(path, alternative)
         return None

@@ -1,0 +1,152 @@
+"""Import of peft's adapters of an ``hf:DIRECTORY`` model as a run directory, so that training starts from them.
+
+PATH/adapter_config.json         -> config.toml: model.builder, [adapter]
+PATH/adapter_model.safetensors   -> checkpoints/step-00000000; the base stays in its directory
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
+from meshwright.checkpoint.files import final_directory
+from meshwright.config import RunConfig, given_keys, load_saved, resolve, to_toml, write_snapshot
+from meshwright.errors import ConfigError, ModelError
+from meshwright.model.build import build_model, configured_model
+from meshwright.parameters import ParameterInfo
+from meshwright.tools.interop.huggingface.adapters import CONFIG, PREFIX, TENSORS
+from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
+from meshwright.tools.interop.huggingface.files import read_json
+from meshwright.tools.interop.huggingface.restructure.export import SCHEME
+from meshwright.tools.interop.huggingface.restructure.layers import names_in_transformers
+from meshwright.tools.interop.huggingface.source import SafetensorsDirectory, open_source
+
+ONLY_VALUES = {"bias": "none", "use_dora": False, "modules_to_save": None, "layer_replication": None}
+ONLY_VALUES |= {"rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None, "lora_bias": False}
+"""Keys of adapter_config.json with the only value that is imported."""
+
+
+class ImportedAdapter(NamedTuple):
+    """Imported adapters: the checkpoint of step 0, the run's configuration, the number of targets."""
+
+    path: Path
+    config: RunConfig
+    num_targets: int
+
+
+def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> ImportedAdapter:
+    """Import the adapters in ``source`` as a run directory.
+
+    Args:
+        source: directory that peft has written.
+        out: the run directory to write, new or empty.
+        overrides: configuration overrides, which go into its config.toml; ``model.builder`` names the base.
+
+    Raises:
+        ConfigError, ModelError, CheckpointError: the adapters are not supported, or do not fit the base. Nothing is
+            written then.
+    """
+    out, fields = check_output_directory(out), read_json(source / CONFIG, "peft writes it beside an adapter")
+    found = open_source(source, single=TENSORS)
+    if found is None:
+        raise ModelError("MW-INTEROP-102", f"{source / TENSORS} is missing: the adapters themselves")
+    tree = _tree(fields, source, out, overrides)
+    base = load_saved(tree, overrides, f"the run {out}")
+    model = build_model(base.model.builder, base.model.options, base.run.seed)
+    ours = {
+        theirs.removesuffix(".weight"): n.removesuffix(".weight")
+        for n, theirs in names_in_transformers(model.layers).items()
+    }
+    named = dict(_named(found, ours, source))
+    targets = sorted({name.rpartition(".lora_")[0] for name in named})
+    tree["adapter"]["targets"] = targets
+    config = load_saved(tree, overrides, f"the run {out}")
+    shapes = {name: tuple(p.shape) for name, p in configured_model(config).layers.named_parameters() if name in named}
+    wrong = [name for name in named if shapes.get(name) != _shape(found, named[name])]
+    if wrong or len(named) != 2 * len(targets):
+        name = wrong[0] if wrong else targets[0]
+        raise ModelError(
+            "MW-INTEROP-103",
+            f"{source / TENSORS}: {named.get(name, name)} does not fit {base.model.builder}: expected A and B of each "
+            f"target in the shapes of rank {config.adapter.rank}; is it the model that they were trained on?",
+        )
+    resolved = resolve(config)
+
+    def pieces() -> Iterator[TensorPiece]:
+        for name, theirs in named.items():
+            tensor: Tensor = found.read(theirs)
+            tensor = tensor.t() if theirs.endswith("lora_embedding_A") else tensor
+            yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, shapes[name]), tensor.contiguous())
+
+    with published_directory(out, sum(map(found.num_bytes, named.values()))) as temporary:
+        shard = begin(temporary, 0, secrets.token_hex(4))
+        write_shard(shard, "pp0-tp0", pieces(), copied=True)
+        state = {"tokens_seen": 0, "optimizer_steps": 0, "skipped_in_a_row": 0}
+        head = CheckpointMetadata(0, 0, resolved.run.seed, resolved.model_dump(mode="json"), {}, state)
+        publish(shard, final_directory(temporary, 0), head)
+        write_snapshot(temporary, resolved)
+        (temporary / "config.toml").write_text(
+            f"# Adapters of {source.name}: training starts from them.\n\n{to_toml(config)}"
+        )
+    return ImportedAdapter(final_directory(out, 0), resolved, len(targets))
+
+
+def _tree(fields: Mapping[str, Any], source: Path, out: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration of the run as a tree, without targets.
+
+    Raises:
+        ModelError: the adapters are not plain LoRA. ConfigError: nothing names the base.
+    """
+    problems = [f"peft_type = {json.dumps(fields.get('peft_type'))}"] if fields.get("peft_type") != "LORA" else []
+    for key, value in ONLY_VALUES.items():
+        if fields.get(key, value) != value and (fields[key] or value):
+            problems.append(f"{key} = {json.dumps(fields[key])}")
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and alpha > 0):
+        problems.append(f"r = {json.dumps(rank)} with lora_alpha = {json.dumps(alpha)}")
+    if problems:
+        raise ModelError(
+            "MW-INTEROP-104", f"{source / CONFIG}: {', '.join(problems)}: only LoRA of one rank and scale is imported"
+        )
+    assert isinstance(rank, int) and isinstance(alpha, int | float)
+    scaled = alpha * math.sqrt(rank) if fields.get("use_rslora") else alpha
+    directory = fields.get("base_model_name_or_path")
+    if ("model", "builder") not in {key[:2] for key in given_keys(overrides)} and not Path(str(directory)).is_dir():
+        raise ConfigError(
+            "MW-INTEROP-105",
+            f"{source / CONFIG} names the base {json.dumps(directory)}, which is no directory here: give the model's "
+            f"directory, --model.builder=hf:DIRECTORY",
+        )
+    return {
+        "run": {"name": out.name, "directory": str(out.parent)},
+        "model": {"builder": f"{SCHEME}{directory}"},
+        "adapter": {"rank": rank, "alpha": float(scaled), "targets": ["*"], "dropout": fields.get("lora_dropout", 0.0)},
+        "batch": {"micro_batch_size": 1, "global_batch": 16},
+        "optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0},
+    }
+
+
+def _named(found: SafetensorsDirectory, ours: Mapping[str, str], source: Path) -> Iterator[tuple[str, str]]:
+    """Yield (parameter of ours, tensor of theirs) of each tensor.
+
+    Raises:
+        ModelError: a tensor belongs to no module of the base.
+    """
+    for theirs in sorted(found.tensors):
+        module, _, factor = theirs.removeprefix(PREFIX).partition(".lora_")
+        which = factor.removesuffix(".weight").removeprefix("embedding_")
+        if module not in ours or which not in ("A", "B"):
+            raise ModelError("MW-INTEROP-106", f"{source / TENSORS}: {theirs} belongs to no module of the base")
+        yield f"{ours[module]}.lora_{which.lower()}.weight", theirs
+
+
+def _shape(found: SafetensorsDirectory, theirs: str) -> tuple[int, ...]:
+    shape = found.tensors[theirs].shape
+    return shape[::-1] if theirs.endswith("lora_embedding_A") else shape
