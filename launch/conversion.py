@@ -69,7 +69,7 @@ def convert(
     form, path = source or target or ("", "")
     if form not in ("hf", PEFT, *((MERGED,) if target is not None else ())):
         raise ConfigError(
-            "MW-LAUNCH-010", f"{form!r} is not a known format: give hf, for Hugging Face models; or peft, for adapters"
+            "MW-LAUNCH-010", f"{form!r} is not a known format of models: give hf, for Hugging Face; or peft"
         )
     if source is not None:
         only_export = {"--step": step, "--dtype": dtype, "--shard-size": shard_bytes}
