@@ -30,6 +30,7 @@ ELSEWHERE = {
     r"(train|verify) examples/stream/": "tests/examples/test_streams.py, with fewer steps",
     r"checkpoint export .*--weights ema": "needs a callback with a state; other kinds: tests/tools/interop/test_dcp.py",
     r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; small ones: tests/tools/interop/huggingface",
+    r"convert .*(peft|--merge)": "needs a run with adapters; a page of docs/tasks, and tests/adapters",
     r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
     r"(train|verify) run.toml": "needs a transformers directory; tests/tools/interop/huggingface/test_restructure.py",
     r"(eval|sample) runs/llama3-70b": "a model of 70 billion parameters",
