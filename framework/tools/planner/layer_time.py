@@ -9,6 +9,8 @@ from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel
 
+PRODUCTS = (WorkKind.PRODUCT, WorkKind.FLOAT8)
+
 
 class LayerTime(NamedTuple):
     """Seconds of one layer for one micro-batch."""
@@ -69,7 +71,7 @@ class _WorkTimer:
         self._layer, self._performance, self._dtype, self._tp = layer, performance, dtype, tp
         low = performance.traits.product_dtype
         self._product_dtype = low if layer.attended and low in performance.hardware.flops_per_s else ""
-        self._token_counts = {work.shape[1] for work in layer.forward if work.kind is WorkKind.PRODUCT}
+        self._token_counts = {work.shape[1] for work in layer.forward if work.kind in PRODUCTS}
 
     def seconds(self, works: Sequence[Work], backward: bool) -> float:
         """Return the seconds of all operations."""
@@ -86,14 +88,14 @@ class _WorkTimer:
         input_s = weight_s = 0.0
         for work in self._layer.forward:
             batch, m, n, k = work.shape
-            if work.kind is WorkKind.PRODUCT and k == self._layer.width:
+            if work.kind in PRODUCTS and k == self._layer.width:
                 times = work.times * (0.5 if n == k else 1.0)
                 input_s += times * self._one_s(work._replace(shape=(batch, m, k, n)), True)
-                weight_s += times * self._one_s(work._replace(shape=(batch, n, k, m)), True)
+                weight_s += times * self._one_s(work._replace(kind=WorkKind.PRODUCT, shape=(batch, n, k, m)), True)
         return {"all_gather": input_s, "all_reduce": weight_s, "reduce_scatter": weight_s}
 
     def _one_s(self, work: Work, backward: bool) -> float:
-        if work.kind is not WorkKind.PRODUCT:
+        if work.kind not in PRODUCTS:
             return self._performance.work_s(work, self._dtype, backward=backward)
         (batch, m, n, k), tp = work.shape, self._tp
         splits = self._performance.traits.splits_tp_products and tp > 1
@@ -104,7 +106,7 @@ class _WorkTimer:
 
     def _product_s(self, work: Work, backward: bool) -> float:
         performance = self._performance
-        if not self._product_dtype:
+        if not self._product_dtype or work.kind is WorkKind.FLOAT8:
             return performance.work_s(work, self._dtype, backward=backward)
         batch, m, n, k = work.shape
         cast_bytes = 5 * batch * k * (m + n)  # read for the largest value, read and written for the cast

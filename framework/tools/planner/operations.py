@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,10 @@ class WorkKind(StrEnum):
     """A matrix product."""
     ATTENTION = "attention"
     """The fused attention kernel."""
+    FLOAT8 = "float8 product"
+    """A matrix product of two float8 tensors with a scale per row."""
+    EMULATION = "emulation"
+    """Conversion of the factors of a float8 product, which a device with such a kernel does not need."""
     MEMORY = "memory"
     """All other operations, limited by memory bandwidth."""
 
@@ -86,6 +91,8 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         self.peak_unwatched = 0
         """Peak live bytes without watched storages."""
         self._watched_numbers: set[int] = set()
+        self._conversions: dict[int, list[RecordedOp]] = {}
+        """Storages with values that were converted from float8, and the operations of the conversion."""
         self._sizes: dict[int, int] = {}
         reference = weakref.ref(self)
 
@@ -155,19 +162,31 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         flops, num_bytes = operation.flops, operation.num_bytes
         if flops or num_bytes:
             product = flops > 0
-            self.ops.append(
-                RecordedOp(
-                    WorkKind.PRODUCT if product else WorkKind.MEMORY,
-                    flops,
-                    num_bytes,
-                    _shape(packet, operation.args, flops) if product else (1, 0, 0, 0),
-                    reads,
-                    writes,
-                    not product and packet not in GATHERS,
-                    copies=packet is aten.clone,
-                    times=self.group.repeats,
-                )
+            op = RecordedOp(
+                WorkKind.PRODUCT if product else WorkKind.MEMORY,
+                flops,
+                num_bytes,
+                _shape(packet, operation.args, flops) if product else (1, 0, 0, 0),
+                reads,
+                writes,
+                not product and packet not in GATHERS,
+                copies=packet is aten.clone,
+                times=self.group.repeats,
             )
+            self.ops.append(op)
+            self._follow_float8(op, inputs)
+
+    def _follow_float8(self, op: RecordedOp, inputs: Iterable[Tensor]) -> None:
+        """Find products of two converted float8 tensors: the emulation of :mod:`meshwright.fp8.products`."""
+        converted = [self._conversions[number] for number in op.reads if number in self._conversions]
+        if op.kind is WorkKind.PRODUCT:
+            if len(converted) == len(op.reads) == 2:
+                op.kind = WorkKind.FLOAT8
+                for conversion in chain.from_iterable(converted):
+                    conversion.kind, conversion.fusable = WorkKind.EMULATION, False
+        elif converted or any(tensor.dtype == torch.float8_e4m3fn for tensor in inputs):
+            for number in op.writes:
+                self._conversions[number] = [*chain.from_iterable(converted), op]
 
     def work(self, start: int, stop: int, *, fused: bool, any_order: bool) -> tuple[Work, ...]:
         """Count the operations ``start`` to ``stop`` (exclusive), grouped by kind, FLOPs, bytes and shape."""

@@ -29,6 +29,8 @@ class RateFractions(NamedTuple):
     """Inner dim, in elements, at which a product reaches half of that rate."""
     tiling: float = 0.52
     """Exponent for the loss in a partial last wave of tiles: 0 no loss, 1 all idle processors lost."""
+    float8: float = 0.87
+    """Fraction of the float8 rate that remains with a scale per row (torchtitan on 8 H100: benchmarks/published.py)."""
     memory: float = 0.64
     attention: float = 0.84
     """Fraction of the fused kernel's published standalone rate."""
@@ -111,6 +113,8 @@ MEASURED_ON_GPU = RateFractions(product=1.0, memory=1.0)
 CPU_TRAITS = FrameworkTraits(overlaps_reduce=False, overlaps_gather=False)
 """Traits of devices whose compute cores also carry the messages."""
 
+NOT_COMPUTED = (WorkKind.MEMORY, WorkKind.EMULATION)
+"""Kinds that memory bandwidth alone limits."""
 TILE = (128, 128)
 QUERY_TILE = 128
 """Queries per processor at a time in attention."""
@@ -168,10 +172,13 @@ class PerformanceModel(NamedTuple):
     def work_s(self, work: Work, dtype: str, *, backward: bool) -> float:
         """Return the seconds of one operation of this kind."""
         hardware, operation_s = self.hardware, self.fractions.operation_s
+        has_float8 = "float8" in hardware.flops_per_s
+        if work.kind is WorkKind.EMULATION and has_float8:
+            return 0.0
         if hardware.products:
             return _measured_s(work, hardware)
         memory_s = work.bytes / self.memory_bytes_per_s
-        if work.kind is WorkKind.MEMORY:
+        if work.kind in NOT_COMPUTED:
             return memory_s + operation_s
         if work.kind is WorkKind.ATTENTION:
             share = self.traits.attention_speed * head_dim_share(work.shape[3], self.traits.attention_head_dims)
@@ -179,6 +186,8 @@ class PerformanceModel(NamedTuple):
             peak = float(hardware.flops_per_s["bfloat16"])
         else:
             share, peak = self.product_share(work.shape), float(hardware.flops_per_s[dtype])
+            if work.kind is WorkKind.FLOAT8 and has_float8:
+                peak = float(hardware.flops_per_s["float8"]) * self.fractions.float8
         return max(work.flops / (peak * share), memory_s) + operation_s
 
     def attention_share(self, queries: int, *, backward: bool) -> float:
@@ -231,5 +240,5 @@ def _measured_s(work: Work, hardware: Hardware) -> float:
         memory_s = interpolated_seconds(hardware.copies, work.bytes)
     else:
         memory_s = work.bytes / hardware.memory_bytes_per_s
-    product_s = 0.0 if work.kind is WorkKind.MEMORY else interpolated_seconds(hardware.products, work.flops)
+    product_s = 0.0 if work.kind in NOT_COMPUTED else interpolated_seconds(hardware.products, work.flops)
     return max(product_s, memory_s) / hardware.whole_share + hardware.operation_s

@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.fp8.linear import Fp8Linear
 from meshwright.pipeline.values import cross_entropy
 from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from meshwright.tools.planner.hardware import read_hardware
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
 from meshwright.tools.planner.operations import Work, WorkKind, WorkRecorder
 from meshwright.tools.planner.profile import LayerProfiler, counting_group
+from meshwright.tools.planner.rates import PerformanceModel
 from tests.support.processes import Live
 from tests.tools.planner.small import cache
 
@@ -84,6 +87,33 @@ def test_a_linear_is_one_product_forward_and_two_backward() -> None:
     assert product.bytes == WIDE * (B * S * D + 3 * D * D + B * S * 3 * D)
     assert found.num_parameters == 3 * D * D
     assert found.inputs_kept == (True,)
+
+
+def test_a_linear_in_float8_multiplies_at_the_float8_rate_where_the_device_has_one() -> None:
+    """Forward and the input gradient; the weight gradient is one of bfloat16. Conversions are a CPU's emulation."""
+    layer = nn.Linear(4096, 8192, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(1, 8192, 4096, dtype=torch.bfloat16)
+    plain = profile(layer, x)
+    layer.__class__ = Fp8Linear
+    found = profile(layer, x)
+    flops = 2.0 * 8192 * 4096 * 8192
+    assert [work.flops for work in found.forward if work.kind is WorkKind.FLOAT8] == [flops]
+    products = [(work.kind, work.flops) for work in found.backward if work.flops]
+    assert products == [(WorkKind.FLOAT8, flops), (WorkKind.PRODUCT, flops)]
+    assert sum(work.times for work in found.forward if work.kind is WorkKind.EMULATION) == 6
+    h100, a100 = (PerformanceModel.of(read_hardware(name)) for name in ("h100", "a100"))
+
+    def product_s(of: LayerProfile, performance: PerformanceModel) -> float:
+        return sum(
+            performance.work_s(work, "bfloat16", backward=False)
+            for work in of.forward
+            if work.kind in (WorkKind.PRODUCT, WorkKind.FLOAT8)
+        )
+
+    assert product_s(found, h100) / product_s(plain, h100) == pytest.approx(989 / 1979 / 0.87, rel=0.02)
+    assert product_s(found, a100) == product_s(plain, a100)
+    emulation = next(work for work in found.forward if work.kind is WorkKind.EMULATION)
+    assert h100.work_s(emulation, "bfloat16", backward=False) == 0 < a100.work_s(emulation, "bfloat16", backward=False)
 
 
 def test_halves_of_a_backward_are_the_whole() -> None:
@@ -167,7 +197,7 @@ def test_attention_that_writes_its_scores_costs_more() -> None:
         return sum(work.bytes * work.times for work in (*found.forward, *found.backward))
 
     assert moved(written) > moved(fused)
-    assert {work.kind for work in fused.forward} == set(WorkKind)
+    assert {work.kind for work in fused.forward} == {WorkKind.PRODUCT, WorkKind.ATTENTION, WorkKind.MEMORY}
     assert WorkKind.ATTENTION not in {work.kind for work in written.forward}
 
 

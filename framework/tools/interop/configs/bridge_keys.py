@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.tools.interop.configs.source_keys import (
+    FLOAT8,
     METRICS,
     PRETRAINED,
     TOKENIZER,
@@ -136,7 +137,8 @@ USUAL: dict[str, object] = {
 """Field -> the value that it has in most files, and that changes nothing here."""
 REST = (
     DropRule("peft* optimizer.muon_* optimizer.lion_* model.mtp_*", DropReason.NEEDLESS),
-    DropRule("model.fp8* model.fp4* mixed_precision.fp8* mixed_precision.fp4*", DropReason.NONE, "no float8"),
+    DropRule("model.fp8* mixed_precision.fp8*", DropReason.BY_HAND, FLOAT8),
+    DropRule("model.fp4* mixed_precision.fp4*", DropReason.NONE, "no float4"),
     DropRule("tokenizer.*", DropReason.BY_HAND, TOKENIZER),
     DropRule("profiling.*", DropReason.NONE, TRACING),
     DropRule("checkpoint.hf_source_path", DropReason.BY_HAND, PRETRAINED),

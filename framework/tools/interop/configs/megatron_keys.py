@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.tools.interop.configs.shell import LAUNCHER
 from meshwright.tools.interop.configs.source_keys import (
     BALANCE,
+    FLOAT8,
     METRICS,
     PRETRAINED,
     TOKENIZER,
@@ -34,7 +35,7 @@ REST = (
     DropRule(f"{LAUNCHER}*", DropReason.NEEDLESS),
     DropRule("skipped.*", DropReason.BY_HAND, "inside a branch, loop or function of the script that is not evaluated"),
     DropRule("undefined.*", DropReason.BY_HAND, "the file does not define this variable, nor the flags in it"),
-    DropRule("fp8*", DropReason.NONE, "no float8"),
+    DropRule("fp8* first-last-layers-bf16 num-layers-at-*-in-bf16", DropReason.BY_HAND, FLOAT8),
     DropRule("fp4*", DropReason.NONE, "no float4"),
     DropRule("fp16-lm-cross-entropy", DropReason.DIFFERS, "the loss is computed in float32"),
     DropRule("*loss-scale* hysteresis", DropReason.NEEDLESS, "without --fp16"),

@@ -73,6 +73,7 @@ PRETRAINED = (
 )
 TRACING = "tracking.trace_step measures one step of each start; `meshwright draw RUN` shows it"
 METRICS = "metrics.jsonl has every step; tracking.wandb sends it to Weights & Biases"
+FLOAT8 = 'train.linear = "fp8", with one scale per row: other numbers than with other recipes; train.fp8_keep'
 BALANCE = "pipeline.balance, as numbers of layers"
 SPECTRAL_MUP = (
     "spectral muP draws each matrix with standard deviation min(1, sqrt(out / in)) / sqrt(in), and scales its learning "

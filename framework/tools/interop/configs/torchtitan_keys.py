@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshwright.tools.interop.configs.source_keys import (
     BALANCE,
     CORPUS,
+    FLOAT8,
     METRICS,
     TRACING,
     DropReason,
@@ -70,7 +71,8 @@ REST = (
     DropRule("job.description", DropReason.NONE, "use a comment in the file"),
     DropRule("profiling.*", DropReason.NONE, TRACING),
     DropRule("metrics.enable_tensorboard", DropReason.NONE, METRICS),
-    DropRule("model.converters float8.* quantize.* training.fp8_linear", DropReason.NONE, "no float8"),
+    DropRule("*enable_fsdp_float8_all_gather", DropReason.NONE, "weights are gathered in the training dtype"),
+    DropRule("model.converters float8.* quantize.* training.fp8_linear", DropReason.BY_HAND, FLOAT8),
     DropRule("mx.*", DropReason.NONE, "no MXFP8"),
     DropRule(
         "optimizer.early_step_in_backward", DropReason.NONE, "clipping needs the norm of all gradients before the step"

@@ -251,7 +251,7 @@ def test_the_written_file_can_be_laid_out(adopted: Callable[..., ImportedConfig]
 
 LEFT: dict[str, dict[str, tuple[DropReason, int]]] = {
     "torchtitan.toml": {
-        "model.converters": (DropReason.NONE, 21),
+        "model.converters": (DropReason.BY_HAND, 21),
         "lr_scheduler.decay_type": (DropReason.NONE, 31),
         "training.dataset": (DropReason.BY_HAND, 40),
         "metrics.enable_tensorboard": (DropReason.NONE, 13),
@@ -268,7 +268,7 @@ LEFT: dict[str, dict[str, tuple[DropReason, int]]] = {
         "--save": (DropReason.NEEDLESS, 64),
     },
     "llama.sh": {
-        "--fp8-format": (DropReason.NONE, 30),
+        "--fp8-format": (DropReason.BY_HAND, 30),
         "--mock-data": (DropReason.BY_HAND, 38),
         "--data-path $2": (DropReason.BY_HAND, 40),
         "--num-workers $i": (DropReason.BY_HAND, 43),
