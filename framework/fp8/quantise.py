@@ -5,6 +5,9 @@
     code      x 2^k, rounded to float8_e4m3fn
     value     code x 2^-k: exact in bfloat16 and wider, because a code has 4 significant bits
 
+Each pass over a tensor is one operator and, on CUDA, one kernel, compiled by torch: exponents read x, codes read x and
+write one byte per element, values read that byte. Elsewhere, and without Triton, plain torch code gives the same bits.
+
 A row's codes depend on that row alone. Micro-batches, data parallelism, pipeline stages, sequence parallelism and
 tensor parallelism therefore do not change them. A NaN or Inf stays one of the two.
 
@@ -13,13 +16,15 @@ Shapes: K the contracted dim, always the last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 from meshwright.mesh.comm import Group
+from meshwright.system.host import missing_tools
 
 MOST = 126
 """Largest magnitude of an exponent: both 2^k and 2^-k are normal float32 numbers."""
@@ -37,14 +42,62 @@ def to_codes(scaled: Tensor) -> Tensor:
     return scaled.to(torch.float8_e4m3fn)
 
 
-def exponents_of(x: Tensor) -> Tensor:
-    """Return the exponent of each row: (..., K) -> (..., 1) int8. No communication.
+def _exponents(x: Tensor) -> Tensor:
+    """Compute :func:`exponents_of` in plain torch, from the bits of the row's amax in float32, 1.f x 2^e.
 
-    It is read from the bits of the row's amax in float32, 1.f x 2^e: 448 = 1.75 x 2^8.
+    448 = 1.75 x 2^8.
     """
-    bits = x.detach().abs().amax(-1, keepdim=True).float().view(torch.int32)
+    bits = x.abs().amax(-1, keepdim=True).float().view(torch.int32)
     exponent, fraction = (bits >> 23) - 127, bits & 0x7FFFFF
     return (8 - exponent - (fraction > 0x600000).int()).clamp(-MOST, MOST).to(torch.int8)
+
+
+def _codes(x: Tensor, exponents: Tensor) -> Tensor:
+    """Compute the codes of x (..., K) in plain torch."""
+    return to_codes(x.to(torch.promote_types(x.dtype, torch.float32)) * power_of_two(exponents))
+
+
+def _values(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute :func:`dequantise` in plain torch."""
+    return (codes.to(torch.promote_types(dtype, torch.float32)) * power_of_two(-exponents)).to(dtype)
+
+
+_row_exponents = custom_op("meshwright::row_exponents", _exponents, mutates_args=(), schema="(Tensor x) -> Tensor")
+_row_codes = custom_op(
+    "meshwright::row_codes", _codes, mutates_args=(), schema="(Tensor x, Tensor exponents) -> Tensor"
+)
+_row_values = custom_op(
+    "meshwright::row_values",
+    _values,
+    mutates_args=(),
+    schema="(Tensor codes, Tensor exponents, ScalarType dtype) -> Tensor",
+)
+_row_exponents.register_fake(lambda x: x.new_empty((*x.shape[:-1], 1), dtype=torch.int8))
+_row_codes.register_fake(lambda x, exponents: torch.empty_like(x, dtype=torch.float8_e4m3fn))
+_row_values.register_fake(lambda codes, exponents, dtype: torch.empty_like(codes, dtype=dtype))
+
+
+def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the function as one compiled kernel, or unchanged on a machine that cannot compile for CUDA."""
+    compiled: list[Callable[..., Tensor]] = []
+
+    def run(*arguments: Any) -> Tensor:
+        if not compiled:
+            compiled.append(function if missing_tools() else torch.compile(function, dynamic=True))
+        return compiled[0](*arguments)
+
+    return run
+
+
+_row_exponents.register_kernel("cuda", fused(_exponents))
+_row_codes.register_kernel("cuda", fused(_codes))
+_row_values.register_kernel("cuda", fused(_values))
+
+
+def exponents_of(x: Tensor) -> Tensor:
+    """Return the exponent of each row: (..., K) -> (..., 1) int8. No communication."""
+    found: Tensor = _row_exponents(x.detach())
+    return found
 
 
 def agree(exponents: Sequence[Tensor], group: Group | None) -> list[Tensor]:
@@ -62,8 +115,7 @@ def agree(exponents: Sequence[Tensor], group: Group | None) -> list[Tensor]:
 
 def encode(x: Tensor, exponents: Tensor) -> Quantised:
     """Quantise x (..., K) with the exponents (..., 1) of its rows."""
-    scaled = x.detach().to(torch.promote_types(x.dtype, torch.float32)) * power_of_two(exponents)
-    return Quantised(to_codes(scaled), exponents)
+    return Quantised(_row_codes(x.detach(), exponents), exponents)
 
 
 def quantise(tensors: Sequence[Tensor], group: Group | None) -> list[Quantised]:
@@ -74,8 +126,8 @@ def quantise(tensors: Sequence[Tensor], group: Group | None) -> list[Quantised]:
 
 def dequantise(quantised: Quantised, dtype: torch.dtype) -> Tensor:
     """Return the values (..., K) in ``dtype``, exactly."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return (quantised.codes.to(wide) * power_of_two(-quantised.exponents)).to(dtype)
+    found: Tensor = _row_values(quantised.codes, quantised.exponents, dtype)
+    return found
 
 
 def power_of_two(exponents: Tensor) -> Tensor:

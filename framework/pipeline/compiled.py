@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
 from collections.abc import Iterable
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from meshwright.config import RunConfig
+from meshwright.system.host import missing_tools
 
 
 def compile_layers(layers: Iterable[nn.Module], config: RunConfig, device: torch.device, *, warns: bool) -> None:
@@ -39,12 +37,3 @@ def compile_layers(layers: Iterable[nn.Module], config: RunConfig, device: torch
     if wanted:
         for layer in layers:
             layer.compile()
-
-
-def missing_tools() -> list[str]:
-    """Return the tools that torch.compile lacks on this machine to make CUDA kernels."""
-    found = {
-        "Triton": find_spec("triton") is not None,
-        "a C compiler": any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")),
-    }
-    return [name for name, is_here in found.items() if not is_here]

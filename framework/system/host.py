@@ -1,8 +1,7 @@
-"""Network interfaces of this machine that lead to another one.
+"""This machine: its network interfaces that lead to another one, and the compilers that it has.
 
-NCCL and gloo guess, and guess wrong where a node has a management network, a docker bridge or a host name that resolves
-to 127.0.1.1.
-
+NCCL and gloo guess interfaces, and guess wrong where a node has a management network, a docker bridge or a host name
+that resolves to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ import errno
 import fcntl
 import ipaddress
 import os
+import shutil
 import socket
 import struct
+from importlib.util import find_spec
 
 SIOCGIFADDR = 0x8915
 """Number of Linux's ioctl that returns the IPv4 address of an interface."""
@@ -94,3 +95,12 @@ def _address_of(interface: str, via: socket.socket) -> str | None:
         return socket.inet_ntoa(fcntl.ioctl(via.fileno(), SIOCGIFADDR, request)[20:24])
     except OSError:
         return None
+
+
+def missing_tools() -> list[str]:
+    """Return the tools that torch.compile lacks on this machine to make CUDA kernels."""
+    found = {
+        "Triton": find_spec("triton") is not None,
+        "a C compiler": any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")),
+    }
+    return [name for name, is_here in found.items() if not is_here]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.fp8.linear import Fp8Linear
+from meshwright.fp8.quantise import dequantise, quantise
 from meshwright.tools.verify import layout_config, parse_layout
 from meshwright.tools.verify.rank import run_layout
 from tests.tensor_parallel.ranks_of_tp import drawn
@@ -38,6 +39,20 @@ def linear_on(device: str, tokens: int, width: int, height: int) -> list[Tensor]
     y.backward(drawn(2, tokens, height, seed=1).to(device, torch.bfloat16))
     assert x.grad is not None and linear.weight.grad is not None
     return [each.detach().cpu() for each in (y, x.grad, linear.weight.grad)]
+
+
+def quantised_on(device: str, transposed: bool) -> list[Tensor]:
+    """Codes as bytes, exponents and values of rows over many magnitudes, on CPU."""
+    x = (drawn(300, 512) * torch.exp2(drawn(300, 1, seed=1) * 20)).to(device, torch.bfloat16)
+    (found,) = quantise([x.t() if transposed else x], None)
+    values = dequantise(found, torch.bfloat16)
+    return [each.cpu() for each in (found.codes.view(torch.uint8), found.exponents, values)]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compiled_kernels_give_the_codes_of_the_cpu(transposed: bool, on_device: Callable[..., Any]) -> None:
+    found, expected = on_device(quantised_on, DEVICE, transposed), quantised_on("cpu", transposed)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize(("tokens", "width", "height"), [(128, 256, 512), (17, 64, 48), (1000, 4096, 1024)])
