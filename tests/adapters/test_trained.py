@@ -28,6 +28,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.run.directory import run_directory
 from meshwright.step import total_loss
 from meshwright.tools.inference.load import config_for, locate, open_inference_mesh, open_trained
+from meshwright.tools.interop.huggingface import adapters
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from tests.end_to_end.driving import exact_losses
@@ -189,6 +190,18 @@ def test_commands_load_the_base_and_the_adapters(run: Path, base: Path, pool: Ra
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
     for tp in (1, 2):
         assert pool.run(loss_rank, tp, run, tp)[0] == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_adapters_that_are_not_the_trained_ones_are_caught(
+    run: Path, base: Path, pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same comparison fails for an export of first values, whose B is zero."""
+    model = configured_model(parse(json.dumps(open_checkpoint(find(run)[0].path).manifest.config)))
+    monkeypatch.setattr(adapters, "read_factor", lambda checkpoint, name: model.initial(name).double())
+    convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    logits = logits_of(base, with_formula(tmp_path / "peft"))
+    found = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    assert pool.run(loss_rank, 1, run, 1)[0] != pytest.approx(float(found), rel=1e-6)
 
 
 IDS = torch.arange(24).view(2, 12) * 7 % 280
