@@ -59,6 +59,8 @@ def train(rank: int, world_size: int, config: RunConfig) -> Trained:
 
 
 def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
+    """``layout``: as for verify, with ``fp8`` for float8 in all linears but the head."""
+    layout, in_fp8, _ = layout.partition(",fp8")
     options = GPT2 if "gpt2" in builder else LLAMA
     config = RunConfig.model_validate(
         {
@@ -68,7 +70,8 @@ def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
         }
     )
     config = layout_config(config, parse_layout(layout), 8, "float32")
-    return config.model_copy(update={"train": config.train.model_copy(update={"compile": compiled})})
+    fp8 = {"linear": "fp8", "fp8_keep": ["head"]} if in_fp8 else {}
+    return config.model_copy(update={"train": config.train.model_copy(update={"compile": compiled, **fp8})})
 
 
 @pytest.mark.slow
@@ -81,11 +84,13 @@ def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
         pytest.param("meshwright.models.gpt2:build", "pp2,zb_h1", marks=pytest.mark.torture),
         pytest.param("meshwright.models.llama:build", "dp2,pp2,zb_h1,full,zero3", marks=pytest.mark.torture),
         pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence,zb_v", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.llama:build", "pp2,zb_v,fp8", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence,zb_h1,fp8", marks=pytest.mark.torture),
     ],
 )
 def test_compiled_layers_give_the_same_numbers(pool: RankPool, builder: str, layout: str) -> None:
     """Dropouts above zero: their masks are hashed in compiled code, from names that all layers of a graph share."""
-    size = parse_layout(layout).size
+    size = parse_layout(layout.removesuffix(",fp8")).size
     plain = pool.run(train, size, laid_out(builder, layout, compiled=False))
     compiled = pool.run(train, size, laid_out(builder, layout, compiled=True), timeout_s=600)
     assert batch_numbers(laid_out(builder, layout, compiled=True)).chunks >= 4, "or a graph per micro-batch may pass"
