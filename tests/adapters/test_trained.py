@@ -368,3 +368,22 @@ def own_layers(run: Path) -> torch.nn.Sequential:
         return read(checkpoint, info.name) if is_adapter(info.name) else model.initial(info.name)
 
     return materialise(model.layers, model, infos, torch.float64, torch.device("cpu"), local_of)
+
+
+def test_a_function_that_a_checkpoint_names_for_its_groups_is_not_called() -> None:
+    """Export and merging build the model of a checkpoint's configuration, which may come from anyone."""
+    config = RunConfig.model_validate(
+        {
+            "model": {
+                "builder": "meshwright.models.llama:build",
+                "options": {**LLAMA, "max_sequence_length": 16},
+                "parameter_groups": "no_such_module_anywhere:groups",
+            },
+            "data": {"train": "none", "sequence_length": 16},
+            "batch": {"micro_batch_size": 1, "global_batch": 1},
+            "adapter": {**ADAPTER, "targets": FUSED},
+        }
+    )
+    with pytest.raises(UserError, match="no_such_module_anywhere"):
+        configured_model(config)
+    assert any(map(is_adapter, dict(adapters.model_of(config).layers.named_parameters())))

@@ -25,7 +25,7 @@ from meshwright.checkpoint import CheckpointReader, TensorKind
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
 from meshwright.config import RunConfig, leaves_out_base, parse
 from meshwright.errors import CheckpointError, ModelError
-from meshwright.model.build import configured_model
+from meshwright.model.build import PlainModel, configured_model
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
 from meshwright.tools.interop.huggingface.export import ExportPlan, ExportResult, open_verified
@@ -54,6 +54,14 @@ def targets_of(checkpoint: CheckpointReader) -> list[str]:
     return found
 
 
+def model_of(config: RunConfig) -> PlainModel:
+    """Build the model of a saved configuration, whose builder a plan of its export has accepted.
+
+    Its parameter groups are left out: they may name a function, which nothing of a checkpoint may call.
+    """
+    return configured_model(config.replace(model={"parameter_groups": []}))
+
+
 def read_factor(checkpoint: CheckpointReader, name: str) -> Tensor:
     """Read A or B of an adapter: its master weights, where the checkpoint has them."""
     kind = TensorKind.MASTER if name in checkpoint.parameters(TensorKind.MASTER) else TensorKind.WEIGHTS
@@ -80,7 +88,7 @@ def export_adapter(plan_export: PlanExport, source: Path, out: Path, *, dtype: s
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
         plan = plan_export(config, checkpoint.path)
         rules = {rule.ours: rule for rule in plan.rules}
-        layers = configured_model(config).layers
+        layers = model_of(config).layers
         tensors: dict[str, Tensor] = {}
         for target in targets:
             is_table = isinstance(layers.get_submodule(target), nn.Embedding)
@@ -149,7 +157,7 @@ class MergedWeights:
         self.checkpoint, self.path = checkpoint, checkpoint.path
         self._targets = set(targets_of(checkpoint))
         self._factor = factor_of(config)
-        self._model = configured_model(config)
+        self._model = model_of(config)
         entries = checkpoint.manifest.tensors
         any_adapter = entries[TensorKind.WEIGHTS.of(f"{min(self._targets)}.lora_a.weight")]
         tensors: dict[str, TensorEntry] = {}
