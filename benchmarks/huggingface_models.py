@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -120,10 +121,11 @@ def every_kind() -> list[str]:
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
     """Return the list as Markdown."""
     good = {kind: found for kind, found in results.items() if found["state"] == "restructured"}
+    proven = [kind for kind, found in good.items() if found["layouts"] and all(map(_passed, found["layouts"].values()))]
     lines = [
         f"{len(good)} of the {len(results)} architectures that transformers {import_transformers().__version__} has a "
-        f"causal language model for are restructured; {sum(bool(found['layouts']) for found in good.values())} of them "
-        f"are proven in layouts over ranks.",
+        f"causal language model for are restructured; {len(proven)} of them are proven in "
+        f"layouts over ranks.",
         "",
         "| architecture | logits, gradients | " + " | ".join(LAYOUTS) + " | not |",
         "|---|---|" + "---|" * len(LAYOUTS) + "---|",
@@ -143,10 +145,15 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _passed(row: dict[str, Any]) -> bool:
+    return bool(row["passed"])
+
+
 def _cell(found: dict[str, Any], layout: str) -> str:
     row = found["layouts"].get(layout)
     if row is None:
-        return ""
+        is_impossible = any(name in layout for name in found["impossible"])
+        return "" if is_impossible else "not run"
     if row["gradient"] is None:
         return "refused"
     return f"{row['gradient']:.0e}" if row["passed"] else "**differs**"
@@ -154,15 +161,20 @@ def _cell(found: dict[str, Any], layout: str) -> str:
 
 def _reason(kind: str, found: dict[str, Any]) -> str:
     why = str(found["why"]).replace("|", "/")
-    if "declares no plan for a pipeline" in why:
-        return "declares no plan for a pipeline"
+    if "none can be derived" in why:
+        cause = why.partition("meta tensors: ")[2].partition(" [MW-")[0].partition(":")[2].strip()
+        return f"declares no pipeline plan, and none can be derived: its forward fails on meta tensors ({cause})"
+    if "is not the same model" in why:
+        return "declares no pipeline plan, and one tensor between its layers is not enough"
+    if "has no module list" in why:
+        return "declares no pipeline plan, and has no module list"
     if "is an encoder-decoder" in why:
         return "is an encoder-decoder"
     if "e_score_correction_bias" in why or "a mixture of experts" in why:
         return "is a mixture of experts"
     if found["state"] == "no small form":
         return f"its configuration does not take the small sizes used here ({why[:110]})"
-    return why.removeprefix(f"{kind} ").partition("): ")[2] or why
+    return re.sub(r"^\S+ \(\w+\): | \[MW-[A-Z]+-\d+\]?$", "", why)
 
 
 def write(results: dict[str, dict[str, Any]]) -> None:

@@ -23,6 +23,11 @@ SMALL: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "attention_dropout": 0.0,  # functional dropouts, which are refused
+    "attention_probs_dropout_prob": 0.0,
+    "attn_pdrop": 0.0,
+    "activation_dropout": 0.0,
+    "layerdrop": 0.0,
 }
 WINDOW = {"sliding_window": 5}
 LATENT = {
@@ -62,6 +67,11 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"mamba_n_heads": 8},
     "granitemoehybrid": {"mamba_n_heads": 8},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "opt": {"dropout": 0.0},
+    "xglm": {"dropout": 0.0},
+    "trocr": {"dropout": 0.0},
+    "gptj": {"rotary_dim": 4},
+    "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global"], 3]]},
 }
 """What makes an architecture itself: windows, ties, scalings, dropouts in modules; and sizes that fit each other."""

@@ -175,6 +175,10 @@ class ModelSkeleton:
         finally:
             state.reset(-1, None)
 
+    def copy_on(self, device: torch.device) -> nn.Module:
+        """Return the model with marks whose constants are on ``device``."""
+        return self._at(device)[0]
+
     def _at(self, device: torch.device) -> tuple[nn.Module, RunState]:
         if device not in self._copies:
             model, state = copy.deepcopy(self._copies[torch.device("cpu")])

@@ -60,8 +60,16 @@ class ParameterInitialiser:
         parameter = nn.Parameter(tensor, requires_grad=False)
         module.get_submodule(owner)._parameters[attribute] = parameter
         before = tensor._version
-        with torch.no_grad():
-            module.apply(self._rules)
+        try:
+            with torch.no_grad():
+                module.apply(self._rules)
+        except Exception as error:
+            raise ModelError(
+                "MW-INTEROP-110",
+                f"the rules of {type(module).__name__} cannot initialise {theirs} in a module of its own "
+                f"({type(error).__name__}: {error}): save a model with its weights into the directory "
+                f"(save_pretrained), and train from those",
+            ) from error
         if module.get_submodule(owner)._parameters[attribute] is not parameter or tensor._version == before:
             raise ModelError(
                 "MW-INTEROP-065",

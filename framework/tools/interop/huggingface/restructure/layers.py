@@ -1,8 +1,8 @@
 """``model.builder = "hf:DIRECTORY"``: a causal language model of transformers as the layers of an nn.Sequential.
 
-The model is cut at the modules of its own pipeline plan (``_pp_plan``) and sharded by its own tensor-parallel plan
-(``_tp_plan``). No code here is specific to one model. Computations between the planned modules run in the model's own
-code, see frame.py. Parameters get new names::
+The model is cut at the modules of its own pipeline plan (``_pp_plan``), or of a derived one, see cut.py. It is sharded
+by its own tensor-parallel plan (``_tp_plan``). No code here is specific to one model. Computations between the planned
+modules run in the model's own code, see frame.py. Parameters get new names::
 
     name in the Sequential                name in transformers
     embedding.embed_tokens.weight         model.embed_tokens.weight
@@ -26,7 +26,7 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.model.build import parameters_on_meta
 from meshwright.tools.interop.huggingface.files import CONFIG
-from meshwright.tools.interop.huggingface.restructure.cut import cut
+from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
 from meshwright.tools.interop.huggingface.restructure.directory import configuration
 from meshwright.tools.interop.huggingface.restructure.initial import ParameterInitialiser
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
@@ -71,7 +71,8 @@ def build(
     if weights and source is None:
         raise ModelError("MW-INTEROP-066", f"model.options.weights = true, but {directory} holds no *.safetensors")
     model = _skeleton(config, place, attention)
-    planned, layers = cut(model, place)
+    _check_experts(model, place)
+    planned, layers = (cut if config.get_text_config().base_model_pp_plan else cut_by_trace)(model, place)
     _check_parts(layers, model, place)
     tied = _ties(layers)
     parameters = {
@@ -112,7 +113,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
     """Build the whole transformers model in training mode, with parameters on meta and constants materialised.
 
     Raises:
-        ModelError: it is no causal LM, has no pipeline plan, or its rotary embedding changes during training.
+        ModelError: it is no causal LM, or its rotary embedding changes during training.
     """
     transformers = import_transformers()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -133,13 +134,6 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
     if attention not in (None, "sdpa", "eager"):
         raise ModelError(
             "MW-INTEROP-070", f'model.options.attention = {attention!r}: use "sdpa" or "eager", or leave it out'
-        )
-    if not config.get_text_config().base_model_pp_plan:
-        name = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
-        raise ModelError(
-            "MW-INTEROP-071",
-            f"{place}: {name} declares no plan for a pipeline (base_model_pp_plan), so that it cannot be cut into "
-            f"stages: write it as code, see docs/huggingface-models.md",
         )
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
@@ -163,24 +157,32 @@ def _tables(value: Any) -> Iterator[dict[str, Any]]:
             yield from _tables(inner)
 
 
-def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
-    """Check that a pipeline can reproduce the model.
+def _check_experts(model: nn.Module, place: str) -> None:
+    """Check that no parameter holds the fused weights of several experts.
 
     Raises:
-        ModelError: dropout between planned modules, fused expert weights, or persistent buffers.
+        ModelError: one does.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            raise ModelError(
-                "MW-INTEROP-077", f"{place}: {name} (dropout {module.p}) lies between planned modules: set it to 0"
-            )
-    for name, parameter in layers.named_parameters():
-        owner = layers.get_submodule(name.rpartition(".")[0])
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
         if parameter.dim() > 2 and not isinstance(owner, nn.modules.conv._ConvNd):
             raise ModelError(
                 "MW-INTEROP-078",
                 f"{place}: {name} holds the weights of {len(parameter)} experts, {list(parameter.shape)}: a mixture of "
                 f"experts, which routes each token by its values, is not restructured",
+            )
+
+
+def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
+    """Check that a pipeline can reproduce the model.
+
+    Raises:
+        ModelError: dropout between planned modules, or persistent buffers.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ModelError(
+                "MW-INTEROP-077", f"{place}: {name} (dropout {module.p}) lies between planned modules: set it to 0"
             )
     parameters = {name for part in (layers, model) for name, _ in part.named_parameters(remove_duplicate=False)}
     buffers = [name for part in (layers, model) for name in part.state_dict() if name not in parameters]

@@ -31,11 +31,11 @@ def import_transformers() -> Any:
             "MW-INTEROP-080", f"a model of Hugging Face needs transformers 5 ({error}): pip install 'meshwright[hf]'"
         ) from error
     if not hasattr(masking_utils.find_packed_sequence_indices, "unpacked"):
-        _install(masking_utils)
+        _install(transformers, masking_utils)
     return transformers
 
 
-def _install(masking_utils: Any) -> None:
+def _install(transformers: Any, masking_utils: Any) -> None:
     """Replace the function with which transformers detects several documents in one row of positions.
 
     The original reads the values of the positions. On meta there are none, and on a GPU each call would synchronise.
@@ -50,6 +50,8 @@ def _install(masking_utils: Any) -> None:
 
     find_packed_sequence_indices.unpacked = unpacked  # type: ignore[attr-defined]
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices
+    warning = "warn_if_padding_and_no_attention_mask"  # reads the ids' values, for a warning alone
+    setattr(transformers.PreTrainedModel, warning, lambda *_: None)
 
 
 @contextmanager
