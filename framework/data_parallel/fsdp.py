@@ -75,6 +75,8 @@ class FsdpLayers:
             "mesh": shard.device_mesh(device.type),
             "ignored_params": {parameter for parameter in layers.parameters() if not parameter.requires_grad},
         }
+        self.copies_gradients = offload and device.type == "cuda"
+        """True when FSDP copies reduced gradients to pinned memory, where the stage adds them up."""
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
         shard_dtype = accumulation_dtype(dtype)

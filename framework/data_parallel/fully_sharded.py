@@ -131,8 +131,7 @@ class FullyShardedStage:
             for parameter, gradient in zip(self.fsdp.parameters, gradients, strict=True)
         ]
         assert len(self.buckets) == len(trained)
-        self._offload = offload
-        for bucket in () if offload else self.buckets:
+        for bucket in () if self.fsdp.copies_gradients else self.buckets:
             bucket.accumulate_in_place()
         self._in_halves = False
         """True while the weight half of a split backward (W) follows, which FSDP's hooks cannot see."""
@@ -186,9 +185,10 @@ class FullyShardedStage:
         """Add the gradients of the last reducing backward, if they are in host memory. Blocks the host once.
 
         NOTE [offloaded gradients]: FSDP's own accumulation in host memory copies each parameter with a wait, because
-        the sum needs the copy. Without a gradient to add to, it copies into pinned memory and goes on.
+        the sum needs the copy. Without a gradient to add to, it copies into pinned memory and goes on. On a CPU nothing
+        is copied, and FSDP adds in place.
         """
-        if self._offload:
+        if self.fsdp.copies_gradients:
             self.fsdp.wait_for_gradients()
             for bucket in self.buckets:
                 bucket.add_from_host()

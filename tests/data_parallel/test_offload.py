@@ -7,16 +7,18 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from meshwright.blueprint import batch_numbers
 from meshwright.build import build
 from meshwright.checkpoint import TensorKind
 from meshwright.config import RunConfig, parse
+from meshwright.data_parallel.fsdp import FsdpLayers
 from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
@@ -175,6 +177,55 @@ def test_with_zero_3_the_weights_are_on_the_host_too(layout: str, pool: RankPool
     """On a CPU that is the same memory: what torch was told is all that can be seen."""
     config = config_for(layout, "float32")
     assert pool.run(offloaded, 2, config.model_dump_json()) == 2 * [{config.parallel.offload}]
+
+
+class CopyingLayers(FsdpLayers):
+    """FSDP layers with the sums of CUDA: a reduced gradient is taken after each backward, after one wait for all."""
+
+    waits = 0
+    """Waits with a gradient to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.copies_gradients = True
+
+    def wait_for_gradients(self) -> None:
+        CopyingLayers.waits += any(each.sharded.grad is not None for each in self.parameters)
+
+
+def trained_copying(
+    rank: int, world_size: int, config_json: str
+) -> tuple[list[float], dict[tuple[TensorKind, str], torch.Tensor], int]:
+    """The same with gradients that are taken from FSDP, and the number of waits for them."""
+    CopyingLayers.waits = 0
+    with mock.patch("meshwright.data_parallel.fully_sharded.FsdpLayers", CopyingLayers):
+        losses, found = trained(rank, world_size, config_json)
+    return losses, found, CopyingLayers.waits
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("dp2,zero3", "float32"),
+        LATER("dp4,zero3,shard2", "bfloat16"),
+        LATER("dp2,pp2,zero3,zb_h1", "float64"),
+        LATER("dp2,zero3,step", "bfloat16"),
+    ],
+)
+def test_gradients_taken_from_fsdp_are_those_it_adds_in_place(layout: str, dtype: str, pool: RankPool) -> None:
+    """Of all micro-batches: one wait for each that reduces, and the same bits."""
+    plain, offload = config_for(layout, dtype), config_for(f"{layout},offload", dtype)
+    size = parse_layout(layout).size
+    chunks = batch_numbers(offload).chunks
+    for theirs, ours in zip(
+        pool.run(trained, size, plain.model_dump_json()),
+        pool.run(trained_copying, size, offload.model_dump_json()),
+        strict=True,
+    ):
+        assert ours[0] == theirs[0] and ours[1].keys() == theirs[1].keys()
+        assert ours[2] == 3 * (1 if "step" in layout else chunks)
+        for key, tensor in theirs[1].items():
+            assert torch.equal(ours[1][key], tensor), key
 
 
 @pytest.fixture

@@ -107,6 +107,13 @@ def test_offloaded_bytes_are_not_the_devices() -> None:
     assert away.both_bytes == pytest.approx(away.peak_bytes + away.host_bytes, rel=0.2)
 
 
+def test_with_zero_3_and_offload_no_gradient_is_on_the_device_after_its_backward() -> None:
+    """The peak is that without offload, less the shards of weights, gradients and optimizer state."""
+    here, away = (profile_rank(configured(dp=2, zero=3, offload=offload), 0) for offload in (False, True))
+    assert away.both_bytes == here.peak_bytes
+    assert away.peak_bytes + away.host_bytes == here.peak_bytes
+
+
 def test_nothing_is_left_of_a_fake_mesh() -> None:
     hook, resize = sys.excepthook, torch.UntypedStorage.resize_
     profile_rank(configured(dp=2, tp=2, zero=3), 3)
