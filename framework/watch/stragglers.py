@@ -28,6 +28,9 @@ from meshwright.watch.trace import RankSpans, on_one_clock
 
 SHARE = 0.1
 """Smallest share of a step that a delay must have to be reported."""
+SLOW_TOO = 0.125
+"""Smallest wait of a pair of nodes, as a share of the longest, that counts as slow too: two connections over one
+host's link share its bandwidth unevenly."""
 WARM_UP = 1
 """First steps of each start that are not measured."""
 
@@ -187,7 +190,7 @@ def _link(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: floa
         name = f"the link from rank {sender} to rank {receiver} on {nodes[sender]}"
     else:
         pairs = _by_pair(waits_s, nodes)
-        slow = [pair for pair, seconds in pairs if seconds >= delay_s / 2]
+        slow = [pair for pair, seconds in pairs if seconds >= SLOW_TOO * delay_s]
         common = set.intersection(*slow)
         name = f"the link between {' and '.join(sorted({nodes[sender], nodes[receiver]}))}"
         if len(slow) > 1 and len(slow) == len(pairs):  # one of them, or all: the measurements cannot distinguish

@@ -74,6 +74,13 @@ def test_two_slow_links_of_one_node_are_its_own() -> None:
     assert found.name == "the link of h2"
 
 
+def test_two_connections_that_share_a_link_unevenly_are_still_the_link() -> None:
+    """Waits of a pipeline over four nodes, measured where the link of the second has a fortieth of the bandwidth."""
+    waits_s = {"_0_2": 1.202, "_2_0": 0.793, "_2_4": 0.228, "_4_2": 0.253, "_4_6": 0.0, "_6_4": 0.001}
+    found = judge([told(0.2, **waits_s), *[told(0.2)] * 7], [f"h{rank // 2 + 1}" for rank in range(8)], 1.91)
+    assert found.name == "the link of h2"
+
+
 def test_where_all_links_are_alike_none_of_them_is_blamed() -> None:
     """A pipeline over three nodes: the one in the middle has a part in both of its links."""
     found = judge([told(0.2, _0_2=0.4, _2_4=0.5), *[told(0.2)] * 5], HOSTS, 1.0)
