@@ -26,6 +26,7 @@ from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
 from meshwright.model.running_buffers import cast_model
 from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.optimizer.flat import with_matrices
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parameters import GroupSettings, ParameterInfo
 from meshwright.pipeline.plan import (
@@ -93,6 +94,10 @@ class Blueprint:
         """Model FLOPs of one optimizer step, see :class:`LayerCost`: no recompute, full attention."""
         batch = batch_numbers(self.config)
         return sum(cost.model_flops for cost in self.layer_costs) * batch.global_batch / batch.micro_batch_size
+
+    def has_matrices(self, name: str) -> bool:
+        """Return whether a parameter is stepped by whole matrices. False for a buffer."""
+        return name in self.infos and self.infos[name].matrix is not None
 
     def stage_layers(self, stage: int) -> nn.Sequential:
         """Return the layers of one stage, under their names in the whole model."""
@@ -219,6 +224,7 @@ def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Gro
     if is_meant_for_gpu(config.train.device, config.train.dtype):
         check_sizes(model.layers)
     cast_model(model.layers, whole.running, dtype)
+    infos = with_matrices(infos, model.matrices, model.canonical)
     for name, info in infos.items():
         if (group := model.groups.get(model.canonical(name))) is not None:
             factors = group.learning_rate_factor, group.eps_factor

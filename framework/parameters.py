@@ -47,6 +47,9 @@ class ParameterInfo(NamedTuple):
     in_blocks: bool = False
     """True: its optimizer state is block-quantized, 8 bits per element."""
     settings: GroupSettings = GroupSettings()
+    matrix: tuple[int, ...] | None = None
+    """Rows of the parts of a unit that repeats along dim 0, each part one matrix of a whole-matrix optimizer; (): the
+    weight is one matrix; None: it has none."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

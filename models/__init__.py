@@ -34,6 +34,12 @@ Attributes of the Sequential (plain and optional)
 
 ``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the
     split dim of that module. tp must divide it: a contiguous slice then holds whole units.
+``matrices``: pattern of module or parameter names -> the matrices of a weight of two dims, for an optimizer that steps
+    each as a whole (Muon)
+
+    (128, 64, 64)  rows of the parts of a unit that repeats along dim 0: each part, over all units, is one matrix
+    whole      one matrix: the default, but for embeddings and the last layer
+    adamw      none: AdamW steps it element by element
 ``tied_weights``: tuples of parameter names that are one weight, the canonical one first.
 ``initialise(name, tensor)``: fills the whole tensor of that parameter from torch's default generator. Without it the
     module's own ``reset_parameters`` is used.

@@ -92,6 +92,7 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
+        self.fused_rows = {"qkv": (self.heads_per_group * self.head_dim, self.head_dim, self.head_dim)}
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
         """Attend causally in each sample or document. x: (B, S, D); starts: (B, S) bool or None. Return (B, S, D)."""

@@ -135,7 +135,9 @@ def assemble(
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             initialise(name, parameter)
-    carried: dict[str, object] = {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights}
+    fused = [(n, *each) for n, module in model.named_modules() for each in getattr(module, "fused_rows", {}).items()]
+    carried: dict[str, object] = {"matrices": {f"{name}.{child}": rows for name, child, rows in fused}}
+    carried |= {"sharding_plan": sharding_plan, "divisible": divisible, "tied_weights": tied_weights}
     carried |= {"initialise": initialise, "selective_recompute": list(selective_recompute)} | dict(attributes)
     for attribute, value in carried.items():
         setattr(model, attribute, value)

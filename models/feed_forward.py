@@ -62,6 +62,7 @@ class GatedMlp(nn.Module):
         self.activation = activation
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=bias)
         self.down = nn.Linear(ffn_size, hidden_size, bias=bias)
+        self.fused_rows = {"gate_up": (self.block_size, self.block_size)}
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = rearrange(self.gate_up(x), "b s (n two f) -> two b s n f", two=2, f=self.block_size)

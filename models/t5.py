@@ -151,6 +151,9 @@ def _assemble(
         biases = [f"{name}.attention.relative_bias.weight" for name in layers if name.removeprefix(stack).isdigit()]
         ties += [tuple(biases)] if len(biases) > 1 else []
     ffn_units = sizes.ffn_size if sizes.num_blocks is None else sizes.num_blocks
+    matrices = {"*.attention.qkv": (sizes.head_dim,) * 3, "*.cross_attention.kv": (sizes.head_dim,) * 2}
+    if sizes.num_blocks is not None:
+        matrices["*.mlp.up"] = (sizes.ffn_size // sizes.num_blocks,) * 2
     return assemble(
         layers,
         initialise=partial(initialise, hidden_size=sizes.hidden_size, head_dim=sizes.head_dim),
@@ -165,5 +168,5 @@ def _assemble(
         },
         tied_weights=ties,
         selective_recompute=["*attention.core"],
-        attributes=loss_options,
+        attributes=loss_options | {"matrices": matrices},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.config import batch
 from meshwright.config.keys import format_value
-from meshwright.config.rules import Rule
+from meshwright.config.rules import Rule, non_defaults
 from meshwright.config.schema import RunConfig
 
 MAX_RANKS = 2**20
@@ -105,6 +105,23 @@ def _offload(config: RunConfig) -> str | None:
     )
 
 
+def _muon_keys(config: RunConfig) -> str | None:
+    changed = non_defaults(config.optimizer, "muon_momentum", "nesterov", "ns_steps", "scale")
+    if config.optimizer.name == "muon" or not changed:
+        return None
+    given = " and ".join(f"optimizer.{name} = {format_value(getattr(config.optimizer, name))}" for name in changed)
+    return f'{given} without effect: choose optimizer.name = "muon", or leave it out'
+
+
+def _muon_offload(config: RunConfig) -> str | None:
+    if config.optimizer.name != "muon" or not config.parallel.offload:
+        return None
+    return (
+        'parallel.offload = true runs the optimizer on the host, and optimizer.name = "muon" multiplies matrices: '
+        "leave offload out (Muon keeps 4 bytes per element, AdamW 8), or choose another optimizer"
+    )
+
+
 def _across_nodes(config: RunConfig) -> str | None:
     if not config.parallel.tp_across_nodes or config.parallel.tp > 1:
         return None
@@ -135,6 +152,8 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),
     Rule("MW-CONFIG-043", _offload, ("parallel.offload_directory", "parallel.offload")),
+    Rule("MW-CONFIG-067", _muon_offload, ("parallel.offload", "optimizer.name")),
+    Rule("MW-CONFIG-068", _muon_keys, ("optimizer.name", "optimizer.muon_momentum", "optimizer.scale")),
     Rule("MW-CONFIG-044", _across_nodes, ("parallel.tp_across_nodes", "parallel.tp")),
     Rule("MW-CONFIG-045", _balance, ("pipeline.balance", "parallel.pp")),
 )

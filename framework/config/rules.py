@@ -32,7 +32,7 @@ class Rule(NamedTuple):
         return tuple(map(split, self.dotted))
 
 
-def _changed(section: Section, *names: str) -> list[str]:
+def non_defaults(section: Section, *names: str) -> list[str]:
     """Return the keys of a section that differ from their default."""
     fields = type(section).model_fields
     return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
@@ -101,7 +101,7 @@ def _own_optimizer(config: RunConfig) -> str | None:
         return (
             "optimizer.options have no effect without optimizer.builder: leave them out" if optimizer.options else None
         )
-    changed = _changed(optimizer, "name", "betas", "eps", "momentum", "block_size")
+    changed = non_defaults(optimizer, "name", "betas", "eps", "momentum", "block_size")
     if changed:
         given = " and ".join(f"optimizer.{name} = {format_value(getattr(optimizer, name))}" for name in changed)
         return f"{given} without effect with optimizer.builder: its arguments are optimizer.options"
@@ -113,7 +113,7 @@ def _own_optimizer(config: RunConfig) -> str | None:
 
 
 def _own_schedule(config: RunConfig) -> str | None:
-    changed = _changed(config.optimizer, "warmup_steps", "min_learning_rate", "decay_until")
+    changed = non_defaults(config.optimizer, "warmup_steps", "min_learning_rate", "decay_until")
     if ":" not in config.optimizer.schedule or not changed:
         return None
     given = " and ".join(f"optimizer.{name} = {getattr(config.optimizer, name)}" for name in changed)
@@ -122,7 +122,7 @@ def _own_schedule(config: RunConfig) -> str | None:
 
 def _loss_scale(config: RunConfig) -> str | None:
     keys, dtype = config.loss_scale, config.train.dtype
-    changed = [f"loss_scale.{name}" for name in _changed(keys, *type(keys).model_fields)]
+    changed = [f"loss_scale.{name}" for name in non_defaults(keys, *type(keys).model_fields)]
     if changed and dtype != "float16":
         return f'{changed[0]} has no effect with train.dtype = "{dtype}": leave it out, or choose "float16"'
     if keys.fixed is not None and len(changed) > 1:
@@ -146,7 +146,7 @@ def _fp8(config: RunConfig) -> str | None:
 
 
 def _validation(config: RunConfig) -> str | None:
-    changed = _changed(config.train, "validate_every", "validate_steps")
+    changed = non_defaults(config.train, "validate_every", "validate_steps")
     if config.data.validation is not None or config.data.builder is not None or not changed:
         return None
     given = [f"train.{name} = {getattr(config.train, name)}" for name in changed]
@@ -170,7 +170,7 @@ def _keep_every(config: RunConfig) -> str | None:
 
 def _most_skipped(config: RunConfig) -> str | None:
     most = config.watch.most_skipped
-    if config.watch.on_nonfinite == "skip" or not _changed(config.watch, "most_skipped"):
+    if config.watch.on_nonfinite == "skip" or not non_defaults(config.watch, "most_skipped"):
         return None
     return (
         f'watch.most_skipped = {most} has no effect with watch.on_nonfinite = "stop": leave it out, or choose '
@@ -185,7 +185,7 @@ CORPUS_KEYS = ("train", "stages", "validation", "tokenizer", *CORPUS_FORM, "task
 def _corpus(config: RunConfig) -> str | None:
     data = config.data
     if data.builder is not None:
-        given = [f"data.{name} = {format_value(getattr(data, name))}" for name in _changed(data, *CORPUS_KEYS)]
+        given = [f"data.{name} = {format_value(getattr(data, name))}" for name in non_defaults(data, *CORPUS_KEYS)]
         if not given and data.processes and not data.workers:
             return "data.processes = true has no effect with data.workers = 0: set the number of workers"
         if not given:
@@ -196,9 +196,9 @@ def _corpus(config: RunConfig) -> str | None:
             "data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes one), "
             'or set data.builder = "module:function" for a dataset of your own'
         )
-    if without := _changed(data, "options", "collate", "workers", "processes"):
+    if without := non_defaults(data, "options", "collate", "workers", "processes"):
         return f"data.{without[0]} has no effect without data.builder: leave it out"
-    form = [f"data.{name}" for name in _changed(data, *CORPUS_FORM)]
+    form = [f"data.{name}" for name in non_defaults(data, *CORPUS_FORM)]
     if form and data.task == "span_corruption":
         return f'{" and ".join(form)} has no effect with data.task = "span_corruption": leave it out'
     if data.eod_mask_loss and len(form) > 1:
@@ -245,7 +245,7 @@ def _recompute(config: RunConfig) -> str | None:
 
 
 def _schedule_file(config: RunConfig) -> str | None:
-    changed = _changed(config.pipeline, "schedule", "interleave")
+    changed = non_defaults(config.pipeline, "schedule", "interleave")
     if config.pipeline.schedule_file is None or not changed:
         return None
     return (

@@ -13,8 +13,9 @@ from meshwright.config.sections import FUNCTION, Section
 class Optimizer(Section):
     """Optimizer, gradient clipping and learning-rate schedule."""
 
-    name: Literal["adamw", "adamw8bit", "sgd"] = "adamw"
-    """Optimizer. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead of 8."""
+    name: Literal["adamw", "adamw8bit", "sgd", "muon"] = "adamw"
+    """Optimizer. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead of 8. muon steps
+    matrices as a whole, by orthogonalised momentum, and all else by AdamW."""
     builder: str | None = Field(
         default=None,
         pattern=FUNCTION,
@@ -47,6 +48,15 @@ class Optimizer(Section):
     """Elements per scale in adamw8bit. A matrix whose rows it does not divide stays in 32 bits."""
     momentum: Share = 0.9
     """Momentum of SGD; 0: SGD has no state."""
+    muon_momentum: Share = 0.95
+    """Momentum of Muon."""
+    nesterov: bool = True
+    """Nesterov momentum in Muon."""
+    ns_steps: int = Field(default=5, ge=1, le=30)
+    """Newton-Schulz iterations of Muon, in train.dtype (float32 for float16)."""
+    scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
+    """Factor on Muon's updates of m x n matrices. match_rms_adamw: 0.2 sqrt(max(m, n)), for the learning rate of AdamW;
+    spectral: sqrt(max(1, m/n))."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Weight decay of matrices. Biases and norms, which have one dim, are decayed only by a parameter group."""
     clip_norm: float = Field(default=1.0, ge=0)

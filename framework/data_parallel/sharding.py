@@ -56,6 +56,7 @@ class BucketKind(NamedTuple):
     sum_over_tp: bool
     tied: Tie | None
     settings: GroupSettings = GroupSettings()
+    is_matrix: bool = False
 
     def owns(self, tp_rank: int) -> bool:
         """Return whether this tp rank counts the bucket in gradient norms and parameter numbers.
@@ -79,8 +80,8 @@ class StageParameter(NamedTuple):
     def kind(self) -> BucketKind:
         """Bucket kind. Only parameters of the same kind share a bucket."""
         info = self.info
-        whole = info.slice is None
-        return BucketKind(info.decays, info.in_blocks, whole, info.sum_over_tp, self.tied, info.settings)
+        whole, is_matrix = info.slice is None, info.matrix is not None
+        return BucketKind(info.decays, info.in_blocks, whole, info.sum_over_tp, self.tied, info.settings, is_matrix)
 
 
 class BucketSlot(NamedTuple):

@@ -167,6 +167,21 @@ class Group:
         work = _reduce_scatter(part, whole, group=self.process_group, async_op=True)
         return self._handle(work, f"reduce-scatter of {tuple(whole.shape)}", [part, whole])
 
+    def all_to_all(
+        self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> CollectiveHandle:
+        """All-to-all of unequal runs: ``whole`` holds one of ``sizes`` elements for each rank, in group order, ``out``
+        becomes the runs of ``out_sizes`` elements from each. Both are flat. Does not block.
+
+        Wire: M (n-1)/n bytes for M of ``whole``: the mean over ranks, if each rank's share of ``whole`` is its own.
+        """
+        if self.size == 1:
+            out.copy_(whole)
+            return CollectiveHandle()
+        self._count("all_to_all", tensor_bytes(whole))
+        work = dist.all_to_all_single(out, whole, list(out_sizes), list(sizes), group=self.process_group, async_op=True)
+        return self._handle(work, f"all-to-all of {tuple(whole.shape)}", [out, whole])
+
     def broadcast(self, tensor: Tensor, source: int = 0) -> CollectiveHandle:
         """Broadcast ``tensor`` from group position ``source``, in place. Does not block. Wire: M (n-1)/n bytes."""
         if self.size == 1:

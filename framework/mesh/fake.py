@@ -176,11 +176,7 @@ OPERATIONS = {
     "c10d.recv_": "receive",
 }
 SILENT = {"c10d.barrier", "c10d.monitored_barrier_", "_c10d_functional.wait_tensor"}
-_WIRE_FACTORS: dict[str, Callable[[int], float]] = {
-    **WIRE_FACTORS,
-    "all_to_all": WIRE_FACTORS["reduce_scatter"],
-    "receive": lambda n: 0.0,
-}
+_WIRE_FACTORS: dict[str, Callable[[int], float]] = {**WIRE_FACTORS, "receive": lambda n: 0.0}
 
 
 class InterceptedOperation(NamedTuple):

@@ -80,6 +80,13 @@ class Mesh:
         copies = self.dp.ranks[self.dp.rank % shard_factor :: shard_factor]
         return self._subgroup("dp_shard", shard), self._subgroup("dp_replicate", copies)
 
+    def over_tp(self, shard: Group) -> Group:
+        """Return the ranks of ``shard``, some replicas, and of their tp groups; tp innermost. Collective over all."""
+        if 1 in (self.tp.size, shard.size):
+            return shard if self.tp.size == 1 else self.tp
+        ranks = sorted(rank for each in shard.ranks for rank in self.grid.group(Axis.TP, each))
+        return self._subgroup("dp_tp", tuple(ranks))
+
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
         """Return the group of the ranks at these pipeline ranks with this rank's dp and tp coordinates (for tied
         weights).

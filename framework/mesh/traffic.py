@@ -2,7 +2,7 @@
 
 Ring formulas for n ranks and a message of M bytes (the whole tensor):
 
-    all-reduce 2 M (n-1)/n     all-gather, reduce-scatter M (n-1)/n     send M
+    all-reduce 2 M (n-1)/n     all-gather, reduce-scatter, all-to-all M (n-1)/n     send M
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ WIRE_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: (n - 1) / n,
     "send": lambda n: 1.0,
 }

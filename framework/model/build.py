@@ -14,6 +14,7 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
     impossible      {"tp" | "sequence": reason why the model does not support it}
     parameter_groups  as in the configuration; their factors multiply
+    matrices        {pattern: how a weight splits into matrices}, for optimizer.name = "muon": see matrices.py
 
 A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialise it.
 """
@@ -46,6 +47,7 @@ from meshwright.model.first_values import (
     first_value,
 )
 from meshwright.model.groups import find_groups, freeze
+from meshwright.model.matrices import find_matrices
 from meshwright.model.own_loss import in_float32
 from meshwright.model.shared_draw import StageRanks, initial_values
 from meshwright.parameters import ParameterInfo
@@ -78,6 +80,8 @@ class PlainModel:
     """Parameter name -> module whose reset initialises it."""
     groups: dict[str, ParameterGroup] = field(default_factory=dict)
     """Canonical parameter name -> its group of ``model.parameter_groups``."""
+    matrices: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Canonical name of each weight that Muon steps as whole matrices -> rows of their parts; (): one matrix."""
 
     def canonical(self, name: str) -> str:
         """Return the name that a weight is stored, initialised and optimised under: the first of its tied set."""
@@ -227,6 +231,7 @@ def configured_model(config: RunConfig) -> PlainModel:
     model.freeze(model.layers)
     if not any(parameter.requires_grad for parameter in model.layers.parameters()):
         raise ModelError("MW-MODEL-029", "model.parameter_groups freezes every parameter: there is nothing to train")
+    model.matrices = find_matrices(model.layers, model.canonical, model.plan, model.groups, config)
     return model
 
 

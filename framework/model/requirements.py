@@ -189,6 +189,7 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
         ("tied_weights", (list, tuple), '[("embedding.weight", "head.weight")]'),
         ("selective_recompute", (list, tuple), '["block*.attention.core"]'),
         ("loss_heads", (list, tuple), "[(0, 1.0), (1, 0.1)]"),
+        ("matrices", dict, '{"block*.attention.qkv": (128, 64, 64)}'),
         ("impossible", dict, '{"tp": "the heads share a weight"}'),
     ):
         found = getattr(layers, attribute, None)

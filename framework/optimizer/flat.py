@@ -1,4 +1,4 @@
-"""torch's fused optimizers, and AdamW with 8-bit state, over flat shards; gradient clipping by the global norm."""
+"""torch's fused optimizers, AdamW with 8-bit state and Muon, over flat shards; gradient clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.matrix import ShardedMuon
+from meshwright.optimizer.matrix_plan import MatrixShard
+from meshwright.optimizer.matrix_plan import MatrixSlot as MatrixSlot
+from meshwright.optimizer.matrix_plan import with_matrices as with_matrices
 from meshwright.optimizer.own import ElementStates, build_own, element_states, is_state_name
 from meshwright.parameters import GroupSettings
 
@@ -20,15 +24,18 @@ torch's CPU kernel loses 1e-3 of the norm of a flat tensor of 4 million elements
 depend on the layout. CUDA sums pairwise: there full shards are as exact, and a billion elements would be 15,000 pieces.
 """
 
-STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw8bit": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATES = {"adamw": MOMENTS, "adamw8bit": MOMENTS, "sgd": ("momentum",), "muon": (*MOMENTS, "momentum")}
 """Names of the optimizer state per element, as checkpoints use them."""
 _IN_TORCH = {"momentum": "momentum_buffer"}
 
 
-def states_of(config: Optimizer) -> tuple[str, ...]:
-    """Return the names of the configured optimizer's state."""
+def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
+    """Return the names of the configured optimizer's state; with ``is_matrix`` of weights with matrices, or without."""
     if config.builder is not None:
         return element_states(config).names
+    if config.name == "muon" and is_matrix is not None:
+        return ("momentum",) if is_matrix else MOMENTS
     return STATES[config.name] if config.name != "sgd" or config.momentum else ()
 
 
@@ -48,6 +55,8 @@ class OptimizerShard(NamedTuple):
     """Function called after the step, to post the all-gather of the weights. Does not block."""
     settings: GroupSettings = GroupSettings()
     """Settings of the parameters' group; its weight decay is the configuration's if None and ``decays``."""
+    matrices: MatrixShard | None = None
+    """Matrices of the shard, if it is stepped by matrices."""
 
 
 class FlatOptimizer:
@@ -69,7 +78,9 @@ class FlatOptimizer:
         """
         self.shards = list(shards)
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
-        self.state_names = states_of(config)
+        self.state_names = [states_of(config, is_matrix=shard.matrices is not None) for shard in self.shards]
+        """Names of the state of each shard."""
+        self._config = config
         self._own: ElementStates | None = None if config.builder is None else element_states(config)
         self.added: dict[str, list[Tensor]] = {}
         """States of callbacks by name, one flat tensor per shard; see :meth:`add_state`."""
@@ -93,6 +104,7 @@ class FlatOptimizer:
             ],
             config,
             allocate,
+            {p: s.matrices for p, s in zip(self.parameters, self.shards, strict=True) if s.matrices is not None},
         )
 
     def square_norm(self) -> Tensor:
@@ -144,7 +156,7 @@ class FlatOptimizer:
         if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks:
             return self.inner.moments(parameter), self._num_steps
         kept = self.inner.state.get(parameter, {})
-        found = {name: kept.get(self._key(name)) for name in self.state_names}
+        found = {name: kept.get(self._key(name)) for name in self.state_names[index]}
         return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
 
     def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
@@ -157,7 +169,7 @@ class FlatOptimizer:
         if self._own is not None and steps == 0:
             return  # its own initial state
         kept = {}
-        for name in self.state_names:
+        for name in self.state_names[index]:
             key = self._key(name)
             kept[key] = self._place(states[name], weights, self.inner.state.get(parameter, {}).get(key))
         if self._own is not None:
@@ -180,7 +192,7 @@ class FlatOptimizer:
         Raises:
             ValueError: the name is taken, or none that a checkpoint can hold.
         """
-        if not is_state_name(name) or name in (*self.state_names, *self.added):
+        if not is_state_name(name) or name in (*states_of(self._config), *self.added):
             raise ValueError(f"state {name!r}: choose another name, of at most 64 letters, digits and underscores")
         self.added[name] = [shard.weights.clone() for shard in self.shards]
         return self.added[name]
@@ -191,7 +203,10 @@ class FlatOptimizer:
 
 
 def _build_optimizer(
-    groups: list[dict[str, Any]], config: Optimizer, allocate: Callable[[int, torch.dtype], Tensor] | None
+    groups: list[dict[str, Any]],
+    config: Optimizer,
+    allocate: Callable[[int, torch.dtype], Tensor] | None,
+    matrices: Mapping[Tensor, MatrixShard],
 ) -> torch.optim.Optimizer:
     """Build the configured torch optimizer."""
     if config.builder is not None:
@@ -201,6 +216,8 @@ def _build_optimizer(
     groups = [{**group, "eps": config.eps * group["eps_factor"]} for group in groups]
     if config.name == "adamw8bit":
         return AdamW8bit(groups, config.block_size, allocate, betas=config.betas, fused=True)
+    if config.name == "muon":
+        return ShardedMuon(groups, matrices, config)
     return torch.optim.AdamW(groups, betas=config.betas, fused=True)
 
 

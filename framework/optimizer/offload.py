@@ -97,8 +97,9 @@ class OffloadedOptimizer(FlatOptimizer):
         """Build the optimizer over shards in host memory, and allocate its state there, zero; see the base class."""
         super().__init__(shards, config, order=order, allocate=host.allocate)
         self._host = host
-        for index, shard in enumerate(self.shards if self.state_names else ()):
-            self.restore(index, dict.fromkeys(self.state_names, torch.zeros(()).expand_as(shard.weights)), 0)
+        for index, (shard, names) in enumerate(zip(self.shards, self.state_names, strict=True)):
+            if names:
+                self.restore(index, dict.fromkeys(names, torch.zeros(()).expand_as(shard.weights)), 0)
 
     def _step(self, indices: Sequence[int], gradient_factor: float) -> None:
         for index in indices:

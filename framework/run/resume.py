@@ -65,10 +65,13 @@ def check_added_states(parts: Parts, directory: Path, warn: Warn = print_warning
 
 def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Warn) -> None:
     """Compare a checkpoint's size with the free space. ``num_added``: states per weight that callbacks have added."""
-    config = blueprint.config
+    config, one = blueprint.config, 0
+    for is_matrix in (False, True):
+        tensors = [t for t in saved_tensors(blueprint) if is_matrix is blueprint.has_matrices(t.name)]
+        one += checkpoint_bytes(tensors, len(states_of(config.optimizer, is_matrix=is_matrix)) + num_added)
     check_space(
         directory,
-        checkpoint_bytes(saved_tensors(blueprint), len(states_of(config.optimizer)) + num_added),
+        one,
         keep_last=config.checkpoint.keep_last,
         steps=config.train.steps,
         warn=warn,

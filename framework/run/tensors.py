@@ -162,7 +162,7 @@ def restore(
             if optimizer_steps:
                 states = {
                     name: _read_bucket(checkpoint, TensorKind(name), bucket)[start:stop].clone()
-                    for name in optimizer.state_names
+                    for name in optimizer.state_names[index]
                 }
                 optimizer.restore(index, states, optimizer_steps)
             for name, flats in optimizer.added.items():

@@ -163,7 +163,8 @@ def shard_tensors(
             if not together[0].kind.owns(tp_rank):
                 continue
             dtype = together[0].parameter.dtype
-            kinds = [TensorKind.WEIGHTS, *(TensorKind(name) for name in states_of(blueprint.config.optimizer)), *added]
+            names = states_of(blueprint.config.optimizer, is_matrix=together[0].kind.is_matrix)
+            kinds = [TensorKind.WEIGHTS, *map(TensorKind, names), *added]
             if dtype != accumulation_dtype(dtype):
                 kinds.append(TensorKind.MASTER)
             if is_fresh:

@@ -12,12 +12,19 @@ from meshwright.config import Optimizer, ParameterGroup
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
 from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.tools.verify.plain_muon import PlainMuon
 
 
 def plain_optimizer(
-    parameters: Mapping[str, nn.Parameter], config: Optimizer, own_groups: Mapping[str, ParameterGroup]
+    parameters: Mapping[str, nn.Parameter],
+    config: Optimizer,
+    own_groups: Mapping[str, ParameterGroup],
+    matrices: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
 ) -> torch.optim.Optimizer:
     """Return torch's or the user's optimizer on whole parameters; for ``adamw8bit`` the framework's.
+
+    ``matrices``: canonical name -> rows of the parts of a weight that Muon steps. ``dtype``: of the computation.
 
     ``own_groups``: canonical parameter name -> its group of ``model.parameter_groups``. Those parameters come last, in
     one torch group each, with "rate_factor" and "eps_factor" beside "lr"; AdamW's also have their "eps".
@@ -46,6 +53,9 @@ def plain_optimizer(
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
     for group in groups[2:]:
         group["eps"] = config.eps * group["eps_factor"]
+    if config.name == "muon":
+        own = {parameters[name]: rows for name, rows in matrices.items()}
+        return PlainMuon([g for g in groups if g["params"]], own, config, dtype)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
     if config.name == "adamw8bit":
         narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]

@@ -1,0 +1,103 @@
+"""Matrices of a model for an optimizer that steps each as a whole (Muon): which weights have some, and how many.
+
+    model.matrices = {"block*.attention.qkv": (2 * d, d, d), "*.gate": "adamw"}        patterns of names
+
+    (2 * d, d, d)    rows of a weight    | q q | k | v | q q | k | v | ...    each of q, k, v is one matrix
+    "whole"          one matrix
+    "adamw"          none: AdamW steps the weight element by element
+
+The first match counts. Of the weights without an entry, those of two dims are one matrix. Exceptions are embeddings,
+the last layer (the head), modules of kind "vocab", and weights tied to one of these. Nothing follows from a slice that
+a rank holds: shapes are those of the whole model.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from meshwright.config import ParameterGroup, RunConfig
+from meshwright.errors import ModelError
+
+WHOLE, ADAMW = "whole", "adamw"
+
+
+def find_matrices(
+    layers: nn.Sequential,
+    canonical: Callable[[str], str],
+    plan: Mapping[str, Any],
+    groups: Mapping[str, ParameterGroup],
+    config: RunConfig,
+) -> dict[str, tuple[int, ...]]:
+    """Return canonical name of each trained weight with matrices -> rows of their parts, (): one matrix.
+
+    Args:
+        groups: canonical name -> its parameter group.
+        config: nothing is returned unless it chooses Muon.
+
+    Raises:
+        ModelError: an entry of ``model.matrices`` fits no weight, there is no matrix, or a matrix has an eps_factor.
+    """
+    if config.optimizer.name != "muon" or config.optimizer.builder is not None:
+        return {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in layers.named_parameters(remove_duplicate=False):
+        if parameter.dim() == 2 and parameter.requires_grad:
+            names.setdefault(canonical(name), []).append(name)
+    entries = _entries(layers, list(names))
+    found = {}
+    for name, copies in names.items():
+        declared = next((rows for pattern, rows in entries.items() if _fits(name, pattern)), None)
+        if declared is None:
+            declared = ADAMW if any(_is_vocabulary(layers, copy, plan) for copy in copies) else WHOLE
+        if declared != ADAMW:
+            found[name] = () if declared == WHOLE else _checked(name, layers.get_parameter(name).shape[0], declared)
+    if not found:
+        what = "the model has no matrix to step as a whole: no trained weight of two dims beside embeddings and head"
+        raise ModelError("MW-MODEL-042", f'optimizer.name = "muon", but {what}; choose "adamw"')
+    scaled = next((name for name in found if name in groups and groups[name].eps_factor != 1), None)
+    if scaled is not None:
+        what = f"{scaled} has an eps_factor (muP sets them, and learning rates for AdamW)"
+        raise ModelError("MW-MODEL-043", f'{what}, but optimizer.name = "muon" has no eps there: leave one out')
+    return found
+
+
+def _entries(layers: nn.Sequential, names: Sequence[str]) -> Mapping[str, Any]:
+    """Return ``model.matrices``. Raise ModelError for a pattern that fits no trained weight of two dims."""
+    entries: Mapping[str, Any] = getattr(layers, "matrices", None) or {}
+    for pattern in entries:
+        frozen = [name for name, each in layers.named_parameters() if not each.requires_grad and each.dim() == 2]
+        if not any(_fits(name, pattern) for name in (*names, *frozen)):
+            close = difflib.get_close_matches(pattern, [name.removesuffix(".weight") for name in names], 1, cutoff=0.4)
+            hint = f"the closest is {close[0]}" if close else f"they are {', '.join(names[:5])}, ..."
+            raise ModelError("MW-MODEL-044", f"model.matrices: {pattern!r} fits no weight of two dims; {hint}")
+    return entries
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Return whether a pattern fits a parameter's name, or that of its module."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
+
+
+def _is_vocabulary(layers: nn.Sequential, name: str, plan: Mapping[str, Any]) -> bool:
+    """Return whether a parameter is an embedding's or the head's."""
+    module, *_, (last, _) = name.rpartition(".")[0], *layers.named_parameters(remove_duplicate=False)
+    is_planned = any(kind == "vocab" and fnmatchcase(module, pattern) for pattern, kind in plan.items())
+    is_last = name.partition(".")[0] == last.partition(".")[0]
+    return is_planned or is_last or isinstance(layers.get_submodule(module), nn.Embedding)
+
+
+def _checked(name: str, num_rows: int, rows: Any) -> tuple[int, ...]:
+    """Return the rows of an entry. Raise ModelError unless a unit of them divides the rows of the weight."""
+    is_rows = isinstance(rows, list | tuple) and all(type(number) is int and number > 0 for number in rows)
+    if is_rows and rows and num_rows % sum(rows) == 0:
+        return tuple(rows)
+    raise ModelError(
+        "MW-MODEL-045",
+        f'model.matrices gives {name}, which has {num_rows} rows, {rows!r}: it takes "{WHOLE}", "{ADAMW}", or the rows '
+        f"of the parts of a unit that repeats, such as (128, 64, 64), whose sum divides the rows",
+    )

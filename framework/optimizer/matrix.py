@@ -1,0 +1,193 @@
+"""Muon on flat shards of any layout: momentum, orthogonalised matrix by matrix (Jordan et al. 2024, "Muon").
+
+    momentum        each rank, on its shard of a bucket: element by element
+    all-to-all      the parts of each matrix go to its home, one of the ranks that hold parts
+    Newton-Schulz   at home, on the whole matrix
+    all-to-all      the parts of the update go back
+    weights         each rank, on its shard; the usual all-gather follows
+
+The ranks that hold parts are a shard group of replicas, times tp for weights that tp cuts. Other shard groups do the
+same on their copies. Once per step, after all sums and clipping, in any ZeRO stage. AdamW steps the other weights while
+the first messages are on their way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.config import Optimizer
+from meshwright.mesh.comm import CollectiveHandle
+from meshwright.optimizer.matrix_plan import Matrix, MatrixShard, find_homes, matrices_of, tp_part
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Coefficients of x, x^3 and x^5 of one iteration: Jordan's, steep at zero, with singular values within 0.7 .. 1.2."""
+EPSILON = 1e-7
+"""Smallest norm that a matrix is divided by: smaller ones stay small."""
+MOMENTUM = "momentum_buffer"
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda m, n: max(1.0, m / n) ** 0.5,
+    "match_rms_adamw": lambda m, n: 0.2 * max(m, n) ** 0.5,
+}
+"""Factor on the update of an m x n matrix: Jordan's, and that of Liu et al. 2025 (arXiv:2502.16982), eq. 4."""
+
+
+@torch.no_grad()
+def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
+    """Orthogonalise a matrix (m, n) approximately, in its dtype.
+
+    Each iteration maps every singular value x to a x + b x^3 + c x^5.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.t() if is_tall else matrix
+    x = x / x.norm().clamp(min=EPSILON)
+    for _ in range(steps):
+        gram = x @ x.t()
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.t() if is_tall else x
+
+
+class _Run(NamedTuple):
+    """Run of one matrix in this rank's shard number ``shard``: elements [start, stop)."""
+
+    shard: int
+    start: int
+    stop: int
+    scale: float
+
+
+class _Resident(NamedTuple):
+    """Matrix whose home is this rank."""
+
+    matrix: Matrix
+    tp: int
+    runs: list[tuple[int, int]]
+    """Offset and length in the received tensor of each holder's run."""
+
+
+class MatrixExchange:
+    """Way of the matrices of some flat shards to their homes and back, among one group of holders."""
+
+    def __init__(self, shards: Sequence[MatrixShard], scale: str) -> None:
+        """Plan the exchange. No communication.
+
+        Every holder passes the shards of the same buckets, in the same order.
+        """
+        self.holders, self.dtype = shards[0].holders, shards[0].dtype
+        places = [(k, slot) for k, shard in enumerate(shards) for slot in shard.slots]
+        matrices = [(k, slot.start, matrix) for k, slot in places for matrix in matrices_of(slot.info)]
+        self.homes = find_homes([matrix.flops for *_, matrix in matrices], self.holders.size)
+        me, ranks = self.holders.rank, range(self.holders.size)
+        self._runs: list[_Run] = []
+        """This rank's runs, by home."""
+        self._sizes, self._received = [0] * len(ranks), [0] * len(ranks)
+        """Elements that this rank sends to each holder, and receives from each."""
+        counts: list[tuple[Matrix, int, list[int]]] = []
+        for index in sorted(range(len(matrices)), key=lambda index: (self.homes[index], index)):
+            k, start, matrix = matrices[index]
+            shard, home = shards[k], self.homes[index]
+            first, stop, part = shard.share(matrix, start, me)
+            offset = start - me // shard.tp * shard.per_shard
+            runs = part.runs(first, stop)
+            self._runs += [_Run(k, offset + a, offset + b, SCALES[scale](*matrix.shape)) for a, b in runs]
+            self._sizes[home] += sum(b - a for a, b in runs)
+            if home == me:
+                counts.append((matrix, shard.tp, [shard.count(matrix, start, holder) for holder in ranks]))
+                assert sum(counts[-1][2]) == math.prod(matrix.shape), counts[-1]
+        self._residents = self._place(counts)
+
+    def _place(self, counts: Sequence[tuple[Matrix, int, list[int]]]) -> list[_Resident]:
+        """Return the matrices at home here, with the places of their runs: by holder, then by matrix."""
+        found, at = [_Resident(matrix, tp, []) for matrix, tp, _ in counts], 0
+        for holder in range(self.holders.size):
+            for resident, (*_, lengths) in zip(found, counts, strict=True):
+                resident.runs.append((at, lengths[holder]))
+                at += lengths[holder]
+                self._received[holder] += lengths[holder]
+        return found
+
+    def send(self, shards: Sequence[Tensor]) -> CollectiveHandle:
+        """Post the all-to-all of these flat shards (numel/n,) to the homes. Does not block.
+
+        Bytes on the wire per rank: M (n-1)/n, M = bytes of this rank's elements of matrices, n = holders.
+        """
+        parts = [shards[run.shard][run.start : run.stop] for run in self._runs]
+        self._sent = torch.cat([*parts, shards[0][:0]]).to(self.dtype)
+        self._at_home = self._sent.new_empty(sum(self._received))
+        return self.holders.all_to_all(self._at_home, self._sent, self._received, self._sizes)
+
+    def orthogonalise(self, steps: int) -> CollectiveHandle:
+        """Orthogonalise the matrices at home here, and post the all-to-all back. Does not block.
+
+        Bytes on the wire per rank: M (n-1)/n, M = bytes of the matrices at home here.
+        """
+        for matrix, tp, runs in self._residents:
+            pieces = [self._at_home[at : at + length] for at, length in runs]
+            shapes = [tp_part(matrix, tp_rank, tp).shape for tp_rank in range(tp)]
+            dim = 0 if matrix.info.slice is None else matrix.info.slice.dim
+            whole = torch.cat([torch.cat(pieces[t::tp]).view(shape) for t, shape in enumerate(shapes)], dim)
+            parts = newton_schulz(whole, steps).split([shape[dim] for shape in shapes], dim)
+            for t, part in enumerate(parts):
+                torch._foreach_copy_(pieces[t::tp], part.flatten().split([length for _, length in runs[t::tp]]))
+        return self.holders.all_to_all(self._sent, self._at_home, self._sizes, self._received)
+
+    def subtract(self, weights: Sequence[Tensor], rates: Sequence[float]) -> None:
+        """Subtract the updates that came back from flat shards of weights. ``rates``: learning rate of each shard."""
+        pieces = self._sent.split([run.stop - run.start for run in self._runs])
+        for run, piece in zip(self._runs, pieces, strict=True):
+            weights[run.shard][run.start : run.stop].add_(piece, alpha=-rates[run.shard] * run.scale)
+        del self._sent, self._at_home
+
+
+class ShardedMuon(torch.optim.AdamW):
+    """Muon on the flat shards of whole matrices, torch's AdamW on all others.
+
+    Decay is AdamW's: weights shrink by learning rate x decay, whatever the scale.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, MatrixShard], config: Optimizer) -> None:
+        """Build the optimizer. No communication. ``matrices``: of each parameter that is stepped as matrices."""
+        super().__init__(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+        self._config = config
+        self._group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        together: dict[tuple[str, int], list[Tensor]] = {}
+        for parameter, shard in matrices.items():
+            together.setdefault((repr(shard.holders), shard.tp), []).append(parameter)
+        self.exchanges = [
+            (parameters, MatrixExchange([matrices[parameter] for parameter in parameters], config.scale))
+            for parameters in together.values()
+        ]
+        """Parameters with the same holders, and their exchange."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient. Gradients of matrices may be overwritten.
+
+        Collective over the holders of the matrices; blocks.
+        """
+        handles = [exchange.send([self._moment(p) for p in parameters]) for parameters, exchange in self.exchanges]
+        for parameters, _ in self.exchanges:
+            for parameter in parameters:
+                parameter.grad = None
+        super().step()
+        for handle in handles:
+            handle.wait()
+        handles = [exchange.orthogonalise(self._config.ns_steps) for _, exchange in self.exchanges]
+        for (parameters, exchange), handle in zip(self.exchanges, handles, strict=True):
+            rates = [self._group_of[parameter]["lr"] for parameter in parameters]
+            for parameter, rate in zip(parameters, rates, strict=True):
+                parameter.mul_(1 - rate * self._group_of[parameter]["weight_decay"])
+            handle.wait()
+            exchange.subtract(parameters, rates)
+
+    def _moment(self, parameter: Tensor) -> Tensor:
+        """Update the momentum of a shard; return what is orthogonalised."""
+        gradient, state, momentum = parameter.grad, self.state[parameter], self._config.muon_momentum
+        assert gradient is not None
+        kept: Tensor = state.setdefault(MOMENTUM, torch.zeros_like(parameter)).lerp_(gradient, 1 - momentum)
+        return gradient.lerp_(kept, momentum) if self._config.nesterov else kept

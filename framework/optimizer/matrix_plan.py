@@ -1,0 +1,158 @@
+"""Plan of whole matrices in flat shards: which elements of a shard belong to which matrix, and the matrices' homes.
+
+    rank 0    | layer 0 ........ | layer 1        a flat bucket, cut anywhere
+    rank 1      .... | layer 2 ......... | 0 |
+
+What a rank sends to a home needs no indices. A shard is a contiguous run of a weight's elements. So is its share of a
+matrix, counted over the matrix's rows alone, and the shares of successive shards follow each other. Their lengths have
+a closed form in the global shape, the slice and the cut. Every rank computes those of all others: pure arithmetic.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from meshwright.mesh.comm import Group
+from meshwright.parameters import ParameterInfo
+
+
+def with_matrices(
+    infos: Mapping[str, ParameterInfo], matrices: Mapping[str, tuple[int, ...]], canonical: Callable[[str], str]
+) -> dict[str, ParameterInfo]:
+    """Return ``infos`` with the rows of their matrices. ``matrices``: canonical name -> rows; others have none."""
+    return {name: info._replace(matrix=matrices.get(canonical(name))) for name, info in infos.items()}
+
+
+class Matrix(NamedTuple):
+    """One matrix: the rows of one part of the repeating unit of a weight, over all its units."""
+
+    info: ParameterInfo
+    part: int
+
+    @property
+    def bounds(self) -> tuple[int, int, int]:
+        """Rows of a unit, and [first, stop) of the part in it."""
+        parts = self.info.matrix or (self.info.global_shape[0],)
+        first = sum(parts[: self.part])
+        return sum(parts), first, first + parts[self.part]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        unit, first, stop = self.bounds
+        rows, columns = self.info.global_shape
+        return rows // unit * (stop - first), columns
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one Newton-Schulz iteration: 4 m^2 n + 2 m^3 for m rows and n >= m columns, or the reverse."""
+        m, n = sorted(self.shape)
+        return 4 * m * m * n + 2 * m**3
+
+    def rows_before(self, row: int) -> int:
+        """Return the number of rows of the matrix among the first ``row`` rows of the weight."""
+        unit, first, stop = self.bounds
+        return row // unit * (stop - first) + min(max(row % unit - first, 0), stop - first)
+
+
+def matrices_of(info: ParameterInfo) -> list[Matrix]:
+    """Return the matrices of a weight; none unless it has some."""
+    return [] if info.matrix is None else [Matrix(info, part) for part in range(len(info.matrix) or 1)]
+
+
+class TpPart(NamedTuple):
+    """A matrix on one tp rank: rows [start, stop) of the weight, and its columns there; flat, row by row."""
+
+    matrix: Matrix
+    start: int
+    stop: int
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix on the tp rank."""
+        return self.matrix.rows_before(self.stop) - self.matrix.rows_before(self.start), self.width
+
+    def elements_before(self, position: int) -> int:
+        """Return the elements of the matrix among the first ``position`` of the rank's part of the weight."""
+        matrix, (row, column) = self.matrix, divmod(position, self.width)
+        at = min(self.start + row, self.stop)
+        found = (matrix.rows_before(at) - matrix.rows_before(self.start)) * self.width
+        is_inside = at < self.stop and matrix.rows_before(at + 1) > matrix.rows_before(at)
+        return found + (column if is_inside else 0)
+
+    def runs(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """Return the runs of the matrix in elements [first, stop) of the rank's part of the weight."""
+        unit, low, high = self.matrix.bounds
+        found = []
+        for at in range(self.start // unit * unit, self.stop, unit):
+            begin = max((max(at + low, self.start) - self.start) * self.width, first)
+            end = min((min(at + high, self.stop) - self.start) * self.width, stop)
+            if begin < end:
+                found.append((begin, end))
+        return found
+
+
+def tp_part(matrix: Matrix, tp_rank: int, tp: int) -> TpPart:
+    """Return a matrix on a tp rank; with ``tp`` = 1 the whole. Slices of all ranks follow from that of one."""
+    rows, columns = matrix.info.global_shape
+    if tp == 1 or matrix.info.slice is None:
+        return TpPart(matrix, 0, rows, columns)
+    dim, _, _, padded = matrix.info.slice
+    start, stop = (min(edge * padded, matrix.info.global_shape[dim]) for edge in (tp_rank, tp_rank + 1))
+    return TpPart(matrix, start, stop, columns) if dim == 0 else TpPart(matrix, 0, rows, stop - start)
+
+
+def find_homes(costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Return the home of each matrix, a position among the ranks that hold parts: longest first, on the least busy.
+
+    The busiest rank has at most 4/3 of the least possible work (Graham 1969).
+    """
+    homes, work = [0] * len(costs), [(0, rank) for rank in range(num_ranks)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        busy, homes[index] = work[0]
+        heapq.heapreplace(work, (busy + costs[index], homes[index]))
+    return homes
+
+
+class MatrixSlot(NamedTuple):
+    """One weight in a flat bucket: its first element there."""
+
+    info: ParameterInfo
+    start: int
+
+
+class MatrixShard(NamedTuple):
+    """Matrices of one flat bucket, and the ranks that hold it."""
+
+    slots: tuple[MatrixSlot, ...]
+    numel: int
+    """Elements of the full bucket, which the shards divide evenly."""
+    holders: Group
+    """Ranks that hold parts: replicas, each with all its tp ranks where tp cuts the weights."""
+    tp: int
+    """Number of tp ranks of each replica among them."""
+    dtype: torch.dtype
+    """Dtype of Newton-Schulz and of the messages."""
+
+    @property
+    def per_shard(self) -> int:
+        """Elements of one shard."""
+        return self.numel // (self.holders.size // self.tp)
+
+    def share(self, matrix: Matrix, slot_start: int, holder: int) -> tuple[int, int, TpPart]:
+        """Return a holder's [first, stop) in its tp rank's part of a weight, and the matrix there."""
+        shard, tp_rank = divmod(holder, self.tp)
+        size = math.prod(matrix.info.local_shape)
+        first, stop = (min(max(edge * self.per_shard - slot_start, 0), size) for edge in (shard, shard + 1))
+        return first, stop, tp_part(matrix, tp_rank, self.tp)
+
+    def count(self, matrix: Matrix, slot_start: int, holder: int) -> int:
+        """Return the number of elements of a matrix in a holder's shard."""
+        first, stop, part = self.share(matrix, slot_start, holder)
+        return part.elements_before(stop) - part.elements_before(first)
