@@ -95,10 +95,6 @@ class Blueprint:
         batch = batch_numbers(self.config)
         return sum(cost.model_flops for cost in self.layer_costs) * batch.global_batch / batch.micro_batch_size
 
-    def has_matrices(self, name: str) -> bool:
-        """Return whether a parameter is stepped by whole matrices. False for a buffer."""
-        return name in self.infos and self.infos[name].matrix is not None
-
     def stage_layers(self, stage: int) -> nn.Sequential:
         """Return the layers of one stage, under their names in the whole model."""
         named = list(self.model.layers.named_children())

@@ -13,14 +13,14 @@ from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprin
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.members import members_of
+from meshwright.data_parallel.members import matrix_shard, members_of
 from meshwright.data_parallel.replica import Replica, StageReplica
-from meshwright.data_parallel.sharding import ShardedParameters, Sharding, StageParameter, Tie
+from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.errors import MeshError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.build import materialise
-from meshwright.optimizer.flat import FlatOptimizer, MatrixShard, MatrixSlot, OptimizerShard
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.learning_rate import first_scale
 from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer, host_memory
 from meshwright.parts import Parts
@@ -90,9 +90,10 @@ def build(
         layers, replicas[index] = _replica(blueprint, index, mesh, sharding, tied, host)
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
-    owns_copy = sharding.copies.rank == 0
     holders = mesh.over_tp(sharding.shard) if config.optimizer.name == "muon" else None
-    optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, owns_copy=owns_copy, host=host, holders=holders)
+    optimizer = make_optimizer(
+        config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host, holders=holders
+    )
     executor = Executor(
         blueprint.schedule,
         mesh.open_links(links_of((blueprint.schedule, *blueprint.ramp))),
@@ -121,9 +122,8 @@ def make_optimizer(
 ) -> FlatOptimizer:
     """Build the optimizer over this rank's shards of all buckets; stepped and gathered in the order of forward.
 
-    Args:
-        owns_copy: this rank is the one that counts its shard in the gradient norm, among those with copies of it.
-        holders: ranks with the other parts of the matrices that tp cuts; None: no weight is stepped by matrices.
+    ``owns_copy``: this rank is the one that counts its shard in the gradient norm, among those with copies of it.
+    ``holders``: the ranks with the other parts of matrices that tp cuts; None without matrices.
     """
     buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
     shards = [
@@ -136,7 +136,7 @@ def make_optimizer(
             bucket.fetch_gradient,
             bucket.gather,
             bucket.kind.settings,
-            _matrices(bucket, holders),
+            matrix_shard(bucket, holders),
         )
         for bucket in buckets
     ]
@@ -145,17 +145,6 @@ def make_optimizer(
     if host is not None:
         return OffloadedOptimizer(shards, config.optimizer, host, order=order)
     return FlatOptimizer(shards, config.optimizer, order=order)
-
-
-def _matrices(bucket: ShardedParameters, holders: Group | None) -> MatrixShard | None:
-    """Return the matrices of a bucket; Newton-Schulz runs in the training dtype, but for float16 in float32."""
-    if not bucket.kind.is_matrix:
-        return None
-    assert holders is not None
-    among = bucket.sharding.shard if bucket.kind.replicated_over_tp else holders
-    slots = tuple(MatrixSlot(slot.member.info, slot.start) for slot in bucket.slots)
-    dtype = torch.float32 if bucket.dtype == torch.float16 else bucket.dtype
-    return MatrixShard(slots, bucket.numel, among, among.size // bucket.sharding.shard.size, dtype)
 
 
 def make_stage(

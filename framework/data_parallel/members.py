@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.data_parallel.sharding import BucketKind, ShardedParameters, StageParameter, accumulation_dtype
+from meshwright.mesh.comm import Group
+from meshwright.optimizer.flat import MatrixShard, MatrixSlot
 
 
 def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
@@ -43,6 +45,20 @@ def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[l
         filled[kind] += size
         completed_at[id(open_buckets[kind])] = position
     return sorted(buckets, key=lambda bucket: completed_at[id(bucket)])
+
+
+def matrix_shard(bucket: ShardedParameters, holders: Group | None) -> MatrixShard | None:
+    """Return the matrices of a bucket whose weights are stepped as such; Newton-Schulz is never in float16.
+
+    ``holders``: the ranks with the parts of weights that tp cuts. Others have theirs in the shard group.
+    """
+    if not bucket.kind.is_matrix:
+        return None
+    assert holders is not None
+    among = bucket.sharding.shard if bucket.kind.replicated_over_tp else holders
+    slots = tuple(MatrixSlot(slot.member.info, slot.start) for slot in bucket.slots)
+    dtype = torch.float32 if bucket.dtype == torch.float16 else bucket.dtype
+    return MatrixShard(slots, bucket.numel, among, among.size // bucket.sharding.shard.size, dtype)
 
 
 def full_tensor(bucket: ShardedParameters, shard: Tensor) -> Tensor:

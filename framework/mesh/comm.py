@@ -170,8 +170,10 @@ class Group:
     def all_to_all(
         self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
     ) -> CollectiveHandle:
-        """All-to-all of unequal runs: ``whole`` holds one of ``sizes`` elements for each rank, in group order, ``out``
-        becomes the runs of ``out_sizes`` elements from each. Both are flat. Does not block.
+        """Exchange unequal runs of elements, all to all. Does not block.
+
+        ``whole`` is flat and holds, in group order, a run for each rank of ``sizes`` elements. ``out`` becomes the runs
+        from each, of ``out_sizes`` elements.
 
         Wire: M (n-1)/n bytes for M of ``whole``: the mean over ranks, if each rank's share of ``whole`` is its own.
         """

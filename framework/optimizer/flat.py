@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.config import Optimizer
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.matrix import ShardedMuon
-from meshwright.optimizer.matrix_plan import MatrixShard
+from meshwright.optimizer.matrix_plan import MatrixShard as MatrixShard
 from meshwright.optimizer.matrix_plan import MatrixSlot as MatrixSlot
 from meshwright.optimizer.matrix_plan import with_matrices as with_matrices
 from meshwright.optimizer.own import ElementStates, build_own, element_states, is_state_name

@@ -38,7 +38,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 @torch.no_grad()
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Orthogonalise a matrix (m, n) approximately, in its dtype.
+    """Return a matrix (m, n) orthogonalised approximately, in its dtype.
 
     Each iteration maps every singular value x to a x + b x^3 + c x^5.
     """
@@ -97,7 +97,7 @@ class MatrixExchange:
             self._runs += [_Run(k, offset + a, offset + b, SCALES[scale](*matrix.shape)) for a, b in runs]
             self._sizes[home] += sum(b - a for a, b in runs)
             if home == me:
-                counts.append((matrix, shard.tp, [shard.count(matrix, start, holder) for holder in ranks]))
+                counts.append((matrix, shard.tp, [shard.count_of(matrix, start, holder) for holder in ranks]))
                 assert sum(counts[-1][2]) == math.prod(matrix.shape), counts[-1]
         self._residents = self._place(counts)
 
@@ -122,7 +122,7 @@ class MatrixExchange:
         return self.holders.all_to_all(self._at_home, self._sent, self._received, self._sizes)
 
     def orthogonalise(self, steps: int) -> CollectiveHandle:
-        """Orthogonalise the matrices at home here, and post the all-to-all back. Does not block.
+        """Run Newton-Schulz on the matrices at home here, and post the all-to-all back. Does not block.
 
         Bytes on the wire per rank: M (n-1)/n, M = bytes of the matrices at home here.
         """
@@ -131,14 +131,14 @@ class MatrixExchange:
             shapes = [tp_part(matrix, tp_rank, tp).shape for tp_rank in range(tp)]
             dim = 0 if matrix.info.slice is None else matrix.info.slice.dim
             whole = torch.cat([torch.cat(pieces[t::tp]).view(shape) for t, shape in enumerate(shapes)], dim)
-            parts = newton_schulz(whole, steps).split([shape[dim] for shape in shapes], dim)
+            parts = torch.split(newton_schulz(whole, steps), [shape[dim] for shape in shapes], dim)
             for t, part in enumerate(parts):
-                torch._foreach_copy_(pieces[t::tp], part.flatten().split([length for _, length in runs[t::tp]]))
+                torch._foreach_copy_(pieces[t::tp], torch.split(part.flatten(), [length for _, length in runs[t::tp]]))
         return self.holders.all_to_all(self._sent, self._at_home, self._sizes, self._received)
 
     def subtract(self, weights: Sequence[Tensor], rates: Sequence[float]) -> None:
         """Subtract the updates that came back from flat shards of weights. ``rates``: learning rate of each shard."""
-        pieces = self._sent.split([run.stop - run.start for run in self._runs])
+        pieces = torch.split(self._sent, [run.stop - run.start for run in self._runs])
         for run, piece in zip(self._runs, pieces, strict=True):
             weights[run.shard][run.start : run.stop].add_(piece, alpha=-rates[run.shard] * run.scale)
         del self._sent, self._at_home

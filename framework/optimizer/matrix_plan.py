@@ -152,7 +152,7 @@ class MatrixShard(NamedTuple):
         first, stop = (min(max(edge * self.per_shard - slot_start, 0), size) for edge in (shard, shard + 1))
         return first, stop, tp_part(matrix, tp_rank, self.tp)
 
-    def count(self, matrix: Matrix, slot_start: int, holder: int) -> int:
+    def count_of(self, matrix: Matrix, slot_start: int, holder: int) -> int:
         """Return the number of elements of a matrix in a holder's shard."""
         first, stop, part = self.share(matrix, slot_start, holder)
         return part.elements_before(stop) - part.elements_before(first)

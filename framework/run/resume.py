@@ -67,7 +67,7 @@ def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Wa
     """Compare a checkpoint's size with the free space. ``num_added``: states per weight that callbacks have added."""
     config, one = blueprint.config, 0
     for is_matrix in (False, True):
-        tensors = [t for t in saved_tensors(blueprint) if is_matrix is blueprint.has_matrices(t.name)]
+        tensors = [t for t in saved_tensors(blueprint) if is_matrix is (t.name in blueprint.model.matrices)]
         one += checkpoint_bytes(tensors, len(states_of(config.optimizer, is_matrix=is_matrix)) + num_added)
     check_space(
         directory,

@@ -24,7 +24,7 @@ def split_rows(num_rows: int, parts: tuple[int, ...]) -> list[Tensor]:
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     """Return the matrix (m, n) after ``steps`` of X <- a X + b (X X^T) X + c (X X^T)^2 X, from X / norm(X)."""
-    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    x: Tensor = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     x = x / x.norm().clamp_min(1e-7)
     for _ in range(steps):
         square = x @ x.mT

@@ -54,8 +54,8 @@ def plain_optimizer(
     for group in groups[2:]:
         group["eps"] = config.eps * group["eps_factor"]
     if config.name == "muon":
-        own = {parameters[name]: rows for name, rows in matrices.items()}
-        return PlainMuon([g for g in groups if g["params"]], own, config, dtype)
+        rows_of = {parameters[name]: rows for name, rows in matrices.items()}
+        return PlainMuon([group for group in groups if group["params"]], rows_of, config, dtype)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
     if config.name == "adamw8bit":
         narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]
