@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig
@@ -26,6 +27,7 @@ from tests.end_to_end.driving import (
 )
 
 STEPS, HALF = 6, 3
+MATRICES = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 TORTURE = pytest.mark.torture(row="save at k, run to 2k against resume from k, dropout on: all leaves of the state")
 LAYOUTS = [
     f"{axes},zero{zero}{also}"
@@ -96,6 +98,36 @@ def test_sgd_resumes_and_another_optimizer_does_not(corpus: Path, tmp_path: Path
     found = tensors(run_directory(stopped))
     assert not differing(found, tensors(run_directory(uninterrupted)))
     assert {name.partition("/")[0] for name in found} == {"weights", "momentum"}
+
+
+@pytest.mark.parametrize(("text", "other"), [("dp2,tp2,zero1", "pp2"), LATER("dp2,pp2,zero3", "dp2,tp2,zero0")])
+def test_muon_resumes_and_goes_on_in_another_layout(
+    text: str, other: str, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Bit for bit what was never stopped; elsewhere the homes are others, and the losses the same but for rounding."""
+    optimizer = {"name": "muon", "learning_rate": 0.01}
+    sections: dict[str, Any] = {"parallel": layout(text), "optimizer": optimizer, "train": {"dtype": "float64"}}
+    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
+    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)
+    for config in (uninterrupted, stopped):
+        train(pool, config)
+    stop_half_way(stopped)
+    moved = changed(stopped, run={"directory": str(tmp_path / "moved")}, parallel=layout(other))
+    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
+    train(pool, stopped)
+    assert exact_losses(stopped) == exact_losses(uninterrupted)
+    found = tensors(run_directory(stopped))
+    assert not differing(found, tensors(run_directory(uninterrupted)))
+    of_matrices = {name.partition("/")[2] for name in found if name.startswith("momentum/")}
+    assert of_matrices == {f"block{i}.{name}.weight" for i in (0, 1) for name in MATRICES}
+    assert not [name for name in found if name.startswith("exp_avg") and name.partition("/")[2] in of_matrices]
+
+    train(pool, moved)
+    losses, others = ([float.fromhex(each) for each in exact_losses(c).values()] for c in (uninterrupted, moved))
+    assert others == pytest.approx(losses, rel=1e-12)
+    elsewhere = tensors(run_directory(moved))
+    for name, tensor in tensors(run_directory(uninterrupted)).items():
+        torch.testing.assert_close(elsewhere[name], tensor, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("text", ["dp2,zero1", LATER("dp2,pp2,zero3,offload")])

@@ -72,6 +72,8 @@ class CountCollectives(TorchDispatchMode):
         name = str(func).removesuffix(".default")
         if name.startswith("c10d.") and name not in SILENT:
             operation, position = OPERATIONS[name]  # a collective that nobody has counted is a KeyError
+            if name == "c10d.alltoall_base_" and args[4]:  # the sizes of unequal runs
+                operation = "all_to_all"
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject) and _is_group(arg))
             n = dist.ProcessGroup.unbox(group).size()
             message = sum(t.numel() * t.element_size() for t in tree_flatten(args[position])[0])
@@ -203,6 +205,24 @@ def test_a_weight_that_layers_share_is_gathered_once_in_a_step(pool: RankPool) -
         gathered = (2 * chunks * (message - found.shared_bytes) + found.shared_bytes) / 2
         assert found.own["dp", "all_gather"][1] == pytest.approx(gathered, rel=1e-12)
         assert found.own["dp", "reduce_scatter"][1] == pytest.approx(chunks * message / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "group"),
+    [("dp2", "float32", "dp"), ("dp2,tp2,zero3", "float32", "dp_tp"), ("dp4,tp2,shard2", "bfloat16", "dp_tp")],
+)
+def test_matrices_are_said_twice_per_step(layout: str, dtype: str, group: str, pool: RankPool) -> None:
+    """The mean over n holders is 2 b (P/n) (n-1)/n for P elements of b bytes: to their homes, and back."""
+    config = model_config("llama", SIZE)
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"name": "muon"})})
+    parsed = parse_layout(layout)
+    elements = SIZE.num_blocks * (2 * H * H + H * H + 3 * H * 6 * SIZE.heads)  # qkv, out, gate, up and down
+    holders = parsed.dp // (2 if "shard2" in layout else 1) * parsed.tp
+    ranks = measured(config, layout, pool, dtype)
+    assert all(found.own[group, "all_to_all"][0] == 2 for found in ranks)
+    mean = sum(found.own[group, "all_to_all"][1] for found in ranks) / len(ranks)
+    item = 2 if dtype == "bfloat16" else 4
+    assert mean == pytest.approx(2 * item * elements / holders * (holders - 1) / holders, rel=1e-12)
 
 
 def test_bfloat16_reduces_float32_and_gathers_bfloat16(pool: RankPool) -> None:
