@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint check bench torture verify-all slurm-test path clean
+.PHONY: demo test lint check bench long torture verify-all slurm-test path clean
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +24,10 @@ SPLIT := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest $(SPLIT)
+
+# the tests that take longest, one by one in tests/long_tests.txt: CI runs them after `make test`
+long: $(VENV)/installed
+	$(BIN)/python -m pytest $(SPLIT) -m long
 
 # style and types
 lint: $(VENV)/installed
@@ -45,7 +49,7 @@ bench: $(VENV)/installed
 # runs that are killed, damaged, stopped, hung and poisoned, by seeded chance: `make torture SEED=7`; prints a table
 SEED ?= 0
 torture: $(VENV)/installed
-	$(BIN)/python -m pytest -m "torture or fault" --seed $(SEED)
+	$(BIN)/python -m pytest -m "torture or fault or long" --seed $(SEED)
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile random --hypothesis-seed $(SEED)
 
 # a real Slurm on emulated hosts: wants root and Debian's slurmctld slurmd slurm-client munge iproute2

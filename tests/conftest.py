@@ -59,11 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes long (``all_layouts`` an hour) only who names its mark on the command line gets."""
-    of_torture = long_tests()
+    long = long_tests()
     for item in items:
-        if item.nodeid in of_torture:
-            item.add_marker("torture")
-    hidden = [mark for mark in ("all_layouts", "torture", "slurm") if mark not in config.option.markexpr]
+        if item.nodeid in long:
+            item.add_marker("long")
+    hidden = [mark for mark in ("all_layouts", "long", "slurm", "torture") if mark not in config.option.markexpr]
     left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in hidden)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -16,6 +16,6 @@ def test_each_one_is_collected(pytestconfig: pytest.Config) -> None:
             found.extend(item.nodeid for item in items)
 
     files = sorted({name.partition("::")[0] for name in long_tests()})
-    words = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-m", "torture or not torture", *files]
+    words = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-m", "long or not long", *files]
     assert pytest.main([*words, "--rootdir", str(pytestconfig.rootpath)], plugins=[Collected()]) == 0
     assert sorted(long_tests() - set(found)) == []
