@@ -13,9 +13,9 @@ from meshwright.config.sections import FUNCTION, Section
 class Optimizer(Section):
     """Optimizer, gradient clipping and learning-rate schedule."""
 
-    name: Literal["adamw", "adamw8bit", "sgd", "muon"] = "adamw"
-    """Optimizer. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead of 8. muon steps
-    matrices as a whole, by orthogonalised momentum, and all else by AdamW."""
+    name: Literal["adamw", "adamw8bit", "sgd", "muon", "lion"] = "adamw"
+    """Optimizer; docs/optimizers.md. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead
+    of 8. muon steps matrices as a whole, by orthogonalised momentum, and all else by AdamW. lion has one state."""
     builder: str | None = Field(
         default=None,
         pattern=FUNCTION,
@@ -41,9 +41,9 @@ class Optimizer(Section):
     decay_until: Steps = 0
     """Step at which the decay ends, before or after the last one; 0: the last. Later steps have min_learning_rate."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Betas of AdamW."""
+    """Betas of AdamW and Lion, whose papers have (0.9, 0.999) and (0.9, 0.99)."""
     eps: PositiveFloat = 1e-8
-    """Epsilon of AdamW."""
+    """Epsilon of AdamW. Lion: size of an averaged gradient below which its update is not the sign, but proportional."""
     block_size: int = Field(default=256, ge=8, le=10**6, multiple_of=8)
     """Elements per scale in adamw8bit. A matrix whose rows it does not divide stays in 32 bits."""
     momentum: Share = 0.9

@@ -1,20 +1,21 @@
-"""torch's fused optimizers, AdamW with 8-bit state and Muon, over flat shards; gradient clipping by the global norm."""
+"""Optimizers over flat shards, most of them torch's fused ones, and gradient clipping by the global norm."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config import Optimizer
+from meshwright.optimizer.choice import IN_TORCH, build_optimizer
+from meshwright.optimizer.choice import states_of as states_of
 from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.optimizer.matrix import ShardedMuon
 from meshwright.optimizer.matrix_plan import MatrixShard as MatrixShard
 from meshwright.optimizer.matrix_plan import MatrixSlot as MatrixSlot
 from meshwright.optimizer.matrix_plan import with_matrices as with_matrices
-from meshwright.optimizer.own import ElementStates, build_own, element_states, is_state_name
+from meshwright.optimizer.own import ElementStates, element_states, is_state_name
 from meshwright.parameters import GroupSettings
 
 NORM_PIECE = 2**16
@@ -23,20 +24,6 @@ NORM_PIECE = 2**16
 torch's CPU kernel loses 1e-3 of the norm of a flat tensor of 4 million elements. The norm, and clipping, would then
 depend on the layout. CUDA sums pairwise: there full shards are as exact, and a billion elements would be 15,000 pieces.
 """
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STATES = {"adamw": MOMENTS, "adamw8bit": MOMENTS, "sgd": ("momentum",), "muon": (*MOMENTS, "momentum")}
-"""Names of the optimizer state per element, as checkpoints use them."""
-_IN_TORCH = {"momentum": "momentum_buffer"}
-
-
-def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the configured optimizer's state; with ``is_matrix`` of weights with matrices, or without."""
-    if config.builder is not None:
-        return element_states(config).names
-    if config.name == "muon" and is_matrix is not None:
-        return ("momentum",) if is_matrix else MOMENTS
-    return STATES[config.name] if config.name != "sgd" or config.momentum else ()
 
 
 class OptimizerShard(NamedTuple):
@@ -97,7 +84,7 @@ class FlatOptimizer:
             own_decay = decay * shard.decays if own_decay is None else own_decay
             settings = shard.settings._replace(weight_decay=own_decay)
             groups.setdefault((shard.in_blocks, settings), []).append(parameter)
-        self.inner = _build_optimizer(
+        self.inner = build_optimizer(
             [
                 {"params": group, "lr": config.learning_rate, "eight_bit": in_blocks, **settings._asdict()}
                 for (in_blocks, settings), group in groups.items()
@@ -174,13 +161,13 @@ class FlatOptimizer:
             kept[key] = self._place(states[name], weights, self.inner.state.get(parameter, {}).get(key))
         if self._own is not None:
             kept |= self._own.counters_at(steps, weights.device)
-        elif "exp_avg" in kept:
+        elif "exp_avg_sq" in kept:
             kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=weights.device)
         self.inner.state[parameter] = kept
 
     def _key(self, name: str) -> str:
         """Return torch's name of a state."""
-        return name if self._own is not None else _IN_TORCH.get(name, name)
+        return name if self._own is not None else IN_TORCH.get(name, name)
 
     def add_state(self, name: str) -> list[Tensor]:
         """Add a state with one number per weight, which checkpoints hold under ``name``; for callbacks.
@@ -200,25 +187,6 @@ class FlatOptimizer:
     def _place(self, state: Tensor, weights: Tensor, present: Tensor | None) -> Tensor:
         """Return the tensor that holds ``state`` from now on; ``present`` holds the shard's earlier state."""
         return state
-
-
-def _build_optimizer(
-    groups: list[dict[str, Any]],
-    config: Optimizer,
-    allocate: Callable[[int, torch.dtype], Tensor] | None,
-    matrices: Mapping[Tensor, MatrixShard],
-) -> torch.optim.Optimizer:
-    """Build the configured torch optimizer."""
-    if config.builder is not None:
-        return build_own(groups, config)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
-    groups = [{**group, "eps": config.eps * group["eps_factor"]} for group in groups]
-    if config.name == "adamw8bit":
-        return AdamW8bit(groups, config.block_size, allocate, betas=config.betas, fused=True)
-    if config.name == "muon":
-        return ShardedMuon(groups, matrices, config)
-    return torch.optim.AdamW(groups, betas=config.betas, fused=True)
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

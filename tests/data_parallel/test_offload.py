@@ -70,6 +70,7 @@ def config_for(text: str, dtype: str, *, name: str = "adamw", directory: Path | 
         LATER("dp2,tp2,zero2,sequence", "bfloat16", "adamw", False),
         LATER("dp2,tp2,zero2,sequence", "bfloat16", "adamw", True),
         ("dp2,zero3", "float32", "sgd", False),
+        ("dp2,zero2", "bfloat16", "lion", True),
         ("dp2,zero2", "bfloat16", "adamw8bit", True),
         ("dp4,zero3,shard2", "bfloat16", "adamw", True),
         LATER("dp4,zero3,shard2", "bfloat16", "adamw", False),

@@ -100,6 +100,31 @@ def test_sgd_resumes_and_another_optimizer_does_not(corpus: Path, tmp_path: Path
     assert {name.partition("/")[0] for name in found} == {"weights", "momentum"}
 
 
+@pytest.mark.parametrize(("name", "kinds", "text", "other"), [("lion", {"exp_avg"}, "dp2,zero2", "pp2")])
+def test_an_optimizer_resumes_and_goes_on_in_another_layout(
+    name: str, kinds: set[str], text: str, other: str, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Bit for bit what was never stopped; elsewhere the same but for rounding."""
+    optimizer = {"name": name, "learning_rate": 0.01}
+    sections: dict[str, Any] = {"parallel": layout(text), "optimizer": optimizer, "train": {"dtype": "float64"}}
+    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
+    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)
+    for config in (uninterrupted, stopped):
+        train(pool, config)
+    stop_half_way(stopped)
+    moved = changed(stopped, run={"directory": str(tmp_path / "moved")}, parallel=layout(other))
+    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
+    train(pool, stopped)
+    assert exact_losses(stopped) == exact_losses(uninterrupted)
+    found = tensors(run_directory(stopped))
+    assert not differing(found, tensors(run_directory(uninterrupted)))
+    assert {each.partition("/")[0] for each in found} == {"weights"} | kinds
+    train(pool, moved)
+    elsewhere = tensors(run_directory(moved))
+    for each, tensor in found.items():
+        torch.testing.assert_close(elsewhere[each], tensor, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize(("text", "other"), [("dp2,tp2,zero1", "pp2"), LATER("dp2,pp2,zero3", "dp2,tp2,zero0")])
 def test_muon_resumes_and_goes_on_in_another_layout(
     text: str, other: str, corpus: Path, tmp_path: Path, pool: RankPool

@@ -12,8 +12,9 @@ from torch.optim import SGD as SGDOfTorch
 from torch.optim import AdamW
 
 from meshwright.config import Optimizer
+from meshwright.optimizer.choice import STATES
 from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.optimizer.flat import STATES, FlatOptimizer, OptimizerShard, clip_factor
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard, clip_factor
 
 CONFIG = Optimizer(learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
 

@@ -1,0 +1,64 @@
+"""Optimizers by name: the torch optimizer that each builds over flat shards, and the names of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.config import Optimizer
+from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.lion import ShardedLion
+from meshwright.optimizer.matrix import ShardedMuon
+from meshwright.optimizer.matrix_plan import MatrixShard
+from meshwright.optimizer.own import build_own, element_states
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STATES = {
+    "adamw": MOMENTS,
+    "adamw8bit": MOMENTS,
+    "sgd": ("momentum",),
+    "muon": (*MOMENTS, "momentum"),
+    "lion": ("exp_avg",),
+}
+"""Names of the optimizer state per element, as checkpoints use them."""
+IN_TORCH = {"momentum": "momentum_buffer"}
+"""Name in a checkpoint -> torch's name of a state."""
+
+
+def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
+    """Return the names of the configured optimizer's state; with ``is_matrix`` of weights with matrices, or without."""
+    if config.builder is not None:
+        return element_states(config).names
+    if config.name == "muon" and is_matrix is not None:
+        return ("momentum",) if is_matrix else MOMENTS
+    return STATES[config.name] if config.name != "sgd" or config.momentum else ()
+
+
+def build_optimizer(
+    groups: list[dict[str, Any]],
+    config: Optimizer,
+    allocate: Callable[[int, torch.dtype], Tensor] | None,
+    matrices: Mapping[Tensor, MatrixShard],
+) -> torch.optim.Optimizer:
+    """Build the configured torch optimizer.
+
+    Args:
+        groups: of parameters, each with "lr", "eight_bit" and the fields of :class:`~.parameters.GroupSettings`.
+        allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: beside the weights.
+        matrices: of the parameters that are stepped by matrices.
+    """
+    if config.builder is not None:
+        return build_own(groups, config)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+    groups = [{**group, "eps": config.eps * group["eps_factor"]} for group in groups]
+    if config.name == "adamw8bit":
+        return AdamW8bit(groups, config.block_size, allocate, betas=config.betas, fused=True)
+    if config.name == "muon":
+        return ShardedMuon(groups, matrices, config)
+    if config.name == "lion":
+        return ShardedLion(groups, config.betas)
+    return torch.optim.AdamW(groups, betas=config.betas, fused=True)

@@ -1,0 +1,58 @@
+"""Element-wise optimizers of our own on flat shards, cut anywhere, against their formulas on whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import meshwright.optimizer.pieces
+from meshwright.config import Optimizer
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
+from meshwright.tools.verify.plain_formulas import PlainLion
+
+CONFIG = Optimizer(name="lion", learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def shard(weights: Tensor, gradient: Tensor) -> OptimizerShard:
+    return OptimizerShard(weights, gradient, True, False, True, lambda: gradient, lambda: None)
+
+
+def flat_optimizer(weights: Tensor, gradient: Tensor, config: Optimizer, cut: int) -> FlatOptimizer:
+    """Two shards of one tensor."""
+    parts = zip(weights.split([cut, len(weights) - cut]), gradient.split([cut, len(weights) - cut]), strict=True)
+    return FlatOptimizer([shard(*part) for part in parts], config)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 24])
+def test_lion_is_its_formula(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps at changing rates, in pieces of 7 elements; some gradients are smaller than eps."""
+    monkeypatch.setitem(meshwright.optimizer.pieces.TOGETHER, "cpu", 7)
+    weights, gradient = drawn(24, seed=0), torch.zeros(24, dtype=torch.float64)
+    whole = nn.Parameter(weights.clone())
+    ours = flat_optimizer(weights, gradient, CONFIG, cut)
+    theirs = PlainLion([{"params": [whole], "weight_decay": 0.3}], CONFIG)
+    for step in range(4):
+        whole.grad = drawn(24, seed=step + 1) * torch.logspace(-9, 0, 24, dtype=torch.float64)
+        gradient.copy_(whole.grad)
+        theirs.param_groups[0]["lr"] = rate = 1e-2 / (step + 1)
+        theirs.step()
+        ours.step(rate, 1.0)
+    torch.testing.assert_close(weights, whole.detach(), rtol=1e-13, atol=1e-14)
+
+
+def test_lion_moves_by_the_sign_of_an_average() -> None:
+    """By hand: m = 0.1, then c = 0.8 * 0.1 - 0.2 * 0.3 is positive, and m = 0.9 * 0.1 - 0.1 * 0.3 = 0.06."""
+    config = CONFIG.model_copy(update={"weight_decay": 0.0})
+    weights, gradient = torch.tensor([1.0, 1.0]).double(), torch.tensor([1.0, 0.0]).double()
+    optimizer = FlatOptimizer([shard(weights, gradient)], config)
+    optimizer.step(0.1, 1.0)
+    assert weights.tolist() == pytest.approx([0.9, 1.0])
+    gradient.copy_(torch.tensor([-0.3, 1e-9]))
+    optimizer.step(0.1, 1.0)
+    assert weights.tolist() == pytest.approx([0.8, 1.0 - 0.1 * 0.2e-9 / 1e-6])
+    assert optimizer.states(0)[0]["exp_avg"].tolist() == pytest.approx([0.06, 1e-10])

@@ -1,0 +1,133 @@
+"""Optimizers beside AdamW in any layout against the plain run, and the faults that others had with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor
+
+from meshwright.config import RunConfig
+from meshwright.launch.pool import RankPool
+from meshwright.optimizer.lion import ShardedLion
+from meshwright.tools.verify import compare, layout_config, parse_layout
+from meshwright.tools.verify.compare import TOLERANCES
+from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from tests.tools.verify.cases import LATER, References, model_config, prove, size_for
+
+OWN: dict[str, dict[str, Any]] = {
+    "lion": {"name": "lion", "learning_rate": 1e-2, "betas": (0.9, 0.99)},
+}
+"""Keys of each optimizer."""
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """Shared by the rows of this module."""
+    return References()
+
+
+def with_own(config: RunConfig, name: str, **more: Any) -> RunConfig:
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update=OWN[name] | more)})
+
+
+CASES = [
+    ("lion", "gpt2", "dp2,pp2,zb_v,zero2", "float64"),
+    ("lion", "llama", "dp2,pp2,tp2,zero3,sequence,full,mbs2", "float64"),
+    ("lion", "gpt2", "dp2,tp2,zero0", "float32"),
+    ("lion", "llama", "dp4,shard2,offload", "bfloat16"),
+]
+MORE = [
+    ("gpt2", "dp2,pp2,tp2,interleaved_1f1b,zero0,sequence,full"),
+    ("gpt2", "dp2,pp4,gpipe,zero2,step,full"),
+    ("llama", "dp4,pp2,zb_v,zero3,shard2,selective"),
+    ("llama", "dp2,pp2,tp2,zb_h2,zero1,sequence"),
+    ("llama", "dp2,tp3,gpipe,mbs2"),
+    ("gpt2", "dp3,pp2,zero0"),
+    ("gpt2", "dp2,zero3,offload"),
+    ("t5", "dp2,tp2,zero1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "dtype"),
+    [*CASES, *(LATER(name, *case, "float64") for name in OWN for case in MORE)],
+)
+def test_the_layout_gives_the_numbers_of_one_process(
+    name: str, model: str, layout: str, dtype: str, pool: RankPool, references: References
+) -> None:
+    size, parsed = size_for(parse_layout(layout)), parse_layout(layout)
+    config = with_own(model_config(model, size), name)
+    row = prove(config, parsed, pool, references, global_batch=size.global_batch, steps=3, dtype=dtype, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
+@pytest.mark.all_layouts
+@pytest.mark.parametrize(("name", "model", "layout", "dtype"), CASES)
+def test_the_numbers_stay_so_over_ten_steps(
+    name: str, model: str, layout: str, dtype: str, pool: RankPool, references: References
+) -> None:
+    size, parsed = size_for(parse_layout(layout)), parse_layout(layout)
+    config = with_own(model_config(model, size), name)
+    row = prove(config, parsed, pool, references, global_batch=size.global_batch, steps=10, dtype=dtype)
+    assert row.passed, "\n".join(row.problems)
+
+
+# --------------------------------------------------------------------------------------------------------------- traps
+
+
+def the_sign_of_an_error(patch: pytest.MonkeyPatch) -> None:
+    """Lion's paper: a gradient that is only rounding moves its weight by the whole learning rate."""
+    step = ShardedLion._step
+
+    def literal(optimizer: ShardedLion, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        step(optimizer, parameter, gradient, group | {"eps": 0.0})
+
+    patch.setattr(ShardedLion, "_step", literal)
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+class Trap(NamedTuple):
+    """A fault, an optimizer and a layout that must see it, and what must be named."""
+
+    broken: Break
+    name: str
+    layout: str
+    said: str
+    steps: int = 3
+
+
+TRAPS = [Trap(the_sign_of_an_error, "lion", "tp2", "weights after 3 steps differ in")]
+
+
+def nothing(patch: pytest.MonkeyPatch) -> None:
+    """The framework as it is."""
+
+
+BREAKS = {trap.broken.__name__: trap.broken for trap in (*TRAPS, Trap(nothing, "", "", ""))}
+
+
+def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps: int) -> RankFindings:
+    """One rank in a framework with one fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        BREAKS[broken](patch)
+        return run_layout(rank, world_size, config_json, steps, True)
+
+
+def problems_of(trap: Trap, pool: RankPool, references: References) -> list[str]:
+    size, layout = size_for(parse_layout("dp2,tp2")), parse_layout(trap.layout)
+    config = with_own(model_config("gpt2", size), trap.name)
+    expected = references.expected(config, size.global_batch, trap.steps, "float64")
+    text = layout_config(config, layout, size.global_batch, "float64").model_dump_json()
+    found = merge(pool.run(run_broken, layout.size, trap.broken.__name__, text, trap.steps))
+    return compare(trap.layout, found, None, expected.findings, TOLERANCES["float64"]).problems
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.broken.__name__)
+def test_the_fault_is_seen_and_named(trap: Trap, pool: RankPool, references: References) -> None:
+    problems = problems_of(trap, pool, references)
+    assert any(trap.said in problem for problem in problems), problems
+    assert problems_of(trap._replace(broken=nothing), pool, references) == []
