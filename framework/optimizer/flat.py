@@ -14,6 +14,9 @@ from meshwright.optimizer.choice import states_of as states_of
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.matrix_plan import MatrixShard as MatrixShard
 from meshwright.optimizer.matrix_plan import MatrixSlot as MatrixSlot
+from meshwright.optimizer.matrix_plan import find_homes as find_homes
+from meshwright.optimizer.matrix_plan import iteration_flops as iteration_flops
+from meshwright.optimizer.matrix_plan import matrices_of as matrices_of
 from meshwright.optimizer.matrix_plan import with_matrices as with_matrices
 from meshwright.optimizer.own import ElementStates, element_states, is_state_name
 from meshwright.parameters import GroupSettings

@@ -116,9 +116,12 @@ class MatrixExchange:
 
         Bytes on the wire per rank: M (n-1)/n, M = bytes of this rank's elements of matrices, n = holders.
         """
-        parts = [shards[run.shard][run.start : run.stop] for run in self._runs]
-        self._sent = torch.cat([*parts, shards[0][:0]]).to(self.dtype)
-        self._at_home = self._sent.new_empty(sum(self._received))
+        self._sent = shards[0].new_empty(sum(self._sizes), dtype=self.dtype)
+        pieces = torch.split(self._sent, [run.stop - run.start for run in self._runs])
+        for piece, run in zip(pieces, self._runs, strict=True):
+            piece.copy_(shards[run.shard][run.start : run.stop])
+        is_alone = self.holders.size == 1  # then what is sent is what arrives, in the same order
+        self._at_home = self._sent if is_alone else self._sent.new_empty(sum(self._received))
         return self.holders.all_to_all(self._at_home, self._sent, self._received, self._sizes)
 
     def orthogonalise(self, steps: int) -> CollectiveHandle:
@@ -126,15 +129,20 @@ class MatrixExchange:
 
         Bytes on the wire per rank: M (n-1)/n, M = bytes of the matrices at home here.
         """
-        for matrix, tp, runs in self._residents:
-            pieces = [self._at_home[at : at + length] for at, length in runs]
-            shapes = [tp_part(matrix, tp_rank, tp).shape for tp_rank in range(tp)]
-            dim = 0 if matrix.info.slice is None else matrix.info.slice.dim
-            whole = torch.cat([torch.cat(pieces[t::tp]).view(shape) for t, shape in enumerate(shapes)], dim)
-            parts = torch.split(newton_schulz(whole, steps), [shape[dim] for shape in shapes], dim)
-            for t, part in enumerate(parts):
-                torch._foreach_copy_(pieces[t::tp], torch.split(part.flatten(), [length for _, length in runs[t::tp]]))
+        for resident in self._residents:
+            self._orthogonalise(resident, steps)
         return self.holders.all_to_all(self._sent, self._at_home, self._sizes, self._received)
+
+    def _orthogonalise(self, resident: _Resident, steps: int) -> None:
+        """Replace one matrix at home, in place. All temporary memory is free afterwards."""
+        matrix, tp, runs = resident
+        pieces = [self._at_home[at : at + length] for at, length in runs]
+        shapes = [tp_part(matrix, tp_rank, tp).shape for tp_rank in range(tp)]
+        dim = 0 if matrix.info.slice is None else matrix.info.slice.dim
+        whole = torch.cat([torch.cat(pieces[t::tp]).view(shape) for t, shape in enumerate(shapes)], dim)
+        parts = torch.split(newton_schulz(whole, steps), [shape[dim] for shape in shapes], dim)
+        for t, part in enumerate(parts):
+            torch._foreach_copy_(pieces[t::tp], torch.split(part.flatten(), [length for _, length in runs[t::tp]]))
 
     def subtract(self, weights: Sequence[Tensor], rates: Sequence[float]) -> None:
         """Subtract the updates that came back from flat shards of weights. ``rates``: learning rate of each shard."""

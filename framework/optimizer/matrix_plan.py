@@ -28,6 +28,12 @@ def with_matrices(
     return {name: info._replace(matrix=matrices.get(canonical(name))) for name, info in infos.items()}
 
 
+def iteration_flops(rows: int, columns: int) -> int:
+    """Return the FLOPs of one Newton-Schulz iteration: 4 m^2 n + 2 m^3 for m the shorter side, n the longer."""
+    m, n = sorted((rows, columns))
+    return 4 * m * m * n + 2 * m**3
+
+
 class Matrix(NamedTuple):
     """One matrix: the rows of one part of the repeating unit of a weight, over all its units."""
 
@@ -50,9 +56,8 @@ class Matrix(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """FLOPs of one Newton-Schulz iteration: 4 m^2 n + 2 m^3 for m rows and n >= m columns, or the reverse."""
-        m, n = sorted(self.shape)
-        return 4 * m * m * n + 2 * m**3
+        """FLOPs of one Newton-Schulz iteration."""
+        return iteration_flops(*self.shape)
 
     def rows_before(self, row: int) -> int:
         """Return the number of rows of the matrix among the first ``row`` rows of the weight."""

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
 from meshwright.config import Optimizer, RunConfig, phases, reduces_each_microbatch, shard_factor
-from meshwright.optimizer.flat import states_of
+from meshwright.optimizer.flat import matrices_of, states_of
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.picture.text import text as schedule_text
@@ -71,23 +71,26 @@ class Elements(NamedTuple):
     others: int
     frozen: int
     """Elements that are not trained."""
+    matrices: int = 0
+    """Trained elements of whole matrices, of which Muon keeps the momentum."""
 
     @property
     def trained(self) -> int:
         """Elements with a gradient."""
-        return self.in_blocks + self.others
+        return self.in_blocks + self.others + self.matrices
 
 
-def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool) -> float:
+def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False, is_matrix: bool = False) -> float:
     """Return the bytes of optimizer state per element.
 
     Args:
         itemsize: bytes per element of the master weights.
         in_blocks: the state is kept in 8 bits, in blocks with a scale each.
+        is_matrix: Muon steps the elements as matrices.
     """
     if in_blocks:
         return 2 * (1 + itemsize / optimizer.block_size)
-    return len(states_of(optimizer)) * itemsize
+    return len(states_of(optimizer, is_matrix=is_matrix)) * itemsize
 
 
 def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
@@ -96,12 +99,12 @@ def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, 
     dtype, shards, offload = DTYPES[config.train.dtype], shard_factor(config), config.parallel.offload
     wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
     shard = trained // shards * wide
-    states = round(
-        sum(
-            number / shards * state_bytes(config.optimizer, wide, in_blocks=in_blocks)
-            for number, in_blocks in ((elements.in_blocks, True), (elements.others, False))
-        )
+    held = (
+        elements.in_blocks * state_bytes(config.optimizer, wide, in_blocks=True),
+        elements.others * state_bytes(config.optimizer, wide),
+        elements.matrices * state_bytes(config.optimizer, wide, is_matrix=True) if elements.matrices else 0,
     )
+    states = round(sum(number / shards for number in held))
     gradients = _gradient_bytes(config, trained * wide)
     if config.parallel.zero == 3 and shards > 1:
         if offload:
@@ -114,10 +117,11 @@ def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, 
 
 
 def _elements(blueprint: Blueprint, stage: int) -> Elements:
-    found = [0, 0, 0]
+    found = [0, 0, 0, 0]
     for name, parameter in blueprint.stage_layers(stage).named_parameters():
         info = blueprint.infos[blueprint.model.canonical(name)]
-        found[(0 if info.in_blocks else 1) if parameter.requires_grad else 2] += math.prod(info.local_shape)
+        kind = 0 if info.in_blocks else 3 if info.matrix is not None else 1
+        found[kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
     return Elements(*found)
 
 
@@ -179,6 +183,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             *_ramp(blueprint),
             *_price(blueprint),
             *_eight_bit(blueprint),
+            *_muon(blueprint),
             *_offload(blueprint),
             f"schedule   {config.pipeline.schedule}: {bubble}",
             "",
@@ -230,6 +235,30 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
     return [
         f"optimizer  8-bit states of {share:.1%} of all elements: matrices whose rows are blocks of "
         f"{optimizer.block_size}"
+    ]
+
+
+def _muon(blueprint: Blueprint) -> list[str]:
+    """Return the number and share of the matrices that Muon steps, and the bytes on the wire of their exchange."""
+    config, stages = blueprint.config, range(len(blueprint.stages))
+    canonical = blueprint.model.canonical
+    infos = {canonical(name): info for name, info in blueprint.infos.items() if info.matrix is not None}
+    if not infos:
+        return []
+    kept = [_elements(blueprint, stage) for stage in stages]
+    share = sum(stage.matrices for stage in kept) / sum(stage.trained for stage in kept)
+    itemsize = 4 if config.train.dtype == "float16" else DTYPES[config.train.dtype].itemsize
+    sent = [0.0] * blueprint.grid.pp
+    for stage in stages:
+        for name, _ in blueprint.stage_layers(stage).named_parameters():
+            if (info := infos.get(canonical(name))) is not None:
+                holders = shard_factor(config) * (1 if info.slice is None else blueprint.grid.tp)
+                numel = math.prod(info.global_shape) / holders
+                sent[blueprint.schedule.rank_of(stage)] += numel * itemsize * (holders - 1) / holders
+    number = sum(len(matrices_of(info)) for info in infos.values())
+    return [
+        f"optimizer  Muon on {number:,} matrices, {share:.1%} of all elements, and AdamW on the others",
+        f"           matrices go to their homes and back: a rank sends 2 x {format_size(round(max(sent)))} in a step",
     ]
 
 

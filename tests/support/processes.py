@@ -87,7 +87,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Held:
 
 def larger(model: str, schedule: str = "1f1b", mtp_layers: int = 0, **parallel: Any) -> RunConfig:
     """Large enough for scalars and padding not to count."""
-    options: dict[str, object] = {"vocab_size": 500, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
+    options: dict[str, Any] = {"vocab_size": 500, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
     if model == "llama":
         options |= {"num_kv_heads": 2, "ffn_size": 160, "mtp_layers": mtp_layers}
     sizes = [parallel.get(axis, 1) for axis in ("pp", "dp", "tp")]
@@ -106,11 +106,24 @@ def larger(model: str, schedule: str = "1f1b", mtp_layers: int = 0, **parallel: 
     )
 
 
+def with_muon(config: RunConfig, dtype: str, **options: int) -> RunConfig:
+    """With samples so short and matrices so large that the peak is in the optimizer's step."""
+    return config.replace(
+        model={"options": config.model.options | {"hidden_size": 192, "num_layers": 2, **options}},
+        data={"sequence_length": 8},
+        optimizer={"name": "muon"},
+        train={"dtype": dtype},
+    )
+
+
 RUNS = {
     "pp2": larger("gpt2", pp=2),
     "llama-zb_h1-zero2": larger("llama", "zb_h1", pp=2, dp=2, zero=2),
     "llama-tp2-zero2": larger("llama", dp=2, tp=2, zero=2),
     "llama-mtp-pp2-tp2": larger("llama", mtp_layers=2, pp=2, tp=2),
+    "muon-pp2": larger("gpt2", pp=2).replace(optimizer={"name": "muon"}),
+    "muon-tp2-zero2-step": with_muon(larger("llama", dp=2, tp=2, zero=2), "float32", ffn_size=512),
+    "muon-bfloat16-step": with_muon(larger("gpt2", dp=2), "bfloat16"),
 }
 """For all who predict."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from meshwright.blueprint import draw_blueprint
@@ -80,6 +82,19 @@ def test_bytes_of_each_element_with_offload(
 def test_what_sharding_costs_is_said(layout: str, line: str) -> None:
     config = layout_config(config_of("tests.support.builders:plain", OPTIONS, 8), parse_layout(layout), 8, "float32")
     assert line in summarise(draw_blueprint(config), ["here"] * 4)
+
+
+def test_matrices_hold_half_the_states_and_are_exchanged() -> None:
+    """Two of the four linears, 16 x 16, are matrices: one of dp's 4 ranks sends 3/4 of its quarter, twice."""
+    config = config_of("tests.support.builders:plain", OPTIONS, 8).replace(optimizer={"name": "muon"})
+    blueprint = draw_blueprint(layout_config(config, parse_layout("dp4,zero1"), 8, "bfloat16"))
+    matrices = sum(math.prod(info.global_shape) for info in blueprint.infos.values() if info.matrix is not None)
+    [share] = rank_shares(blueprint)
+    assert matrices == 3 * 256
+    assert share.optimizer_bytes == pytest.approx((12 * ELEMENTS - 4 * matrices) / 4, abs=1)
+    text = summarise(blueprint, ["here"] * 4)
+    assert f"Muon on 3 matrices, {matrices / ELEMENTS:.1%} of all elements, and AdamW on the others" in text
+    assert f"a rank sends 2 x {format_size(matrices // 4 * 2 * 3 // 4)} in a step" in text
 
 
 def test_a_weight_that_layers_of_a_stage_share_is_gathered_once_for_both_ways() -> None:

@@ -18,6 +18,7 @@ from meshwright.schedule.action import COMPUTE, Action, Kind, Placement, Schedul
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.matrix_step import matrix_step_s
 from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel
 
 
@@ -258,7 +259,10 @@ def _replica_s(
 
 
 def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) -> float:
-    """Return the seconds to read and write a shard's gradient, weights and optimizer state, and to clear gradients."""
+    """Return the seconds to read and write a shard's gradient, weights and optimizer state, and to clear gradients.
+
+    With Muon, its exchange and products come on top.
+    """
     config, hardware, traits = layout.config, performance.hardware, performance.traits
     trained = sum(layout.elements[stage].trained for stage in layout.schedule.stages_of(rank))
     shards = shard_factor(config)
@@ -267,4 +271,4 @@ def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) 
     seconds = (trained / shards * per_element + trained * cleared) / performance.memory_bytes_per_s
     if config.parallel.offload:
         seconds += trained / shards * 6.0 / hardware.host_link.bytes_per_s
-    return float(seconds)
+    return float(seconds) + matrix_step_s(config, layout.matrices_of(rank), performance)

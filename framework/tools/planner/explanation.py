@@ -15,13 +15,14 @@ ALIKE_SHARE = 1e-4
 def strategy(cache: ModelCache, plan: Plan) -> list[str]:
     """Return sentences on the simplest parallelism that the model's size and the links call for."""
     hardware, room = plan.hardware, usable_bytes(plan.hardware)
-    elements = cache.total_elements(1, False).trained
-    width = DTYPES[cache.config.train.dtype].itemsize
-    states = elements * (width + 4 + (12 if width == 2 else 8))
+    counts = cache.total_elements(1, False)
+    elements, width = counts.trained, DTYPES[cache.config.train.dtype].itemsize
+    states = elements * (width + 4 + (12 if width == 2 else 8)) - 4 * counts.matrices
+    name = "Muon" if counts.matrices else "AdamW"
     layers = cache.split(1, False).parameters.values()
     largest_bytes = max(sum(parameter.num_elements for parameter in layer) for layer in layers) * (width + 4)
     lines = [
-        f"weights, gradients and AdamW of {elements:,} parameters are {format_size(states)}; a device has room for "
+        f"weights, gradients and {name} of {elements:,} parameters are {format_size(states)}; a device has room for "
         f"{format_size(room)}, a node for {format_size(room * hardware.devices_per_node)}"
     ]
     if states <= 0.7 * room:

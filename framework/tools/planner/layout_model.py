@@ -10,7 +10,8 @@ from meshwright.optimizer.eight_bit import table_bytes
 from meshwright.schedule.action import Schedule
 from meshwright.tools.planner.footprint import Footprint
 from meshwright.tools.planner.layer_profile import LayerProfile
-from meshwright.tools.planner.memory import Backend, RankMemory, ReductionBuffers, walk
+from meshwright.tools.planner.matrix_step import MatrixCounts, temporary_bytes
+from meshwright.tools.planner.memory import ActionMemory, Backend, RankMemory, ReductionBuffers, walk
 from meshwright.tools.summary import Elements, held_at_rest
 
 
@@ -26,6 +27,8 @@ class LayoutModel:
     """Parameter elements of each stage, on one tp rank."""
     footprints: list[Footprint]
     """Memory of each stage for one micro-batch."""
+    matrices: list[MatrixCounts]
+    """Whole matrices of each stage, which Muon steps."""
 
     @property
     def grid(self) -> Grid:
@@ -49,6 +52,10 @@ class LayoutModel:
             last[own] = rank
         return sorted({*first.values(), *last.values()})
 
+    def matrices_of(self, pp_rank: int) -> list[MatrixCounts]:
+        """Return the matrices of each stage of a pipeline rank."""
+        return [self.matrices[stage] for stage in self.schedule.stages_of(pp_rank)]
+
     def memory(self, pp_rank: int, backend: Backend) -> RankMemory:
         """Return the peak memory of a pipeline rank."""
         at_rest = [held_at_rest(self.config, self.elements[stage]) for stage in self.schedule.stages_of(pp_rank)]
@@ -56,4 +63,7 @@ class LayoutModel:
         if self.config.optimizer.name == "adamw8bit":
             optimizer += table_bytes(self.config.train.dtype == "float64")
         peak = walk(self.schedule, pp_rank, self.footprints, ReductionBuffers(self.config, backend))
+        step = temporary_bytes(self.config, self.matrices_of(pp_rank))
+        if step > peak.total:
+            peak = ActionMemory(0, 0, step, "STEP")
         return RankMemory(weights, gradients, optimizer, *peak[:3], host, peak.at)

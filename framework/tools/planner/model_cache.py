@@ -24,6 +24,7 @@ from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
 from meshwright.model.running_buffers import cast_parameters
 from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.optimizer.flat import with_matrices
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy, with_heads
@@ -35,6 +36,7 @@ from meshwright.tools.planner.footprint import Footprint, SharedWeight, footprin
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.matrix_step import MatrixCounts, MatrixSize, count_sizes, sizes_of
 from meshwright.tools.planner.profile import LayerProfiler, counting_group
 from meshwright.tools.summary import Elements
 
@@ -50,6 +52,8 @@ class LocalParameter(NamedTuple):
     in_blocks: bool
     """True if its optimizer state is held in 8-bit blocks."""
     trained: bool
+    matrices: tuple[MatrixSize, ...] = ()
+    """Whole matrices that Muon steps."""
 
 
 class SplitLayers(NamedTuple):
@@ -97,9 +101,16 @@ class ModelCache:
         first: dict[Any, str] = {}
         tied = {name.partition(".")[0] for names in self.model.tied for name in names}
         return [
-            first.setdefault((outline_of(layer), name if name in tied else "", self._kinds_of(name)), name)
+            first.setdefault(
+                (outline_of(layer), name if name in tied else "", self._kinds_of(name), self._matrices_of(name)), name
+            )
             for name, layer in self.model.layers.named_children()
         ]
+
+    def _matrices_of(self, layer: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return the weights of a layer that have matrices, and their rows."""
+        prefix, matrices = f"{layer}.", self.model.matrices
+        return tuple((name.removeprefix(prefix), rows) for name, rows in matrices.items() if name.startswith(prefix))
 
     def _kinds_of(self, name: str) -> tuple[str, ...]:
         """Return the sharding plan's kind for each module of a layer; "" if no pattern matches."""
@@ -164,12 +175,14 @@ class ModelCache:
         )
         if self.config.optimizer.name == "adamw8bit":
             infos = with_blocks(infos, self.config.optimizer.block_size)
+        infos = with_matrices(infos, self.model.matrices, self.model.canonical)
         cast_parameters(layers, DTYPES[self.config.train.dtype])
         parameters: dict[str, list[LocalParameter]] = {}
         for name, parameter in layers.named_parameters(remove_duplicate=False):
             layer, _, rest = name.partition(".")
-            numel, in_blocks = math.prod(infos[name].local_shape), infos[name].in_blocks
-            parameters.setdefault(layer, []).append(LocalParameter(rest, numel, in_blocks, parameter.requires_grad))
+            info = infos[name]
+            local = rest, math.prod(info.local_shape), info.in_blocks, parameter.requires_grad, sizes_of(info)
+            parameters.setdefault(layer, []).append(LocalParameter(*local))
         return SplitLayers(layers, group, parameters)
 
     def profiles(self, config: RunConfig, *, splits_backward: bool) -> tuple[LayerProfile, ...]:
@@ -195,7 +208,7 @@ class ModelCache:
         """Count the parameter elements of a tp rank over all stages."""
         parameters = self.split(tp, sequence and tp > 1).parameters
         whole = [range(len(self.names))]
-        return self.cached(("all elements", tp, sequence), lambda: self._elements(parameters, whole)[0])
+        return self.cached(("all elements", tp, sequence), lambda: self._elements(parameters, whole)[0][0])
 
     def flops_per_step(self, config: RunConfig) -> float:
         """Return the model FLOPs of a step: forward plus twice as much for backward; no recompute, full attention."""
@@ -231,24 +244,26 @@ class ModelCache:
         tp = config.parallel.tp
         parameters = self.split(tp, config.parallel.sequence and tp > 1).parameters
         key = ("elements", tp, tuple(run.start for run in stages))
-        elements = self.cached(key, lambda: self._elements(parameters, stages))
+        elements, matrices = self.cached(key, lambda: self._elements(parameters, stages))
         footprints = self._footprints(layers, stages, parameters)
-        return LayoutModel(config, schedule, stages, layers, elements, footprints)
+        return LayoutModel(config, schedule, stages, layers, elements, footprints, matrices)
 
-    def _elements(self, parameters: dict[str, list[LocalParameter]], stages: list[range]) -> list[Elements]:
-        """Count the parameter elements of each stage; a weight shared by several of its layers counts once."""
-        elements = []
+    def _elements(
+        self, parameters: dict[str, list[LocalParameter]], stages: list[range]
+    ) -> tuple[list[Elements], list[MatrixCounts]]:
+        """Count the elements and matrices of each stage; a weight shared by several of its layers counts once."""
+        elements, matrices = [], []
         for run in stages:
-            counted: set[str] = set()
-            counts = [0, 0, 0]
+            counted: dict[str, LocalParameter] = {}
             for index in run:
-                for rest, numel, in_blocks, trained in parameters.get(self.representatives[index], []):
-                    name = self.model.canonical(f"{self.names[index]}.{rest}")
-                    if name not in counted:
-                        counted.add(name)
-                        counts[(0 if in_blocks else 1) if trained else 2] += numel
+                for each in parameters.get(self.representatives[index], []):
+                    counted.setdefault(self.model.canonical(f"{self.names[index]}.{each.name}"), each)
+            counts = [0, 0, 0, 0]
+            for _, numel, in_blocks, trained, sizes in counted.values():
+                counts[(0 if in_blocks else 3 if sizes else 1) if trained else 2] += numel
             elements.append(Elements(*counts))
-        return elements
+            matrices.append(count_sizes(size for each in counted.values() for size in each.matrices))
+        return elements, matrices
 
     def cut(self, config: RunConfig, num_stages: int) -> list[range]:
         """Cut the layers into stages, as a run does."""

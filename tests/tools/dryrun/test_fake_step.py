@@ -32,8 +32,9 @@ OF_GLOO = 4096
         pytest.param(RUNS["llama-zb_h1-zero2"], marks=pytest.mark.torture),
         configured(model="llama", dp=2, tp=2, sequence=True, zero=3),
         RUNS["llama-mtp-pp2-tp2"],
+        RUNS["muon-bfloat16-step"],
     ],
-    ids=["pp2", "llama-zb_h1-zero2", "llama-sequence-zero3", "llama-mtp-pp2-tp2"],
+    ids=["pp2", "llama-zb_h1-zero2", "llama-sequence-zero3", "llama-mtp-pp2-tp2", "muon-bfloat16-step"],
 )
 def test_a_dry_run_of_a_rank_equals_the_rank(pool: RankPool, config: RunConfig) -> None:
     check_rank_equals_dry_run(pool, config)
@@ -67,6 +68,17 @@ def test_a_plain_model_and_an_optimizer_of_ones_own(pool: RankPool) -> None:
         }
     )
     check_rank_equals_dry_run(pool, resolve(config, 4))
+
+
+def test_homes_of_matrices_of_unlike_size_are_ranks_of_unlike_peaks(pool: RankPool) -> None:
+    """Each rank's dry run is that rank's: what waits at home, and the bytes that go back."""
+    config = RUNS["muon-tp2-zero2-step"]
+    held = measured(pool, config)
+    assert len({each.peak_bytes for each in held}) > 1
+    for rank in (0, 3):
+        found = profile_rank(config, rank)
+        assert abs(held[rank].peak_bytes - found.peak_bytes) <= ALMOST
+        assert sum(record.call.wire_bytes for record in found.communication) == pytest.approx(held[rank].wire_bytes)
 
 
 def same_as_whole(job: Job, pp_rank: int) -> None:

@@ -1,0 +1,149 @@
+"""Muon's step on one pipeline rank: time and temporary memory of the fullest home of its matrices.
+
+holders       ranks with parts of a matrix: a shard group of replicas, times tp where tp cuts the weight
+home          the holder that multiplies it: the longest first, each on the least busy (optimizer/matrix_plan.py)
+seconds       the all-to-all to the homes, Newton-Schulz of the busiest home, its all-to-all back
+temporaries   what is sent, what is at home, and the largest matrix in its iterations
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwright.blueprint import DTYPES
+from meshwright.config import RunConfig, shard_factor
+from meshwright.optimizer.flat import find_homes, iteration_flops, matrices_of
+from meshwright.parameters import ParameterInfo
+from meshwright.tools.planner.operations import Work, WorkKind
+from meshwright.tools.planner.rates import PerformanceModel
+
+ELEMENT_BYTES = 16.0
+"""Bytes that Muon reads and writes per element of a shard more than AdamW, besides its messages.
+
+AdamW in one kernel: 28. Muon: momentum 12, Nesterov's 12, the message 4, decay 8, update 8.
+"""
+
+
+class MatrixSize(NamedTuple):
+    """Sides of a whole matrix."""
+
+    rows: int
+    columns: int
+    is_cut: bool
+    """True if tp cuts its weight."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.rows * self.columns
+
+
+MatrixCounts = tuple[tuple[MatrixSize, int], ...]
+"""Sizes of a stage's matrices, and their numbers."""
+
+
+class Exchange(NamedTuple):
+    """Matrices with the same holders."""
+
+    num_holders: int
+    stride: int
+    """Distance in ranks between two holders."""
+    numel: int
+    """Elements of all matrices."""
+    homes: tuple[MatrixCounts, ...]
+    """Matrices at each home; of homes with equal ones, the first."""
+
+
+def sizes_of(info: ParameterInfo) -> tuple[MatrixSize, ...]:
+    """Return the sizes of a weight's matrices; none unless it has some."""
+    return tuple(MatrixSize(*matrix.shape, info.slice is not None) for matrix in matrices_of(info))
+
+
+def count_sizes(sizes: Iterable[MatrixSize]) -> MatrixCounts:
+    """Return the sizes with their numbers."""
+    return tuple(sorted(Counter(sizes).items()))
+
+
+@lru_cache(maxsize=4096)
+def plan_exchanges(stages: tuple[MatrixCounts, ...], shards: int, tp: int) -> tuple[Exchange, ...]:
+    """Return the exchanges of a pipeline rank with these stages, as its optimizer plans them."""
+    found = []
+    for is_over_tp in (False, True):
+        sizes = [size for stage in stages for size, number in stage for _ in range(number)]
+        sizes = [size for size in sizes if (size.is_cut and tp > 1) == is_over_tp]
+        if sizes:
+            num_holders = shards * tp if is_over_tp else shards
+            at_home: list[list[MatrixSize]] = [[] for _ in range(num_holders)]
+            homes = find_homes([iteration_flops(size.rows, size.columns) for size in sizes], num_holders)
+            for size, home in zip(sizes, homes, strict=True):
+                at_home[home].append(size)
+            unlike = tuple(dict.fromkeys(map(count_sizes, at_home)))
+            numel = sum(size.numel for size in sizes)
+            found.append(Exchange(num_holders, 1 if is_over_tp or tp == 1 else tp, numel, unlike))
+    return tuple(found)
+
+
+def exchanges_of(config: RunConfig, stages: Sequence[MatrixCounts]) -> tuple[Exchange, ...]:
+    """Return the exchanges of a pipeline rank with these stages; none unless it has matrices."""
+    return plan_exchanges(tuple(stages), shard_factor(config), config.parallel.tp)
+
+
+def itemsize_of(config: RunConfig) -> int:
+    """Return the bytes per element of Newton-Schulz and its messages."""
+    return 4 if config.train.dtype == "float16" else DTYPES[config.train.dtype].itemsize
+
+
+def temporary_bytes(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
+    """Return the peak bytes of a step besides those at rest, on the fullest rank.
+
+    Newton-Schulz of a matrix of m x n elements, m <= n: it, two iterates, and two products of m x m.
+    """
+    elements = largest = 0
+    for exchange in exchanges_of(config, stages):
+        at_home = max(_numel(home) for home in exchange.homes)
+        elements += exchange.numel // exchange.num_holders + (at_home if exchange.num_holders > 1 else 0)
+        sizes = {size for home in exchange.homes for size, _ in home}
+        largest = max(largest, *(3 * size.numel + 2 * min(size.rows, size.columns) ** 2 for size in sizes))
+    return (elements + largest) * itemsize_of(config)
+
+
+def matrix_step_s(config: RunConfig, stages: Sequence[MatrixCounts], performance: PerformanceModel) -> float:
+    """Return the seconds of the exchanges and of Newton-Schulz, on the busiest rank."""
+    total, itemsize = 0.0, itemsize_of(config)
+    for exchange in exchanges_of(config, stages):
+        n = exchange.num_holders
+        link, at_home = performance.group_link(n, exchange.stride), max(map(_numel, exchange.homes))
+        for numel in (exchange.numel / n, at_home):  # measured links have no all-to-all; an all-gather is as large
+            total += link.seconds(numel * itemsize * (n - 1) / n, 1, "all_gather")
+        total += max(
+            sum(number * newton_schulz_s(config, size, performance) for size, number in home) for home in exchange.homes
+        )
+        total += exchange.numel / n * (ELEMENT_BYTES + 2 * itemsize) / performance.memory_bytes_per_s
+    return total
+
+
+def newton_schulz_s(config: RunConfig, size: MatrixSize, performance: PerformanceModel) -> float:
+    """Return the seconds of Newton-Schulz on one matrix, from its parts to those of the update."""
+    itemsize, dtype = itemsize_of(config), "float32" if config.train.dtype == "float16" else config.train.dtype
+    m, n = sorted((size.rows, size.columns))
+
+    def seconds(kind: WorkKind, elements: int, shape: tuple[int, int, int, int] = (1, 0, 0, 0)) -> float:
+        work = Work(kind, 2.0 * shape[1] * shape[2] * shape[3], float(elements * itemsize), shape)
+        return performance.work_s(work, dtype, backward=False)
+
+    iteration = (
+        seconds(WorkKind.PRODUCT, m * n + m * m, (1, m, m, n))
+        + seconds(WorkKind.PRODUCT, 2 * m * m, (1, m, m, m))
+        + seconds(WorkKind.PRODUCT, 2 * m * n + m * m, (1, m, n, m))
+    )
+    gathered, divided, scattered = 2 * m * n, 3 * m * n, 2 * m * n
+    around = sum(seconds(WorkKind.MEMORY, elements) for elements in (gathered, divided, scattered))
+    return config.optimizer.ns_steps * iteration + around
+
+
+def _numel(counts: MatrixCounts) -> int:
+    """Return the elements of all matrices."""
+    return sum(size.numel * number for size, number in counts)
