@@ -41,13 +41,25 @@ PAGE = ROOT / "docs" / "huggingface-models.md"
 BEGIN, END = "<!-- list: benchmarks/huggingface_models.py -->", "<!-- end of the list -->"
 MOST_PARAMETERS = 20_000_000
 """Parameters of a small form at most: some architectures have their sizes under other keys, and stay large."""
+UNDRAWN = ("MW-INTEROP-065", "MW-INTEROP-110")
+"""Refusals of fresh weights; such an architecture is examined with weights in its directory."""
 LAYOUTS = ("dp2", "pp2", "tp2", "pp2,tp2", "tp2,sequence")
 
 
 def examine(kind: str, place: Path) -> dict[str, Any]:
     """Try to restructure an architecture and compare it with the unmodified model; return the state and the why."""
+    found = _examined(kind, place, weights=False)
+    if any(code in str(found.get("why")) for code in UNDRAWN):
+        trained = _examined(kind, place, weights=True)
+        if trained["state"] == "restructured":
+            trained["impossible"]["fresh weights"] = _code_free(found["why"])
+            return trained
+    return found
+
+
+def _examined(kind: str, place: Path, *, weights: bool) -> dict[str, Any]:
     try:
-        path = directory(kind, place)
+        path = directory(kind, place, weights=weights)
     except Exception as error:
         return {"state": "no small form", "why": _short(error, place)}
     try:
@@ -66,6 +78,10 @@ def examine(kind: str, place: Path) -> dict[str, Any]:
     except Exception as error:
         return {"state": "fails", "why": _short(error, place)}
     return found
+
+
+def _code_free(why: str) -> str:
+    return re.sub(r" \[MW-[A-Z]+-\d+\]?$", "", why)
 
 
 def _compared(path: Path, layers: torch.nn.Sequential, names: dict[str, str]) -> dict[str, float]:
@@ -91,8 +107,8 @@ def _compared(path: Path, layers: torch.nn.Sequential, names: dict[str, str]) ->
 
 def prove(kind: str, place: Path, pool: RankPool, found: dict[str, Any]) -> None:
     """Verify each layout that the model supports against one process; store the results in ``found["layouts"]``."""
-    path = directory(kind, place)
     impossible = found["impossible"]
+    path = directory(kind, place, weights="fresh weights" in impossible)
     for text in LAYOUTS:
         if ("tp" in impossible and "tp" in text) or ("sequence" in impossible and "sequence" in text):
             continue
@@ -105,9 +121,10 @@ def prove(kind: str, place: Path, pool: RankPool, found: dict[str, Any]) -> None
 
 
 def _short(error: Exception, place: Path) -> str:
-    text = str(error).replace(f"{place}/", "").strip().splitlines()
+    text = " ".join(str(error).replace(f"{place}/", "").split())
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-    return f"{kind}{text[0] if text else ''}"[:260]
+    code = re.search(r" \[MW-[A-Z]+-\d+\]$", text)
+    return f"{kind}{text}"[:260] + (code[0] if code and len(kind + text) > 260 else "")
 
 
 def every_kind() -> list[str]:
@@ -170,6 +187,9 @@ def _reason(kind: str, found: dict[str, Any]) -> str:
         return "declares no pipeline plan, and has no module list"
     if "is an encoder-decoder" in why:
         return "is an encoder-decoder"
+    if "transformers cannot build it: " in why:
+        why = why.partition("transformers cannot build it: ")[2]
+        return f"transformers cannot build it with the small sizes used here ({_code_free(why)[:150]})"
     if "e_score_correction_bias" in why or "a mixture of experts" in why:
         return "is a mixture of experts"
     if found["state"] == "no small form":

@@ -40,6 +40,15 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 """Attention by latent vectors (MLA): positions turn a part of each head."""
+DECODER = {
+    "is_encoder_decoder": False,
+    "decoder_layers": 3,
+    "decoder_ffn_dim": 64,
+    "decoder_attention_heads": 4,
+    "encoder_attention_heads": 4,
+    "dropout": 0.0,
+}
+"""The decoder of an encoder-decoder, alone."""
 
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
@@ -66,13 +75,19 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": LATENT | {"first_k_dense_replace": 1},
     "bamba": {"mamba_n_heads": 8},
     "granitemoehybrid": {"mamba_n_heads": 8},
-    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "chunk_size": 8},
     "opt": {"dropout": 0.0},
     "xglm": {"dropout": 0.0},
     "trocr": {"dropout": 0.0},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global"], 3]]},
+    "biogpt": {"hidden_dropout_prob": 0.0},
+    "big_bird": {"attention_type": "original_full"},
+    "bigbird_pegasus": DECODER | {"attention_type": "original_full"},
+    **dict.fromkeys(("bart", "blenderbot", "blenderbot-small", "marian", "mbart"), DECODER),
+    **dict.fromkeys(("mvp", "pegasus", "plbart", "whisper"), DECODER),
 }
 """What makes an architecture itself: windows, ties, scalings, dropouts in modules; and sizes that fit each other."""
 

@@ -101,7 +101,11 @@ def test_architectures_that_have_no_place_here(tmp_path: Path) -> None:
     assert "t5 is an encoder-decoder" in said(
         changed(directory("llama", tmp_path), model_type="t5", is_encoder_decoder=True)
     )
+    decoder = directory("marian", tmp_path, is_encoder_decoder=True)
+    assert "model.options.is_encoder_decoder = false takes its decoder alone" in said(decoder)
+    assert "MarianForCausalLM" in repr(build_model(f"hf:{decoder}", {"is_encoder_decoder": False}, 1).layers)
     assert "a mixture of experts" in said(directory("mixtral", tmp_path))
+    assert build_model(f"hf:{directory('recurrent_gemma', tmp_path)}", {}, 1), "weights of three dims, and no experts"
     assert "no causal language model of this architecture" in said(directory("vit", tmp_path))
     quantized = changed(directory("llama", tmp_path), quantization_config={"quant_method": "gptq"})
     assert "the weights are quantized (gptq)" in said(quantized)

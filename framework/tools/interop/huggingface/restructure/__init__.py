@@ -4,6 +4,7 @@ layers.py     model.builder = "hf:DIRECTORY": the layers, with sharding plan, ti
 cut.py        the cut of the model at the modules of its pipeline plan
 derived.py    the cut at module lists, of a model that declares no plan
 proof.py      proof that such a cut computes the logits of the unmodified model
+constants.py  values of constants on meta, which a model may branch on
 frame.py      computations between the layers (positions, masks, scalings), run by the model's own code
 marks.py      placeholders for the planned modules during such a run
 float64.py    float64 runs without casts to float32

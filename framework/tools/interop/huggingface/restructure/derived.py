@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
+from meshwright.tools.interop.huggingface.restructure.constants import constants_on
 from meshwright.tools.interop.huggingface.restructure.frame import HIDDEN, IDS, POSITIONS, ModelSkeleton, PipelineLayer
 from meshwright.tools.interop.huggingface.restructure.library import whole_rows
 from meshwright.tools.interop.huggingface.restructure.marks import (
@@ -107,7 +108,7 @@ def observe(model: nn.Module, units: Mapping[str, nn.Module], ids: Tensor) -> Ob
         for name, module in units.items()
     ]
     try:
-        with torch.no_grad(), whole_rows():
+        with torch.no_grad(), whole_rows(), constants_on(ids.device):
             model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
@@ -130,6 +131,8 @@ class DerivedRunState(RunState):
         """Index of a mark -> its output in this run."""
         self.like = torch.zeros(())
         """Tensor with the dtype of outputs without values."""
+        self.size = (BATCH, LENGTH)
+        """Samples and tokens of this run."""
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record the call of a mark, and return the mark's output in the form of its module."""
@@ -149,8 +152,13 @@ class DerivedRunState(RunState):
             return form.wrap(self.given[position])
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == form.shape[-1]:
             return form.wrap(value)
-        around = value.shape[: len(form.shape) - 1]
+        around = value.shape[: len(form.shape) - 1] if isinstance(value, Tensor) else self._around(form)
         return form.wrap(self.like.new_zeros((*around, form.shape[-1])))
+
+    def _around(self, form: OutputForm) -> list[int]:
+        """Return the leading dims of an output, whose module takes no tensor (positions from a size), in this run."""
+        of_this_run = {BATCH: self.size[0], LENGTH: self.size[1]}
+        return [of_this_run.get(size, size) for size in form.shape[:-1]]
 
 
 class DerivedPlaceholder(ModulePlaceholder):
@@ -239,7 +247,7 @@ class DerivedSkeleton(ModelSkeleton):
         assert isinstance(state, DerivedRunState)
         ids = torch.zeros_like(positions) if ids is None else ids
         state.reset(target, None)
-        state.given, state.like = dict(given), like
+        state.given, state.like, state.size = dict(given), like, (len(positions), positions.shape[1])
         try:
             with whole_rows():
                 return model(input_ids=ids, use_cache=False, **self.positions_for(positions))

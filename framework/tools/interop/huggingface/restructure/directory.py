@@ -48,12 +48,6 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             f"{transformers.__version__}{own}{f'; did you mean {close[0]!r}?' if close else ''}. Update transformers, "
             f"or write the model as code (docs/huggingface-models.md)",
         )
-    if raw.get("is_encoder_decoder"):
-        raise ModelError(
-            "MW-INTEROP-052",
-            f"{path / CONFIG}: {kind} is an encoder-decoder; only causal language models, whose plan is one chain of "
-            f"layers, are restructured. For T5 use meshwright.models.t5:build",
-        )
     if raw.get("quantization_config"):
         quantized = raw["quantization_config"]
         method = quantized.get("quant_method", "some way") if isinstance(quantized, dict) else quantized
@@ -72,6 +66,13 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             "MW-INTEROP-054", f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}"
         )
     merged = _with_floats(raw) | dict(overrides)
+    if merged.get("is_encoder_decoder"):
+        raise ModelError(
+            "MW-INTEROP-052",
+            f"{path / CONFIG}: {kind} is an encoder-decoder; only causal language models, whose plan is one chain of "
+            f"layers, are restructured. model.options.is_encoder_decoder = false takes its decoder alone, if "
+            f"transformers has it as such a model. For T5 use meshwright.models.t5:build",
+        )
     too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MAX_LAYERS]
     if too_many:
         raise ModelError(

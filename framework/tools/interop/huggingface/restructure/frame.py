@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
+from meshwright.tools.interop.huggingface.restructure.constants import constants_on
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import whole_rows
 from meshwright.tools.interop.huggingface.restructure.marks import (
@@ -216,7 +217,7 @@ class PipelineLayer(nn.Module):
         if "starts" in value:  # data.document_boundaries
             value = {IDS: value["tokens"], POSITIONS: positions_of(value["starts"])}
         dtype = (value[HIDDEN] if HIDDEN in value else next(self.parameters())).dtype
-        with keep_float64(dtype):
+        with keep_float64(dtype), constants_on(next(iter(value.values())).device):
             return self._run_modules(value)
 
     def _run_modules(self, value: dict[str, Tensor]) -> Any:

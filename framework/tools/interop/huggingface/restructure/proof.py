@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from meshwright.tools.interop.huggingface.restructure.constants import constants_on
 from meshwright.tools.interop.huggingface.restructure.derived import (
     BATCH,
     LENGTH,
@@ -131,7 +132,7 @@ class ForwardProof:
             names: name of each unit in the Sequential -> its name in the model.
         """
         ids = _token_ids()
-        with _numbered([*self.leaves, ("input_ids", ids)]) as numbering, whole_rows():
+        with _numbered([*self.leaves, ("input_ids", ids)]) as numbering, whole_rows(), constants_on(ids.device):
             logits = self.whole(input_ids=ids, use_cache=False, **skeleton.positions_for(positions_like(ids))).logits
             expected = numbering.number(logits)
         ours = nn.Sequential(
