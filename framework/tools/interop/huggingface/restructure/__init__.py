@@ -3,6 +3,7 @@
 layers.py     model.builder = "hf:DIRECTORY": the layers, with sharding plan, tied weights and initialisation
 cut.py        the cut of the model at the modules of its pipeline plan
 derived.py    the cut at module lists, of a model that declares no plan
+observation.py  calls of a model's units, and the form of their outputs
 proof.py      proof that such a cut computes the logits of the unmodified model
 constants.py  values of constants on meta, which a model may branch on
 frame.py      computations between the layers (positions, masks, scalings), run by the model's own code

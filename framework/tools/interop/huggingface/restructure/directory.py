@@ -66,13 +66,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
             "MW-INTEROP-054", f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}"
         )
     merged = _with_floats(raw) | dict(overrides)
-    if merged.get("is_encoder_decoder"):
-        raise ModelError(
-            "MW-INTEROP-052",
-            f"{path / CONFIG}: {kind} is an encoder-decoder; only causal language models, whose plan is one chain of "
-            f"layers, are restructured. model.options.is_encoder_decoder = false takes its decoder alone, if "
-            f"transformers has it as such a model. For T5 use meshwright.models.t5:build",
-        )
+    _check_decoder(merged, path)
     too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MAX_LAYERS]
     if too_many:
         raise ModelError(
@@ -89,6 +83,22 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         reason = " ".join(str(error).split())
         raise ModelError("MW-INTEROP-056", f"{path / CONFIG}: transformers rejects it: {reason}") from error
     return config
+
+
+def _check_decoder(merged: Mapping[str, Any], path: Path) -> None:
+    """Check that the model has no encoder.
+
+    Raises:
+        ModelError: it has one.
+    """
+    kind = merged["model_type"]
+    if merged.get("is_encoder_decoder"):
+        raise ModelError(
+            "MW-INTEROP-052",
+            f"{path / CONFIG}: {kind} is an encoder-decoder; only causal language models, whose plan is one chain of "
+            f"layers, are restructured. model.options.is_encoder_decoder = false takes its decoder alone, if "
+            f"transformers has it as such a model. For T5 use meshwright.models.t5:build",
+        )
 
 
 def _without_code(value: Any) -> Any:

@@ -22,14 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from meshwright.tools.interop.huggingface.restructure.constants import constants_on
-from meshwright.tools.interop.huggingface.restructure.derived import (
-    BATCH,
-    LENGTH,
-    DerivedSkeleton,
-    observe,
-    positions_like,
-)
+from meshwright.tools.interop.huggingface.restructure.derived import DerivedSkeleton, positions_like
 from meshwright.tools.interop.huggingface.restructure.library import whole_rows
+from meshwright.tools.interop.huggingface.restructure.observation import BATCH, LENGTH, observe
 
 
 class ValueNumbering(TorchDispatchMode):
