@@ -81,7 +81,7 @@ def _examined(kind: str, place: Path, *, weights: bool) -> dict[str, Any]:
 
 
 def _code_free(why: str) -> str:
-    return re.sub(r" \[MW-[A-Z]+-\d+\]?$", "", why)
+    return re.sub(r" \[MW-[A-Z]+-\d+\]?", "", why)
 
 
 def _compared(path: Path, layers: torch.nn.Sequential, names: dict[str, str]) -> dict[str, float]:

@@ -66,7 +66,7 @@ class MetaConstants(TorchDispatchMode):
         if storage is None:
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         whole = torch.empty(0, dtype=tensor.dtype)
-        return whole.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+        return whole.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _computed(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Tensor] | None:
         """Return the results of the operation on the CPU, or None if it fails there."""
@@ -87,7 +87,7 @@ class MetaConstants(TorchDispatchMode):
         key = tensor.untyped_storage()._cdata
         if key not in self._values:
             self._alive.append(tensor)
-            self._values[key] = torch.UntypedStorage(tensor.untyped_storage().nbytes())
+            self._values[key] = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8).untyped_storage()
             self._value(tensor).copy_(value)
 
     def _forget(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
