@@ -189,8 +189,10 @@ def _reason(kind: str, found: dict[str, Any]) -> str:
     if "is an encoder-decoder" in why:
         return "is an encoder-decoder"
     if "transformers cannot build it: " in why:
-        why = why.partition("transformers cannot build it: ")[2]
-        return f"transformers cannot build it with the small sizes used here ({_code_free(why)[:150]})"
+        why = _code_free(why.partition("transformers cannot build it: ")[2])
+        if why.startswith("ImportError"):
+            return f"needs another package ({why.partition(': ')[2].partition(' but ')[0]})"
+        return f"transformers cannot build it with the small sizes used here ({why[:150]})"
     if "e_score_correction_bias" in why or "a mixture of experts" in why:
         return "is a mixture of experts"
     if found["state"] == "no small form":
