@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from meshwright.models import flex
+from meshwright.models.flex import Case, form_of
+
 QUERY_BLOCK = 1024
 """Queries that attend together where a window or documents need a mask."""
 
@@ -130,8 +133,6 @@ class AttentionCore(nn.Module):
         """
         heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
         scale = None if self.score_divisor is None else 1 / self.score_divisor
-        if dropout is None and starts is not None and can_read(q):
-            return self._by_document(q, k, v, starts, scale)
         if dropout is None:
             return self._attend(q, k, v, starts, scale)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
@@ -141,11 +142,23 @@ class AttentionCore(nn.Module):
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v
 
+    def form(self, q: Tensor, has_documents: bool) -> flex.Form:
+        """Return how queries (B, H, S, d) attend without dropout, see :func:`meshwright.models.flex.form_of`."""
+        reads = can_read(q)
+        compiles = torch.compiler.is_compiling() or type(q) is not Tensor or flex.can_compile()
+        sizes = q.shape[-1], q.shape[-2], self.window
+        return form_of(Case(q.device.type, q.dtype, *sizes, has_documents, reads=reads, compiles=compiles))
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float | None) -> Tensor:
         """Attend without dropout. q: (B, H, S, d); k, v: (B, G, S, d); starts: (B, S) or None. Return q's shape."""
-        heads_per_group, length = q.shape[1] // k.shape[1], q.shape[-2]
-        if starts is None and (self.window is None or self.window >= length):
+        heads_per_group, form = q.shape[1] // k.shape[1], self.form(q, starts is not None)
+        if form == "causal":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads_per_group > 1)
+        if form == "by document":
+            assert starts is not None
+            return self._by_document(q, k, v, starts, scale)
+        if form == "flex":
+            return flex.attend(q, k, v, None if starts is None else documents_of(starts).int(), self.window, scale)
         # keys repeated per head: no GPU kernel with a mask supports GQA
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
         return self._in_blocks(q, k, v, starts, scale)
