@@ -21,7 +21,6 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
@@ -138,7 +137,7 @@ def _compiled() -> Callable[..., Any]:
 def attend(q: Tensor, k: Tensor, v: Tensor, document: Tensor | None, window: int | None, scale: float | None) -> Tensor:
     """Attend causally within a window and within documents. Saves q, k, v, the output and a number per query and head.
 
-    A dry run, whose tensors have no values, builds the mask and takes the fused causal kernel, which saves as much.
+    A dry run, whose tensors have no values, builds the mask and takes flash attention, which saves as much.
 
     Args:
         q: (B, H, S, d), the shape of the result. k, v: (B, G, S, d).
@@ -150,7 +149,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, document: Tensor | None, window: int
         return attend_in_tiles(q, k, v, document, window, scale)
     if type(q) is not Tensor:
         block_mask(document, window, q.shape[-2], q.device)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        outlined: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
+        return outlined
     with _disable_current_modes():  # nothing is compiled under a dispatch mode: it would run without a kernel
         mixed: Tensor = _compiled()(q, k, v, document, window, scale)
     return mixed

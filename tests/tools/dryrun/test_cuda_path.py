@@ -21,6 +21,7 @@ from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
 from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
 from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
+from tests.tools.dryrun.cuda_documents import LENGTH
 from tests.tools.dryrun.jobs import configured
 
 pytestmark = [
@@ -82,6 +83,31 @@ def test_layouts(names: list[str], library: Path) -> None:
         assert (step.num_from_autograd > 0) == (grid.dp * grid.tp > 1)
         assert sum(step.waits.values()) == waits, step
         assert not step.waits_after or config.parallel.offload, step
+
+
+def documents(masks: bool, window: int | None) -> tuple[RunConfig, int]:
+    builder = {"builder": "tests.tools.dryrun.cuda_documents:build", "options": {"masks": masks, "window": window}}
+    config = RunConfig.model_validate(
+        {
+            "model": builder,
+            "data": {"train": "corpus", "sequence_length": LENGTH, "document_boundaries": window is None},
+            "batch": {"micro_batch_size": 1, "chunks": 2},
+            "parallel": {"dp": 2},
+        }
+    )
+    return on_cuda(resolve(config, 2)), 0
+
+
+def test_documents_and_windows_make_no_mask_of_all_pairs(library: Path) -> None:
+    """By the tiles of FlexAttention, built without a wait of the host."""
+    for step in run_process(library, [documents(False, None), documents(False, 100)]):
+        assert not step.problems and sum(step.waits.values()) == WAITS, step
+
+
+def test_masks_of_documents_are_large(library: Path) -> None:
+    """So that the test above can fail."""
+    with pytest.raises(UserError, match=r"attention makes a tensor of [\d,]+ elements"):
+        run_process(library, [documents(True, None)])
 
 
 def faulty(fault: str) -> tuple[RunConfig, int]:
