@@ -125,7 +125,7 @@ def attend_in_tiles(
 ) -> Tensor:
     """Build the mask and attend; to be compiled. Arguments and result: those of :func:`attend`."""
     mask = block_mask(document, window, q.shape[-2], q.device)
-    mixed: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])  # type: ignore[assignment]
+    mixed: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return mixed
 
 
