@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
+from meshwright.kernels import dropout
 
 # splitmix64 (Steele, Lea, Flood 2014), in two's complement: int64 multiplication wraps in torch as it does in C
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
@@ -135,12 +136,16 @@ class SeededDropout(nn.Module):
 
     def mask(self, shape: torch.Size, device: torch.device) -> Tensor:
         """Return the mask of the next call, bool (B, ...) in the input's local shape; True: kept."""
+        samples, key = self._next(shape, device)
+        return keep_mask(self.p, key, self.golden, samples, shape, self.shard)
+
+    def _next(self, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the sample indices, (B,) int64, and the key of the next call, () int64."""
         sample_indices = self.draw.sample_indices
         assert sample_indices is not None and sample_indices.shape[0] == shape[0], (self.name, sample_indices, shape)
         if self.num_calls >= self.keys.shape[0]:
             self._add_keys()
-        key = self.keys[self.num_calls]
-        return keep_mask(self.p, key, self.golden, sample_indices.to(device), shape, self.shard)
+        return sample_indices.to(device), self.keys[self.num_calls]
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _add_keys(self) -> None:
@@ -162,9 +167,12 @@ class SeededDropout(nn.Module):
                 f"(torch.utils.checkpoint) would drop other elements than in its first forward. Use "
                 f"pipeline.recompute for the layer instead (docs/recompute.md), or p = 0",
             )
-        kept = self.mask(x.shape, x.device)
+        if dropout.takes(x):
+            dropped = dropout.drop_elements(x, *self._next(x.shape, x.device), self.p, self.shard)
+        else:
+            dropped = x * self.mask(x.shape, x.device) * (1.0 / (1.0 - self.p))
         self.num_calls += 1
-        return x * kept * (1.0 / (1.0 - self.p))
+        return dropped
 
 
 def dropouts_of(module: nn.Module) -> list[SeededDropout]:
@@ -174,8 +182,8 @@ def dropouts_of(module: nn.Module) -> list[SeededDropout]:
 
 def restart_calls(dropouts: Sequence[SeededDropout]) -> None:
     """Begin the forward of a micro-batch: the next call of each dropout is its first."""
-    for dropout in dropouts:
-        dropout.num_calls = 0
+    for each in dropouts:
+        each.num_calls = 0
 
 
 def seed_dropouts(model: nn.Module, seed: int) -> Draw:

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshwright.errors import ConfigError
+from meshwright.kernels import adamw_8bit
+from meshwright.kernels.adamw_8bit import StepNumbers
 from meshwright.parameters import ParameterInfo
 
 DECADES = 7
@@ -97,6 +99,11 @@ class Quantiser:
         self._border = torch.where(there <= most, there, torch.inf).to(device)
         """(65536,) border above which a number with this upper half has the next level; Inf where there is none."""
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Levels (255,), codes (65536,) and borders (65536,)."""
+        return self.levels, self._code, self._border
+
     def widen(self, moment: QuantisedMoment, block: int) -> Tensor:
         """Decode (dequantise) a moment to (n,) numbers."""
         numbers = self.levels.index_select(0, moment.codes.int())
@@ -152,6 +159,12 @@ class AdamW8bit(torch.optim.AdamW):
         state["step"] += 1
         rate, (beta1, beta2) = group["lr"], group["betas"]
         size, largest_root = rate / (1 - beta1 ** state["step"]), (1 - beta2 ** state["step"]) ** 0.5
+        if adamw_8bit.takes(parameter, self._block):
+            moments, tables = (*state["exp_avg"], *state["exp_avg_sq"]), (*signed.tables, *unsigned.tables)
+            shrink = 1 - rate * group["weight_decay"]
+            numbers = StepNumbers(1 - beta1, beta2, 1 - beta2, largest_root, group["eps"], shrink, -size)
+            adamw_8bit.step_8bit(parameter.view(-1), gradient, moments, tables, numbers, self._block)
+            return
         together, flat = max(_TOGETHER[parameter.device.type] // self._block, 1) * self._block, parameter.view(-1)
         for start in range(0, parameter.numel(), together):
             weights = flat[start : start + together]

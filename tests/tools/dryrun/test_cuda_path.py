@@ -110,6 +110,30 @@ def test_masks_of_documents_are_large(library: Path) -> None:
         run_process(library, [documents(True, None)])
 
 
+def kernels(dropouts: int) -> tuple[RunConfig, int]:
+    config = RunConfig.model_validate(
+        {
+            "model": {"builder": "tests.tools.dryrun.cuda_kernels:build", "options": {"dropouts": dropouts}},
+            "data": {"train": "in memory", "sequence_length": 16},
+            "batch": {"micro_batch_size": 2, "chunks": 2},
+            "optimizer": {"name": "adamw8bit", "block_size": 8},
+        }
+    )
+    return on_cuda(resolve(config, 1)), 0
+
+
+def test_kernels_are_taken(library: Path) -> None:
+    """In each block one per dropout; one per 8-bit parameter."""
+    (step,) = run_process(library, [kernels(3)])
+    assert not step.problems and sum(step.waits.values()) == WAITS, step
+
+
+def test_kernels_that_are_not_taken(library: Path) -> None:
+    """So that the test above can fail."""
+    with pytest.raises(UserError, match=r"meshwright::dropout ran 3 times, not 4"):
+        run_process(library, [kernels(4)])
+
+
 def faulty(fault: str) -> tuple[RunConfig, int]:
     config = RunConfig.model_validate(
         {

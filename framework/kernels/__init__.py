@@ -1,0 +1,31 @@
+"""Triton kernels for CUDA, each in place of many kernels of plain torch code.
+
+    dropout.py        operator meshwright::dropout          triton_dropout.py        its kernel
+    adamw_8bit.py     operator meshwright::adamw_8bit       triton_adamw_8bit.py     its kernel
+
+The operators hide the launch: fake tensors pass without one. Triton is imported at the first launch, never before. The
+plain torch code beside each caller runs on every other device, and on a machine that cannot make kernels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshwright.system.host import missing_tools
+
+DEVICES = {"cuda"}
+"""Types of the devices that kernels run on."""
+
+
+def can_launch(tensor: Tensor) -> bool:
+    """Return whether kernels run where this tensor lies. A dry run, which launches nothing, needs no Triton."""
+    return tensor.device.type in DEVICES and (isinstance(tensor, FakeTensor) or has_tools())
+
+
+@cache
+def has_tools() -> bool:
+    """Return whether this machine can make kernels; looked up once per process."""
+    return not missing_tools()
