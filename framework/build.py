@@ -137,6 +137,7 @@ def make_optimizer(
             bucket.gather,
             bucket.kind.settings,
             matrix_shard(bucket, holders),
+            bucket.wait,
         )
         for bucket in buckets
     ]

@@ -203,7 +203,8 @@ def validation_batches(parts: Parts) -> int:
 def validate(parts: Parts) -> float:
     """Return the mean loss over the validation batches, in eval mode. Equal on every rank and in every layout."""
     assert parts.validation is not None
-    found = total_loss(parts, parts.validation, range(validation_batches(parts)))
+    with parts.optimizer.evaluating():
+        found = total_loss(parts, parts.validation, range(validation_batches(parts)))
     parts.validation_metrics = found.metrics
     return found.loss_sum / max(found.num_tokens, 1)
 

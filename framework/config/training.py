@@ -13,9 +13,10 @@ from meshwright.config.sections import FUNCTION, Section
 class Optimizer(Section):
     """Optimizer, gradient clipping and learning-rate schedule."""
 
-    name: Literal["adamw", "adamw8bit", "sgd", "muon", "lion"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "sgd", "muon", "lion", "schedule_free_adamw"] = "adamw"
     """Optimizer; docs/optimizers.md. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead
-    of 8. muon steps matrices as a whole, by orthogonalised momentum, and all else by AdamW. lion has one state."""
+    of 8. muon steps matrices as a whole, by orthogonalised momentum, and all else by AdamW. lion has one state.
+    schedule_free_adamw averages the weights in place of a decay of the learning rate."""
     builder: str | None = Field(
         default=None,
         pattern=FUNCTION,
@@ -41,7 +42,7 @@ class Optimizer(Section):
     decay_until: Steps = 0
     """Step at which the decay ends, before or after the last one; 0: the last. Later steps have min_learning_rate."""
     betas: tuple[Share, Share] = (0.9, 0.95)
-    """Betas of AdamW and Lion, whose papers have (0.9, 0.999) and (0.9, 0.99)."""
+    """Betas of AdamW, schedule-free AdamW and Lion; the papers have (0.9, 0.999), and (0.9, 0.99) for Lion."""
     eps: PositiveFloat = 1e-8
     """Epsilon of AdamW. Lion: size of an averaged gradient below which its update is not the sign, but proportional."""
     block_size: int = Field(default=256, ge=8, le=10**6, multiple_of=8)

@@ -71,6 +71,7 @@ class FsdpLayers:
             dtype: dtype in which the weights are gathered; shards and gradients are float32 (float64 for float64).
             offload: keep the shards in host memory and copy them to the device for each all-gather.
         """
+        self.dtype = dtype
         options: dict[str, Any] = {
             "mesh": shard.device_mesh(device.type),
             "ignored_params": {parameter for parameter in layers.parameters() if not parameter.requires_grad},
@@ -130,6 +131,12 @@ class FsdpLayers:
         """
         for module in self._shared:
             module.set_reshard_after_backward(reshards, recurse=False)
+
+    def free_shared(self) -> None:
+        """Free (reshard) the weights that several modules share, which a forward without a backward has gathered."""
+        for unit in self.units():
+            if len(unit.modules) > 1:
+                unit._to_sharded()  # reshard() keeps them, as such a unit remains in its state of forward
 
     def wait_for_gradients(self) -> None:
         """Block the host until the gradients of all reductions posted so far are in host memory, if there are any.

@@ -39,19 +39,18 @@ class RowShards(ShardedParameters):
         member: StageParameter,
         sharding: Sharding,
         shard_gradient: Tensor,
-        dtype: torch.dtype,
+        layers: FsdpLayers,
         device: torch.device,
     ) -> None:
-        """Wrap an FSDP parameter.
+        """Wrap an FSDP parameter of ``layers``.
 
         Args:
             shard_gradient: flat, zero-padded gradient of this rank's rows.
-            dtype: dtype of the computation, in which the weights are gathered.
             device: device of the computation.
         """
-        self._parameter = parameter
+        self._parameter, self._free_shared = parameter, layers.free_shared
         slot = BucketSlot(member._replace(parameter=parameter.sharded), 0, parameter.sharded.numel())
-        super().__init__([slot], sharding, parameter.padded_rows.numel() * sharding.shard.size, dtype, device)
+        super().__init__([slot], sharding, parameter.padded_rows.numel() * sharding.shard.size, layers.dtype, device)
         assert slot.stop <= self.numel, member.info.name
         self.master = parameter.padded_rows
         self.shard_gradient = shard_gradient
@@ -69,7 +68,8 @@ class RowShards(ShardedParameters):
         self._parameter.discard_full_gradient()
 
     def gather(self) -> None:
-        """Skip this step: FSDP gathers the weights during forward, layer by layer."""
+        """Free shared weights that are still gathered: FSDP gathers during forward, layer by layer."""
+        self._free_shared()
 
     def leaf(self, slot: BucketSlot) -> Tensor:
         """Return FSDP's unsharded parameter; it is the same object from the first forward on."""
@@ -127,7 +127,7 @@ class FullyShardedStage:
         """Flat gradient of this rank's rows of all parameters."""
         gradients = torch.split(self._gradient, sizes)
         self.buckets = [
-            RowShards(parameter, by_key[parameter.key], sharding, gradient, dtype, device)
+            RowShards(parameter, by_key[parameter.key], sharding, gradient, self.fsdp, device)
             for parameter, gradient in zip(self.fsdp.parameters, gradients, strict=True)
         ]
         assert len(self.buckets) == len(trained)

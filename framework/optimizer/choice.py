@@ -14,6 +14,7 @@ from meshwright.optimizer.lion import ShardedLion
 from meshwright.optimizer.matrix import ShardedMuon
 from meshwright.optimizer.matrix_plan import MatrixShard
 from meshwright.optimizer.own import build_own, element_states
+from meshwright.optimizer.schedule_free import GRADIENT_POINT, ShardedScheduleFree
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATES = {
@@ -22,6 +23,7 @@ STATES = {
     "sgd": ("momentum",),
     "muon": (*MOMENTS, "momentum"),
     "lion": ("exp_avg",),
+    "schedule_free_adamw": ("exp_avg_sq", "z"),
 }
 """Names of the optimizer state per element, as checkpoints use them."""
 IN_TORCH = {"momentum": "momentum_buffer"}
@@ -35,6 +37,12 @@ def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str,
     if config.name == "muon" and is_matrix is not None:
         return ("momentum",) if is_matrix else MOMENTS
     return STATES[config.name] if config.name != "sgd" or config.momentum else ()
+
+
+def saved_states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
+    """Return the names of the states in a checkpoint: those of :func:`states_of`, and weights that it must add."""
+    names = states_of(config, is_matrix=is_matrix)
+    return (*names, GRADIENT_POINT) if config.builder is None and config.name == "schedule_free_adamw" else names
 
 
 def build_optimizer(
@@ -61,4 +69,6 @@ def build_optimizer(
         return ShardedMuon(groups, matrices, config)
     if config.name == "lion":
         return ShardedLion(groups, config.betas)
+    if config.name == "schedule_free_adamw":
+        return ShardedScheduleFree(groups, config)
     return torch.optim.AdamW(groups, betas=config.betas, fused=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.optimizer.choice import IN_TORCH, build_optimizer
+from meshwright.optimizer.choice import saved_states_of as saved_states_of
 from meshwright.optimizer.choice import states_of as states_of
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.matrix_plan import MatrixShard as MatrixShard
@@ -19,6 +21,8 @@ from meshwright.optimizer.matrix_plan import iteration_flops as iteration_flops
 from meshwright.optimizer.matrix_plan import matrices_of as matrices_of
 from meshwright.optimizer.matrix_plan import with_matrices as with_matrices
 from meshwright.optimizer.own import ElementStates, element_states, is_state_name
+from meshwright.optimizer.schedule_free import GRADIENT_POINT as GRADIENT_POINT
+from meshwright.optimizer.schedule_free import Gathered, ShardedScheduleFree, evaluating
 from meshwright.parameters import GroupSettings
 
 NORM_PIECE = 2**16
@@ -47,6 +51,8 @@ class OptimizerShard(NamedTuple):
     """Settings of the parameters' group; its weight decay is the configuration's if None and ``decays``."""
     matrices: MatrixShard | None = None
     """Matrices of the shard, if it is stepped by matrices."""
+    wait: Callable[[], None] = lambda: None
+    """Function that blocks until the all-gather is done."""
 
 
 class FlatOptimizer:
@@ -70,7 +76,8 @@ class FlatOptimizer:
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
         self.state_names = [states_of(config, is_matrix=shard.matrices is not None) for shard in self.shards]
         """Names of the state of each shard."""
-        self._config = config
+        self.saved_names = saved_states_of(config)
+        """Names of all states in a checkpoint."""
         self._own: ElementStates | None = None if config.builder is None else element_states(config)
         self.added: dict[str, list[Tensor]] = {}
         """States of callbacks by name, one flat tensor per shard; see :meth:`add_state`."""
@@ -147,7 +154,21 @@ class FlatOptimizer:
             return self.inner.moments(parameter), self._num_steps
         kept = self.inner.state.get(parameter, {})
         found = {name: kept.get(self._key(name)) for name in self.state_names[index]}
-        return {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}, self._num_steps
+        states = {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}
+        if isinstance(self.inner, ShardedScheduleFree):
+            states[GRADIENT_POINT] = weights
+        return states, self._num_steps
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights are those of evaluation. Collective over the shard groups."""
+        shards = zip(self.parameters, self.shards, strict=True)
+        every = [Gathered(parameter, shard.wait, shard.after_step) for parameter, shard in shards]
+        return evaluating(self.inner, [every[index] for index in self._order])
+
+    def evaluated(self, index: int) -> Tensor:
+        """Return the weights of evaluation of shard ``index``: its own, but for schedule-free optimizers."""
+        parameter, inner = self.parameters[index], self.inner
+        return inner.averaged(parameter) if isinstance(inner, ShardedScheduleFree) else self.shards[index].weights
 
     def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
         """Set the optimizer state of a shard; inverse of :meth:`states`. The tensors may be kept, not copied."""
@@ -164,6 +185,8 @@ class FlatOptimizer:
             kept[key] = self._place(states[name], weights, self.inner.state.get(parameter, {}).get(key))
         if self._own is not None:
             kept |= self._own.counters_at(steps, weights.device)
+        elif isinstance(self.inner, ShardedScheduleFree):
+            kept["step"] = steps
         elif "exp_avg_sq" in kept:
             kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=weights.device)
         self.inner.state[parameter] = kept
@@ -182,7 +205,7 @@ class FlatOptimizer:
         Raises:
             ValueError: the name is taken, or none that a checkpoint can hold.
         """
-        if not is_state_name(name) or name in (*states_of(self._config), *self.added):
+        if not is_state_name(name) or name in (*self.saved_names, *self.added):
             raise ValueError(f"state {name!r}: choose another name, of at most 64 letters, digits and underscores")
         self.added[name] = [shard.weights.clone() for shard in self.shards]
         return self.added[name]

@@ -14,7 +14,7 @@ from meshwright.checkpoint.preflight import check_manifest, check_space, checkpo
 from meshwright.config import RunConfig, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, UnreadableError
 from meshwright.mesh.mesh import Mesh
-from meshwright.optimizer.flat import states_of
+from meshwright.optimizer.flat import saved_states_of
 from meshwright.optimizer.learning_rate import MAX_SCALE, LossScale, first_scale
 from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
@@ -68,7 +68,7 @@ def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Wa
     config, one = blueprint.config, 0
     for is_matrix in (False, True):
         tensors = [t for t in saved_tensors(blueprint) if is_matrix is (t.name in blueprint.model.matrices)]
-        one += checkpoint_bytes(tensors, len(states_of(config.optimizer, is_matrix=is_matrix)) + num_added)
+        one += checkpoint_bytes(tensors, len(saved_states_of(config.optimizer, is_matrix=is_matrix)) + num_added)
     check_space(
         directory,
         one,

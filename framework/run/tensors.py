@@ -18,7 +18,7 @@ from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters, StageParameter
 from meshwright.errors import CheckpointError
 from meshwright.mesh.mesh import Mesh
-from meshwright.optimizer.flat import FlatOptimizer
+from meshwright.optimizer.flat import GRADIENT_POINT, FlatOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import TrainState
 
@@ -101,15 +101,17 @@ def pieces(
             if mesh.at.dp_rank == 0 and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
-            states, _ = optimizer.states(index)
-            states |= {name: flats[index] for name, flats in optimizer.added.items()}
-            index += 1
+            number, index = index, index + 1
+            states, _ = optimizer.states(number)
+            states |= {name: flats[number] for name, flats in optimizer.added.items()}
             if not bucket.kind.owns(mesh.at.tp_rank):
                 continue
             shards = {TensorKind(name): state for name, state in states.items()}
+            evaluated = optimizer.evaluated(number)
             if bucket.is_mixed_precision:
-                shards[TensorKind.MASTER] = bucket.master
-            weights = full_weights(bucket)
+                shards[TensorKind.MASTER] = evaluated
+            is_own = evaluated is bucket.master
+            weights = full_weights(bucket) if is_own else full_tensor(bucket, evaluated.to(bucket.dtype))
             if mesh.at.dp_rank == 0:
                 yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights)
             del weights
@@ -143,6 +145,8 @@ def restore(
         saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
         assert saved is not None  # of weights, what is missing is an error
         buffer.copy_(saved)
+    is_apart = bool(optimizer_steps) and GRADIENT_POINT in optimizer.saved_names
+    stepped = TensorKind(GRADIENT_POINT) if is_apart else TensorKind.WEIGHTS
     index = 0
     for replica in replicas.values():
         for member in replica.frozen:
@@ -156,9 +160,9 @@ def restore(
                 index += 1
                 continue
             with torch.no_grad():
-                has_master = bucket.is_mixed_precision and not is_fresh
+                has_master = bucket.is_mixed_precision and not is_fresh and stepped == TensorKind.WEIGHTS
                 master = _read_bucket(checkpoint, TensorKind.MASTER, bucket) if has_master else None
-                load_weights(bucket, _read_bucket(checkpoint, TensorKind.WEIGHTS, bucket), master)
+                load_weights(bucket, _read_bucket(checkpoint, stepped, bucket), master)
             if optimizer_steps:
                 states = {
                     name: _read_bucket(checkpoint, TensorKind(name), bucket)[start:stop].clone()

@@ -49,7 +49,7 @@ from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
-from meshwright.optimizer.flat import states_of
+from meshwright.optimizer.flat import saved_states_of
 from meshwright.parameters import ParameterInfo
 from meshwright.run import RunLock
 from meshwright.system.bounded import real_path
@@ -163,7 +163,7 @@ def shard_tensors(
             if not together[0].kind.owns(tp_rank):
                 continue
             dtype = together[0].parameter.dtype
-            names = states_of(blueprint.config.optimizer, is_matrix=together[0].kind.is_matrix)
+            names = saved_states_of(blueprint.config.optimizer, is_matrix=together[0].kind.is_matrix)
             kinds = [TensorKind.WEIGHTS, *map(TensorKind, names), *added]
             if dtype != accumulation_dtype(dtype):
                 kinds.append(TensorKind.MASTER)
@@ -187,7 +187,7 @@ def pieces(
 
 def added_states(checkpoint: CheckpointReader, blueprint: Blueprint) -> list[TensorKind]:
     """Return the kinds of states in a checkpoint that callbacks of its run have added."""
-    own = {TensorKind.WEIGHTS, TensorKind.MASTER, *states_of(blueprint.config.optimizer)}
+    own = {TensorKind.WEIGHTS, TensorKind.MASTER, *saved_states_of(blueprint.config.optimizer)}
     return [kind for kind in checkpoint.kinds() if kind not in own]
 
 

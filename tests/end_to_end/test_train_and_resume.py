@@ -100,12 +100,19 @@ def test_sgd_resumes_and_another_optimizer_does_not(corpus: Path, tmp_path: Path
     assert {name.partition("/")[0] for name in found} == {"weights", "momentum"}
 
 
-@pytest.mark.parametrize(("name", "kinds", "text", "other"), [("lion", {"exp_avg"}, "dp2,zero2", "pp2")])
+@pytest.mark.parametrize(
+    ("name", "kinds", "text", "other"),
+    [
+        ("lion", {"exp_avg"}, "dp2,zero2", "pp2"),
+        ("schedule_free_adamw", {"z", "y", "exp_avg_sq"}, "dp2,tp2,zero1", "pp2"),
+        LATER("schedule_free_adamw", {"z", "y", "exp_avg_sq"}, "dp2,zero3", "dp2,pp2,zero2,offload"),
+    ],
+)
 def test_an_optimizer_resumes_and_goes_on_in_another_layout(
     name: str, kinds: set[str], text: str, other: str, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     """Bit for bit what was never stopped; elsewhere the same but for rounding."""
-    optimizer = {"name": name, "learning_rate": 0.01}
+    optimizer = {"name": name, "learning_rate": 0.01, "schedule": "constant"}
     sections: dict[str, Any] = {"parallel": layout(text), "optimizer": optimizer, "train": {"dtype": "float64"}}
     uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
     stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)
@@ -119,6 +126,9 @@ def test_an_optimizer_resumes_and_goes_on_in_another_layout(
     found = tensors(run_directory(stopped))
     assert not differing(found, tensors(run_directory(uninterrupted)))
     assert {each.partition("/")[0] for each in found} == {"weights"} | kinds
+    for each in (each.removeprefix("y/") for each in found if each.startswith("y/")):  # weights are the average
+        average = torch.lerp(found[f"y/{each}"], found[f"z/{each}"], 1 - 1 / stopped.optimizer.betas[0])
+        torch.testing.assert_close(found[f"weights/{each}"], average, rtol=1e-12, atol=1e-14)
     train(pool, moved)
     elsewhere = tensors(run_directory(moved))
     for each, tensor in found.items():

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 import meshwright.optimizer.pieces
 from meshwright.config import Optimizer
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
-from meshwright.tools.verify.plain_formulas import PlainLion
+from meshwright.optimizer.schedule_free import average_weight
+from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
 
 CONFIG = Optimizer(name="lion", learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
 
@@ -56,3 +57,39 @@ def test_lion_moves_by_the_sign_of_an_average() -> None:
     optimizer.step(0.1, 1.0)
     assert weights.tolist() == pytest.approx([0.8, 1.0 - 0.1 * 0.2e-9 / 1e-6])
     assert optimizer.states(0)[0]["exp_avg"].tolist() == pytest.approx([0.06, 1e-10])
+
+
+FREE = Optimizer(name="schedule_free_adamw", schedule="constant", learning_rate=1e-2, weight_decay=0.3, warmup_steps=3)
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+def test_schedule_free_is_its_authors_formula(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """y after each of five steps, x within the context, and y again to the bit."""
+    monkeypatch.setitem(meshwright.optimizer.pieces.TOGETHER, "cpu", 7)
+    weights, gradient = drawn(24, seed=0), torch.zeros(24, dtype=torch.float64)
+    whole = nn.Parameter(weights.clone())
+    ours = flat_optimizer(weights, gradient, FREE, cut)
+    theirs = PlainScheduleFree([{"params": [whole], "weight_decay": 0.3}], FREE)
+    for step in range(5):
+        whole.grad = drawn(24, seed=step + 1)
+        gradient.copy_(whole.grad)
+        theirs.param_groups[0]["lr"] = rate = 1e-2 * min(1, (step + 1) / 3)
+        theirs.step()
+        ours.step(rate, 1.0)
+        torch.testing.assert_close(weights, whole.detach(), rtol=1e-13, atol=1e-14)
+        kept = weights.clone()
+        with ours.evaluating():
+            torch.testing.assert_close(weights, theirs.averages[whole], rtol=1e-12, atol=1e-13)
+            assert not torch.allclose(weights, kept, rtol=1e-4) or step == 0
+        assert torch.equal(weights, kept)
+        assert torch.equal(ours.states(0)[0]["y"], weights[:cut])
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4])
+def test_weights_of_the_average_are_squares_of_learning_rates(warmup_steps: int) -> None:
+    """The first iterate is the average; then what a running sum gives."""
+    total = 0.0
+    for step in range(9):
+        rate = min(1.0, (step + 1) / max(warmup_steps, 1))
+        total += rate**2
+        assert average_weight(step, warmup_steps) == pytest.approx(rate**2 / total, rel=1e-14)

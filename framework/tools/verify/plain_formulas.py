@@ -13,6 +13,40 @@ from torch import Tensor
 from meshwright.config import Optimizer
 
 
+class PlainScheduleFree(torch.optim.Optimizer):
+    """Schedule-free AdamW as its authors' reference implementation has it: x, y and z in full, weights lr_max^2."""
+
+    def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
+        super().__init__(groups, {"lr": config.learning_rate, "eps": config.eps})
+        self._betas = config.betas
+        self.averages = {p: p.detach().clone() for group in groups for p in group["params"]}
+        """Weights of evaluation x."""
+        self._z = {p: p.detach().clone() for p in self.averages}
+        self._v = {p: torch.zeros_like(p) for p in self.averages}
+        self._taken = 0
+        self._sums: dict[int, tuple[float, float]] = {}
+        """By group: the largest learning rate so far, and the sum of weights."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step all parameters."""
+        beta1, beta2 = self._betas
+        self._taken += 1
+        for index, group in enumerate(self.param_groups):
+            rate, (largest, total) = group["lr"], self._sums.get(index, (0.0, 0.0))
+            largest = max(largest, rate)
+            total += largest**2
+            self._sums[index] = largest, total
+            c = largest**2 / total
+            for y in group["params"]:
+                x, z = self.averages[y], self._z[y]
+                self._v[y] = beta2 * self._v[y] + (1 - beta2) * y.grad**2
+                corrected = self._v[y] / (1 - beta2**self._taken)
+                z -= rate * (y.grad / (corrected.sqrt() + group["eps"]) + group["weight_decay"] * y)
+                x.copy_((1 - c) * x + c * z)
+                y.copy_((1 - beta1) * z + beta1 * x)
+
+
 class PlainLion(torch.optim.Optimizer):
     """Lion: algorithm 2 of Chen et al. 2023, with the sign proportional to its argument below eps."""
 

@@ -12,8 +12,10 @@ from meshwright.config import Optimizer, ParameterGroup
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
 from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.tools.verify.plain_formulas import PlainLion
+from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
 from meshwright.tools.verify.plain_muon import PlainMuon
+
+FORMULAS = {"lion": PlainLion, "schedule_free_adamw": PlainScheduleFree}
 
 
 def plain_optimizer(
@@ -57,8 +59,8 @@ def plain_optimizer(
     if config.name == "muon":
         rows_of = {parameters[name]: rows for name, rows in matrices.items()}
         return PlainMuon([group for group in groups if group["params"]], rows_of, config, dtype)
-    if config.name == "lion":
-        return PlainLion([group for group in groups if group["params"]], config)
+    if config.name in FORMULAS:
+        return FORMULAS[config.name]([group for group in groups if group["params"]], config)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
     if config.name == "adamw8bit":
         narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]

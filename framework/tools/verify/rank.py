@@ -102,7 +102,8 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
         findings.metrics.append(dict(stats.metrics))
         if step in validated_after(steps):
             recorder.seen = {}
-            total = total_loss(parts, recorder, [steps])
+            with parts.optimizer.evaluating():
+                total = total_loss(parts, recorder, [steps])
             findings.tokens.append(recorder.seen)
             findings.validation.append(total.loss_sum / max(total.num_tokens, 1))
             findings.metrics.append(dict(total.metrics))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 from torch import Tensor
 
+import meshwright.tools.verify.rank
+import meshwright.tools.verify.reference
 from meshwright.config import RunConfig
+from meshwright.data_parallel.fsdp import FsdpLayers
 from meshwright.launch.pool import RankPool
+from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.optimizer.lion import ShardedLion
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
@@ -18,6 +23,7 @@ from tests.tools.verify.cases import LATER, References, model_config, prove, siz
 
 OWN: dict[str, dict[str, Any]] = {
     "lion": {"name": "lion", "learning_rate": 1e-2, "betas": (0.9, 0.99)},
+    "schedule_free_adamw": {"name": "schedule_free_adamw", "learning_rate": 1e-2, "schedule": "constant"},
 }
 """Keys of each optimizer."""
 
@@ -25,6 +31,12 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def references() -> References:
     """Shared by the rows of this module."""
+    return References()
+
+
+@pytest.fixture(scope="module")
+def later() -> References:
+    """Of runs that validate after the last two steps."""
     return References()
 
 
@@ -37,6 +49,11 @@ CASES = [
     ("lion", "llama", "dp2,pp2,tp2,zero3,sequence,full,mbs2", "float64"),
     ("lion", "gpt2", "dp2,tp2,zero0", "float32"),
     ("lion", "llama", "dp4,shard2,offload", "bfloat16"),
+    ("schedule_free_adamw", "gpt2", "dp2,pp2,zb_v,zero2", "float64"),
+    ("schedule_free_adamw", "gpt2", "dp2,tp2,zero3", "float64"),
+    ("schedule_free_adamw", "llama", "dp2,pp2,tp2,zero1,sequence,full,mbs2", "float64"),
+    ("schedule_free_adamw", "gpt2", "dp2,zero0,offload", "float32"),
+    ("schedule_free_adamw", "llama", "dp4,shard2,zero2", "bfloat16"),
 ]
 MORE = [
     ("gpt2", "dp2,pp2,tp2,interleaved_1f1b,zero0,sequence,full"),
@@ -87,6 +104,28 @@ def the_sign_of_an_error(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ShardedLion, "_step", literal)
 
 
+def validation_at_the_gradient_s_weights(patch: pytest.MonkeyPatch) -> None:
+    """Schedule-free: the loss of y is taken for that of x."""
+    patch.setattr(FlatOptimizer, "evaluating", lambda optimizer: nullcontext())
+
+
+def training_on_at_the_average(patch: pytest.MonkeyPatch) -> None:
+    """Schedule-free: x stays in place of y after a validation."""
+
+    @contextmanager
+    def left(optimizer: FlatOptimizer) -> Iterator[None]:
+        for index, parameter in enumerate(optimizer.parameters):
+            parameter.data.copy_(optimizer.evaluated(index))
+        yield
+
+    patch.setattr(FlatOptimizer, "evaluating", left)
+
+
+def stale_shared_weights(patch: pytest.MonkeyPatch) -> None:
+    """ZeRO-3: weights that modules share stay gathered after a validation, as x."""
+    patch.setattr(FsdpLayers, "free_shared", lambda layers: None)
+
+
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -100,7 +139,12 @@ class Trap(NamedTuple):
     steps: int = 3
 
 
-TRAPS = [Trap(the_sign_of_an_error, "lion", "tp2", "weights after 3 steps differ in")]
+TRAPS = [
+    Trap(the_sign_of_an_error, "lion", "tp2", "weights after 3 steps differ in"),
+    Trap(validation_at_the_gradient_s_weights, "schedule_free_adamw", "dp2", "validation"),
+    Trap(training_on_at_the_average, "schedule_free_adamw", "dp2,zero2", "loss of step 3"),
+    Trap(stale_shared_weights, "schedule_free_adamw", "dp2,zero3", "loss of step 3"),
+]
 
 
 def nothing(patch: pytest.MonkeyPatch) -> None:
@@ -110,9 +154,15 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
 BREAKS = {trap.broken.__name__: trap.broken for trap in (*TRAPS, Trap(nothing, "", "", ""))}
 
 
+def last_two(steps: int) -> list[int]:
+    """The steps after which a run validates: after the first one, averaged weights are those of the gradient."""
+    return [steps - 1, steps]
+
+
 def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps: int) -> RankFindings:
     """One rank in a framework with one fault."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshwright.tools.verify.rank, "validated_after", last_two)
         BREAKS[broken](patch)
         return run_layout(rank, world_size, config_json, steps, True)
 
@@ -120,14 +170,16 @@ def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps:
 def problems_of(trap: Trap, pool: RankPool, references: References) -> list[str]:
     size, layout = size_for(parse_layout("dp2,tp2")), parse_layout(trap.layout)
     config = with_own(model_config("gpt2", size), trap.name)
-    expected = references.expected(config, size.global_batch, trap.steps, "float64")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshwright.tools.verify.reference, "validated_after", last_two)
+        expected = references.expected(config, size.global_batch, trap.steps, "float64")
     text = layout_config(config, layout, size.global_batch, "float64").model_dump_json()
     found = merge(pool.run(run_broken, layout.size, trap.broken.__name__, text, trap.steps))
     return compare(trap.layout, found, None, expected.findings, TOLERANCES["float64"]).problems
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.broken.__name__)
-def test_the_fault_is_seen_and_named(trap: Trap, pool: RankPool, references: References) -> None:
-    problems = problems_of(trap, pool, references)
+def test_the_fault_is_seen_and_named(trap: Trap, pool: RankPool, later: References) -> None:
+    problems = problems_of(trap, pool, later)
     assert any(trap.said in problem for problem in problems), problems
-    assert problems_of(trap._replace(broken=nothing), pool, references) == []
+    assert problems_of(trap._replace(broken=nothing), pool, later) == []
