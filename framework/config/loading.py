@@ -37,8 +37,7 @@ from meshwright.config.keys import (
     nearest_value,
     null_problem,
 )
-from meshwright.config.layout_rules import LAYOUT_RULES
-from meshwright.config.rules import RULES
+from meshwright.config.optimizer_rules import ALL_RULES
 from meshwright.config.schema import RunConfig
 from meshwright.config.sources import (
     GivenKey,
@@ -236,7 +235,7 @@ def validate(arranged: Arranged) -> RunConfig:
 def _check_rules(config: RunConfig, arranged: Arranged, place: str) -> list[ConfigError]:
     """Return the broken rules between keys. A rule with an invalid key is not checked."""
     problems: list[ConfigError] = []
-    for rule in (*LAYOUT_RULES, *RULES):
+    for rule in ALL_RULES:
         message = None if arranged.suppressed.intersection(rule.keys) else rule.check(config)
         if message is not None:
             places = dict.fromkeys(arranged.where[key].place for key in rule.keys if key in arranged.where)

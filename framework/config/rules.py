@@ -95,24 +95,6 @@ def _decay_until(config: RunConfig) -> str | None:
     return f"optimizer.decay_until = {optimizer.decay_until} {why}: leave it out, or let the decay end later"
 
 
-def _schedule_free(config: RunConfig) -> str | None:
-    optimizer = config.optimizer
-    if optimizer.name != "schedule_free_adamw" or optimizer.builder is not None:
-        return None
-    if optimizer.schedule != "constant":
-        return (
-            f'optimizer.name = "schedule_free_adamw" averages the weights in place of a decay, and optimizer.schedule '
-            f'= {format_value(optimizer.schedule)} changes the learning rate: set optimizer.schedule = "constant"; '
-            f"warmup_steps may stay"
-        )
-    if optimizer.betas[0] == 0:
-        return (
-            'optimizer.betas with a first beta of 0 leaves out the average of optimizer.name = "schedule_free_adamw": '
-            "choose 0.9 to 0.98"
-        )
-    return None
-
-
 def _own_optimizer(config: RunConfig) -> str | None:
     optimizer = config.optimizer
     if optimizer.builder is None:
@@ -307,7 +289,6 @@ RULES = (
     Rule(
         "MW-CONFIG-060", _own_optimizer, ("optimizer.builder", "optimizer.name", "optimizer.options", "optimizer.betas")
     ),
-    Rule("MW-CONFIG-070", _schedule_free, ("optimizer.name", "optimizer.schedule", "optimizer.betas")),
     Rule("MW-CONFIG-059", _own_schedule, ("optimizer.schedule", "optimizer.warmup_steps")),
     Rule("MW-CONFIG-062", _loss_scale, ("train.dtype", "loss_scale.fixed", "loss_scale.minimum", "loss_scale.initial")),
     Rule("MW-CONFIG-065", _fp8, ("train.linear", "train.fp8_keep", "train.dtype", "train.device")),

@@ -5,10 +5,12 @@ They share no code with the layouts' optimizers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 
@@ -45,6 +47,20 @@ class PlainScheduleFree(torch.optim.Optimizer):
                 z -= rate * (y.grad / (corrected.sqrt() + group["eps"]) + group["weight_decay"] * y)
                 x.copy_((1 - c) * x + c * z)
                 y.copy_((1 - beta1) * z + beta1 * x)
+
+
+@contextmanager
+def averaged(
+    optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[None]:
+    """Replace parameters by the weights of a schedule-free optimizer's evaluation within the context, without grad."""
+    changed = parameters if isinstance(optimizer, PlainScheduleFree) else {}
+    kept = {name: parameter.clone() for name, parameter in changed.items()}
+    for name, parameter in changed.items():
+        parameter.copy_(optimizer.averages[masters[name]])  # type: ignore[attr-defined]
+    yield
+    for name, parameter in changed.items():
+        parameter.copy_(kept[name])
 
 
 class PlainLion(torch.optim.Optimizer):

@@ -30,7 +30,7 @@ from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_float
 from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout
 from meshwright.tools.verify.plain_adapter import use_adapters
-from meshwright.tools.verify.plain_formulas import PlainScheduleFree
+from meshwright.tools.verify.plain_formulas import averaged
 from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
@@ -204,26 +204,13 @@ class PlainRun:
                 gradient += parameter.grad
                 parameter.grad = None
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Replace the weights by those of a schedule-free optimizer's evaluation within the context."""
-        if not isinstance(self.optimizer, PlainScheduleFree):
-            yield
-            return
-        kept = {name: parameter.clone() for name, parameter in self.parameters.items()}
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.optimizer.averages[self.masters[name]])
-        yield
-        for name, parameter in self.parameters.items():
-            parameter.copy_(kept[name])
-
     def validate(self, batch_index: int, findings: RunNumbers) -> None:
         """Append the loss of one global batch in eval mode to ``findings``."""
         modes = {module: module.training for module in self.layers.modules()}
         self.layers.eval()
         batch = self.microbatches(batch_index * self.global_batch, (batch_index + 1) * self.global_batch)
         recorder = Recorder()
-        with torch.no_grad(), self.evaluating(), Recording(recorder):
+        with torch.no_grad(), averaged(self.optimizer, self.masters, self.parameters), Recording(recorder):
             total = sum(float(self.loss_sum(*microbatch, training=False)) for microbatch in batch)
         for module, training in modes.items():  # modules that the builder has put into eval mode stay in it
             module.training = training

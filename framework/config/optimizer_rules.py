@@ -1,0 +1,30 @@
+"""Rules between the keys of single optimizers, and all rules together."""
+
+from __future__ import annotations
+
+from meshwright.config.keys import format_value
+from meshwright.config.layout_rules import LAYOUT_RULES
+from meshwright.config.rules import RULES, Rule
+from meshwright.config.schema import RunConfig
+
+
+def _schedule_free(config: RunConfig) -> str | None:
+    optimizer = config.optimizer
+    if optimizer.name != "schedule_free_adamw" or optimizer.builder is not None:
+        return None
+    if optimizer.schedule != "constant":
+        return (
+            f'optimizer.name = "schedule_free_adamw" averages the weights in place of a decay, and optimizer.schedule '
+            f'= {format_value(optimizer.schedule)} changes the learning rate: set optimizer.schedule = "constant"; '
+            f"warmup_steps may stay"
+        )
+    if optimizer.betas[0] == 0:
+        return (
+            'optimizer.betas with a first beta of 0 leaves out the average of optimizer.name = "schedule_free_adamw": '
+            "choose 0.9 to 0.98"
+        )
+    return None
+
+
+OPTIMIZER_RULES = (Rule("MW-CONFIG-070", _schedule_free, ("optimizer.name", "optimizer.schedule", "optimizer.betas")),)
+ALL_RULES = (*LAYOUT_RULES, *RULES, *OPTIMIZER_RULES)
