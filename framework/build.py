@@ -13,7 +13,7 @@ from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprin
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.members import matrix_shard, members_of
+from meshwright.data_parallel.members import matrix_shard, members_of, shard_place
 from meshwright.data_parallel.replica import Replica, StageReplica
 from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.errors import MeshError
@@ -137,6 +137,7 @@ def make_optimizer(
             bucket.gather,
             bucket.kind.settings,
             matrix_shard(bucket, holders),
+            shard_place(bucket, config.run.seed),
             bucket.wait,
         )
         for bucket in buckets

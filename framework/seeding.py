@@ -49,6 +49,11 @@ def _mix(z: Tensor) -> Tensor:
     return z
 
 
+def drawn_bits(key: int, positions: Tensor) -> Tensor:
+    """Return 64 random bits for each position, int64: a function of the key and the position alone."""
+    return _mix(positions * GOLDEN + key)
+
+
 @dataclass
 class Draw:
     """Sample indices of the micro-batch in the layers. The caller of forward sets them, the dropouts read them."""

@@ -26,5 +26,16 @@ def _schedule_free(config: RunConfig) -> str | None:
     return None
 
 
-OPTIMIZER_RULES = (Rule("MW-CONFIG-070", _schedule_free, ("optimizer.name", "optimizer.schedule", "optimizer.betas")),)
+def _state_dtype(config: RunConfig) -> str | None:
+    optimizer = config.optimizer
+    if optimizer.state_dtype == "float32" or (optimizer.name == "adamw" and optimizer.builder is None):
+        return None
+    chosen = f"optimizer.name = {format_value(optimizer.name)}" if optimizer.builder is None else "optimizer.builder"
+    return f'optimizer.state_dtype = "bfloat16" is for optimizer.name = "adamw", not {chosen}: leave it out'
+
+
+OPTIMIZER_RULES = (
+    Rule("MW-CONFIG-070", _schedule_free, ("optimizer.name", "optimizer.schedule", "optimizer.betas")),
+    Rule("MW-CONFIG-071", _state_dtype, ("optimizer.state_dtype", "optimizer.name", "optimizer.builder")),
+)
 ALL_RULES = (*LAYOUT_RULES, *RULES, *OPTIMIZER_RULES)

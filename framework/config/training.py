@@ -47,6 +47,9 @@ class Optimizer(Section):
     """Epsilon of AdamW. Lion: size of an averaged gradient below which its update is not the sign, but proportional."""
     block_size: int = Field(default=256, ge=8, le=10**6, multiple_of=8)
     """Elements per scale in adamw8bit. A matrix whose rows it does not divide stays in 32 bits."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of AdamW's moments (float64 with train.dtype float64). bfloat16: 4 instead of 8 bytes per element,
+    rounded stochastically, by bits that are the same in every layout."""
     momentum: Share = 0.9
     """Momentum of SGD; 0: SGD has no state."""
     muon_momentum: Share = 0.95

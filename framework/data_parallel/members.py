@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.data_parallel.sharding import BucketKind, ShardedParameters, StageParameter, accumulation_dtype
 from meshwright.mesh.comm import Group
-from meshwright.optimizer.flat import MatrixShard, MatrixSlot
+from meshwright.optimizer.flat import MatrixShard, MatrixSlot, ShardPlace
 
 
 def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
@@ -59,6 +59,12 @@ def matrix_shard(bucket: ShardedParameters, holders: Group | None) -> MatrixShar
     slots = tuple(MatrixSlot(slot.member.info, slot.start) for slot in bucket.slots)
     dtype = torch.float32 if bucket.dtype == torch.float16 else bucket.dtype
     return MatrixShard(slots, bucket.numel, among, among.size // bucket.sharding.shard.size, dtype)
+
+
+def shard_place(bucket: ShardedParameters, seed: int) -> ShardPlace:
+    """Return the place of this rank's shard in its bucket, for random bits of its elements by ``seed``."""
+    slots = tuple((slot.member.info, slot.start) for slot in bucket.slots)
+    return ShardPlace(slots, bucket.shard_range[0], seed)
 
 
 def full_tensor(bucket: ShardedParameters, shard: Tensor) -> Tensor:

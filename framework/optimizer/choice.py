@@ -14,6 +14,7 @@ from meshwright.optimizer.lion import ShardedLion
 from meshwright.optimizer.matrix import ShardedMuon
 from meshwright.optimizer.matrix_plan import MatrixShard
 from meshwright.optimizer.own import build_own, element_states
+from meshwright.optimizer.rounded import RoundedAdamW, ShardPlace
 from meshwright.optimizer.schedule_free import GRADIENT_POINT, ShardedScheduleFree
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -45,11 +46,17 @@ def saved_states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tupl
     return (*names, GRADIENT_POINT) if config.builder is None and config.name == "schedule_free_adamw" else names
 
 
+def state_dtype(config: Optimizer, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of states beside master weights of ``dtype``."""
+    return torch.bfloat16 if config.state_dtype == "bfloat16" else dtype
+
+
 def build_optimizer(
     groups: list[dict[str, Any]],
     config: Optimizer,
     allocate: Callable[[int, torch.dtype], Tensor] | None,
     matrices: Mapping[Tensor, MatrixShard],
+    places: Mapping[Tensor, ShardPlace],
 ) -> torch.optim.Optimizer:
     """Build the configured torch optimizer.
 
@@ -57,6 +64,7 @@ def build_optimizer(
         groups: of parameters, each with "lr", "eight_bit" and the fields of :class:`~.parameters.GroupSettings`.
         allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: beside the weights.
         matrices: of the parameters that are stepped by matrices.
+        places: of the parameters in their buckets.
     """
     if config.builder is not None:
         return build_own(groups, config)
@@ -71,4 +79,6 @@ def build_optimizer(
         return ShardedLion(groups, config.betas)
     if config.name == "schedule_free_adamw":
         return ShardedScheduleFree(groups, config)
+    if config.state_dtype == "bfloat16":
+        return RoundedAdamW(groups, config.betas, places)
     return torch.optim.AdamW(groups, betas=config.betas, fused=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Optimizer
-from meshwright.optimizer.choice import IN_TORCH, build_optimizer
+from meshwright.optimizer.choice import IN_TORCH, build_optimizer, state_dtype
 from meshwright.optimizer.choice import saved_states_of as saved_states_of
 from meshwright.optimizer.choice import states_of as states_of
 from meshwright.optimizer.eight_bit import AdamW8bit
@@ -21,6 +21,8 @@ from meshwright.optimizer.matrix_plan import iteration_flops as iteration_flops
 from meshwright.optimizer.matrix_plan import matrices_of as matrices_of
 from meshwright.optimizer.matrix_plan import with_matrices as with_matrices
 from meshwright.optimizer.own import ElementStates, element_states, is_state_name
+from meshwright.optimizer.rounded import RoundedAdamW
+from meshwright.optimizer.rounded import ShardPlace as ShardPlace
 from meshwright.optimizer.schedule_free import GRADIENT_POINT as GRADIENT_POINT
 from meshwright.optimizer.schedule_free import Gathered, ShardedScheduleFree, evaluating
 from meshwright.parameters import GroupSettings
@@ -51,6 +53,8 @@ class OptimizerShard(NamedTuple):
     """Settings of the parameters' group; its weight decay is the configuration's if None and ``decays``."""
     matrices: MatrixShard | None = None
     """Matrices of the shard, if it is stepped by matrices."""
+    place: ShardPlace | None = None
+    """Place of the shard in its bucket."""
     wait: Callable[[], None] = lambda: None
     """Function that blocks until the all-gather is done."""
 
@@ -76,6 +80,7 @@ class FlatOptimizer:
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
         self.state_names = [states_of(config, is_matrix=shard.matrices is not None) for shard in self.shards]
         """Names of the state of each shard."""
+        self._config = config
         self.saved_names = saved_states_of(config)
         """Names of all states in a checkpoint."""
         self._own: ElementStates | None = None if config.builder is None else element_states(config)
@@ -102,6 +107,7 @@ class FlatOptimizer:
             config,
             allocate,
             {p: s.matrices for p, s in zip(self.parameters, self.shards, strict=True) if s.matrices is not None},
+            {p: s.place for p, s in zip(self.parameters, self.shards, strict=True) if s.place is not None},
         )
 
     def square_norm(self) -> Tensor:
@@ -154,7 +160,7 @@ class FlatOptimizer:
             return self.inner.moments(parameter), self._num_steps
         kept = self.inner.state.get(parameter, {})
         found = {name: kept.get(self._key(name)) for name in self.state_names[index]}
-        states = {n: torch.zeros_like(weights) if t is None else t for n, t in found.items()}
+        states = {n: torch.zeros_like(weights) if t is None else t.to(weights.dtype) for n, t in found.items()}
         if isinstance(self.inner, ShardedScheduleFree):
             states[GRADIENT_POINT] = weights
         return states, self._num_steps
@@ -179,13 +185,14 @@ class FlatOptimizer:
             return
         if self._own is not None and steps == 0:
             return  # its own initial state
-        kept = {}
+        kept: dict[str, Tensor | int] = {}
         for name in self.state_names[index]:
             key = self._key(name)
-            kept[key] = self._place(states[name], weights, self.inner.state.get(parameter, {}).get(key))
+            state = states[name].to(state_dtype(self._config, weights.dtype))
+            kept[key] = self._place(state, weights, self.inner.state.get(parameter, {}).get(key))
         if self._own is not None:
             kept |= self._own.counters_at(steps, weights.device)
-        elif isinstance(self.inner, ShardedScheduleFree):
+        elif isinstance(self.inner, ShardedScheduleFree | RoundedAdamW):
             kept["step"] = steps
         elif "exp_avg_sq" in kept:
             kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=weights.device)

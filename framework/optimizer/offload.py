@@ -106,7 +106,7 @@ class OffloadedOptimizer(FlatOptimizer):
             super()._step([index], gradient_factor)
 
     def _place(self, state: Tensor, weights: Tensor, present: Tensor | None) -> Tensor:
-        memory = self._host.allocate(weights.numel(), weights.dtype) if present is None else present
+        memory = self._host.allocate(weights.numel(), state.dtype) if present is None else present
         return memory.copy_(state)
 
 

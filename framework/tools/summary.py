@@ -90,6 +90,7 @@ def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False,
     """
     if in_blocks:
         return 2 * (1 + itemsize / optimizer.block_size)
+    itemsize = 2 if optimizer.state_dtype == "bfloat16" else itemsize
     return len(states_of(optimizer, is_matrix=is_matrix)) * itemsize
 
 

@@ -104,6 +104,7 @@ def test_sgd_resumes_and_another_optimizer_does_not(corpus: Path, tmp_path: Path
     ("name", "kinds", "text", "other"),
     [
         ("lion", {"exp_avg"}, "dp2,zero2", "pp2"),
+        ("bfloat16 states", {"exp_avg", "exp_avg_sq"}, "dp2,zero1", "tp2"),
         ("schedule_free_adamw", {"z", "y", "exp_avg_sq"}, "dp2,tp2,zero1", "pp2"),
         LATER("schedule_free_adamw", {"z", "y", "exp_avg_sq"}, "dp2,zero3", "dp2,pp2,zero2,offload"),
     ],
@@ -112,7 +113,8 @@ def test_an_optimizer_resumes_and_goes_on_in_another_layout(
     name: str, kinds: set[str], text: str, other: str, corpus: Path, tmp_path: Path, pool: RankPool
 ) -> None:
     """Bit for bit what was never stopped; elsewhere the same but for rounding."""
-    optimizer = {"name": name, "learning_rate": 0.01, "schedule": "constant"}
+    own = {"name": name} if name != "bfloat16 states" else {"state_dtype": "bfloat16"}
+    optimizer = {"learning_rate": 0.01, "schedule": "constant", **own}
     sections: dict[str, Any] = {"parallel": layout(text), "optimizer": optimizer, "train": {"dtype": "float64"}}
     uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
     stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)

@@ -29,7 +29,7 @@ from meshwright.errors import ModelError
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def mix(z: np.ndarray) -> np.ndarray:
     """Return splitmix64's finaliser of each element (Steele, Lea, Flood 2014)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -52,8 +52,8 @@ def keep_mask(p: float, key: int, sample_indices: Tensor, shape: tuple[int, ...]
     samples = sample_indices.numpy().astype(np.uint64)
     positions = np.arange(int(np.prod(shape[1:])), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        of_sample = _mix(samples * np.uint64(GOLDEN) ^ np.uint64(key))
-        drawn = _mix(positions[None, :] * np.uint64(GOLDEN) + of_sample[:, None])
+        of_sample = mix(samples * np.uint64(GOLDEN) ^ np.uint64(key))
+        drawn = mix(positions[None, :] * np.uint64(GOLDEN) + of_sample[:, None])
     kept = (drawn >> np.uint64(32)) & np.uint64(0x7FFFFFFF) >= np.uint64(int(p * 2**31))
     return torch.from_numpy(kept).view(shape)
 

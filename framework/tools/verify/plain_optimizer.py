@@ -14,6 +14,7 @@ from meshwright.errors import ModelError
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
 from meshwright.tools.verify.plain_muon import PlainMuon
+from meshwright.tools.verify.plain_rounded import PlainRoundedAdamW
 
 FORMULAS = {"lion": PlainLion, "schedule_free_adamw": PlainScheduleFree}
 
@@ -24,10 +25,12 @@ def plain_optimizer(
     own_groups: Mapping[str, ParameterGroup],
     matrices: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
+    seed: int,
 ) -> torch.optim.Optimizer:
     """Return torch's or the user's optimizer on whole parameters; for ``adamw8bit`` the framework's.
 
     ``matrices``: canonical name -> rows of the parts of a weight that Muon steps. ``dtype``: of the computation.
+    ``seed``: of the run, for stochastic rounding.
 
     ``own_groups``: canonical parameter name -> its group of ``model.parameter_groups``. Those parameters come last, in
     one torch group each, with "rate_factor" and "eps_factor" beside "lr"; AdamW's also have their "eps".
@@ -61,6 +64,8 @@ def plain_optimizer(
         return PlainMuon([group for group in groups if group["params"]], rows_of, config, dtype)
     if config.name in FORMULAS:
         return FORMULAS[config.name]([group for group in groups if group["params"]], config)
+    if config.state_dtype == "bfloat16":
+        return PlainRoundedAdamW([group for group in groups if group["params"]], config, parameters, seed)
     options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
     if config.name == "adamw8bit":
         narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]

@@ -125,7 +125,9 @@ class PlainRun:
         """Tensors that the optimizer steps: the weights; for 16 bits, float32 copies with float32 gradients."""
         if dtype.itemsize == 2:
             self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.parameters.items()}
-        self.optimizer = plain_optimizer(self.masters, config.optimizer, model.groups, model.matrices, dtype)
+        self.optimizer = plain_optimizer(
+            self.masters, config.optimizer, model.groups, model.matrices, dtype, config.run.seed
+        )
         scale = config.loss_scale
         self.scaler = torch.amp.GradScaler(
             "cpu", scale.initial, scale.growth, scale.backoff, scale.window, enabled=dtype == torch.float16

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
+import meshwright.optimizer.rounded
 import meshwright.tools.verify.rank
 import meshwright.tools.verify.reference
 from meshwright.config import RunConfig
 from meshwright.data_parallel.fsdp import FsdpLayers
 from meshwright.launch.pool import RankPool
-from meshwright.optimizer.flat import FlatOptimizer
+from meshwright.optimizer.flat import FlatOptimizer, ShardPlace
 from meshwright.optimizer.lion import ShardedLion
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
@@ -24,6 +25,7 @@ from tests.tools.verify.cases import LATER, References, model_config, prove, siz
 OWN: dict[str, dict[str, Any]] = {
     "lion": {"name": "lion", "learning_rate": 1e-2, "betas": (0.9, 0.99)},
     "schedule_free_adamw": {"name": "schedule_free_adamw", "learning_rate": 1e-2, "schedule": "constant"},
+    "rounded": {"name": "adamw", "learning_rate": 1e-2, "state_dtype": "bfloat16"},
 }
 """Keys of each optimizer."""
 
@@ -49,6 +51,9 @@ CASES = [
     ("lion", "llama", "dp2,pp2,tp2,zero3,sequence,full,mbs2", "float64"),
     ("lion", "gpt2", "dp2,tp2,zero0", "float32"),
     ("lion", "llama", "dp4,shard2,offload", "bfloat16"),
+    ("rounded", "gpt2", "dp2,pp2,zb_v,zero2", "float64"),
+    ("rounded", "llama", "dp2,tp2,zero3,sequence,mbs2", "float64"),
+    ("rounded", "gpt2", "dp4,tp2,shard2,offload", "float32"),
     ("schedule_free_adamw", "gpt2", "dp2,pp2,zb_v,zero2", "float64"),
     ("schedule_free_adamw", "gpt2", "dp2,tp2,zero3", "float64"),
     ("schedule_free_adamw", "llama", "dp2,pp2,tp2,zero1,sequence,full,mbs2", "float64"),
@@ -126,6 +131,22 @@ def stale_shared_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FsdpLayers, "free_shared", lambda layers: None)
 
 
+def bits_of_a_tp_rank_s_own_positions(patch: pytest.MonkeyPatch) -> None:
+    """Each tp rank counts the elements of its part of a weight from zero."""
+    patch.setattr(meshwright.optimizer.rounded, "whole_positions", lambda info, positions: positions)
+
+
+def bits_of_a_shard_s_own_positions(patch: pytest.MonkeyPatch) -> None:
+    """Each replica draws the bits of the bucket's first elements."""
+    bits = ShardPlace.bits
+    patch.setattr(ShardPlace, "bits", lambda place, *args: bits(place._replace(offset=0), *args))
+
+
+def rounding_to_the_nearest(patch: pytest.MonkeyPatch) -> None:
+    """No random bits at all."""
+    patch.setattr(meshwright.optimizer.rounded, "round_stochastically", lambda wide, random: wide.bfloat16())
+
+
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -143,6 +164,9 @@ TRAPS = [
     Trap(the_sign_of_an_error, "lion", "tp2", "weights after 3 steps differ in"),
     Trap(validation_at_the_gradient_s_weights, "schedule_free_adamw", "dp2", "validation"),
     Trap(training_on_at_the_average, "schedule_free_adamw", "dp2,zero2", "loss of step 3"),
+    Trap(bits_of_a_tp_rank_s_own_positions, "rounded", "tp2", "weights after 3 steps differ in"),
+    Trap(bits_of_a_shard_s_own_positions, "rounded", "dp2", "weights after 3 steps differ in"),
+    Trap(rounding_to_the_nearest, "rounded", "dp1", "weights after 3 steps differ in"),
     Trap(stale_shared_weights, "schedule_free_adamw", "dp2,zero3", "loss of step 3"),
 ]
 
