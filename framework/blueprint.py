@@ -38,6 +38,7 @@ from meshwright.pipeline.plan import (
     cut_layers,
     describe_boundaries,
     describe_model,
+    offloaded_names,
     recomputed_names,
 )
 from meshwright.pipeline.values import MetaMicrobatch, ValueSpec, cross_entropy, with_heads
@@ -170,6 +171,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
     check_supported(config.model.builder, model.impossible, tp=parallel.tp, sequence=parallel.sequence)
     whole = describe_model(config, model, shapes)
     check_recompute(config.pipeline, model, config.model.builder)
+    offloaded_names(config.pipeline, model)  # refuses a pattern that fits nothing
     recomputed = recomputed_names(config.pipeline, model)
     schedule = draw_schedule(config)
     sizes = [batch_numbers(config, phase.samples_seen).chunks for phase in phases(config.batch)[:-1]]

@@ -25,7 +25,8 @@ from meshwright.optimizer.learning_rate import first_scale
 from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer, host_memory
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
-from meshwright.pipeline.stage import Stage, StageSpec, compile_layers
+from meshwright.pipeline.plan import offloaded_names
+from meshwright.pipeline.stage import Stage, StageSpec, activation_offload, compile_layers
 from meshwright.pipeline.values import Loss, Losses, cross_entropy, with_heads
 from meshwright.schedule.analysis import links_of
 from meshwright.tensor_parallel.cross_entropy import check_full_sequence, split_vocab_size, vocab_parallel_cross_entropy
@@ -83,13 +84,14 @@ def build(
     tied = tied_groups(blueprint, mesh)
     losses = pick_loss(blueprint, mesh.tp, training=True), pick_loss(blueprint, mesh.tp, training=False)
     sharding = Sharding(*mesh.split_dp(shard_factor(config)))
-    host = host_memory(config, mesh.device)
+    host, offload = host_memory(config, mesh.device), activation_offload(config, mesh.device)
     replicas: dict[int, Replica] = {}
     stages: dict[int, Stage] = {}
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
         layers, replicas[index] = _replica(blueprint, index, mesh, sharding, tied, host)
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
+        stages[index].offload = offload
     holders = mesh.over_tp(sharding.shard) if config.optimizer.name == "muon" else None
     optimizer = make_optimizer(
         config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host, holders=holders
@@ -103,6 +105,7 @@ def build(
         replicas=replicas,
         reduces_each_microbatch=reduces_each_microbatch(config),
         metrics=blueprint.metrics,
+        offload=offload,
     )
     fingerprint = data_fingerprint(training)
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)
@@ -162,6 +165,7 @@ def make_stage(
         splits_backward=blueprint.schedule.splits_backward,
         recomputed=blueprint.recomputed,
         running=frozenset(blueprint.running),
+        offloaded=offloaded_names(blueprint.config.pipeline, blueprint.model),
     )
     stage = partial(Stage, spec, layers, losses[0], validation_loss=losses[1], before_layer=before_layer)
     return stage(draw=blueprint.model.draw, checks_loss=blueprint.model.loss is not None)

@@ -232,6 +232,8 @@ class Pipeline(Section):
     """Activation checkpointing (recompute) of nothing, norms and pointwise operations, listed modules, or layers."""
     recompute_layers: list[str] = Field(default_factory=lambda: ["*"])
     """Name patterns of the layers to recompute, such as ``block1?``."""
+    offload_activations: list[str] = Field(default_factory=list)
+    """Name patterns of the layers whose tensors saved for backward lie in host memory meanwhile, such as ``block*``."""
 
     @property
     def stages_per_rank(self) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from meshwright.mesh.comm import Group
 from meshwright.model.metrics import Recorder, Recording
+from meshwright.pipeline.activation_offload import ActivationOffload
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
 from meshwright.pipeline.value_store import MessageGroup, ValueStore, message_group
@@ -99,6 +100,8 @@ class Executor:
     """Reduce after every backward of a stage, not only after the last one of the step."""
     metrics: tuple[str, ...] = ()
     """Names that layers and the loss may record."""
+    offload: ActivationOffload | None = None
+    """Offload of the stages' saved tensors to the host."""
 
     def __post_init__(self) -> None:
         """Prepare to run the schedule."""
@@ -110,6 +113,8 @@ class Executor:
         """Run this schedule from now on. Resolves each item of the row to its method and argument."""
         self.schedule = schedule
         self._last_backwards = self.schedule.last_backwards(self.pp.rank)
+        if self.offload is not None:
+            self.offload.follow(schedule, self.pp.rank)
         methods: dict[Kind, Callable[[Action, _Run], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,

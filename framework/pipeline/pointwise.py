@@ -49,6 +49,10 @@ CHEAP = {
     *(aten.native_layer_norm, aten._fused_rms_norm),
 }
 """Operators that are run again: limited by memory bandwidth, a function of their arguments alone."""
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""(pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks``."""
+OuterHooks = Callable[[], Hooks | None]
+"""Function called as a layer's forward begins; it returns the hooks for tensors that stay saved."""
 
 
 class _Place(NamedTuple):
@@ -105,19 +109,24 @@ class _Made:
         return value
 
 
-class _Kept(NamedTuple):
+class _Kept:
     """A tensor that stays saved, with its version when it was saved."""
 
-    tensor: Tensor
-    version: int
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version, self.dtype = tensor, tensor._version, tensor.dtype
+        self._packed: Any = None
+        self._unpack: Callable[[Any], Tensor] | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the tensor."""
-        return self.tensor.dtype
+    def move(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Save the tensor by the hooks of an outer context instead."""
+        if self._unpack is None:
+            self._packed, self._unpack = pack(self.tensor), unpack
+            self.tensor = torch.empty(0)
 
     def take(self) -> Tensor:
         """Return the tensor, unless it was overwritten since."""
+        if self._unpack is not None:
+            return self._unpack(self._packed)
         if self.tensor._version != self.version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -130,7 +139,7 @@ class _Slot:
     """A saved tensor in autograd's graph: kept, or a view of one that is made again."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.source: _Kept | _Made = _Kept(tensor, tensor._version)
+        self.source: _Kept | _Made = _Kept(tensor)
         self.place: _Place | None = None
 
     def replace(self, number: int, made: _Made) -> None:
@@ -166,11 +175,14 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     @contextmanager
-    def around_forward(self) -> Iterator[None]:
-        """Enter the mode for a forward; when it ends, replace saved tensors by recipes."""
+    def around_forward(self, hooks: Hooks | None = None) -> Iterator[None]:
+        """Enter the mode for a forward; when it ends, replace saved tensors by recipes, and save the rest by hooks."""
         with self, saved_tensors_hooks(self._pack, _Slot.unpack):
             yield
-        self._replace()
+        kept = self._replace()
+        if hooks is not None:
+            for tensor in kept:
+                tensor.move(*hooks)
         self._recipes, self._slots = {}, []
 
     def _number(self, tensor: Tensor) -> int:
@@ -207,8 +219,8 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._slots.append((self._number(tensor), slot))
         return slot
 
-    def _replace(self) -> None:
-        """Replace each saved tensor that can be made from others that stay saved, first to last."""
+    def _replace(self) -> list[_Kept]:
+        """Replace each saved tensor that can be made from others that stay saved, first to last; return the others."""
         available: dict[int, _Kept | _Made] = {}
         for number, slot in self._slots:
             if number not in self._recipes:
@@ -219,6 +231,8 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 available[number] = slot.source
             elif isinstance(made, _Made) and slot.source.dtype == made.dtype:
                 slot.replace(number, made)
+        sources = [*(slot.source for _, slot in self._slots), *available.values()]
+        return [source for source in sources if isinstance(source, _Kept)]
 
     def _make(self, number: int, available: dict[int, _Kept | _Made]) -> _Kept | _Made | None:
         """Return the saved tensor with this storage, or how to make it from available ones, or None."""
@@ -228,7 +242,7 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each, dtype in _needed(recipe).items():
             made = self._make(each, available)
             if made is None and recipe.source is not None:
-                made = available[each] = _Kept(recipe.source, recipe.source._version)
+                made = available[each] = _Kept(recipe.source)
             if made is None or made.dtype != dtype:
                 return None
             arguments[each] = made
@@ -269,9 +283,17 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
 
 
-def pointwise_recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recompute_pointwise(hooks: OuterHooks, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a layer's forward; save no output of a pointwise operation or norm that backward can make again."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    with PointwiseRecompute().around_forward():
+    with PointwiseRecompute().around_forward(hooks()):
         return function(*args, **kwargs)
+
+
+def no_hooks() -> Hooks | None:
+    """Return None: tensors stay saved in autograd's graph."""
+    return None
+
+
+pointwise_recomputed = partial(recompute_pointwise, no_hooks)

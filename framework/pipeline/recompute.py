@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.pipeline.pointwise import pointwise_recomputed
+from meshwright.pipeline.pointwise import OuterHooks, no_hooks, recompute_pointwise
 from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.seeding import Draw, SeededDropout, dropouts_of
 
@@ -92,13 +92,18 @@ def parts_of(layer_name: str, layer: nn.Module, patterns: Collection[str]) -> li
     ]
 
 
-def recompute_parts(layer_name: str, layer: nn.Module, patterns: Collection[str], context: Context) -> list[str]:
-    """Wrap each submodule whose full name matches a pattern in activation checkpointing, in place; return the names."""
+def recompute_parts(
+    layer_name: str, layer: nn.Module, patterns: Collection[str], context: Context, hooks: OuterHooks = no_hooks
+) -> list[str]:
+    """Wrap each submodule whose full name matches a pattern in activation checkpointing, in place; return the names.
+
+    ``hooks``: function that returns the hooks for tensors that stay saved, as a layer's forward begins.
+    """
     found = parts_of(layer_name, layer, patterns)
     dropouts = dropouts_of(layer)  # a submodule may call a dropout outside itself
     for name, module in found:
         if name.endswith(POINTWISE):
-            module.forward = partial(pointwise_recomputed, module.forward)
+            module.forward = partial(recompute_pointwise, hooks, module.forward)
         else:
             module.forward = partial(recomputed, module.forward, partial(_with_calls, dropouts, context))
     return [name for name, _ in found]
@@ -127,10 +132,12 @@ class RecomputeContext:
             draw.sample_indices, draw.is_recompute = now, was_recompute
 
 
-def recompute_layers(layers: nn.Sequential, names: Collection[str], context: Context) -> frozenset[str]:
+def recompute_layers(
+    layers: nn.Sequential, names: Collection[str], context: Context, hooks: OuterHooks | None = None
+) -> frozenset[str]:
     """Wrap parts of layers in activation checkpointing, in place; return the layers to recompute as a whole."""
     whole = frozenset(layers._modules) & frozenset(names)
     for name, layer in layers.named_children():
         if name not in whole:
-            recompute_parts(name, layer, names, context)
+            recompute_parts(name, layer, names, context, hooks or no_hooks)
     return whole

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.model.running_buffers import running_values
+from meshwright.pipeline.activation_offload import ActivationOffload as ActivationOffload
+from meshwright.pipeline.activation_offload import activation_offload as activation_offload
 from meshwright.pipeline.compiled import compile_layers as compile_layers
+from meshwright.pipeline.pointwise import Hooks
 from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
 from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred
 from meshwright.pipeline.stage_checks import Advice, InspectedLayer, check_ignored, check_outputs, nested_checkpoint
@@ -49,6 +52,8 @@ class StageSpec:
     """Layers, and parts of layers, with activation checkpointing (recompute)."""
     running: Collection[str] = ()
     """Buffers of the model that forward may change, by name."""
+    offloaded: Collection[str] = ()
+    """Layers whose saved tensors lie in host memory until backward."""
 
 
 class _Saved(NamedTuple):
@@ -94,11 +99,17 @@ class Stage:
         self._dropouts = {name: dropouts_of(layer) for name, layer in self._layers}
         self._again = RecomputeContext(draw or Draw(), self.split)
         self._advice = Advice(self._again.draw)
-        self._recomputed = recompute_layers(layers, spec.recomputed, self._again)
+        self.offload: ActivationOffload | None = None
+        """Offload of the tensors that the layers in ``spec.offloaded`` save for backward."""
+        self._offloaded = [name for name, _ in self._layers if name in spec.offloaded]
+        self._recomputed = recompute_layers(layers, spec.recomputed, self._again, self._outer_hooks)
         self._checks_layers, self._checks_loss = True, checks_loss
         """True until the first forward of training has ended."""
         self._saved: dict[int, _Saved] = {}
         self._deferred: dict[int, list[DeferredGradient]] = {}
+
+    def _outer_hooks(self) -> Hooks | None:
+        return None if self.offload is None else self.offload.hooks()
 
     def skip_first_checks(self) -> None:
         """Skip the checks of the first forward, which read values and cost time."""
@@ -147,6 +158,8 @@ class Stage:
                 pairs = zip(inputs, self.input_spec.leaves, strict=True)
                 leaves = [tensor.detach().requires_grad_(train and spec.needs_gradient) for tensor, spec in pairs]
                 value = self.input_spec.value_of(leaves)
+            if train and self.offload is not None:
+                self.offload.begin_forward(self.index, microbatch, [*leaves, *self.layers.buffers()])
             for name, layer in self._layers:
                 self.before_layer(name)
                 self._advice.layer = name
@@ -178,7 +191,9 @@ class Stage:
             restart_calls(self._dropouts[name])  # also in the second forward of a recompute
             return inner(value)
 
-        return recomputed(run, self._again, value) if name in self._recomputed else run(value)
+        offloads = train and self.offload is not None and name in self._offloaded
+        with self.offload.around_layer(is_last=name == self._offloaded[-1]) if offloads else nullcontext():
+            return recomputed(run, self._again, value) if name in self._recomputed else run(value)
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Run the backward of one micro-batch; weight gradients accumulate in place.
@@ -193,6 +208,8 @@ class Stage:
         inputs, roots = self._saved.pop(microbatch)
         if self.is_last:
             gradients = [torch.full_like(root, self.loss_scale * self.step_scale) for root in roots]
+        if self.offload is not None:
+            self.offload.begin_backward(self.index, microbatch)
         if roots:
             try:
                 torch.autograd.backward(roots, gradients)
@@ -200,6 +217,8 @@ class Stage:
                 if self.split is None:
                     raise
                 raise nested_checkpoint(self.index, error) from error
+        if self.offload is not None:
+            self.offload.end_backward()
         if self.input_spec is None:
             return []
         found = []

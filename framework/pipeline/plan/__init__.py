@@ -5,6 +5,7 @@ count_layers, LayerCost               FLOPs and bytes of each layer
 cut_layers, layer_weights, partition  layers of each stage
 describe_boundaries                   values between the stages
 check_recompute, recomputed_names     layers with activation checkpointing (recompute)
+offloaded_names                       layers with activation offload
 check_running                         running buffers (BatchNorm) that this layout would change
 outline_of, outline_of_value          equality of layers and of values, for caches
 recomputed, recompute_parts, SplitBackward, accumulate_deferred   as a stage runs its layers, for the planner's profile
@@ -21,6 +22,7 @@ from meshwright.pipeline.plan.describe import describe_model as describe_model
 from meshwright.pipeline.plan.outline import outline_of as outline_of
 from meshwright.pipeline.plan.outline import outline_of_value as outline_of_value
 from meshwright.pipeline.plan.recompute_plan import check_recompute as check_recompute
+from meshwright.pipeline.plan.recompute_plan import offloaded_names as offloaded_names
 from meshwright.pipeline.plan.recompute_plan import recomputed_names as recomputed_names
 from meshwright.pipeline.plan.running import check_running as check_running
 from meshwright.pipeline.recompute import recompute_parts as recompute_parts

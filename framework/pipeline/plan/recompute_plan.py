@@ -1,4 +1,4 @@
-"""Layers and parts of layers with activation checkpointing (recompute), as the configuration selects them."""
+"""Layers with activation checkpointing (recompute) or activation offload, as the configuration selects them."""
 
 from __future__ import annotations
 
@@ -61,3 +61,21 @@ def recomputed_names(pipeline: Pipeline, model: PlainModel) -> list[str]:
         return [f"{name}.{POINTWISE}" for name in chosen]
     parts = [name for name, _ in model.layers.named_modules() if name.partition(".")[0] in chosen]
     return [part for part in parts if any(fnmatchcase(part, p) for p in model.selective_recompute)]
+
+
+def offloaded_names(pipeline: Pipeline, model: PlainModel) -> tuple[str, ...]:
+    """Return the names of the layers whose saved tensors lie in host memory until backward.
+
+    Raises:
+        ModelError: a pattern of ``pipeline.offload_activations`` fits no layer.
+    """
+    names = list(model.layers._modules)
+    for pattern in pipeline.offload_activations:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ModelError(
+                "MW-PIPELINE-037",
+                f"pipeline.offload_activations holds {pattern!r}, which fits no layer; the layers are "
+                f"{', '.join(names)}",
+            )
+    patterns = pipeline.offload_activations
+    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))

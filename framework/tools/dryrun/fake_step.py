@@ -5,8 +5,7 @@
                     +---- every operation: allocations, releases, communication ---> RankProfile
 
 The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are on CPU, so the
-kernels and the tensors that these save for backward are those of a CPU. Code that reads values on the host is left
-out, and with it the inspection of each layer in a run's first forward.
+kernels and their saved tensors are those of a CPU. Code that reads values is left out (the first forward's checks).
 """
 
 from __future__ import annotations
@@ -200,6 +199,8 @@ def record_step(
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
                 stage.skip_first_checks()
+            if parts.executor.offload is not None:
+                parts.executor.offload.copies.on_allocate = recorder.note_host
             _make_states(parts)
             first = recorder.now
             roles = dict.fromkeys(constants, Category.CONSTANTS) | _roles(parts, recorder)

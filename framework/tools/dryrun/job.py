@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.blueprint import Blueprint, batch_numbers
 from meshwright.config import RunConfig
 from meshwright.mesh.grid import Grid
-from meshwright.pipeline.plan import outline_of
+from meshwright.pipeline.plan import offloaded_names, outline_of
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tools.dryrun.fake_step import grid_of, profile_rank, record_step, share_blueprint
@@ -64,7 +64,9 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
     kinds = [_kind(blueprint, pp_rank) for pp_rank in range(pp)]
     representatives = [kinds.index(kind) for kind in kinds]
     profiles: dict[int, RankProfile] = {}
-    if batch_numbers(config).chunks > CHUNKS:
+    if batch_numbers(config).chunks > CHUNKS and config.pipeline.offload_activations:
+        report("all ranks run all micro-batches, without a replay: saved tensors leave and return by the schedule")
+    elif batch_numbers(config).chunks > CHUNKS:
         short = _with_few_chunks(config)
         shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
         for first in dict.fromkeys(representatives):
@@ -97,11 +99,13 @@ def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
     stages: list[Any] = []
     last = len(blueprint.stages) - 1
     recomputed = set(blueprint.recomputed)
+    offloaded = offloaded_names(blueprint.config.pipeline, blueprint.model)
     for stage in blueprint.schedule.stages_of(pp_rank):
         layers = [
             (
                 repr(outline_of(layer)).replace(f"{name}.", ""),
                 sorted(part.removeprefix(name) for part in recomputed if f"{part}.".startswith(f"{name}.")),
+                name in offloaded,
             )
             for name, layer in blueprint.stage_layers(stage).named_children()
         ]

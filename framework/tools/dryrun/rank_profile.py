@@ -72,6 +72,8 @@ class RankProfile:
     """Live bytes before the step, by category."""
     host_bytes: int
     """Bytes at the peak that ``parallel.offload`` keeps in host memory; not part of ``peak_bytes``."""
+    offloaded_bytes: int
+    """Largest number of bytes of saved tensors that ``pipeline.offload_activations`` keeps in host memory."""
     both_bytes: int
     """Largest number of live bytes on device and host together."""
     communication: list[CommunicationRecord] = field(default_factory=list)
@@ -97,7 +99,9 @@ def build_profile(
     last = recorder.now
     starts = [start for start in recorder.activities if start.at >= first] or [ActivityStart(first, "nothing")]
     on_host = {number for number, role in roles.items() if role in host_categories}
-    lives = [life for life in recorder.lives if life.died >= first]
+    every = [life for life in recorder.lives if life.died >= first]
+    lives = [life for life in every if life.number not in recorder.on_host]
+    saved = [life for life in every if life.number in recorder.on_host]
     live = live_bytes((life for life in lives if life.number not in on_host), first, last)
     at = max(range(len(live)), key=live.__getitem__) + first
     ends = [*(start.at - 1 for start in starts[1:]), last]
@@ -131,7 +135,8 @@ def build_profile(
         at_peak,
         held(first),
         sum(at_peak.get(category, 0) for category in host_categories),
-        max(live_bytes(lives, first, last)) if on_host else live[at - first],
+        max(live_bytes(saved, first, last)),
+        max(live_bytes(every, first, last)) if on_host or saved else live[at - first],
         communication,
         [Peak(start.activity, max(live[start.at - first : end + 1 - first])) for start, end in spans],
     )

@@ -70,6 +70,8 @@ class StepRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         self.lives: list[StorageLife] = []
         self.communication: list[RecordedCommunication] = []
         self.activities: list[ActivityStart] = []
+        self.on_host: set[int] = set()
+        """Numbers of storages that are host memory also in a run on CUDA."""
         self._current: dict[int, StorageLife] = {}
         """Storage number -> its current life."""
         self._storages = StorageRegistry(self._end_life, first_number)
@@ -133,6 +135,10 @@ class StepRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
             number = self._storages.add(tensor)
             self._begin_life(number, tensor.untyped_storage().nbytes())
         return number
+
+    def note_host(self, memory: Tensor) -> None:
+        """Note that a tensor's storage is host memory."""
+        self.on_host.add(self.number_of(memory))
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of all tensors whose storage is recorded."""

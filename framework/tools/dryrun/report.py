@@ -110,7 +110,7 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
     time = None if time_model is None else time_model(job)
     timeline = simulate_schedule(job) if time is None else time.timeline
     most = max(job.profiles, key=lambda each: each.peak_bytes)
-    host = max(each.host_bytes for each in job.profiles)
+    host = max(each.host_bytes + each.offloaded_bytes for each in job.profiles)
     memory, traffic = _memory_rows(job), _traffic_rows(job, nodes, busy_shares(timeline))
     lines = [
         f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on pp {grid.pp} x dp {grid.dp} x tp "

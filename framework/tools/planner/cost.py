@@ -67,7 +67,8 @@ def step_time(
     pp, dp, tp = layout.grid
     on_cpu = hardware.kind == "cpu"
     pp_link = performance.group_link(2 if pp > 1 else 1, tp * dp)
-    key = ("stages", id(hardware), id(layout.layers), tuple(run.start for run in layout.stages), pp_link)
+    away = tuple(footprint.offloaded for footprint in layout.footprints)
+    key = ("stages", id(hardware), id(layout.layers), tuple(run.start for run in layout.stages), pp_link, away)
     results = {} if results is None else results
     if key not in results:
         results[key] = hardware, _stage_times(layout, performance, pp_link)  # kept alive, so that its id stays its own
@@ -117,6 +118,8 @@ def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: Gr
             backward += times[key].backward
             half += times[key].weight_half
             messages += times[key].messages
+        copied_s = layout.footprints[index].offloaded / performance.hardware.host_link.bytes_per_s
+        forward, backward = max(forward, copied_s), max(backward, copied_s)  # activation offload, each way
         message_s = _message_s(layout, index, pp_link, tp_link, performance.traits)
         stages.append(StageTime(forward, backward, half, message_s, messages))
     return stages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from meshwright.tools.planner.layer_profile import LayerProfile
@@ -39,6 +39,10 @@ class Footprint(NamedTuple):
     input_gradients: int
     output_gradients: int
     """Gradients received from the next stage."""
+    offloaded: int = 0
+    """Bytes in host memory between forward and backward, not part of ``kept``."""
+    last_group: int = 0
+    """Part of ``offloaded`` that stays on the device until another computation has begun."""
     forward_elements: int = 0
     """Number of parameters of the layer at the peak in forward, and of the next layer."""
 
@@ -60,12 +64,35 @@ class SharedWeight(NamedTuple):
         return self.bytes if self.first <= index < self.last else 0
 
 
+def stage_footprints(
+    layers: Sequence[LayerProfile],
+    stages: Sequence[range],
+    shared: Callable[[range], Sequence[SharedWeight]],
+    away: Collection[int],
+) -> list[Footprint]:
+    """Return the footprint of each stage.
+
+    Args:
+        shared: function from a stage's layers to the weights that several of them use.
+        away: indices in the model of the layers with activation offload.
+    """
+    combined = []
+    for index, run in enumerate(stages):
+        received = layers[run.start - 1].outputs if index else ()
+        inputs = [(tensor.bytes, tensor.needs_gradient) for tensor in received]
+        own, last = layers[run.start : run.stop], index == len(stages) - 1
+        offloaded = [at - run.start for at in run if at in away]
+        combined.append(footprint(own, inputs, last=last, shared=shared(run), offloaded=offloaded))
+    return combined
+
+
 def footprint(
     layers: Sequence[LayerProfile],
     inputs: Sequence[tuple[int, bool]],
     *,
     last: bool,
     shared: Sequence[SharedWeight] = (),
+    offloaded: Collection[int] = (),
 ) -> Footprint:
     """Combine the layers of a stage.
 
@@ -74,9 +101,13 @@ def footprint(
             are small, and counted where a layer keeps them.
         last: True if the stage ends in the loss.
         shared: weights that several of the layers use.
+        offloaded: indices of layers with activation offload. What the layer with the loss keeps is taken to stay.
     """
     in_halves = any(layer.weight_half for layer in layers)
-    kept, forward_peak, at_peak, released = _forward(layers, len(inputs), last)
+    away = frozenset(index for index in offloaded if not (last and index == len(layers) - 1))
+    kept, forward_peak, at_peak, released = _forward(layers, len(inputs), last, away)
+    groups = [released[index] if index in away else 0 for index in range(len(layers))]
+    kept -= sum(groups)
     deferred = sum(layer.deferred_bytes for layer in layers)
     backward: list[BackwardPoint] = []
     weight_half: list[BackwardPoint] = []
@@ -87,9 +118,10 @@ def footprint(
         waiting = sum(weight.waits_in(index) for weight in shared)
         peak += 0 if in_halves else waiting
         weight_peak = layer.weight_peak + (waiting if in_halves else 0)
+        peak += groups[index] + next((groups[before] for before in reversed(range(index)) if groups[before]), 0)
         backward.append(BackwardPoint(live + peak - kept, layer.num_parameters, elements))
         weight_half.append(BackwardPoint(live_deferred + weight_peak - deferred, layer.num_parameters, elements))
-        live += layer.deferred_bytes - released[index]
+        live += layer.deferred_bytes - released[index] + groups[index]
         live_deferred -= layer.deferred_bytes
         elements += layer.num_parameters
     backward.append(BackwardPoint(deferred - kept, 0, elements))
@@ -105,21 +137,26 @@ def footprint(
         outputs=sent,
         input_gradients=sum(size for size, needs_gradient in inputs if needs_gradient),
         output_gradients=sent,
+        offloaded=sum(groups),
+        last_group=next((size for size in reversed(groups) if size), 0),
         forward_elements=sum(layer.num_parameters for layer in layers[at_peak : at_peak + 2]),
     )
 
 
-def _forward(layers: Sequence[LayerProfile], num_inputs: int, last: bool) -> tuple[int, int, int, list[int]]:
+def _forward(
+    layers: Sequence[LayerProfile], num_inputs: int, last: bool, away: Collection[int]
+) -> tuple[int, int, int, list[int]]:
     """Return (bytes kept for backward, peak bytes, layer at the peak, bytes that each layer's backward releases).
 
-    A tensor between layers is counted once. The first layer that keeps it is the last to release it in backward.
+    Of the layers in ``away`` the last one before a layer is still on the device. A tensor between layers is counted
+    once. The first layer that keeps it is the last to release it in backward.
     """
     sizes = dict.fromkeys(range(num_inputs), 0)
     """Bytes of the tensors between layers, by number; 0 if counted elsewhere: received, or kept by their own layer."""
     keepers: dict[int, int] = {}
     """Tensor -> first layer that keeps it; ``len(layers)``: kept to be sent."""
     value = list(sizes)
-    owned = forward_peak = at_peak = 0
+    owned = forward_peak = at_peak = leaving = 0
     for index, layer in enumerate(layers):
         if not value:
             value = [len(sizes) + place for place in range(len(layer.inputs_kept))]
@@ -127,10 +164,14 @@ def _forward(layers: Sequence[LayerProfile], num_inputs: int, last: bool) -> tup
         for place, tensor in enumerate(value):
             if layer.inputs_kept[place]:
                 keepers.setdefault(tensor, index)
-        live = owned + sum(sizes[tensor] for tensor in {*value, *keepers})
+        on_device = {tensor for tensor, keeper in keepers.items() if keeper not in away or keeper == index}
+        live = owned + leaving + sum(sizes[tensor] for tensor in {*value, *on_device})
         if live + layer.forward_peak > forward_peak:
             forward_peak, at_peak = live + layer.forward_peak, index
-        owned += layer.kept_bytes
+        if index in away:
+            leaving = layer.kept_bytes
+        else:
+            owned += layer.kept_bytes
         outputs = []
         for output in layer.outputs:
             if output.input_index is not None:

@@ -11,7 +11,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.tools.planner.footprint import Footprint
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.matrix_step import MatrixCounts, temporary_bytes
-from meshwright.tools.planner.memory import ActionMemory, Backend, RankMemory, ReductionBuffers, walk
+from meshwright.tools.planner.memory import ActionMemory, Backend, RankMemory, ReductionBuffers, offloaded_bytes, walk
 from meshwright.tools.summary import Elements, held_at_rest
 
 
@@ -62,6 +62,7 @@ class LayoutModel:
         weights, gradients, optimizer, host = map(sum, zip(*at_rest, strict=True))
         if self.config.optimizer.name == "adamw8bit":
             optimizer += table_bytes(self.config.train.dtype == "float64")
+        host += offloaded_bytes(self.schedule, pp_rank, self.footprints)
         peak = walk(self.schedule, pp_rank, self.footprints, ReductionBuffers(self.config, backend))
         step = temporary_bytes(self.config, self.matrices_of(pp_rank))
         if step > peak.total:

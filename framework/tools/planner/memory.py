@@ -185,7 +185,8 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
     """By stage: bytes that its last backward has left behind."""
     released: set[Action] = set()
     """Sends of forwards whose backward is done while their output is still being sent."""
-    activations = messages = reductions = 0
+    activations = messages = reductions = leaving = 0
+    previous: Action | None = None
     highest = ActionMemory(0, 0, 0, "rest")
     for item in _row(schedule, pp_rank, last):
         group = actions_of(item)
@@ -197,7 +198,12 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
             if action.kind is Kind.F and buffers.config.parallel.zero == 2:
                 held[stage] = 0  # a forward waits for the collective of each layer's bucket
             peak = buffers.peak(of, action, reduces=reduces, held=held.get(stage, 0))
-            moment = ActionMemory(activations, messages, reductions + sum(held.values()) + peak, str(action))
+            if action.kind is Kind.F or previous == action._replace(kind=Kind.F):
+                waits, leaving = (leaving, of.last_group) if action.kind is Kind.F else (0, 0)
+            else:
+                waits, leaving = leaving, 0
+            previous = action
+            moment = ActionMemory(activations + waits, messages, reductions + sum(held.values()) + peak, str(action))
             if moment.total > highest.total:
                 highest = moment
             if action.kind is not Kind.F and reduces:
@@ -229,6 +235,17 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
                 messages -= size
             released.discard(action)
     return highest
+
+
+def offloaded_bytes(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint]) -> int:
+    """Return the largest number of bytes of saved tensors in host memory along a row."""
+    most = live = 0
+    for _, action in schedule.actions(pp_rank):
+        if action.kind in (Kind.F, Kind.B, Kind.I):
+            assert action.stage is not None
+            live += footprints[action.stage].offloaded * (1 if action.kind is Kind.F else -1)
+            most = max(most, live)
+    return most
 
 
 def _row(schedule: Schedule, pp_rank: int, last: frozenset[Action]) -> Sequence[Item]:

@@ -32,7 +32,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
-from meshwright.tools.planner.footprint import Footprint, SharedWeight, footprint
+from meshwright.tools.planner.footprint import Footprint, SharedWeight, stage_footprints
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layout_model import LayoutModel
@@ -245,7 +245,9 @@ class ModelCache:
         parameters = self.split(tp, config.parallel.sequence and tp > 1).parameters
         key = ("elements", tp, tuple(run.start for run in stages))
         elements, matrices = self.cached(key, lambda: self._elements(parameters, stages))
-        footprints = self._footprints(layers, stages, parameters)
+        patterns = config.pipeline.offload_activations
+        away = tuple(at for at, name in enumerate(self.names) if any(fnmatchcase(name, each) for each in patterns))
+        footprints = self._footprints(layers, stages, parameters, away)
         return LayoutModel(config, schedule, stages, layers, elements, footprints, matrices)
 
     def _elements(
@@ -272,18 +274,15 @@ class ModelCache:
         return self.cached(key, lambda: cut_layers(config, self.costs(config), num_stages))
 
     def _footprints(
-        self, layers: tuple[LayerProfile, ...], stages: list[range], parameters: dict[str, list[LocalParameter]]
+        self,
+        layers: tuple[LayerProfile, ...],
+        stages: list[range],
+        parameters: dict[str, list[LocalParameter]],
+        away: tuple[int, ...],
     ) -> list[Footprint]:
-        def combine() -> list[Footprint]:
-            combined = []
-            for index, run in enumerate(stages):
-                received = layers[run.start - 1].outputs if index else ()
-                inputs = [(tensor.bytes, tensor.needs_gradient) for tensor in received]
-                own, last = layers[run.start : run.stop], index == len(stages) - 1
-                combined.append(footprint(own, inputs, last=last, shared=self._shared(run, parameters)))
-            return combined
-
-        return self.cached(("footprints", id(layers), tuple(run.start for run in stages)), combine)
+        shared = partial(self._shared, parameters=parameters)
+        key = ("footprints", id(layers), tuple(run.start for run in stages), away)
+        return self.cached(key, lambda: stage_footprints(layers, stages, shared, away))
 
     def _shared(self, run: range, parameters: dict[str, list[LocalParameter]]) -> list[SharedWeight]:
         """Return the trained weights that several layers of a stage use."""

@@ -113,6 +113,44 @@ def unsharded(patch: Any) -> None:
     patch.setattr(FSDPParamGroup, "wait_for_unshard", waiting)
 
 
+def activations_early(patch: Any) -> None:
+    """Saved tensors are copied to the host before they are computed."""
+    import torch
+
+    patch.setattr(torch.cuda.Stream, "wait_stream", lambda stream, other: None)
+
+
+def activations_return_late(patch: Any) -> None:
+    """Backward uses saved tensors before they are back on the device."""
+    from meshwright.pipeline.offload_copies import HostCopies
+
+    patch.setattr(HostCopies, "finish_in", lambda copies, stored: None)
+
+
+def activations_return_early(patch: Any) -> None:
+    """Saved tensors return before their copies to the host are complete."""
+    from meshwright.pipeline.offload_copies import HostCopies
+
+    patch.setattr(HostCopies, "post_in", no_waits(HostCopies.post_in))
+    patch.setattr(HostCopies, "finish_out", no_waits(HostCopies.finish_out))
+
+
+def no_waits(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in which no stream waits for an event."""
+
+    def calling(*args: Any) -> Any:
+        import torch
+
+        stream: Any = torch.cuda.Stream
+        waits, stream.wait_event = stream.wait_event, lambda stream, event: None
+        try:
+            return function(*args)
+        finally:
+            stream.wait_event = waits
+
+    return calling
+
+
 def nothing(patch: Any) -> None:
     """All waits are there."""
 
@@ -136,6 +174,9 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "offload: copy before the sum": copy_before_the_sum,
     "offload: update before the copy": copy_not_awaited,
     "offload, ZeRO-3: sum before the copy": offloaded_gradients,
+    "activations: copy before they are computed": activations_early,
+    "activations: use before they are back": activations_return_late,
+    "activations: return before the copy": activations_return_early,
     "regions": regions,
     "column: gradient of the input": leave_out("tp", "all-reduce"),
     "column: gathered input": leave_out("tp", "all-gather"),

@@ -18,7 +18,8 @@ class Planned(NamedTuple):
 def configured(
     schedule: str = "1f1b", chunks: int = 2, model: str = "gpt2", num_layers: int = 1, **parallel: Any
 ) -> RunConfig:
-    """A small run."""
+    """A small run. ``away``: patterns of layers with activation offload."""
+    away = parallel.pop("away", [])
     options: dict[str, Any] = {"vocab_size": 100, "hidden_size": 32, "num_layers": num_layers, "num_heads": 2}
     if model == "llama":
         options |= {"num_kv_heads": 2, "ffn_size": 64}
@@ -28,7 +29,7 @@ def configured(
             "data": {"train": "in memory", "sequence_length": 16},
             "batch": {"micro_batch_size": 2, "chunks": chunks},
             "parallel": {"bucket_bytes": 2**15, **parallel},
-            "pipeline": {"schedule": schedule},
+            "pipeline": {"schedule": schedule, "offload_activations": away},
             "train": {"device": "cpu"},
         }
     )

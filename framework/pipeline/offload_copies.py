@@ -1,0 +1,152 @@
+"""Copies of saved storages between device and host memory, on a stream for each direction.
+
+NOTE [copy order]: device memory of both directions is allocated and freed in the order of the compute stream. A copy
+begins after the compute stream's work so far, and the compute stream waits for it before it uses or releases memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+"""Bytes; storages begin at multiples of it in their host memory."""
+
+
+class HostBlock:
+    """Host memory of the storages that are copied together, given back when the last of them is released."""
+
+    def __init__(self, memory: Tensor, give_back: Callable[[Tensor], None]) -> None:
+        self.memory, self._give_back = memory, give_back
+
+    def __del__(self) -> None:
+        self._give_back(self.memory)
+
+
+class StoredActivation:
+    """A storage saved for backward: flat on the device, in host memory, or both."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self.device: Tensor | None = flat
+        self.host: Tensor | None = None
+        self.block: HostBlock | None = None
+        self.copied: Any = None
+        """Event of its copy to the host."""
+        self.arrived: Any = None
+        """Event of its copy back; None when the compute stream has waited for it."""
+        self.version = flat._version
+        self.is_stale = False
+        """True if the tensor was overwritten before it was released."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        return 0 if self.device is None else self.device.numel() * self.device.element_size()
+
+    def release(self) -> None:
+        """Release the device memory of a storage that has been copied to the host."""
+        if self.device is not None and self.arrived is None:
+            self.is_stale |= self.device._version != self.version
+        self.device = self.arrived = None
+
+
+class HostCopies:
+    """Streams of the copies of one rank, and its host memory for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out: Any = None
+        self._in: Any = None
+        if device.type == "cuda":
+            self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.on_allocate: Callable[[Tensor], object] = lambda memory: None
+        """Function called with each new piece of host memory."""
+        self._free: dict[int, list[Tensor]] = {}
+        """Bytes -> host memory to reuse. For a CUDA device only."""
+
+    def post_out(self, stored: Sequence[StoredActivation]) -> None:
+        """Post the copies of storages to the host. Does not block with CUDA."""
+        leaving = [each for each in stored if each.host is None and each.device is not None]
+        sizes = [-(-each.num_bytes // _ALIGNMENT) * _ALIGNMENT for each in leaving]
+        block, offset = self._host_block(sum(sizes)), 0
+        with self._on(self._out):
+            for each, size in zip(leaving, sizes, strict=True):
+                assert each.device is not None
+                each.block = block
+                each.host = block.memory[offset : offset + each.num_bytes].view(each.device.dtype)
+                each.host.copy_(each.device, non_blocking=self._out is not None)
+                offset += size
+            copied = _recorded(self._out)
+        for each in leaving:
+            each.copied = copied
+
+    def finish_out(self, stored: Sequence[StoredActivation]) -> None:
+        """Release the device memory of storages whose copies are posted. The current stream waits, the host does not.
+
+        The memory is free for work after the copies.
+        """
+        for each in stored:
+            if each.host is not None:
+                if each.copied is not None and each.device is not None:
+                    torch.cuda.current_stream(self._device).wait_event(each.copied)
+                each.release()
+
+    def post_in(self, stored: Sequence[StoredActivation]) -> None:
+        """Post the copies back of those storages that are on the host alone. Does not block with CUDA."""
+        returning = [each for each in stored if each.device is None and each.host is not None]
+        if not returning:
+            return
+        for each in returning:
+            assert each.host is not None
+            each.device = torch.empty_like(each.host, device=self._device)
+        with self._on(self._in):
+            for each in returning:
+                assert each.device is not None and each.host is not None
+                if self._in is not None:
+                    self._in.wait_event(each.copied)
+                each.device.copy_(each.host, non_blocking=self._in is not None)
+            arrived = _recorded(self._in)
+        for each in returning:
+            each.arrived = arrived
+
+    def finish_in(self, stored: Sequence[StoredActivation]) -> None:
+        """Make the current stream wait until the storages are on the device. The host does not wait."""
+        for each in stored:
+            if each.arrived is not None:
+                torch.cuda.current_stream(self._device).wait_event(each.arrived)
+                each.arrived = None
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        """Enter a stream that begins after the current stream's work so far; None: no stream."""
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            yield
+
+    def _host_block(self, num_bytes: int) -> HostBlock:
+        """Return host memory (num_bytes,) uint8, pinned with a CUDA device.
+
+        NOTE [own blocks]: torch's cache of pinned memory rounds sizes up to powers of two. A block is free when
+        autograd has released its tensors. By then the compute stream has waited for their return, and each copy
+        begins after that stream's work.
+        """
+        free = self._free.setdefault(num_bytes, [])
+        if free:
+            memory = free.pop()
+        else:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._out is not None)
+            self.on_allocate(memory)
+        return HostBlock(memory, self._give_back)
+
+    def _give_back(self, memory: Tensor) -> None:
+        if self._out is not None:
+            self._free[memory.numel()].append(memory)
+
+
+def _recorded(stream: Any) -> Any:
+    return None if stream is None else stream.record_event()
