@@ -191,8 +191,8 @@ class Stage:
             restart_calls(self._dropouts[name])  # also in the second forward of a recompute
             return inner(value)
 
-        offloads = train and self.offload is not None and name in self._offloaded
-        with self.offload.around_layer(is_last=name == self._offloaded[-1]) if offloads else nullcontext():
+        offload = self.offload if train and name in self._offloaded else None
+        with offload.around_layer(is_last=name == self._offloaded[-1]) if offload is not None else nullcontext():
             return recomputed(run, self._again, value) if name in self._recomputed else run(value)
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
