@@ -113,7 +113,7 @@ def memory(tree: Path) -> Table:
             cwd=tree,
             capture_output=True,
             text=True,
-            check=True,
+            check=False,  # 1: it runs out of memory
         )
         (found,) = re.findall(r"most memory +(.*)", done.stdout)
         table.add_row(name, found)

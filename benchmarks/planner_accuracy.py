@@ -4,11 +4,12 @@
     python benchmarks/planner_accuracy.py --only korthikanti    rows whose names begin so, each of them listed
     python benchmarks/planner_accuracy.py --runs FILE           other runs, in the columns of published_runs.csv
     python benchmarks/planner_accuracy.py --fit                 fits the constants anew: of each source on all others
+    python benchmarks/planner_accuracy.py --never-fitted        the sources that are in no fit
 
 The constants (:class:`meshwright.tools.planner.rates.RateFractions`) are one set for all devices, models and
 frameworks. Each source is predicted with the constants that fit all *other* sources best: no row influences its own
 prediction. Sources that leave out what matters (micro-batch, device, recompute) are listed apart and excluded from
-every fit.
+every fit. The sources of ``NEVER_FITTED`` are in no fit, and are shown on request alone: at the end of a change.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from published import DATA, Bench, Case, case, memory_bytes, memory_is_comparable, read, step_s
+from pydantic import ValidationError
 from report import conclude, environment
 from rich.console import Console
 from rich.table import Table
@@ -55,6 +57,8 @@ START = RateFractions(
     node_link=0.75, cluster_link=0.75, operation_s=4e-6, hidden=0.8, waits=0.005,
 )  # fmt: skip
 PULL = 0.3
+NEVER_FITTED = ("fms", "mlm", "pythia")
+"""Sources excluded from every fit: torch FSDP compiled, Transformer Engine on Hopper, GPT-NeoX in eager torch."""
 BARS = {
     "korthikanti22": (0.0365, 0.0887, None),
     "simumax": (0.0526, 0.114, 0.02),
@@ -106,20 +110,24 @@ class Scored(NamedTuple):
         return self.predicted_gib <= self.room_gib
 
 
-def draw(runs: Path, only: str) -> list[Drawn]:
-    """Read the published rows and profile their models."""
-    bench = Bench()
-    found = []
-    for row in read(runs):
-        if not row.id.startswith(only):
+def draw(runs: Path, wanted: Callable[[str], bool]) -> tuple[list[Drawn], list[str]]:
+    """Read the rows whose names are ``wanted``, and profile their models; return them and the rows left out."""
+    bench, found = Bench(), []
+    rows, left_out = read(runs)
+    for row in rows:
+        if not wanted(row.id):
             continue
-        one = case(row)
         try:
-            hardware = read_hardware(one.hardware)
-            found.append(Drawn(one, bench.layout(one), hardware))
-        except UserError as error:
-            print(f"{row.id}: left out, {error}", file=sys.stderr)
-    return found
+            one = case(row)
+            found.append(Drawn(one, bench.layout(one), read_hardware(one.hardware)))
+        except (UserError, ValidationError) as error:
+            left_out.append(f"{row.id}: {str(error).splitlines()[0]}")
+    return found, left_out
+
+
+def is_never_fitted(name: str) -> bool:
+    """Return True for a row of a source that is in no fit."""
+    return name.split("-")[0] in NEVER_FITTED
 
 
 def paper(drawn: Drawn) -> str:
@@ -131,7 +139,8 @@ class Fit:
     """Least-squares fit of log step times. Each source has the weight of the root of its number of rows."""
 
     def __init__(self, rows: Sequence[Drawn]) -> None:
-        self.rows = [row for row in rows if row.case.whole and row.case.row.step_s is not None]
+        usable = [row for row in rows if row.case.whole and row.case.row.step_s is not None]
+        self.rows = [row for row in usable if not is_never_fitted(row.case.row.id)]
         self.papers = [paper(row) for row in self.rows]
         self.start = np.log([getattr(START, name) for name in FITTED])
         self.bounds = np.log(np.array(list(FITTED.values())))
@@ -308,12 +317,23 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PREFIX", help="rows whose names begin so")
     parser.add_argument("--runs", type=Path, default=DATA, metavar="FILE", help="default: published_runs.csv")
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, and store them")
+    parser.add_argument("--never-fitted", action="store_true", help=f"of the sources {', '.join(NEVER_FITTED)}")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
     console = Console(width=160)
     begin = time.monotonic()
-    rows = draw(options.runs, "" if options.fit else options.only)
-    console.print(f"{len(rows)} rows drawn in {time.monotonic() - begin:.0f} s", highlight=False)
+
+    def is_wanted(name: str) -> bool:
+        if options.runs != DATA:
+            return name.startswith(options.only)
+        return is_never_fitted(name) == options.never_fitted and name.startswith("" if options.fit else options.only)
+
+    rows, left_out = draw(options.runs, is_wanted)
+    console.print(f"{len(rows)} rows drawn in {time.monotonic() - begin:.0f} s, {len(left_out)} left out")
+    for line in left_out if options.runs != DATA else ():
+        console.print(f"left out: {line}", markup=False, highlight=False)
+    if not rows:
+        return 2
     if options.fit:
         found = Fit(rows).all()
         text = {name: {key: float(f"{value:.4g}") for key, value in r._asdict().items()} for name, r in found.items()}
@@ -328,6 +348,7 @@ def main() -> int:
         "constants": {name: values._asdict() for name, values in sets.items()},
         "sources": lines,
         "rows": [one._asdict() | {"error": one.error if one.step_s else None} for one in scored],
+        "left_out": left_out,
         "problems": [f"{source}: misses its bar" for source in missed],
     }
     if options.out:

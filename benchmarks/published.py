@@ -19,7 +19,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 from meshwright.tools.planner.cost import StepTime, seconds_per_micro_batch, steady_s, step_time
-from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.hardware import Hardware, known
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
 from meshwright.tools.planner.layout_model import LayoutModel
@@ -53,6 +53,14 @@ GPUS = {
     "V100-SXM-16GB": "v100-16gb",
     "": "h100",
 }
+
+SIZES = ("layers", "hidden", "heads", "ffn", "seq", "tp", "pp", "dp", "global_batch")
+"""Columns with a whole number in every row that is scored."""
+COLUMNS = (
+    *("id", *SIZES, "kv_heads", "vocab", "gpu", "vpp", "cp", "schedule", "micro_batch", "recompute", "zero_stage"),
+    *("precision", "compile", "iter_time_s", "peak_mem_gb", "mfu", "source", "notes"),
+)
+"""Columns in use; their values may be empty."""
 
 
 class Row(NamedTuple):
@@ -214,18 +222,35 @@ def family(row: Row) -> str:
     return said or ("fms" if row.zero == 3 else "megatron")
 
 
-def read(file: Path = DATA) -> list[Row]:
-    """Read all rows that have sizes, and a time, a memory or a note that they did not fit."""
+def read(file: Path = DATA) -> tuple[list[Row], list[str]]:
+    """Read all rows; return those that can be scored, and a line with the reason for each of the others."""
+    rows, left_out = [], []
     with file.open(encoding="utf-8") as lines:
-        found = [_row(raw) for raw in csv.DictReader(lines)]
-    return [row for row in found if row is not None]
+        for number, raw in enumerate(csv.DictReader(lines), start=2):
+            reason = _missing(raw)
+            if reason:
+                left_out.append(f"{raw.get('id') or f'line {number}'}: {reason}")
+            else:
+                rows.append(_row(raw))
+    return rows, left_out
 
 
-def _row(raw: dict[str, str]) -> Row | None:
-    needed = ("layers", "hidden", "heads", "ffn", "seq", "tp", "pp", "dp", "global_batch")
-    said = raw["iter_time_s"] or raw["peak_mem_gb"] or "out of memory" in raw["notes"]
-    if any(not re.fullmatch(r"\d+", raw[name]) for name in needed) or not said:
-        return None
+def _missing(raw: dict[str, str]) -> str:
+    """Return the reason why a row cannot be scored; "" for none."""
+    if absent := [name for name in COLUMNS if raw.get(name) is None]:
+        return f"no column {', '.join(absent)}"
+    if unknown := [name for name in SIZES if not re.fullmatch(r"[1-9]\d*", raw[name])]:
+        return "no whole number from 1 up: " + ", ".join(f"{name} = {raw[name]!r}" for name in unknown)
+    if raw["schedule"] not in SCHEDULES:
+        return f"schedule = {raw['schedule']!r}: known are {', '.join(name for name in SCHEDULES if name)}"
+    if raw["gpu"] and raw["gpu"] not in GPUS and raw["gpu"] not in known():
+        return f"gpu = {raw['gpu']!r}: known are {', '.join(name for name in (*GPUS, *known()) if name)}"
+    if not (raw["iter_time_s"] or raw["peak_mem_gb"] or "out of memory" in raw["notes"]):
+        return "no iter_time_s, no peak_mem_gb, and no note that it ran out of memory"
+    return ""
+
+
+def _row(raw: dict[str, str]) -> Row:
 
     def number(name: str, default: int) -> int:
         return int(raw[name]) if raw[name] else default

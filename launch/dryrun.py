@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshwright.config import Pipeline, RunConfig, load, resolve
@@ -17,14 +18,14 @@ from meshwright.tools.picture.library import require_matplotlib
 
 if TYPE_CHECKING:
     from meshwright.tools.dryrun.job import Job
-    from meshwright.tools.dryrun.report import StepTimeEstimate, TimeModel
+    from meshwright.tools.dryrun.report import StepTimeEstimate
 
 FAULTS = "schedule:RANK=NAME or missing:AXIS:RANK"
 SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Dry-run a job; return 1 if its ranks disagree, else 0.
+    """Dry-run a job; return 1 if its ranks disagree, a CUDA path is refused or memory runs out, else 0.
 
     Raises:
         UserError: an impossible configuration, an invalid fault, or a picture that cannot be written.
@@ -49,22 +50,23 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     parsed = [parse_fault(fault, grid, config.pipeline) for fault in faults]
     from meshwright.tools.dryrun.agreement import disagreements
     from meshwright.tools.dryrun.job import dry_run_job
-    from meshwright.tools.dryrun.report import describe, figure
+    from meshwright.tools.dryrun.report import describe, figure, runs_out_of_memory
 
     gc.freeze()  # exempts existing objects, so that collections stay fast
     job = dry_run_job(config, tell)
     for words, fault in zip(faults, parsed, strict=True):
         _seed_fault(job, words, *fault)
     problems = disagreements(job)
-    put(describe(job, nodes, problems, time_model))
+    time = None if time_model is None else time_model(job)
+    put(describe(job, nodes, problems, time))
     is_refused = options.device == "cuda" and bool(_check_cuda(job))
     if out is not None:
-        picture = figure(job, time_model)
+        picture = figure(job, time)
         with writing(out) as file:
             picture.savefig(file, dpi=130)
         put(out)
     sys.stdout.flush()
-    return 1 if problems or is_refused else 0
+    return 1 if problems or is_refused or runs_out_of_memory(job, time) else 0
 
 
 def _check_cuda(job: Job) -> list[str]:
@@ -78,7 +80,7 @@ def _check_cuda(job: Job) -> list[str]:
     return [problem for step in steps for problem in step.problems]
 
 
-def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> TimeModel | None:
+def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> Callable[[Job], StepTimeEstimate] | None:
     """Return the model of predicted seconds and MFU, or None for a run on CPU without ``cluster``.
 
     The hardware is read now, so that a wrong name is refused before long work. Default: an H100 for a run on GPUs.

@@ -149,7 +149,8 @@ def dryrun(added: Added) -> None:
         "run every rank of a job on fake tensors: memory, messages, deadlocks",
         "Runs the code of each kind of rank on fake tensors, for a job of any size, in one process and without a "
         "device. Prints peak memory, FLOPs and bytes on the wire of each pipeline rank, and compares the collectives "
-        "and messages of all ranks: exit code 1 when they disagree. --seed-fault shows that this check can fail.",
+        "and messages of all ranks: exit code 1 when they disagree, and when a rank needs more memory than its device "
+        "has. --seed-fault shows that this check can fail.",
         "meshwright dryrun configs/llama3-405b.toml --nodes 2048 --devices-per-node 8 --pipeline.recompute=full "
         "--out 405b.svg\n"
         "  meshwright dryrun configs/demo.toml --seed-fault schedule:4=gpipe",

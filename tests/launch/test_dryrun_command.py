@@ -51,6 +51,17 @@ def test_a_seeded_fault_is_exit_code_1(config: str, capsys: pytest.CaptureFixtur
     assert "without rank 1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("memory", "code"), [(64, 1), (10**9, 0)])
+def test_a_job_that_will_run_out_of_memory_is_exit_code_1(
+    config: str, memory: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gpu.toml").write_text(to_toml(hardware(memory, flops_per_s={"float32": 1e12})))
+    assert main(["dryrun", config, "--cluster", str(tmp_path / "gpu.toml")]) == code
+    shown = capsys.readouterr().out
+    assert ("will run out of memory" in shown) is bool(code)
+    assert "all ranks    agree" in shown
+
+
 @pytest.mark.parametrize(
     ("faults", "said"),
     [

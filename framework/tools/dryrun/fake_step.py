@@ -161,14 +161,17 @@ class StepRecording(NamedTuple):
     host_categories: frozenset[Category]
 
 
-def profile_rank(config: RunConfig, rank: int, shared: SharedBlueprint | None = None) -> RankProfile:
+def profile_rank(
+    config: RunConfig, rank: int, shared: SharedBlueprint | None = None, recorder: StepRecorder | None = None
+) -> RankProfile:
     """Run one step of ``rank`` as a dry run and return its profile.
 
     Args:
         config: resolved.
         shared: blueprint for the tp coordinate of ``rank``; None: drawn here.
+        recorder: as of :func:`record_step`.
     """
-    run = record_step(config, rank, shared)
+    run = record_step(config, rank, shared, recorder)
     return build_profile(
         run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.host_categories
     )

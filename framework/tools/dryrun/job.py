@@ -20,7 +20,9 @@ from meshwright.mesh.grid import Grid
 from meshwright.pipeline.plan import offloaded_names, outline_of
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
-from meshwright.tools.dryrun.fake_step import grid_of, profile_rank, record_step, share_blueprint
+from meshwright.tools.dryrun.fake_step import SharedBlueprint, grid_of, profile_rank, record_step, share_blueprint
+from meshwright.tools.dryrun.periodic import few_chunks, lengthen
+from meshwright.tools.dryrun.progress import Progress
 from meshwright.tools.dryrun.rank_profile import RankProfile
 from meshwright.tools.dryrun.replay import replay
 from meshwright.tools.dryrun.templates import CHUNKS, ReplayError, build_templates
@@ -57,7 +59,8 @@ class Job:
 def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: None) -> Job:
     """Run the dry run of every kind of rank of a resolved configuration.
 
-    ``report`` receives a text for each kind that cannot be replayed and therefore takes longer.
+    ``report`` receives a text for each kind that runs all micro-batches and therefore takes longer, and one from time
+    to time while a step runs.
     """
     grid, shared = grid_of(config), share_blueprint(config)
     blueprint, pp, per_stage = shared.blueprint, grid.pp, grid.dp * grid.tp
@@ -71,22 +74,40 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
         shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
         for first in dict.fromkeys(representatives):
             try:
-                run = record_step(short, first * per_stage, shared_short)
+                run = record_step(short, first * per_stage, shared_short, Progress(report, first, grid.pp))
                 templates = build_templates(run, shared_short.blueprint.schedule, first)
                 for pp_rank in [r for r in range(pp) if representatives[r] == first]:
                     profiles[pp_rank] = replay(templates, config, pp_rank * per_stage, shared, blueprint.schedule)
-            except ReplayError as error:
-                report(f"pipeline rank {first} and its equals run all micro-batches, without a replay: {error}")
+            except ReplayError:
+                pass  # storages that outlive their micro-batch
             gc.collect()
     for pp_rank in range(pp):
         if pp_rank not in profiles:
-            profiles[pp_rank] = profile_rank(config, pp_rank * per_stage, shared)
+            profiles[pp_rank] = _profile_steps(config, pp_rank, shared, report)
     return Job(config, grid, blueprint, [profiles[pp_rank] for pp_rank in range(pp)], representatives)
 
 
-def _with_few_chunks(config: RunConfig) -> RunConfig:
+def _profile_steps(
+    config: RunConfig, pp_rank: int, shared: SharedBlueprint, report: Callable[[str], None]
+) -> RankProfile:
+    """Profile a pipeline rank with few micro-batches, whose middle is repeated, or with all of them if that fails."""
+    blueprint, grid = shared.blueprint, grid_of(config)
+    schedule, rank = blueprint.schedule, pp_rank * grid.dp * grid.tp
+    few = few_chunks(schedule)
+    if few < schedule.chunks:
+        short = _with_few_chunks(config, few)
+        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
+        profile = profile_rank(short, rank, shared_short, Progress(report, pp_rank, grid.pp))
+        try:
+            return lengthen(profile, schedule, schedule.chunks - few)
+        except ReplayError as error:
+            report(f"pipeline rank {pp_rank} runs all micro-batches: {error}")
+    return profile_rank(config, rank, shared, Progress(report, pp_rank, grid.pp))
+
+
+def _with_few_chunks(config: RunConfig, chunks: int = CHUNKS) -> RunConfig:
     batch = batch_numbers(config)
-    few = {"chunks": CHUNKS, "global_batch": CHUNKS * batch.global_batch // batch.chunks, "ramp": None}
+    few = {"chunks": chunks, "global_batch": chunks * batch.global_batch // batch.chunks, "ramp": None}
     return config.replace(batch=few)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.blueprint import batch_numbers
@@ -32,9 +32,6 @@ class StepTimeEstimate(NamedTuple):
     device: str
     memory_bytes: int
     """Memory of a device that is available to tensors."""
-
-
-TimeModel = Callable[[Job], StepTimeEstimate]
 
 
 class WireTraffic(NamedTuple):
@@ -101,13 +98,19 @@ def num_parameters(job: Job, pp_rank: int) -> int:
     return sum(parameter.numel() for stage in stages for parameter in job.blueprint.stage_layers(stage).parameters())
 
 
-def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time_model: TimeModel | None = None) -> str:
+def runs_out_of_memory(job: Job, time: StepTimeEstimate | None) -> bool:
+    """Return True if the fullest rank needs more than the memory of the device that ``time`` is for."""
+    return time is not None and max(each.peak_bytes for each in job.profiles) > time.memory_bytes
+
+
+def describe(
+    job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time: StepTimeEstimate | None = None
+) -> str:
     """Return the whole report as text.
 
-    ``time_model`` adds seconds and MFU. Without it the bubble follows from the schedule and the layers' shares of time.
+    ``time`` adds seconds and MFU. Without it the bubble follows from the schedule and the layers' shares of time.
     """
     grid, blueprint = job.grid, job.blueprint
-    time = None if time_model is None else time_model(job)
     timeline = simulate_schedule(job) if time is None else time.timeline
     most = max(job.profiles, key=lambda each: each.peak_bytes)
     host = max(each.host_bytes + each.offloaded_bytes for each in job.profiles)
@@ -127,7 +130,7 @@ def describe(job: Job, nodes: Sequence[str], found: Sequence[Disagreement], time
         "",
         f"most memory  {format_size(most.peak_bytes)} on pipeline rank {most.pp_rank}, in {most.peak_in}"
         + (f"; and {format_size(host)} of the host's" if host else "")
-        + _overflow(most.peak_bytes, time),
+        + (_overflow(time) if time is not None and runs_out_of_memory(job, time) else ""),
         f"bubble       {bubble_share(timeline):.1%} of the time"
         + ("" if time is not None else ", by the schedule and the layers' shares of time; messages cost nothing"),
     ]
@@ -181,9 +184,7 @@ def _traffic_rows(job: Job, nodes: Sequence[str], busy: Sequence[float]) -> list
     return rows
 
 
-def _overflow(peak_bytes: int, time: StepTimeEstimate | None) -> str:
-    if time is None or peak_bytes <= time.memory_bytes:
-        return ""
+def _overflow(time: StepTimeEstimate) -> str:
     room = format_size(time.memory_bytes)
     hint = "`plan` searches for layouts that fit"
     return f"\n             MORE THAN THE {room} of {time.device}: it will run out of memory; {hint}"
@@ -202,13 +203,12 @@ def flops_text(flops: float) -> str:
     return f"{flops / 1e6:,.3g} M"
 
 
-def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
+def figure(job: Job, time: StepTimeEstimate | None = None) -> Figure:
     """Draw the memory of each pipeline rank, stacked by category, beside its timeline."""
     from matplotlib.figure import Figure
 
     from meshwright.tools.picture.palette import shade
 
-    time = None if time_model is None else time_model(job)
     timeline = simulate_schedule(job) if time is None else time.timeline
     picture = Figure(figsize=(13, max(3.0, 0.42 * job.grid.pp + 1.6)), layout="constrained")
     bars, schedule = picture.subplots(1, 2, sharey=True, width_ratios=[2, 3])
@@ -229,6 +229,6 @@ def figure(job: Job, time_model: TimeModel | None = None) -> Figure:
             assert span.action.stage is not None
             colour = shade(span.action.kind, stages.index(span.action.stage), len(stages))
             schedule.barh(span.rank, span.end - span.start, left=span.start, color=colour, edgecolor="white", lw=0.3)
-    schedule.set_xlabel("seconds" if time_model is not None else "time by the layers' shares")
+    schedule.set_xlabel("seconds" if time is not None else "time by the layers' shares")
     picture.suptitle(f"{job.config.run.name}: {job.grid.size:,} ranks, {job.blueprint.schedule.name}")
     return picture

@@ -249,9 +249,11 @@ def _replica_s(
     chunks = batch_numbers(config).chunks
     if config.parallel.zero == 3:
         layers = sum(len(layout.stages[stage]) for stage in own)
-        in_forward = all_gather_s(layers)
-        in_backward = in_forward + reduce_scatter_s(layers) + (all_reduce_s(layers) if dp > shards else 0.0)
-        reduce = chunks * exposed_s(in_backward, backward_s, traits.overlaps_reduce)
+        copy_s, add_s = _host_shards_s(layout, performance, elements / shards)
+        sums = reduce_scatter_s(layers) + (all_reduce_s(layers) if dp > shards else 0.0)
+        in_forward = max(all_gather_s(layers), copy_s)
+        in_backward = in_forward + sums
+        reduce = chunks * (exposed_s(in_backward, backward_s, traits.overlaps_reduce) + add_s)
         return reduce, chunks * exposed_s(in_forward, forward_s, traits.overlaps_gather)
     calls = max(1, math.ceil(elements * gradient_bytes / bucket_bytes(config)))
     sums = reduce_scatter_s(calls) + all_reduce_s(calls)
@@ -259,6 +261,19 @@ def _replica_s(
     reduce = times * exposed_s(sums, backward_s, traits.overlaps_reduce)
     gathers = all_gather_s(calls) if shards > 1 else 0.0
     return reduce, exposed_s(gathers, forward_s, traits.overlaps_gather)
+
+
+def _host_shards_s(layout: LayoutModel, performance: PerformanceModel, shard: float) -> tuple[float, float]:
+    """Return the seconds of one copy of float32 shards over the host link, and of a sum of gradients on the host.
+
+    ZeRO-3 with offload copies each shard (``shard`` elements) to the device for forward, again for backward, and its
+    gradient back: in each micro-batch. The link carries both directions at once. The host then adds the gradients.
+    """
+    hardware = performance.hardware
+    if not layout.config.parallel.offload or hardware.kind == "cpu":
+        return 0.0, 0.0
+    copy_s = shard * 4.0 / hardware.host_link.bytes_per_s
+    return copy_s, shard * 12.0 * hardware.devices_per_node / hardware.host_memory_bytes_per_s
 
 
 def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) -> float:
@@ -271,7 +286,9 @@ def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) 
     shards = shard_factor(config)
     per_element = traits.optimizer_bytes - (8.0 if config.optimizer.name == "sgd" else 0.0)
     cleared = 0 if config.parallel.zero == 3 else traits.wide_gradient_bytes
-    seconds = (trained / shards * per_element + trained * cleared) / performance.memory_bytes_per_s
-    if config.parallel.offload:
+    memory, is_on_host = performance.memory_bytes_per_s, config.parallel.offload and hardware.kind != "cpu"
+    host = hardware.host_memory_bytes_per_s / hardware.devices_per_node if is_on_host else memory
+    seconds = trained / shards * per_element / host + trained * cleared / memory
+    if is_on_host and config.parallel.zero != 3:  # gradients to the host, weights back
         seconds += trained / shards * 6.0 / hardware.host_link.bytes_per_s
     return float(seconds) + matrix_step_s(config, layout.matrices_of(rank), performance)

@@ -53,6 +53,8 @@ class Hardware(Section):
     """Part of ``memory_bytes`` that is used before the first tensor."""
     host_memory_bytes: PositiveInt = 2 * 2**40
     """Memory of a node's host for ``parallel.offload``."""
+    host_memory_bytes_per_s: PositiveFloat = 200e9
+    """Memory bandwidth of a node's host, shared by its devices (half of two sockets' data sheet)."""
     processors: PositiveInt
     """Processors of a device, which work on the tiles of a product. CPU: cores of a node, shared by its ranks."""
     memory_bytes_per_s: PositiveFloat

@@ -104,11 +104,9 @@ def test_two_stages_of_a_rank_are_replayed_too() -> None:
     same_as_whole(job, 0)
 
 
-def test_steps_that_cannot_be_replayed_are_run_whole() -> None:
+def test_a_few_micro_batches_that_cannot_be_replayed_are_run_whole() -> None:
     config = configured(chunks=5, dp=2, zero=2)
-    reported: list[str] = []
-    job = dry_run_job(config, reported.append)
-    assert "run all micro-batches, without a replay" in reported[0]
+    job = dry_run_job(config)
     assert job.profiles[0].peak_bytes == profile_rank(config, 0).peak_bytes
 
 
