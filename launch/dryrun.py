@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshwright.config import Pipeline, RunConfig, load, resolve
@@ -19,6 +18,7 @@ from meshwright.tools.picture.library import require_matplotlib
 if TYPE_CHECKING:
     from meshwright.tools.dryrun.job import Job
     from meshwright.tools.dryrun.report import StepTimeEstimate
+    from meshwright.tools.planner.hardware import Hardware
 
 FAULTS = "schedule:RANK=NAME or missing:AXIS:RANK"
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -45,19 +45,21 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = Grid(*config.parallel.degrees)
     nodes = nodes_of(-(-grid.size // per_node), per_node)[: grid.size]
     grid.check_placement(nodes, tp_across_nodes=config.parallel.tp_across_nodes)
-    time_model = _time_model(config, options.cluster, per_node)
+    hardware = _hardware(config, options.cluster, per_node)
     faults = options.seed_fault or []
     parsed = [parse_fault(fault, grid, config.pipeline) for fault in faults]
     from meshwright.tools.dryrun.agreement import disagreements
     from meshwright.tools.dryrun.job import dry_run_job
     from meshwright.tools.dryrun.report import describe, figure, runs_out_of_memory
 
+    if hardware is not None:
+        _warn_of_alignment(config, hardware)
     gc.freeze()  # exempts existing objects, so that collections stay fast
     job = dry_run_job(config, tell)
     for words, fault in zip(faults, parsed, strict=True):
         _seed_fault(job, words, *fault)
     problems = disagreements(job)
-    time = None if time_model is None else time_model(job)
+    time = None if hardware is None else _estimate(job, hardware)
     put(describe(job, nodes, problems, time))
     is_refused = options.device == "cuda" and bool(_check_cuda(job))
     if out is not None:
@@ -80,10 +82,10 @@ def _check_cuda(job: Job) -> list[str]:
     return [problem for step in steps for problem in step.problems]
 
 
-def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> Callable[[Job], StepTimeEstimate] | None:
-    """Return the model of predicted seconds and MFU, or None for a run on CPU without ``cluster``.
+def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware | None:
+    """Read the hardware of the predicted seconds and MFU; None for a run on CPU without ``cluster``.
 
-    The hardware is read now, so that a wrong name is refused before long work. Default: an H100 for a run on GPUs.
+    It is read first, so that a wrong name is refused before long work. Default: an H100 for a run on GPUs.
     """
     from meshwright.model.meter import reference
     from meshwright.tools.planner.hardware import read_hardware
@@ -92,19 +94,27 @@ def _time_model(config: RunConfig, cluster: str | None, per_node: int) -> Callab
         return None
     hardware = read_hardware(cluster or "h100").model_copy(update={"devices_per_node": per_node})
     hardware.check_dtype(config.train.dtype)
+    return hardware
 
-    def time_model(job: Job) -> StepTimeEstimate:
-        from meshwright.launch.plans import execution_options
-        from meshwright.tools.dryrun.report import StepTimeEstimate
-        from meshwright.tools.planner.choices import choice_of
-        from meshwright.tools.planner.model_cache import ModelCache
-        from meshwright.tools.planner.plan import evaluate
 
-        cache = ModelCache(job.config, execution_options(job.config, hardware))
-        found = evaluate(cache, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
-        return StepTimeEstimate(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
+def _warn_of_alignment(config: RunConfig, hardware: Hardware) -> None:
+    from meshwright.launch.plans import execution_options, warn_of_alignment
+    from meshwright.tools.planner.model_cache import ModelCache
 
-    return time_model
+    warn_of_alignment(ModelCache(config, execution_options(config, hardware)), hardware, config)
+
+
+def _estimate(job: Job, hardware: Hardware) -> StepTimeEstimate:
+    """Return the predicted seconds and MFU of a job."""
+    from meshwright.launch.plans import execution_options
+    from meshwright.tools.dryrun.report import StepTimeEstimate
+    from meshwright.tools.planner.choices import choice_of
+    from meshwright.tools.planner.model_cache import ModelCache
+    from meshwright.tools.planner.plan import evaluate
+
+    cache = ModelCache(job.config, execution_options(job.config, hardware))
+    found = evaluate(cache, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
+    return StepTimeEstimate(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
 
 
 def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:

@@ -18,8 +18,9 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.system.atomic import check_place, write_out
 from meshwright.terminal.format import format_size
-from meshwright.terminal.output import put
+from meshwright.terminal.output import put, tell
 from meshwright.tools.picture.library import require_matplotlib
+from meshwright.tools.planner.alignment import alignment_warnings
 from meshwright.tools.planner.calibrate import DeviceRates, measure_block, measure_device, measure_links
 from meshwright.tools.planner.hardware import Hardware, Link, Message, read_hardware
 from meshwright.tools.planner.kernels import ExecutionOptions
@@ -67,10 +68,12 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
     cache = ModelCache(config, execution_options(config, hardware))
+    warned = warn_of_alignment(cache, hardware, config)
     found = search_with_offload(cache, hardware, nodes, options.best or BEST)
     if not found.best:
         raise ConfigError("MW-LAUNCH-038", _nothing_fits(cache, hardware, nodes, found))
     put(describe(cache, found))
+    warn_of_alignment(cache, hardware, found.best[0].config, warned)
     if out is not None:
         best = found.best[0]
         header = (
@@ -147,6 +150,17 @@ def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions
     """Return how ranks of this framework run operations on that hardware."""
     on_gpu = hardware.kind == "cuda"
     return ExecutionOptions(fused=config.train.compile is True, fuses_any_attention=on_gpu, norm_kernel=on_gpu)
+
+
+def warn_of_alignment(
+    cache: ModelCache, hardware: Hardware, config: RunConfig, warned: Sequence[str] = ()
+) -> list[str]:
+    """Print a warning for each size that keeps 16-bit products off tensor cores, without those ``warned`` of before."""
+    found = alignment_warnings(cache, hardware, config)
+    for line in found:
+        if line not in warned:
+            tell(f"warning: {line}")
+    return found
 
 
 def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> RunConfig:
