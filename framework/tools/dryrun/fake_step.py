@@ -164,13 +164,7 @@ class StepRecording(NamedTuple):
 def profile_rank(
     config: RunConfig, rank: int, shared: SharedBlueprint | None = None, recorder: StepRecorder | None = None
 ) -> RankProfile:
-    """Run one step of ``rank`` as a dry run and return its profile.
-
-    Args:
-        config: resolved.
-        shared: blueprint for the tp coordinate of ``rank``; None: drawn here.
-        recorder: as of :func:`record_step`.
-    """
+    """Run one step of ``rank`` as a dry run and return its profile; for the arguments see :func:`record_step`."""
     run = record_step(config, rank, shared, recorder)
     return build_profile(
         run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.host_categories
@@ -188,6 +182,8 @@ def record_step(
     """Run the dry run of :func:`profile_rank` and return all records.
 
     Args:
+        config: resolved.
+        shared: blueprint for the tp coordinate of ``rank``; None: drawn here.
         recorder: of another kind.
         device: of the fake tensors.
         step: function that takes the step; None: one that reads no values.

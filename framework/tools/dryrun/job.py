@@ -22,7 +22,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tools.dryrun.fake_step import SharedBlueprint, grid_of, profile_rank, record_step, share_blueprint
 from meshwright.tools.dryrun.periodic import few_chunks, lengthen
-from meshwright.tools.dryrun.progress import Progress
+from meshwright.tools.dryrun.progress import ReportingRecorder
 from meshwright.tools.dryrun.rank_profile import RankProfile
 from meshwright.tools.dryrun.replay import replay
 from meshwright.tools.dryrun.templates import CHUNKS, ReplayError, build_templates
@@ -74,7 +74,7 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
         shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
         for first in dict.fromkeys(representatives):
             try:
-                run = record_step(short, first * per_stage, shared_short, Progress(report, first, grid.pp))
+                run = record_step(short, first * per_stage, shared_short, ReportingRecorder(report, first, grid.pp))
                 templates = build_templates(run, shared_short.blueprint.schedule, first)
                 for pp_rank in [r for r in range(pp) if representatives[r] == first]:
                     profiles[pp_rank] = replay(templates, config, pp_rank * per_stage, shared, blueprint.schedule)
@@ -97,12 +97,12 @@ def _profile_steps(
     if few < schedule.chunks:
         short = _with_few_chunks(config, few)
         shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
-        profile = profile_rank(short, rank, shared_short, Progress(report, pp_rank, grid.pp))
+        profile = profile_rank(short, rank, shared_short, ReportingRecorder(report, pp_rank, grid.pp))
         try:
             return lengthen(profile, schedule, schedule.chunks - few)
         except ReplayError as error:
             report(f"pipeline rank {pp_rank} runs all micro-batches: {error}")
-    return profile_rank(config, rank, shared, Progress(report, pp_rank, grid.pp))
+    return profile_rank(config, rank, shared, ReportingRecorder(report, pp_rank, grid.pp))
 
 
 def _with_few_chunks(config: RunConfig, chunks: int = CHUNKS) -> RunConfig:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from meshwright.mesh.fake import InterceptedOperation
-from meshwright.pipeline.value_store import MessageGroup
 from meshwright.schedule.action import COMPUTE, Action, Schedule
 from meshwright.tools.dryrun.rank_profile import Category, CommunicationRecord, Peak, RankProfile
 from meshwright.tools.dryrun.templates import ReplayError
@@ -122,8 +121,8 @@ def _shifted(activity: Any, by: int) -> Any:
     """Return an activity of a later micro-batch; activities without one stay as they are."""
     if isinstance(activity, Action):
         return activity if activity.microbatch is None else activity._replace(microbatch=activity.microbatch + by)
-    if isinstance(activity, MessageGroup):
-        return MessageGroup(
+    if isinstance(activity, tuple):  # messages that are posted together
+        return type(activity)(
             message._replace(action=_shifted(message.action, by), key=(*message.key[:2], message.key[2] + by))
             for message in activity
         )

@@ -12,7 +12,7 @@ EVERY_S = 10.0
 """Seconds between two lines."""
 
 
-class Progress(StepRecorder):  # type: ignore[no-untyped-call]
+class ReportingRecorder(StepRecorder):  # type: ignore[no-untyped-call]
     """Recorder of a step that reports its activity every few seconds, so that a long run is not silent."""
 
     def __init__(self, report: Callable[[str], None], pp_rank: int, pp: int) -> None:
