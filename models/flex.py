@@ -131,7 +131,7 @@ def attend_in_tiles(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(attend_in_tiles, dynamic=False)
+    return torch.compile(attend_in_tiles)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, document: Tensor | None, window: int | None, scale: float | None) -> Tensor:
