@@ -113,6 +113,16 @@ def _muon_keys(config: RunConfig) -> str | None:
     return f'{given} without effect: choose optimizer.name = "muon", or leave it out'
 
 
+def _muon_momentum(config: RunConfig) -> str | None:
+    momentum = config.optimizer.momentum
+    if config.optimizer.name != "muon" or not non_defaults(config.optimizer, "momentum"):
+        return None
+    return (
+        f'optimizer.momentum = {momentum} is that of optimizer.name = "sgd", without effect in "muon": set '
+        f"optimizer.muon_momentum = {momentum}, or leave it out"
+    )
+
+
 def _muon_offload(config: RunConfig) -> str | None:
     if config.optimizer.name != "muon" or not config.parallel.offload:
         return None
@@ -153,6 +163,7 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),
     Rule("MW-CONFIG-043", _offload, ("parallel.offload_directory", "parallel.offload")),
     Rule("MW-CONFIG-067", _muon_offload, ("parallel.offload", "optimizer.name")),
+    Rule("MW-CONFIG-073", _muon_momentum, ("optimizer.name", "optimizer.momentum")),
     Rule("MW-CONFIG-068", _muon_keys, ("optimizer.name", "optimizer.muon_momentum", "optimizer.scale")),
     Rule("MW-CONFIG-044", _across_nodes, ("parallel.tp_across_nodes", "parallel.tp")),
     Rule("MW-CONFIG-045", _balance, ("pipeline.balance", "parallel.pp")),

@@ -51,9 +51,8 @@ def find_matrices(
     entries = _entries(layers, list(names))
     found = {}
     for name, copies in names.items():
-        declared = next((rows for pattern, rows in entries.items() if _fits(name, pattern)), None)
-        if declared is None:
-            declared = ADAMW if any(_is_vocabulary(layers, copy, plan) for copy in copies) else WHOLE
+        default = ADAMW if any(_is_vocabulary(layers, copy, plan) for copy in copies) else WHOLE
+        declared = next((rows for pattern, rows in entries.items() if _fits(name, pattern)), default)
         if declared != ADAMW:
             found[name] = () if declared == WHOLE else _checked(name, layers.get_parameter(name).shape[0], declared)
     if not found:
@@ -67,12 +66,14 @@ def find_matrices(
 
 
 def _entries(layers: nn.Sequential, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return ``model.matrices``. Raise ModelError for a pattern that fits no trained weight of two dims."""
+    """Return ``model.matrices``. Raise ModelError for a pattern that fits no weight of two dims."""
     entries: Mapping[str, Any] = getattr(layers, "matrices", None) or {}
     for pattern in entries:
         frozen = [name for name, each in layers.named_parameters() if not each.requires_grad and each.dim() == 2]
-        if not any(_fits(name, pattern) for name in (*names, *frozen)):
-            close = difflib.get_close_matches(pattern, [name.removesuffix(".weight") for name in names], 1, cutoff=0.4)
+        if not isinstance(pattern, str) or not any(_fits(name, pattern) for name in (*names, *frozen)):
+            close = difflib.get_close_matches(
+                str(pattern), [name.removesuffix(".weight") for name in names], 1, cutoff=0.4
+            )
             hint = f"the closest is {close[0]}" if close else f"they are {', '.join(names[:5])}, ..."
             raise ModelError("MW-MODEL-044", f"model.matrices: {pattern!r} fits no weight of two dims; {hint}")
     return entries

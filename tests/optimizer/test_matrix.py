@@ -206,6 +206,22 @@ def busiest(costs: Sequence[int], homes: Sequence[int]) -> int:
     return max(sum(cost for cost, home in zip(costs, homes, strict=True) if home == rank) for rank in set(homes))
 
 
+def test_places_beyond_2_to_the_31_elements_are_exact() -> None:
+    """A weight of 80,000 x 40,000, 3.2e9 elements, of two parts, over 512 shards: counted without a tensor."""
+    info = ParameterInfo("w", (80_000, 40_000), matrix=(30_000, 10_000))
+    numel = 80_000 * 40_000
+    shard = MatrixShard((MatrixSlot(info, 0),), numel, Group("dp", tuple(range(512)), 0), 1, torch.float32)
+    for matrix, rows in zip(matrices_of(info), (60_000, 20_000), strict=True):
+        counts = [shard.count_of(matrix, 0, holder) for holder in range(512)]
+        assert matrix.shape == (rows, 40_000) and sum(counts) == rows * 40_000 > 2**29
+        for holder, count in enumerate(counts):
+            first, stop, part = shard.share(matrix, 0, holder)
+            runs = part.runs(first, stop)
+            assert sum(b - a for a, b in runs) == count and all(first <= a < b <= stop for a, b in runs)
+    last = tp_part(matrices_of(info)[1], 0, 1).runs(0, numel)[-1]
+    assert last == (70_000 * 40_000, numel) and last[0] > 2**31
+
+
 def test_homes_are_balanced_within_four_thirds_of_the_best() -> None:
     dice = random.Random(1)
     for _ in range(40):

@@ -104,8 +104,8 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
     """Return the config with this layout, on the same global batch, in the given precision, without ``torch.compile``.
 
     Raises:
-        ConfigError: the global batch or dp cannot be divided as the layout needs, or the configuration has no
-            ``pipeline.schedule_file`` for the word ``file``.
+        ConfigError: the global batch or dp cannot be divided as the layout needs, the layout offloads Muon, or the
+            configuration has no ``pipeline.schedule_file`` for the word ``file``.
     """
     replicas = layout.dp * layout.micro_batch_size
     if global_batch % replicas:
@@ -119,6 +119,10 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
         raise ConfigError(
             "MW-VERIFY-005",
             f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose one of {divisors}",
+        )
+    if layout.offload and config.optimizer.name == "muon":
+        raise ConfigError(
+            "MW-VERIFY-010", f'layout {layout}: optimizer.name = "muon" is not offloaded: leave the word offload out'
         )
     return config.replace(
         parallel={
@@ -175,6 +179,7 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
         and (not layout.sequence or (traits.is_sequence and layout.tp > 1 and sequence_length % layout.tp == 0))
         and (layout.tp == 1 or traits.is_sharded)
         and (layout.recompute != "selective" or traits.has_selective)
+        and not (layout.offload and traits.is_muon)
         and not (
             traits.has_running and (layout.dp > 1 or layout.tp > 1 or layout.recompute not in ("none", "pointwise"))
         )

@@ -43,6 +43,8 @@ class Traits(NamedTuple):
     """Layer in which samples depend on each other, if running the model revealed it; else ""."""
     vocab_sizes: tuple[int, ...] = ()
     """Row counts of the weights that are sharded as a vocabulary; tp pads them."""
+    is_muon: bool = False
+    """True if Muon steps matrices, which excludes offload."""
 
     @property
     def of_coupling(self) -> str:
@@ -58,6 +60,8 @@ class Traits(NamedTuple):
             reasons.append("tp: the model has no sharding_plan")
         if self.is_sharded and not self.is_sequence and not self.impossible and not self.has_running:
             reasons.append("sequence parallelism: a sample has one label, not a sequence of them")
+        if self.is_muon:
+            reasons.append('offload: optimizer.name = "muon" multiplies matrices, on the device')
         if self.couples_samples:
             why = f"the samples of a micro-batch depend on each other{self.of_coupling}"
             reasons.append(f"other micro-batch sizes: {why}")
@@ -109,4 +113,5 @@ def traits_of(config: RunConfig) -> Traits:
         has_dropout=any(isinstance(module, SeededDropout) and module.p > 0 for module in model.layers.modules()),
         has_selective=bool(model.selective_recompute),
         vocab_sizes=vocab_sizes(model),
+        is_muon=config.optimizer.name == "muon",
     )

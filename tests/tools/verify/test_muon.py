@@ -12,14 +12,17 @@ from torch import Tensor
 import meshwright.model.build
 import meshwright.optimizer.flat
 import meshwright.optimizer.matrix
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, load_saved
 from meshwright.data_parallel.replica import StageReplica
+from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankPool
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.optimizer.matrix import ShardedMuon, newton_schulz
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
+from meshwright.tools.verify.layouts import is_possible
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.tools.verify.traits import traits_of
 from tests.support.fused_attention import fused_from
 from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for
 
@@ -89,6 +92,66 @@ def test_the_numbers_stay_so_over_ten_steps(
     config = with_muon(model_config(model, size))
     row = prove(config, parsed, pool, references, global_batch=size.global_batch, steps=10, dtype=dtype)
     assert row.passed, "\n".join(row.problems)
+
+
+# ------------------------------------------------------------------------------------------------------ other features
+
+LORA = {"rank": 3, "alpha": 6.0, "targets": ["*.attention.qkv", "*.mlp.*"]}
+GROUPS = [
+    {"names": ["block0.mlp.*"], "frozen": True},
+    {"names": ["block1.*"], "learning_rate_factor": 0.5, "weight_decay": 0.0},
+]
+FEATURES = [
+    LATER("llama", "dp2,tp2,zero2", "float64", {"train": {"linear": "fp8", "fp8_keep": ["head"]}}, id="fp8"),
+    pytest.param("llama", "dp2,tp2", "float64", {"adapter": LORA}, id="adapters"),
+    LATER("gpt2", "dp2,pp2,zero3", "float64", {"adapter": LORA}, id="adapters-zero3"),
+    pytest.param("llama", "dp2,pp2,zb_h1", "float64", {"model": {"parameter_groups": GROUPS}}, id="groups-and-frozen"),
+    LATER("gpt2", "dp2,pp2,tp2,zb_v,sequence", "float64", {}, id="tied"),
+    LATER("gpt2", "dp2,tp2", "float16", {}, id="float16"),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "dtype", "sections"), FEATURES)
+def test_it_composes_with_other_features(
+    model: str, layout: str, dtype: str, sections: dict[str, Any], pool: RankPool, references: References
+) -> None:
+    """A and B of an adapter are matrices, float8 products have gradients like others, frozen weights have none."""
+    size = size_for(parse_layout(layout))
+    tree = with_muon(model_config(model, size)).model_dump()
+    for section, keys in sections.items():
+        tree[section] = {**tree[section], **keys}
+    config = RunConfig.model_validate(tree)
+    parsed = parse_layout(layout)
+    row = prove(config, parsed, pool, references, global_batch=size.global_batch, steps=3, dtype=dtype, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
+def test_layouts_with_offload_are_left_out_and_refused() -> None:
+    layout, size = parse_layout("dp2,offload"), size_for(parse_layout("dp2"))
+    for name, is_offloaded in (("adamw", True), ("muon", False)):
+        config = with_muon(model_config("gpt2", size), name=name)
+        traits = traits_of(config)
+        assert is_possible(layout, traits, size.global_batch, size.sequence_length) == is_offloaded
+        assert any("offload" in reason for reason in traits.left_out()) != is_offloaded
+    with pytest.raises(ConfigError) as caught:
+        layout_config(config, layout, size.global_batch, "float64")
+    assert caught.value.code == "MW-VERIFY-010" and "dp2" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("keys", "code", "said"),
+    [
+        ({"momentum": 0.8}, "MW-CONFIG-073", "set optimizer.muon_momentum = 0.8"),
+        ({"name": "adamw", "ns_steps": 3}, "MW-CONFIG-068", 'choose optimizer.name = "muon"'),
+        ({"ns_steps": 0}, "MW-CONFIG-020", "at least 1"),
+        ({"builder": "torch.optim:RAdam"}, "MW-CONFIG-060", "without effect with optimizer.builder"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], code: str, said: str) -> None:
+    saved = {"model": {"builder": "meshwright.models.gpt2:build"}, "data": {"train": "random", "sequence_length": 8}}
+    with pytest.raises(ConfigError) as caught:
+        load_saved({**saved, "optimizer": {"name": "muon", **keys}}, [], "run.toml")
+    assert caught.value.code == code and said in caught.value.message
 
 
 # --------------------------------------------------------------------------------------------------------------- traps

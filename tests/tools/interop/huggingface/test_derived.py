@@ -11,7 +11,7 @@ import torch
 
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
-from meshwright.model.build import build_model
+from meshwright.model.build import build_model, configured_model
 from meshwright.tools.interop.huggingface.restructure.constants import MetaConstants
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.verify import parse_layout, verify
@@ -21,6 +21,7 @@ from tests.tools.interop.huggingface.test_restructure import unmodified
 
 LATER = partial(pytest.param, marks=pytest.mark.all_layouts)
 KINDS = ("opt", "gptj", "bert", "nemotron", "gpt_neo", "stablelm", "mamba", "bart", "rembert", "recurrent_gemma")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bloom", "falcon", "mamba2", "marian", *map(LATER, KINDS)])
@@ -66,6 +67,19 @@ def test_branches_on_constants_run_on_meta_and_branches_on_tokens_do_not() -> No
             bool(mask.all())
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         torch.ones(2, device="meta").all().item()
+
+
+@pytest.mark.parametrize("layouts", [LATER(("dp2,pp2", "dp2,tp2,zero3"))])
+def test_muon_steps_the_projections_of_a_model_of_the_library(
+    layouts: tuple[str, ...], tmp_path: Path, pool: RankPool
+) -> None:
+    """Separate q, k and v are a matrix each; embedding and head are not."""
+    config = run_config(directory("llama", tmp_path), optimizer={"name": "muon"})
+    matrices = configured_model(config).matrices
+    assert {name.split(".")[-2] for name in matrices} == {*(f"{of}_proj" for of in "qkvo"), *PROJECTIONS}
+    assert all(rows == () for rows in matrices.values())
+    report = verify(config, list(map(parse_layout, layouts)), pool, global_batch=4, steps=2, random_tokens=True)
+    assert report.passed, report.table()
 
 
 def test_layers_and_names(tmp_path: Path) -> None:
