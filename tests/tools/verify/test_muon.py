@@ -148,7 +148,11 @@ def test_layouts_with_offload_are_left_out_and_refused() -> None:
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], code: str, said: str) -> None:
-    saved = {"model": {"builder": "meshwright.models.gpt2:build"}, "data": {"train": "random", "sequence_length": 8}}
+    saved = {
+        "model": {"builder": "x:build"},
+        "data": {"train": "random"},
+        "batch": {"micro_batch_size": 1, "chunks": 1},
+    }
     with pytest.raises(ConfigError) as caught:
         load_saved({**saved, "optimizer": {"name": "muon", **keys}}, [], "run.toml")
     assert caught.value.code == code and said in caught.value.message
