@@ -33,6 +33,8 @@ pytestmark = [
 STEPS = 4
 OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "adamw8bit": ("gpt2", "mbs2", "float32", {"optimizer": {"name": "adamw8bit"}}),
+    "muon": ("llama", "mbs2", "float32", {"optimizer": {"name": "muon"}}),
+    "muon bfloat16": ("gpt2", "zero2,mbs2", "bfloat16", {"optimizer": {"name": "muon"}}),
     "recompute full": ("llama", "full,mbs2", "float32", {}),
     "recompute selective": ("llama", "selective,mbs2", "bfloat16", {}),
     "t5": ("t5", "mbs2", "float32", {}),

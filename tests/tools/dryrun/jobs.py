@@ -16,7 +16,12 @@ class Planned(NamedTuple):
 
 
 def configured(
-    schedule: str = "1f1b", chunks: int = 2, model: str = "gpt2", num_layers: int = 1, **parallel: Any
+    schedule: str = "1f1b",
+    chunks: int = 2,
+    model: str = "gpt2",
+    num_layers: int = 1,
+    optimizer: str = "adamw",
+    **parallel: Any,
 ) -> RunConfig:
     """A small run. ``away``: patterns of layers with activation offload."""
     away = parallel.pop("away", [])
@@ -30,6 +35,7 @@ def configured(
             "batch": {"micro_batch_size": 2, "chunks": chunks},
             "parallel": {"bucket_bytes": 2**15, **parallel},
             "pipeline": {"schedule": schedule, "offload_activations": away},
+            "optimizer": {"name": optimizer},
             "train": {"device": "cpu"},
         }
     )

@@ -59,6 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 tp2 zero3 activations": {"dp": 2, "tp": 2, "zero": 3, "model": "llama", "num_layers": 2, "away": ["*"]},
     "dp4 zero2": {"dp": 4, "zero": 2},
     "tp2": {"tp": 2, "model": "llama"},
+    "dp2 tp2 muon": {"dp": 2, "tp": 2, "model": "llama", "optimizer": "muon"},
+    "pp2 dp2 zero3 muon": {"pp": 2, "dp": 2, "zero": 3, "num_layers": 2, "optimizer": "muon"},
 }
 
 
