@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import MeshError
 from meshwright.launch.pool import RankPool
@@ -16,6 +18,8 @@ from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
 from meshwright.tools.dryrun.job import Job, dry_run_job
+from meshwright.tools.dryrun.rank_profile import Category
+from meshwright.tools.summary import rank_shares
 from tests.support.processes import RUNS, measured
 from tests.tools.dryrun.jobs import Planned, configured
 
@@ -50,6 +54,24 @@ def check_rank_equals_dry_run(pool: RankPool, config: RunConfig) -> None:
             assert -ALMOST <= off <= ALMOST + config.parallel.sequence * OF_GLOO, (rank, off)
         assert sum(record.call.wire_bytes for record in found.communication) == pytest.approx(held[ranks[0]].wire_bytes)
         assert sum(found.held.values()) == found.peak_bytes == max(peak.num_bytes for peak in found.peaks)
+
+
+@pytest.mark.parametrize(
+    ("own", "bytes_per_element"),
+    [
+        ({"name": "lion"}, 4),
+        ({"name": "schedule_free_adamw", "schedule": "constant"}, 8),
+        ({"state_dtype": "bfloat16"}, 4),
+    ],
+)
+def test_states_of_other_optimizers(own: dict[str, Any], bytes_per_element: int, pool: RankPool) -> None:
+    """The dry run is the rank's, and its states those of the summary, but for padding."""
+    config = configured(dp=2, zero=1).replace(optimizer=own)
+    check_rank_equals_dry_run(pool, config)
+    held, blueprint = profile_rank(config, 0).held[Category.OPTIMIZER], draw_blueprint(config)
+    (share,) = rank_shares(blueprint)
+    assert share.optimizer_bytes == blueprint.num_parameters // 2 * bytes_per_element
+    assert held == pytest.approx(share.optimizer_bytes, rel=0.01)
 
 
 def test_a_plain_model_and_an_optimizer_of_ones_own(pool: RankPool) -> None:
