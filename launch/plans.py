@@ -67,7 +67,8 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     _check_overrides(given, hardware, options.global_batch)
     config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
-    cache = ModelCache(config, execution_options(config, hardware))
+    pins = {axis: degree for axis in ("pp", "dp", "tp") if (degree := getattr(options, axis)) is not None}
+    cache = ModelCache(config, execution_options(config, hardware), pins=pins)
     warned = warn_of_alignment(cache, hardware, config)
     found = search_with_offload(cache, hardware, nodes, options.best or BEST)
     if not found.best:

@@ -149,6 +149,15 @@ def test_a_dry_run_says_when_there_is_no_room(folder: Path) -> None:
     assert "MORE THAN THE 19.5 KiB of this machine" in full.out
 
 
+def test_pinned_degrees_are_those_of_the_plan(folder: Path) -> None:
+    words = ("plan", str(folder / "small.toml"), "--cluster", str(folder / "cores.toml"), "--nodes", "1")
+    for options, grid in ((("--tp", "2"), "tp 2"), (("--no-tp", "--no-dp"), "pp 2"), (("--dp", "2"), "dp 2")):
+        found = told(*words, *options)
+        assert found.code == 0 and grid in found.out, found
+    assert told(*words, "--tp", "2", "--no-tp").code == 2
+    assert told(*words, "--no-pp", "--no-dp", "--no-tp").code == 2  # 1 of 2 devices
+
+
 IMPOSSIBLE = {
     "zero nodes": ("--nodes 0", "0 is not a whole number from 1 up", ["--nodes 1"]),
     "nodes in words": ("--nodes two", "two is not a whole number from 1 up", ["--nodes 1"]),

@@ -138,7 +138,10 @@ def choices(
     num_layers = len(cache.names)
     parts = ["pointwise", *(["selective"] if cache.model.selective_recompute else [])]
     recomputes = ["none", *([] if cache.config.train.compile is True else parts), "full"]
+    pins = cache.pins
     for tp in divisors(size):
+        if tp != pins.get("tp", tp):
+            continue
         if tp > hardware.devices_per_node or hardware.devices_per_node % tp:
             if tp <= 2 * hardware.devices_per_node:
                 rule = f"tp across nodes: tp {tp} does not divide the {hardware.devices_per_node} devices of a node"
@@ -158,6 +161,8 @@ def choices(
                 continue
         for pp in divisors(size // tp):
             dp = size // tp // pp
+            if pp != pins.get("pp", pp) or dp != pins.get("dp", dp):
+                continue
             if pp > num_layers:
                 yield Rejection(f"pp {pp} stages, but {num_layers} layers", f"pp {pp} x tp {tp}", 1)
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
@@ -76,6 +76,8 @@ class ModelCache:
     """Function that returns the schedule of a layout; the default also checks it, as for a run."""
     results: dict[Any, Any] = field(default_factory=dict)
     """Cache of results that layouts share, by the values on which they depend."""
+    pins: Mapping[str, int] = field(default_factory=dict)
+    """Degrees (pp, dp, tp) that a search keeps; it varies the others."""
     _layers: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, compute: Callable[[], T]) -> T:
