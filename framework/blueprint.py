@@ -11,13 +11,15 @@ ranks compare digests. Nothing here needs a GPU, a network, or more memory than 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from meshwright.config import RunConfig, dump, is_meant_for_gpu, phases
+from meshwright.context_parallel import plan as context
+from meshwright.context_parallel.cut import TokenCut
 from meshwright.data.sources import example
 from meshwright.fp8.convert import check_sizes
 from meshwright.mesh.comm import Group
@@ -83,6 +85,8 @@ class Blueprint:
     """Schedules of the smaller steps of a batch-size ramp."""
     metrics: tuple[str, ...] = ()
     """Names that layers and the loss record."""
+    cut: TokenCut = field(kw_only=True)
+    """Tokens of each sample that this rank has."""
 
     @property
     def num_parameters(self) -> int:
@@ -151,11 +155,11 @@ def batch_numbers(config: RunConfig, samples_seen: int | None = None) -> BatchNu
     return BatchNumbers(batch.micro_batch_size, batch.chunks * size // batch.global_batch, size)
 
 
-def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
+def draw_blueprint(config: RunConfig, tp: Group | None = None, cp: Group | None = None) -> Blueprint:
     """Draw the blueprint of a resolved config: describe the model, check it, shard it, plan its stages.
 
     Args:
-        tp: this rank's tensor-parallel group; None stands for tp rank 0, without any process.
+        tp: this rank's tensor-parallel group; None stands for tp rank 0, without any process. ``cp``: of tokens.
 
     Raises:
         UserError: whatever cannot work, before any process group exists.
@@ -187,10 +191,15 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         recompute=recomputed,
     )
     stages = cut_layers(config, costs, schedule.num_stages)
+    cut = TokenCut(Group("cp", tuple(range(grid.cp)), 0) if cp is None else cp, parallel.cp_order, shapes.labels)
+    if grid.cp > 1:
+        cut.check(config.model.builder, parts=parallel.tp if parallel.sequence else 1, heads=len(model.loss_heads))
+        context.apply(config.model.builder, model.layers, model.plan, shapes.inputs, cut)
     infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
     for part, full in zip(local.leaves, whole.output.leaves, strict=True):
-        check_output_shape(model.layers, part.shape, full.shape, grid.tp, has_own_loss=model.loss is not None)
+        of_rank = (full.shape[0], cut.share, *full.shape[2:]) if grid.cp > 1 else full.shape
+        check_output_shape(model.layers, part.shape, of_rank, grid.tp, has_own_loss=model.loss is not None)
     return Blueprint(
         config,
         grid,
@@ -205,6 +214,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None) -> Blueprint:
         tuple(recomputed),
         ramp,
         whole.metrics,
+        cut=cut,
     )
 
 

@@ -76,7 +76,7 @@ def build(
         blueprint: this rank's own, if it exists already. Its layers become the rank's layers, so no other rank may use
         it.
     """
-    blueprint = draw_blueprint(config, mesh.tp) if blueprint is None else blueprint
+    blueprint = draw_blueprint(config, mesh.tp, mesh.cp) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
     training, validation = open_sources(config) if sources is None else sources
     for source in (training, validation):

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,18 @@ class Draw:
     """True while a forward runs inside backward (recompute), or while only costs are counted."""
 
 
+class TokenPlaces(Protocol):
+    """Tokens of a sample that a rank has: those of :class:`meshwright.context_parallel.cut.TokenCut`."""
+
+    length: int
+    """Tokens of the sample."""
+    share: int
+    """Tokens of the rank."""
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return their positions in the sample, (1, share) int64."""
+
+
 NUM_KEYS = 16
 """Keys that a dropout prepares at the start, one per call in a forward. More are made when needed."""
 
@@ -79,6 +92,7 @@ def keep_mask(
     sample_indices: Tensor,
     shape: torch.Size,
     shard: tuple[int, int, int] | None = None,
+    cut: tuple[int, TokenPlaces] | None = None,
 ) -> Tensor:
     """Return the bool mask of kept elements.
 
@@ -87,6 +101,7 @@ def keep_mask(
         key: () int64 of :func:`key_of`. ``golden``: () int64, GOLDEN.
         sample_indices: (B,) int64, global.
         shape: (B, ...), local. ``shard``: (dim, index, count), the slice of the whole activation that is local.
+        cut: (dim of the tokens, their places), where a rank has some of the tokens; ``shard`` is a slice of these.
     """
     device = sample_indices.device
     whole = list(shape)
@@ -98,8 +113,10 @@ def keep_mask(
     position = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in range(len(shape) - 1, 0, -1):
-        along = torch.arange(start[dim], start[dim] + shape[dim], device=device) * stride
-        position = position + along.view([-1] + [1] * (len(shape) - 1 - dim))
+        along = torch.arange(start[dim], start[dim] + shape[dim], device=device)
+        if cut is not None and cut[0] == dim:
+            along, whole[dim] = cut[1].places(device)[0, start[dim] : start[dim] + shape[dim]], cut[1].length
+        position = position + (along * stride).view([-1] + [1] * (len(shape) - 1 - dim))
         stride *= whole[dim]
     keys = _mix((sample_indices * golden) ^ key).view([-1] + [1] * (len(shape) - 1))
     drawn = _mix(position * golden + keys)
@@ -112,6 +129,7 @@ class SeededDropout(nn.Module):
     ``num_calls`` counts the calls in the forward of one micro-batch; :func:`restart_calls` begins the next one.
 
     ``shard = (dim, index, count)``: the input is slice ``index`` of ``count`` along ``dim`` of the whole activation.
+    ``cut = (dim, places)``: of the rank's tokens of it, at these places along ``dim``.
     """
 
     keys: Tensor
@@ -125,6 +143,7 @@ class SeededDropout(nn.Module):
         self.name = name
         self.draw = draw
         self.shard: tuple[int, int, int] | None = None
+        self.cut: tuple[int, TokenPlaces] | None = None
         # In memory and not in the code: compiled layers then share one graph, whatever their names, and the compiler
         # does not try to work out indices times GOLDEN exactly, which no 64-bit integer holds.
         keys = [key_of(seed, name, call) for call in range(NUM_KEYS)]
@@ -142,7 +161,9 @@ class SeededDropout(nn.Module):
     def mask(self, shape: torch.Size, device: torch.device) -> Tensor:
         """Return the mask of the next call, bool (B, ...) in the input's local shape; True: kept."""
         samples, key = self._next(shape, device)
-        return keep_mask(self.p, key, self.golden, samples, shape, self.shard)
+        if self.cut is not None:
+            self._check_tokens(shape, *self.cut)
+        return keep_mask(self.p, key, self.golden, samples, shape, self.shard, self.cut)
 
     def _next(self, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sample indices, (B,) int64, and the key of the next call, () int64."""
@@ -151,6 +172,17 @@ class SeededDropout(nn.Module):
         if self.num_calls >= self.keys.shape[0]:
             self._add_keys()
         return sample_indices.to(device), self.keys[self.num_calls]
+
+    def _check_tokens(self, shape: torch.Size, dim: int, places: TokenPlaces) -> None:
+        """Raise :class:`ModelError` for an input whose dim of tokens is not where the plan has it."""
+        parts = self.shard[2] if self.shard is not None and self.shard[0] == dim else 1
+        if len(shape) <= dim or shape[dim] * parts != places.share:
+            raise ModelError(
+                "MW-CP-005",
+                f"dropout {self.name} acts on {tuple(shape)}, and with context parallelism dim {dim} of it has the "
+                f"rank's {places.share} tokens of a sample's {places.length}: give the module its kind in the "
+                f"sharding_plan (heads for the probabilities of an attention), or use parallel.cp = 1",
+            )
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _add_keys(self) -> None:
@@ -172,7 +204,7 @@ class SeededDropout(nn.Module):
                 f"(torch.utils.checkpoint) would drop other elements than in its first forward. Use "
                 f"pipeline.recompute for the layer instead (docs/recompute.md), or p = 0",
             )
-        if dropout.takes(x):
+        if self.cut is None and dropout.takes(x):
             dropped = dropout.drop_elements(x, *self._next(x.shape, x.device), self.p, self.shard)
         else:
             dropped = x * self.mask(x.shape, x.device) * (1.0 / (1.0 - self.p))

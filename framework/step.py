@@ -63,6 +63,7 @@ class StepFeed:
         dtype = DTYPES[parts.config.train.dtype]
         inputs, labels = (tree_map(lambda leaf: _to_device(leaf, device), part) for part in samples)
         labels = cast_floats(labels, torch.promote_types(dtype, torch.float32))  # the loss is computed in float32
+        labels = parts.blueprint.cut.take_labels(labels)
         return Microbatch(cast_floats(inputs, dtype), labels, self.sample_indices(m))
 
     def sample_indices(self, m: int) -> Tensor:

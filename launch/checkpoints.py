@@ -201,5 +201,9 @@ def size_of(entry: TensorEntry) -> int:
 def layout(config: dict[str, Any]) -> str:
     """Return the layout of a saved configuration, such as ``dp2 x pp2 x tp2, 1f1b``; any other layout can load it."""
     parallel, pipeline = config.get("parallel", {}), config.get("pipeline", {})
-    degrees = " x ".join(f"{axis}{parallel[axis]}" for axis in ("dp", "pp", "tp") if axis in parallel)
+    degrees = " x ".join(
+        f"{axis}{parallel[axis]}"
+        for axis in ("dp", "pp", "tp", *["cp"] * (parallel.get("cp", 1) != 1))
+        if axis in parallel
+    )
     return ", ".join(filter(None, [degrees, str(pipeline.get("schedule", ""))])) or "?"

@@ -25,18 +25,18 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
     parallel = config.parallel
     if options.nodes:
         nodes = nodes_of(options.nodes, per_node)
-        num_replicas, rest = divmod(len(nodes), parallel.pp * parallel.tp)
+        num_replicas, rest = divmod(len(nodes), parallel.ranks_per_batch)
         if rest or not num_replicas:
             raise MeshError(
                 "MW-LAUNCH-005",
-                f"{options.nodes} nodes x {per_node} devices = {len(nodes)} ranks, and one replica takes pp "
-                f"{parallel.pp} x tp {parallel.tp} = {parallel.pp * parallel.tp}: no whole number of replicas fits. "
+                f"{options.nodes} nodes x {per_node} devices = {len(nodes)} ranks, and one replica takes "
+                f"{parallel.named_ranks} = {parallel.ranks_per_batch}: no whole number of replicas fits. "
                 f"Change a degree or the number of nodes",
             )
     else:
         nodes = nodes_of(math.ceil(num_ranks / per_node), per_node)[:num_ranks]
-        num_replicas = num_ranks // (parallel.pp * parallel.tp)
-    grid = Grid(parallel.pp, num_replicas, parallel.tp)
+        num_replicas = num_ranks // parallel.ranks_per_batch
+    grid = Grid(parallel.pp, num_replicas, parallel.tp, parallel.cp)
     grid.check_placement(nodes, tp_across_nodes=parallel.tp_across_nodes)
     if parallel.known_dp not in (None, grid.dp):
         put(

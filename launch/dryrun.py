@@ -76,7 +76,7 @@ def _check_cuda(job: Job) -> list[str]:
     from meshwright.tools.dryrun.cuda.process import describe_cuda_steps, take_cuda_steps
 
     tell("--device cuda: compiling the fake CUDA device, then taking a step of each kind of rank")
-    per_stage = job.grid.dp * job.grid.tp
+    per_stage = job.grid.num_replicas * job.grid.tp
     steps = take_cuda_steps(job.short_config, [kind * per_stage for kind in dict.fromkeys(job.representatives)])
     put(describe_cuda_steps(steps))
     return [problem for step in steps for problem in step.problems]
@@ -90,7 +90,13 @@ def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware
     from meshwright.model.meter import reference
     from meshwright.tools.planner.hardware import read_hardware
 
-    if cluster is None and not reference(config.train.device, config.train.dtype).fused:
+    if cluster is not None and config.parallel.cp > 1:
+        raise ConfigError(
+            "MW-LAUNCH-076",
+            f"--cluster predicts seconds, and has no model of context parallelism yet: leave it out, or set "
+            f"--parallel.cp=1 instead of {config.parallel.cp}",
+        )
+    if config.parallel.cp > 1 or (cluster is None and not reference(config.train.device, config.train.dtype).fused):
         return None
     hardware = read_hardware(cluster or "h100").model_copy(update={"devices_per_node": per_node})
     hardware.check_dtype(config.train.dtype)
@@ -124,13 +130,13 @@ def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
         ConfigError: has numbers that would fit.
     """
     parallel, size, dp = config.parallel, num_nodes * per_node, config.parallel.known_dp
-    replica = parallel.pp * parallel.tp
+    replica = parallel.ranks_per_batch
     ranks = replica * (dp or max(1, size // replica))
     if ranks == size:
         return
     available = f"{num_nodes:,} node{'s' * (num_nodes > 1)} x {per_node} device{'s' * (per_node > 1)} = {size:,}"
     available += f" rank{'s' * (size > 1)}"
-    needed = f"pp {parallel.pp} x tp {parallel.tp}" + (f" x dp {dp} = {ranks:,}" if dp else f" = {replica:,} a replica")
+    needed = parallel.named_ranks + (f" x dp {dp} = {ranks:,}" if dp else f" = {replica:,} a replica")
     works = [f"--parallel.dp={size // replica}"] if size % replica == 0 and dp else []
     if ranks % per_node == 0:
         works.append(f"--nodes {ranks // per_node}")

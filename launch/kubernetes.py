@@ -24,6 +24,7 @@ from meshwright.errors import UserError
 from meshwright.launch.restarts import RECURRING_EXIT_CODES
 from meshwright.launch.slurm import resolve_for_nodes
 from meshwright.launch.slurm_values import check_lines
+from meshwright.mesh.grid import Grid
 from meshwright.system.host import JOBSET
 from meshwright.terminal.output import tell
 
@@ -107,8 +108,8 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
             "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": job}}],
         },
     }
-    pp, dp, tp = config.parallel.degrees
-    ranks = f"pp {pp} x dp {dp} x tp {tp} = {pp * dp * tp} ranks"
+    grid = Grid(*config.parallel.degrees)
+    ranks = f"{grid} = {grid.size} ranks"
     text: str = yaml.safe_dump(jobset, sort_keys=False, width=120)
     return f"# {ranks} on {options.nodes} nodes\n{text}"
 

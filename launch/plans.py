@@ -168,9 +168,16 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     """Return the configuration without its layout, since a search sets each degree.
 
     Raises:
-        ConfigError: the number of samples per step is not given.
+        ConfigError: the number of samples per step is not given, or the layout is context-parallel.
     """
     batch, dp = config.batch, config.parallel.known_dp
+    if config.parallel.cp > 1:
+        raise ConfigError(
+            "MW-LAUNCH-077",
+            f"parallel.cp = {config.parallel.cp}: a plan compares layouts without context parallelism, whose times it "
+            f"has no model of: set --parallel.cp=1 and --parallel.cp_order=zigzag, or examine this layout with "
+            f"`meshwright dryrun`",
+        )
     samples = global_batch or batch.global_batch
     if samples is None and batch.micro_batch_size and batch.chunks and dp is not None:
         samples = batch.micro_batch_size * batch.chunks * dp

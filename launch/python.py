@@ -38,6 +38,7 @@ from meshwright.terminal.output import print_lines
 from meshwright.tools.inference.evaluate import EvaluationJob, EvaluationResult
 from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
+from meshwright.tools.inference.sample import WHOLE_SAMPLES
 from meshwright.tools.inference.sample import sample as sample_text
 
 
@@ -202,7 +203,7 @@ def evaluate(
         UserError: there is no run, no checkpoint, or no validation set.
     """
     where = locate(Path(place), step)._replace(weights=weights)
-    alone = ("--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1")
+    alone = ("--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1", *WHOLE_SAMPLES)
     config = check_evaluation(
         config_for(where, _as_options(overrides), "evaluate", defaults=alone, trust_code=trust_code), 1
     )

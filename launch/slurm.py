@@ -129,16 +129,13 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
     check_options(options)
     check_container(container, options.mounts, options.runtime)
     mounts = options.mounts or ",".join(dict.fromkeys(f"{place}:{place}" for place in (cwd, run.parent)))
-    pp, dp, tp = config.parallel.degrees
     return render_template(
         "job.sbatch.j2",
         vars(options)
         | {
             "run_name": config.run.name,
             "job_name": re.sub(r"[^\w.-]", "-", config.run.name),
-            "pp": pp,
-            "dp": dp,
-            "tp": tp,
+            "degrees": Grid(*config.parallel.degrees),
             "num_ranks": config.launch.processes,
             "gpus": config.train.device == "cuda" or (config.train.device == "auto" and may_have_gpus()),
             "chdir": as_word(cwd),

@@ -30,6 +30,9 @@ Attributes of the Sequential (plain and optional)
     gather     under sequence parallelism the module's first input is all-gathered before it, not by its columns: for a
                forward that takes the length of the sequence from its input
     sequence   output indexed by position (cut under sequence parallelism)       replicate   the default
+    context    attention core, called with (q, k, v, ...), each (B, heads, tokens, d): under context parallelism with
+               some queries, all keys, and the keyword ``places`` (1, queries)
+    positions  outputs indexed by position, the number of tokens taken from the input (docs/long-context.md)
     a function (layer, tp_rank, tp) -> meshwright.SplitLayer   any other layer (docs/models.md, "Sharding rules")
 
 ``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the

@@ -182,6 +182,9 @@ def _sharding_plan(options: DecoderOptions, first: str) -> dict[str, str]:
     if options.positions == "learned":
         plan["embedding.positions"] = "sequence"
     plan |= {"block*.attention.qkv": "column", "block*.attention.dropout": "heads", "block*.attention.out": "row"}
+    plan["block*.attention.core"] = "context"
+    if options.positions == "rotary":
+        plan["block*.attention.rotary"] = "positions"
     if options.qk_norm:
         plan["block*.attention.[qk]_norm"] = "heads"
     return plan | {f"block*.mlp.{first}": "column", "block*.mlp.down": "row", "head": "vocab"}

@@ -29,6 +29,7 @@ SHARDING_PLAN = {
     "embedding.positions": "sequence",
     "block*.attention.qkv": "column",
     "block*.attention.dropout": "heads",
+    "block*.attention.core": "context",
     "block*.attention.out": "row",
     "block*.mlp.up": "column",
     "block*.mlp.down": "row",

@@ -38,6 +38,8 @@ from meshwright.models.rotary import Rotary
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
     "block*.attention.qkv": "column",
+    "block*.attention.rotary": "positions",
+    "block*.attention.core": "context",
     "block*.attention.dropout": "heads",
     "block*.attention.out": "row",
     "block*.mlp.gate_up": "column",

@@ -5,29 +5,29 @@ from __future__ import annotations
 from meshwright.config import batch
 from meshwright.config.layout_rules import MAX_FORWARDS
 from meshwright.config.schema import RunConfig
-from meshwright.config.sections import Batch
+from meshwright.config.sections import Batch, Parallel
 from meshwright.errors import ConfigError
 
 MAX_RAMP_FORWARDS = 16 * MAX_FORWARDS
 """Maximal number of forwards in the schedules of all batch sizes of a ramp."""
 
 
-def _wrong_product(dp: int, pp: int, tp: int, world_size: int) -> str:
-    size = dp * pp * tp
+def _wrong_product(dp: int, parallel: Parallel, world_size: int) -> str:
+    size = dp * parallel.ranks_per_batch
     moves = [f"start {size} (launch.processes = {size}, or that many ranks of torchrun or srun)"]
-    replicas, rest = divmod(world_size, pp * tp)
+    replicas, rest = divmod(world_size, parallel.ranks_per_batch)
     if rest == 0:
         moves.append(f'set parallel.dp = {replicas} or "auto"')
     else:
         moves.append(f"choose degrees whose product is {world_size}")
-    return f"dp {dp} x pp {pp} x tp {tp} = {size} ranks, but {world_size} were started: {', or '.join(moves)}"
+    return f"dp {dp} x {parallel.named_ranks} = {size} ranks, but {world_size} were started: {', or '.join(moves)}"
 
 
-def _no_whole_replicas(pp: int, tp: int, world_size: int) -> str:
-    one = pp * tp
+def _no_whole_replicas(parallel: Parallel, world_size: int) -> str:
+    one = parallel.ranks_per_batch
     near = [one * replicas for replicas in (world_size // one, world_size // one + 1) if replicas]
     return (
-        f'parallel.dp = "auto": pp {pp} x tp {tp} = {one} ranks for one replica, but {world_size} were started, '
+        f'parallel.dp = "auto": {parallel.named_ranks} = {one} ranks for one replica, but {world_size} were started, '
         f"{world_size / one:.3g} replicas: start {' or '.join(map(str, near))}, or change parallel.pp or parallel.tp"
     )
 
@@ -46,20 +46,21 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
     if world_size is None:
         world_size = default_world_size(config, 0)
     assert world_size >= 1, world_size
-    pp, tp, dp = config.parallel.pp, config.parallel.tp, config.parallel.known_dp
+    parallel, dp = config.parallel, config.parallel.known_dp
     problems: list[ConfigError] = []
     if dp is None:
-        dp, rest = divmod(world_size, pp * tp)
+        dp, rest = divmod(world_size, parallel.ranks_per_batch)
         if rest:
-            raise ConfigError("MW-CONFIG-003", _no_whole_replicas(pp, tp, world_size))
-    elif dp * pp * tp != world_size:
-        problems.append(ConfigError("MW-CONFIG-004", _wrong_product(dp, pp, tp, world_size)))
-    factor = config.parallel.shard_factor
-    if factor is not None and dp % factor:
-        choices = ", ".join(map(str, batch.divisors(dp)))
+            raise ConfigError("MW-CONFIG-003", _no_whole_replicas(parallel, world_size))
+    elif dp * parallel.ranks_per_batch != world_size:
+        problems.append(ConfigError("MW-CONFIG-004", _wrong_product(dp, parallel, world_size)))
+    factor, replicas = parallel.shard_factor, dp * parallel.cp
+    if factor is not None and replicas % factor:
+        choices = ", ".join(map(str, batch.divisors(replicas)))
+        of = f"dp {dp}" + (f" x cp {parallel.cp}" if parallel.cp > 1 else "")
         problems.append(
             ConfigError(
-                "MW-CONFIG-005", f"parallel.shard_factor = {factor} does not divide dp {dp}: choose one of {choices}"
+                "MW-CONFIG-005", f"parallel.shard_factor = {factor} does not divide {of}: choose one of {choices}"
             )
         )
     numbers = config.batch
@@ -89,8 +90,7 @@ def _too_many_sizes(config: RunConfig, numbers: Batch, dp: int) -> str | None:
 
 def shard_factor(config: RunConfig) -> int:
     """Return the number of shards of the optimizer state; 1: every replica has all of it. ``config``: resolved."""
-    _, dp, _ = config.parallel.degrees
-    return (config.parallel.shard_factor or dp) if config.parallel.zero else 1
+    return (config.parallel.shard_factor or config.parallel.num_replicas) if config.parallel.zero else 1
 
 
 def is_meant_for_gpu(device: str, dtype: str) -> bool:
@@ -107,9 +107,8 @@ def bucket_bytes(config: RunConfig) -> int:
 
     NCCL needs far larger messages than gloo to reach its bandwidth.
     """
-    _, dp, _ = config.parallel.degrees
     smallest = 160 * 2**20 if is_meant_for_gpu(config.train.device, config.train.dtype) else 25 * 2**20
-    return config.parallel.bucket_bytes or max(smallest, 4 * 2**20 * dp)
+    return config.parallel.bucket_bytes or max(smallest, 4 * 2**20 * config.parallel.num_replicas)
 
 
 def reduces_each_microbatch(config: RunConfig) -> bool:
@@ -120,8 +119,8 @@ def reduces_each_microbatch(config: RunConfig) -> bool:
 def default_world_size(config: RunConfig, num_devices: int) -> int:
     """Return the number of local ranks to start.
 
-    ``launch.processes`` when it is a number; else dp x pp x tp. With dp = "auto": as many whole replicas as fit on the
-    devices (on CPU: one).
+    ``launch.processes`` when it is a number; else dp x pp x cp x tp. With dp = "auto": as many whole replicas as fit on
+    the devices (on CPU: one).
 
     Args:
         config: The configuration as loaded.
@@ -130,13 +129,13 @@ def default_world_size(config: RunConfig, num_devices: int) -> int:
     Raises:
         ConfigError: There are more ranks than devices.
     """
-    pp, tp, dp = config.parallel.pp, config.parallel.tp, config.parallel.known_dp
+    dp, one, named = config.parallel.known_dp, config.parallel.ranks_per_batch, config.parallel.named_ranks
     if config.launch.processes != "auto":
         size, source = config.launch.processes, "launch.processes"
     elif dp is not None:
-        size, source = dp * pp * tp, f"dp {dp} x pp {pp} x tp {tp}"
+        size, source = dp * one, f"dp {dp} x {named}"
     else:
-        size, source = max(1, num_devices // (pp * tp)) * pp * tp, f"pp {pp} x tp {tp}"
+        size, source = max(1, num_devices // one) * one, named
     if 0 < num_devices < size:
         raise ConfigError(
             "MW-CONFIG-007",

@@ -13,10 +13,12 @@ MAX_FORWARDS = 2**18
 
 
 def _ranks(config: RunConfig) -> str | None:
-    pp, tp, dp = config.parallel.pp, config.parallel.tp, config.parallel.known_dp or 1
-    if dp * pp * tp <= MAX_RANKS:
+    parallel, dp = config.parallel, config.parallel.known_dp or 1
+    if dp * parallel.ranks_per_batch <= MAX_RANKS:
         return None
-    return f"dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp:,} ranks: at most {MAX_RANKS:,} are allowed"
+    return (
+        f"dp {dp} x {parallel.named_ranks} = {dp * parallel.ranks_per_batch:,} ranks: at most {MAX_RANKS:,} are allowed"
+    )
 
 
 def _forwards(config: RunConfig) -> str | None:
@@ -36,21 +38,21 @@ def _batch(config: RunConfig) -> str | None:
 
 def _processes(config: RunConfig) -> str | None:
     processes, dp = config.launch.processes, config.parallel.known_dp
-    pp, tp = config.parallel.pp, config.parallel.tp
+    one, named = config.parallel.ranks_per_batch, config.parallel.named_ranks
     if processes == "auto":
         return None
     if dp is None:
-        if processes % (pp * tp) == 0:
+        if processes % one == 0:
             return None
-        near = [pp * tp * i for i in (processes // (pp * tp), processes // (pp * tp) + 1) if i]
+        near = [one * i for i in (processes // one, processes // one + 1) if i]
         return (
-            f"launch.processes = {processes} is not a multiple of pp {pp} x tp {tp} = {pp * tp}, the ranks of one "
+            f"launch.processes = {processes} is not a multiple of {named} = {one}, the ranks of one "
             f"replica: set {' or '.join(map(str, near))}"
         )
-    if processes == dp * pp * tp:
+    if processes == dp * one:
         return None
     return (
-        f"launch.processes = {processes}, but dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp} ranks: leave "
+        f"launch.processes = {processes}, but dp {dp} x {named} = {dp * one} ranks: leave "
         f'launch.processes out, or set parallel.dp = "auto"'
     )
 
@@ -74,6 +76,19 @@ def _sequence(config: RunConfig) -> str | None:
     return (
         "parallel.sequence = true has no effect with parallel.tp = 1: it splits the sequence over the tensor-parallel "
         "ranks; set parallel.tp to 2 or more, or --parallel.sequence=false"
+    )
+
+
+def _context(config: RunConfig) -> str | None:
+    cp, length = config.parallel.cp, config.data.sequence_length
+    if cp == 1 and non_defaults(config.parallel, "cp_order"):
+        return "parallel.cp_order has no effect with parallel.cp = 1: set parallel.cp to 2 or more, or leave it out"
+    if cp == 1 or config.data.builder is not None or length % cp == 0:
+        return None
+    nearest = " or ".join(str(near) for near in (length // cp * cp, (length // cp + 1) * cp) if near)
+    return (
+        f"data.sequence_length = {length} cannot be cut into parallel.cp = {cp} equal parts: use {nearest}, or another "
+        f"parallel.cp"
     )
 
 
@@ -153,12 +168,13 @@ def _balance(config: RunConfig) -> str | None:
 
 
 LAYOUT_RULES = (
-    Rule("MW-CONFIG-034", _ranks, ("parallel.dp", "parallel.pp", "parallel.tp")),
+    Rule("MW-CONFIG-034", _ranks, ("parallel.dp", "parallel.pp", "parallel.cp", "parallel.tp")),
     Rule("MW-CONFIG-035", _forwards, ("parallel.pp", "batch.chunks", "pipeline.schedule", "pipeline.interleave")),
     Rule("MW-CONFIG-037", _batch, ("batch.micro_batch_size", "batch.chunks", "batch.global_batch", "parallel.dp")),
     Rule("MW-CONFIG-038", _processes, ("launch.processes", "parallel.dp", "parallel.pp", "parallel.tp")),
     Rule("MW-CONFIG-039", _devices, ("launch.devices", "launch.share_devices", "train.device")),
     Rule("MW-CONFIG-040", _sequence, ("parallel.sequence", "parallel.tp")),
+    Rule("MW-CONFIG-069", _context, ("parallel.cp", "parallel.cp_order", "data.sequence_length")),
     Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),
     Rule("MW-CONFIG-043", _offload, ("parallel.offload_directory", "parallel.offload")),

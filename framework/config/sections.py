@@ -173,18 +173,23 @@ class Parallel(Section):
     """Degrees of the axes, and sharding of weights, gradients and optimizer state."""
 
     dp: Count | Literal["auto", -1] = "auto"
-    """Data-parallel degree: the number of replicas. auto or -1: number of ranks / (pp x tp)."""
+    """Data-parallel degree. auto or -1: number of ranks / (pp x cp x tp)."""
     pp: Count = 1
     """Pipeline-parallel degree."""
     tp: Count = 1
     """Tensor-parallel degree."""
+    cp: Count = 1
+    """Context-parallel degree: ranks that share the tokens of each sample. `docs/long-context.md` has the details."""
+    cp_order: Literal["zigzag", "contiguous"] = "zigzag"
+    """Tokens of each context-parallel rank: two runs, of the beginning and the end, so that all see as many keys; or
+    one run."""
     sequence: bool = False
     """Sequence parallelism: split activations between tensor-parallel regions along the sequence over tp."""
     zero: Literal[0, 1, 2, 3] = 1
-    """ZeRO stage. Sharded over dp: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+    """ZeRO stage. Sharded over dp x cp: nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
     shard_factor: Count | None = None
-    """Neighbouring replicas that shard among themselves (hybrid sharding); divides dp. Default: dp. Smaller: less
-    traffic between nodes, more memory."""
+    """Neighbouring replicas that shard among themselves (hybrid sharding); divides dp x cp. Default: dp x cp. Smaller:
+    less traffic between nodes, more memory."""
     reduce: Literal["microbatch", "step"] | None = None
     """Reduce gradients per microbatch (a rank keeps its shard) or step. Default: step; with zero >= 2 microbatch."""
     offload: bool = False
@@ -204,10 +209,25 @@ class Parallel(Section):
         return None if self.dp == "auto" or self.dp == -1 else self.dp
 
     @property
-    def degrees(self) -> tuple[int, int, int]:
-        """Degrees (pp, dp, tp) of a resolved configuration, as :class:`~meshwright.mesh.grid.Grid` takes them."""
+    def degrees(self) -> tuple[int, int, int, int]:
+        """Degrees (pp, dp, tp, cp) of a resolved configuration, as :class:`~meshwright.mesh.grid.Grid` takes them."""
         assert self.known_dp is not None, "resolve the configuration first"
-        return self.pp, self.known_dp, self.tp
+        return self.pp, self.known_dp, self.tp, self.cp
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks with the same weights, of a resolved configuration."""
+        return self.degrees[1] * self.cp
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Ranks that share each micro-batch: all of the job with dp = 1."""
+        return self.pp * self.tp * self.cp
+
+    @property
+    def named_ranks(self) -> str:
+        """Degrees besides dp as text: "pp 2 x tp 4"."""
+        return f"pp {self.pp} x " + (f"cp {self.cp} x " if self.cp > 1 else "") + f"tp {self.tp}"
 
 
 class Pipeline(Section):

@@ -136,14 +136,15 @@ def fake_mesh(
     try:
         axes = {}
         for axis in Axis:
-            ranks = grid.group(axis, rank)
+            ranks = grid.replicas(rank) if axis is Axis.DP else grid.group(axis, rank)
             made = dist.new_group(list(ranks), use_local_synchronization=True) if len(ranks) > 1 else None
             axes[axis] = FakeGroup(axis, ranks, ranks.index(rank), made, traffic, activity)
         everybody = dist.group.WORLD if grid.size > 1 else None
         world = FakeGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
         pp, dp, tp = axes[Axis.PP], axes[Axis.DP], axes[Axis.TP]
         nodes = ["node0"] * grid.size
-        yield FakeMesh(grid, rank, torch.device(device), pp, dp, tp, world, traffic, nodes, activity=activity)
+        place = grid, rank, torch.device(device)
+        yield FakeMesh(*place, pp, dp, tp, world, traffic, nodes, activity=activity, cp=axes[Axis.CP])
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""The grid of ranks, pp x dp x tp with tp innermost: pure arithmetic, so that it runs for 16,384 ranks on a laptop.
+"""The grid of ranks, pp x dp x cp x tp, tp innermost: pure arithmetic, so that it runs for 16,384 ranks on a laptop.
 
-rank = (pp_rank x dp + dp_rank) x tp + tp_rank
+rank = ((pp_rank x dp + dp_rank) x cp + cp_rank) x tp + tp_rank
 
   pp=2 dp=2 tp=2 on 2 nodes of 4         a tp group is a run of neighbours and stays inside a node;
   node 0   | 0 1 | 2 3 |   pp_rank 0     its stage's replicas come next; the next pipeline rank is
@@ -24,6 +24,7 @@ class Axis(StrEnum):
 
     PP = "pp"
     DP = "dp"
+    CP = "cp"
     TP = "tp"
 
 
@@ -33,6 +34,7 @@ class Coordinates(NamedTuple):
     pp_rank: int
     dp_rank: int
     tp_rank: int
+    cp_rank: int = 0
 
 
 class Grid(NamedTuple):
@@ -41,31 +43,52 @@ class Grid(NamedTuple):
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {self.degree(axis)}" for axis in self.axes)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.num_replicas * self.tp
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas, ranks with the same weights: a cp rank has those of its dp neighbours."""
+        return self.dp * self.cp
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes, outermost first; cp where it is used."""
+        return tuple(axis for axis in Axis if axis is not Axis.CP or self.cp > 1)
 
     def rank(self, at: Coordinates) -> int:
         """Return the rank at these coordinates."""
-        return (at.pp_rank * self.dp + at.dp_rank) * self.tp + at.tp_rank
+        return ((at.pp_rank * self.dp + at.dp_rank) * self.cp + at.cp_rank) * self.tp + at.tp_rank
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank, the inverse of :meth:`rank`."""
         assert 0 <= rank < self.size, (rank, self.size)
         rest, tp_rank = divmod(rank, self.tp)
-        return Coordinates(*divmod(rest, self.dp), tp_rank)
+        rest, cp_rank = divmod(rest, self.cp)
+        return Coordinates(*divmod(rest, self.dp), tp_rank, cp_rank)
 
     def degree(self, axis: Axis) -> int:
         """Return the number of ranks along an axis."""
-        return {Axis.PP: self.pp, Axis.DP: self.dp, Axis.TP: self.tp}[axis]
+        degree: int = getattr(self, axis)
+        return degree
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only along ``axis``, in the order of that axis; contains
         ``rank``."""
         at = self.coordinates(rank)
         return tuple(self.rank(at._replace(**{f"{axis}_rank": i})) for i in range(self.degree(axis)))
+
+    def replicas(self, rank: int) -> tuple[int, ...]:
+        """Return the dp x cp ranks with the weights of ``rank``, in order; contains ``rank``."""
+        first = rank - rank % (self.num_replicas * self.tp) + rank % self.tp
+        return tuple(range(first, first + self.num_replicas * self.tp, self.tp))
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """Return all groups of an axis, by their first rank: a partition of the ranks."""

@@ -38,7 +38,7 @@ class Mesh:
     rank: int
     device: torch.device
     pp: Group
-    dp: Group
+    dp: Group  # replicas: the dp x cp ranks with the same weights
     tp: Group
     world: Group
     traffic: Traffic
@@ -48,6 +48,8 @@ class Mesh:
     """Timeout of a collective in seconds."""
     activity: Activity = field(default_factory=Activity)
     """Present activity of this rank."""
+    cp: Group = field(default_factory=lambda: Group("cp", (0,), 0))
+    """Ranks with the other tokens of this rank's samples."""
 
     @property
     def at(self) -> Coordinates:
@@ -163,7 +165,7 @@ def check_size(grid: Grid, world_size: int) -> None:
     if world_size != grid.size:
         raise MeshError(
             "MW-MESH-009",
-            f"parallel.pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {grid.size} ranks, but {world_size} were started: "
+            f"parallel.{grid} = {grid.size} ranks, but {world_size} were started: "
             f"change a degree, or start {grid.size} processes",
         )
 
@@ -257,10 +259,9 @@ def open_mesh(
             found = open_store(grid, timeout_s) if store is None else store
             _init_process_group(rank, backend, chosen, timeout, found)
         process_groups = _axis_process_groups(grid, chosen, timeout)
-    traffic, activity = Traffic(), Activity()
-    groups: dict[Axis, Group] = {}
+    traffic, activity, groups = Traffic(), Activity(), dict[Axis, Group]()
     for axis in Axis:
-        ranks = grid.group(axis, rank)
+        ranks = grid.replicas(rank) if axis is Axis.DP else grid.group(axis, rank)
         groups[axis] = Group(axis, ranks, ranks.index(rank), process_groups.get(axis), traffic, activity)
     everybody = dist.group.WORLD if grid.size > 1 else None
     world = Group("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
@@ -269,8 +270,8 @@ def open_mesh(
             group.barrier()
     nodes = world.gather_objects(node_name())
     grid.check_placement(nodes, tp_across_nodes=tp_across_nodes)
-    axes = groups[Axis.PP], groups[Axis.DP], groups[Axis.TP]
-    return Mesh(grid, rank, chosen, *axes, world, traffic, nodes, timeout_s, activity)
+    pp, dp, cp, tp = groups.values()
+    return Mesh(grid, rank, chosen, pp, dp, tp, world, traffic, nodes, timeout_s, activity, cp)
 
 
 def _init_process_group(rank: int, backend: str, device: torch.device, timeout: timedelta, store: Any) -> None:
@@ -282,8 +283,11 @@ def _init_process_group(rank: int, backend: str, device: torch.device, timeout: 
 
 def _axis_process_groups(grid: Grid, device: torch.device, timeout: timedelta) -> dict[Axis, dist.ProcessGroup]:
     """Make torch's process groups of this rank on the axes with more than one rank."""
-    torch_mesh = init_device_mesh(device.type, (grid.pp, grid.dp, grid.tp), mesh_dim_names=tuple(Axis))
-    found = {axis: torch_mesh.get_group(str(axis)) for axis in Axis if grid.degree(axis) > 1}
+    degrees = {Axis.PP: grid.pp, Axis.DP: grid.num_replicas, Axis.TP: grid.tp}
+    torch_mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    found = {axis: torch_mesh.get_group(str(axis)) for axis, degree in degrees.items() if degree > 1}
+    if grid.cp > 1:  # a part of the replicas, which torch's mesh has in one dim
+        found[Axis.CP] = dist.new_group(grid.group(Axis.CP, dist.get_rank()), timeout, use_local_synchronization=True)
     for process_group in found.values():  # a DeviceMesh gives its groups torch's own limit: 10 minutes, with gloo 30
         dist.distributed_c10d._set_pg_timeout(timeout, process_group)
     return found

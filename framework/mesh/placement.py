@@ -34,7 +34,7 @@ def check_placement(grid: Grid, nodes: Sequence[str], *, tp_across_nodes: bool =
     if len(nodes) != grid.size:
         raise MeshError(
             "MW-MESH-005",
-            f"the mesh pp={grid.pp} x dp={grid.dp} x tp={grid.tp} has {grid.size} ranks, the nodes have {len(nodes)}: "
+            f"the mesh {grid} has {grid.size} ranks, the nodes have {len(nodes)}: "
             f"change a degree or the number of processes so that both agree",
         )
     if tp_across_nodes:
@@ -61,17 +61,19 @@ def draw(grid: Grid, nodes: Sequence[str]) -> str:
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
     names, sizes = list(ranks_of), sorted({len(ranks) for ranks in ranks_of.values()})
-    head = (
-        f"pp {grid.pp} x dp {grid.dp} x tp {grid.tp} = {_count(grid.size, 'rank')} on {_count(len(names), 'node')} of "
-        f"{' or '.join(map(str, sizes))}"
-    )
+    head = f"{grid} = {_count(grid.size, 'rank')} on {_count(len(names), 'node')} of {' or '.join(map(str, sizes))}"
     kept, num_left_out = _ends(names, MOST_BOXES)
     half = (len(kept) + 1) // 2 if num_left_out else len(kept)
     boxes = [_box(grid, node, ranks_of[node]) for node in kept]
     lines = [head, "", *_side_by_side(boxes[:half])]
     if num_left_out:
         lines += [f"    ... {num_left_out:,} more nodes ...", *_side_by_side(boxes[half:])]
-    groups = [*_tensor_parallel(grid, nodes), *_data_parallel(grid, nodes), *_pipelines(grid, nodes)]
+    groups = [
+        *_tensor_parallel(grid, nodes),
+        *_context_parallel(grid, nodes),
+        *_data_parallel(grid, nodes),
+        *_pipelines(grid, nodes),
+    ]
     wrapped = [textwrap.fill(line, WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False) for line in groups]
     return "\n".join([*lines, "", *wrapped])
 
@@ -97,18 +99,18 @@ def _elided(items: Sequence[str], most: int, what: str) -> list[str]:
 
 def _box(grid: Grid, node: str, ranks: Sequence[int]) -> list[str]:
     """Draw a node with its ranks, a line per tensor-parallel group (or the part of it in this node)."""
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[Coordinates, list[int]] = {}
     for rank in ranks:
-        at = grid.coordinates(rank)
-        groups.setdefault((at.pp_rank, at.dp_rank), []).append(rank)
+        groups.setdefault(grid.coordinates(rank)._replace(tp_rank=0), []).append(rank)
     digits = len(str(ranks[-1]))
     rows: list[str] = []
-    for (pp_rank, dp_rank), members in groups.items():
+    for at, members in groups.items():
         first, last = grid.coordinates(members[0]).tp_rank, grid.coordinates(members[-1]).tp_rank
         part = "" if len(members) == grid.tp else f"{first}-{last}" if last > first else f"{first}"
         row = " ".join(f"{rank:>{digits}}" for rank in members)
         row = _span(members) if len(row) > MOST_COLUMNS else row
-        rows.append(f"pp{_padded(pp_rank, grid.pp)} dp{_padded(dp_rank, grid.dp)}  tp{part}  {row}")
+        cp = f" cp{_padded(at.cp_rank, grid.cp)}" if grid.cp > 1 else ""
+        rows.append(f"pp{_padded(at.pp_rank, grid.pp)} dp{_padded(at.dp_rank, grid.dp)}{cp}  tp{part}  {row}")
     rows = _elided(rows, MOST_ROWS, "groups")
     title = f"{node}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}"
     width = max(len(title), *map(len, rows))
@@ -154,35 +156,42 @@ def _tensor_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
         return ["tensor parallel    off"]
     most = max(_num_nodes(grid.group(Axis.TP, rank), nodes) for rank in range(0, grid.size, grid.tp))
     where = "each inside one node" if most == 1 else f"ACROSS up to {most} nodes: slow, their traffic is in every layer"
-    return [f"tensor parallel    {_count(grid.pp * grid.dp, 'group')} of {grid.tp} neighbours, a row above; {where}"]
+    num_groups = _count(grid.size // grid.tp, "group")
+    return [f"tensor parallel    {num_groups} of {grid.tp} neighbours, a row above; {where}"]
+
+
+def _context_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
+    return [] if grid.cp == 1 else [f"context parallel   {_groups(grid, Axis.CP, nodes)}"]
 
 
 def _data_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
-    if grid.dp == 1:
-        return ["data parallel      off"]
-    starts = [Coordinates(pp_rank, 0, tp_rank) for pp_rank in range(grid.pp) for tp_rank in range(grid.tp)]
-    groups = [grid.group(Axis.DP, grid.rank(start)) for start in starts]
+    return [f"data parallel      {'off' if grid.dp == 1 else _groups(grid, Axis.DP, nodes)}"]
+
+
+def _groups(grid: Grid, axis: Axis, nodes: Sequence[str]) -> str:
+    groups = grid.groups(axis)
     most = max(_num_nodes(group, nodes) for group in groups)
     where = "each inside one node" if most == 1 else f"across up to {most:,} nodes"
     example = " ".join(_elided([str(rank) for rank in groups[0]], 6, "ranks"))
-    return [f"data parallel      {_count(len(groups), 'group')} of {grid.dp:,}, as ranks {example}; {where}"]
+    return f"{_count(len(groups), 'group')} of {grid.degree(axis):,}, as ranks {example}; {where}"
 
 
 def _pipelines(grid: Grid, nodes: Sequence[str]) -> list[str]:
     if grid.pp == 1:
         return ["pipeline           off"]
-    lines = [f"pipeline           {_count(grid.dp, 'replica')} of {grid.pp} pipeline ranks, first to last:"]
-    replicas, num_left_out = _ends(range(grid.dp), MOST_PIPELINES)
-    paths = [_path(grid, nodes, dp_rank) for dp_rank in replicas]
+    lines = [f"pipeline           {_count(grid.num_replicas, 'replica')} of {grid.pp} pipeline ranks, first to last:"]
+    replicas, num_left_out = _ends(range(grid.num_replicas), MOST_PIPELINES)
+    paths = [_path(grid, nodes, *divmod(replica, grid.cp)) for replica in replicas]
     if num_left_out:
         paths.insert(MOST_PIPELINES - MOST_PIPELINES // 2, f"... {num_left_out:,} more replicas ...")
     return lines + [f"  {path}" for path in paths]
 
 
-def _path(grid: Grid, nodes: Sequence[str], dp_rank: int) -> str:
+def _path(grid: Grid, nodes: Sequence[str], dp_rank: int, cp_rank: int) -> str:
     """Draw the pipeline of one replica: the ranks of each pipeline rank and their node."""
     stops: list[str] = []
     for pp_rank in range(grid.pp):
-        ranks = grid.group(Axis.TP, grid.rank(Coordinates(pp_rank, dp_rank, 0)))
+        ranks = grid.group(Axis.TP, grid.rank(Coordinates(pp_rank, dp_rank, 0, cp_rank)))
         stops.append(f"{nodes[ranks[0]]} [{_span(ranks)}]")
-    return f"dp{_padded(dp_rank, grid.dp)}  {' → '.join(_elided(stops, MOST_STAGES, 'on the way'))}"
+    cp = f" cp{_padded(cp_rank, grid.cp)}" if grid.cp > 1 else ""
+    return f"dp{_padded(dp_rank, grid.dp)}{cp}  {' → '.join(_elided(stops, MOST_STAGES, 'on the way'))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -42,16 +43,15 @@ class Peaks(BaseModel):
     step: NonNegativeInt
     """Step after which the peaks were gathered."""
     device: str
-    grid: tuple[PositiveInt, PositiveInt, PositiveInt]
-    """Degrees (pp, dp, tp)."""
+    grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=4)]
+    """Degrees (pp, dp, tp, cp); without cp in files of older versions."""
     peaks: tuple[Annotated[int, Field(ge=0, lt=2**60)], ...]
     """Peak bytes of each rank since its start."""
 
     @model_validator(mode="after")
     def _one_for_each_rank(self) -> Peaks:
-        pp, dp, tp = self.grid
-        if len(self.peaks) != pp * dp * tp:
-            raise ValueError(f"{len(self.peaks)} peaks of {pp * dp * tp} ranks")
+        if len(self.peaks) != math.prod(self.grid):
+            raise ValueError(f"{len(self.peaks)} peaks of {math.prod(self.grid)} ranks")
         return self
 
 

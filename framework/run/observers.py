@@ -87,8 +87,7 @@ class PeakMemory(Observer):
         mesh = parts.mesh
         peaks = tuple(mesh.world.gather_objects(mesh.peak_memory_bytes()))
         if mesh.rank == 0:
-            grid = (mesh.grid.pp, mesh.grid.dp, mesh.grid.tp)
-            found = Peaks(step=parts.state.step, device=mesh.device.type, grid=grid, peaks=peaks)
+            found = Peaks(step=parts.state.step, device=mesh.device.type, grid=tuple(mesh.grid), peaks=peaks)
             with contextlib.suppress(OSError):
                 write_atomic(self._directory / PEAKS, found.model_dump_json() + "\n", is_durable=False)
 

@@ -100,7 +100,7 @@ class Saver:
         checkpoint = parts.config.checkpoint
         self.writer.start(
             self._attempt,
-            shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.at.dp_rank == 0 else None,
+            shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.dp.rank == 0 else None,
             self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, parts.running(), saves_frozen(parts))),
             is_first=mesh.rank == 0,
             before_publishing=lambda: sync_run_files(self.directory, self._warn),

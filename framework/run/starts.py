@@ -58,7 +58,7 @@ def record_start(
         "at": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         "step": step,
         "host": socket.gethostname(),
-        "layout": f"pp{grid.pp} dp{grid.dp} tp{grid.tp}",
+        "layout": " ".join(f"{axis}{grid.degree(axis)}" for axis in grid.axes),
         "nodes": len(set(nodes)),
     }
     if corpus:

@@ -89,7 +89,7 @@ def pieces(
     One rank yields each piece (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights), and
     its replicas nothing. ``running``: buffers that forward changes, by name. ``with_frozen``: frozen weights too.
     """
-    if mesh.at.dp_rank == 0 and mesh.at.tp_rank == 0:
+    if mesh.dp.rank == 0 and mesh.at.tp_rank == 0:
         for name, buffer in running.items():
             yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
     index = 0
@@ -98,7 +98,7 @@ def pieces(
         for member in replica.frozen:
             if not with_frozen and not is_adapter(member.info.name):
                 continue
-            if mesh.at.dp_rank == 0 and member.kind.owns(mesh.at.tp_rank):
+            if mesh.dp.rank == 0 and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
             number, index = index, index + 1
@@ -112,12 +112,12 @@ def pieces(
                 shards[TensorKind.MASTER] = evaluated
             is_own = evaluated is bucket.master
             weights = full_weights(bucket) if is_own else full_tensor(bucket, evaluated.to(bucket.dtype))
-            if mesh.at.dp_rank == 0:
+            if mesh.dp.rank == 0:
                 yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights)
             del weights
             for kind, shard in shards.items():
                 flat = full_tensor(bucket, shard)
-                if mesh.at.dp_rank == 0:
+                if mesh.dp.rank == 0:
                     yield from flat_pieces(kind, bucket, flat)
 
 

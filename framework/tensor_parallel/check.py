@@ -32,6 +32,8 @@ class ShardingKind(StrEnum):
     FEATURES = "features"
     UNCUT = "uncut"
     GATHER = "gather"
+    CONTEXT = "context"
+    POSITIONS = "positions"
     REPLICATE = "replicate"
     OWN = "a rule"
     """Not a word of the plan: its value is a function, see :mod:`meshwright.tensor_parallel.own_rule`."""

@@ -17,6 +17,8 @@
                                    and row_whole: all ranks compute it alike
     "*.attention"      gather      under sequence parallelism its first input is  cut -> whole for its columns, which
                                    gathered before it, and not by its columns     then do not communicate
+    "*.core"           context     attention core (q, k, v, ...), on heads; of      (B, H/tp, ...)
+    "*.rotary"         positions   and outputs by position: context_parallel/plan   (.., S, r), the same on all ranks
     all else           replicate   the same on all ranks
 
 "Whole" is (B, S, D), and (B, S/tp, D) under sequence parallelism; "split" is (B, S, F/tp) in both.
@@ -43,12 +45,18 @@ from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumn
 POSITION_DIM = -2
 """Sequence dim of the output of a module of kind ``sequence``: (S, D) or (B, S, D)."""
 
+ON_HEADS = (ShardingKind.HEADS, ShardingKind.CONTEXT)
+"""Kinds of modules that see some of the heads, in dim 1."""
+
 COLUMNS = {
     ShardingKind.COLUMN: ColumnLinear,
     ShardingKind.VOCAB: VocabHead,
     ShardingKind.COLUMN_WHOLE: WholeColumnLinear,
 }
 ROWS = {ShardingKind.ROW: RowLinear, ShardingKind.ROW_WHOLE: WholeRowLinear}
+
+CARRIED = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+"""Attributes of a replaced module that the new one keeps: an adapter, and the hooks of context parallelism."""
 
 Swapped = ColumnLinear | RowLinear | VocabEmbedding | ColumnEmbedding
 
@@ -85,7 +93,7 @@ def apply(
             module.register_forward_hook(partial(_cut_output, group))
         if isinstance(module, SeededDropout) and kind is not ShardingKind.OWN:
             whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)  # the sequence is cut after these modules
-            split = kind is ShardingKind.HEADS or (sequence and not whole)
+            split = kind in ON_HEADS or (sequence and not whole)
             module.shard = (1, group.rank, group.size) if split else None
             if kind is ShardingKind.FEATURES:
                 module.shard = (-1, group.rank, group.size)
@@ -94,7 +102,7 @@ def apply(
     for name, shape in shapes.items():
         part = slices.get(name)
         kind = _kind_of(name, placements)
-        of_part = sequence or kind in (ShardingKind.HEADS, ShardingKind.OWN)
+        of_part = sequence or kind in (*ON_HEADS, ShardingKind.OWN)
         partial_sum = part is None and kind is not ShardingKind.UNCUT and of_part
         infos[name] = ParameterInfo(name, shape, part, partial_sum)
     return infos
@@ -120,7 +128,8 @@ def _swap(
                 new, parts = split_by_rule(name, plain, placement.rule, group, sequence=sequence, gathered=gathered)
             else:
                 new = _split(plain, placement.kind, group, sequence, gathered).train(plain.training)
-                new._modules, new._forward_hooks = plain._modules, plain._forward_hooks  # of an adapter
+                for attribute in CARRIED:
+                    setattr(new, attribute, getattr(plain, attribute))
                 parts = new.slices
             swapped[id(plain)] = new, parts
             for attribute, parameter in plain.named_parameters(recurse=placement.rule is not None):

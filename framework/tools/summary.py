@@ -169,8 +169,8 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
     of_samples, of_tokens = batch_arithmetic(blueprint)
     bubble = f"{bubble_share(timeline):.1%} of the time is bubble (dots) when B costs 2 F"
     zero, shards = f"ZeRO-{config.parallel.zero}", shard_factor(config)
-    if config.parallel.zero and shards < blueprint.grid.dp:
-        zero += f" in {blueprint.grid.dp // shards} groups of {shards}"
+    if config.parallel.zero and shards < blueprint.grid.num_replicas:
+        zero += f" in {blueprint.grid.num_replicas // shards} groups of {shards}"
     sequence = ", sequence parallel" if config.parallel.sequence else ""
     return "\n".join(
         [
@@ -185,6 +185,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             *_price(blueprint),
             *_eight_bit(blueprint),
             *_muon(blueprint),
+            *blueprint.cut.lines(),
             *_offload(blueprint),
             f"schedule   {config.pipeline.schedule}: {bubble}",
             "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright.mesh.grid import Axis, Grid
+from meshwright.mesh.grid import Grid
 
 MAX_RUNS = 8
 """Limit of number ranges that are written out."""
@@ -26,7 +26,7 @@ def ranks_at(grid: Grid, ranks: Iterable[int]) -> str:
     """Format ranks with their mesh coordinates: ``rank 5 (pp1 dp0 tp1)``, ``ranks 4-5 (pp1 dp0 tp0-1)``."""
     ordered = sorted(set(ranks))
     at = [grid.coordinates(rank) for rank in ordered]
-    where = " ".join(f"{axis}{numbers(getattr(each, f'{axis}_rank') for each in at)}" for axis in Axis)
+    where = " ".join(f"{axis}{numbers(getattr(each, f'{axis}_rank') for each in at)}" for axis in grid.axes)
     return f"rank{'s' * (len(ordered) > 1)} {numbers(ordered)} ({where})"
 
 

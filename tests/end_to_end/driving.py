@@ -108,6 +108,8 @@ def layout(text: str) -> dict[str, Any]:
             keys["shard_factor"] = int(word[-1])
         elif word.startswith("zero"):
             keys["zero"] = int(word[-1])
+        elif word == "contiguous":
+            keys["cp_order"] = word
         elif word:
             keys[word[:2]] = int(word[2:])
     return keys
@@ -116,7 +118,7 @@ def layout(text: str) -> dict[str, Any]:
 def size(config: RunConfig) -> int:
     """Ranks of a configuration that says dp."""
     assert isinstance(config.parallel.dp, int)
-    return config.parallel.dp * config.parallel.pp * config.parallel.tp
+    return config.parallel.dp * config.parallel.ranks_per_batch
 
 
 def train_rank(rank: int, world_size: int, config: RunConfig) -> str:
@@ -159,7 +161,7 @@ def load_rank(rank: int, world_size: int, config: RunConfig, saved: str, again: 
     config = resolve(config, world_size)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    mesh = open_mesh(Grid(*parallel.degrees), "cpu")
     feed = Recording(*open_sources(config)[0])
     feed.seen = {}
     parts = build(config, mesh, (feed, None))
@@ -183,7 +185,7 @@ def initial_weights(rank: int, world_size: int, config: RunConfig, directory: st
     config = resolve(config, world_size)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    mesh = open_mesh(Grid(*parallel.degrees), "cpu")
     save(build(config, mesh), directory)
     close_mesh(mesh)
 

@@ -33,6 +33,7 @@ EXIT_CODES = {
 ROOMS = {
     "CHECKPOINT": "checkpoints: the file format, reading, writing",
     "CONFIG": "the configuration: file, keys, rules between keys",
+    "CP": "context parallelism",
     "DATA": "corpora, tokenizers, data preparation",
     "DOCTOR": "`meshwright doctor`",
     "DP": "data parallelism and ZeRO",

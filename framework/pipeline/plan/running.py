@@ -29,7 +29,7 @@ def check_running(
         layer_name, _, inside = name.partition(".")
         layer = f"layer {layer_name} ({type(layers.get_submodule(layer_name)).__name__})"
         what = f"{layer} changes its buffer {inside} in forward"
-        if int(parallel.dp) > 1:
+        if parallel.num_replicas > 1:
             raise ModelError(
                 "MW-PIPELINE-009",
                 f"{what}, and with parallel.dp = {parallel.dp} each replica would keep its own, of its own samples: "

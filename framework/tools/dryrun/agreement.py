@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from meshwright.mesh.grid import Axis, Coordinates
+from meshwright.mesh.grid import Axis
 from meshwright.schedule.analysis import check
 from meshwright.tools.dryrun.deadlock import find_deadlock
 from meshwright.tools.dryrun.groups import GroupViews, Ranks, axis_of, format_ranks
@@ -174,12 +174,12 @@ def _rows(job: Job) -> Iterator[Disagreement]:
 def _messages(job: Job, views: GroupViews) -> Iterator[Disagreement]:
     """Compare sends with receives, on each channel of the first column and of the columns with deviating ranks."""
     deviating = [*job.own_profiles, *(rank for axis, rank in job.missing_members if axis == Axis.PP)]
-    columns = {(0, 0)} | {tuple(job.grid.coordinates(rank)[1:]) for rank in deviating}
-    for dp_rank, tp_rank in sorted(columns):
+    columns = {job.grid.coordinates(rank)._replace(pp_rank=0) for rank in (0, *deviating)}
+    for column in sorted(columns):
         sent: dict[tuple[int, int], list[CommunicationRecord]] = defaultdict(list)
         received: dict[tuple[int, int], list[CommunicationRecord]] = defaultdict(list)
         for pp_rank in range(job.grid.pp):
-            rank = job.grid.rank(Coordinates(pp_rank, dp_rank, tp_rank))
+            rank = job.grid.rank(column._replace(pp_rank=pp_rank))
             for record in job.profile_of(rank).communication:
                 if record.call.peer is None or not views.can_reach(rank, peer := views.peer(record, rank)):
                     continue

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.mesh.grid import Coordinates
 from meshwright.schedule.action import Action
-from meshwright.tools.dryrun.groups import GroupViews, Ranks, format_ranks
+from meshwright.tools.dryrun.groups import GroupViews, Ranks, folded, format_ranks
 from meshwright.tools.dryrun.job import Job
 
 MAX_LISTED = 6
@@ -54,7 +54,7 @@ def find_deadlock(job: Job, views: GroupViews) -> tuple[Ranks, str] | None:
 
 
 def _ranks_to_run(job: Job) -> list[int]:
-    grid = job.grid
+    grid = folded(job.grid)
     deviating = [grid.coordinates(r) for r in [*job.own_profiles, *(rank for _, rank in job.missing_members)]]
     dps, tps = {at.dp_rank for at in deviating} or {0}, {at.tp_rank for at in deviating} or {0}
     if deviating:

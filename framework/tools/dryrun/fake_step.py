@@ -26,7 +26,7 @@ from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
-from meshwright.mesh.grid import Grid
+from meshwright.mesh.grid import Coordinates, Grid
 from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import RowResult
@@ -114,6 +114,7 @@ class SharedBlueprint(NamedTuple):
     blueprint: Blueprint
     tp: PlaceholderGroup
     """Tensor-parallel group in its layers; it becomes the group of each rank in turn."""
+    cp: PlaceholderGroup
 
     def for_rank(self, pp_rank: int) -> Blueprint:
         """Return the blueprint with private copies of the layers of a pipeline rank; other layers are shared."""
@@ -135,18 +136,17 @@ def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:
     return {index for stage in blueprint.schedule.stages_of(pp_rank) for index in blueprint.stages[stage]}
 
 
-def share_blueprint(config: RunConfig, tp_rank: int = 0) -> SharedBlueprint:
-    """Draw the blueprint of many ranks once."""
+def share_blueprint(config: RunConfig, at: Coordinates | None = None) -> SharedBlueprint:
+    """Draw the blueprint of many ranks once: those at the tp and cp coordinates of ``at``."""
+    at = at or Coordinates(0, 0, 0)
     states_of(config.optimizer)  # an optimizer of one's own is tried once per process, on real tensors
-    tp = PlaceholderGroup("tp", tuple(range(config.parallel.tp)), tp_rank)
-    return SharedBlueprint(draw_blueprint(without_offload_directory(config), tp), tp)
+    tp = PlaceholderGroup("tp", tuple(range(config.parallel.tp)), at.tp_rank)
+    cp = PlaceholderGroup("cp", tuple(range(config.parallel.cp)), at.cp_rank)
+    return SharedBlueprint(draw_blueprint(without_offload_directory(config), tp, cp), tp, cp)
 
 
 def without_offload_directory(config: RunConfig) -> RunConfig:
-    """Return the configuration for the dry run, without an offload directory.
-
-    ``train.device`` stays, because the stages must be those of the real device.
-    """
+    """Return the configuration without an offload directory; ``train.device``, which the stages follow, stays."""
     return config.replace(parallel={"offload_directory": None})
 
 
@@ -191,8 +191,9 @@ def record_step(
     recorder = recorder or StepRecorder()
     config = without_offload_directory(config).replace(train={"compile": False})
     with fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
-        shared = share_blueprint(config, mesh.at.tp_rank) if shared is None else shared
+        shared = share_blueprint(config, mesh.at) if shared is None else shared
         shared.tp.become(mesh.tp)
+        shared.cp.become(mesh.cp)
         blueprint = shared.for_rank(mesh.at.pp_rank)
         with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants:
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)

@@ -13,14 +13,21 @@ from meshwright.tools.dryrun.rank_profile import CommunicationRecord, RankProfil
 Ranks = tuple[int, ...]
 
 
+def folded(grid: Grid) -> Grid:
+    """Return the grid of the same ranks with cp folded into dp: its dp ranks are all replicas."""
+    return Grid(grid.pp, grid.num_replicas, grid.tp)
+
+
 def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False) -> str:
     """Return the axis along which a group extends: pp, dp, tp, ``tied`` (copies of a weight) or ``world``."""
     if to_peer:
         return Axis.PP
-    if len(group) == grid.size and sum(degree > 1 for degree in grid) > 1:
+    if len(group) == grid.size and sum(degree > 1 for degree in folded(grid)) > 1:
         return "world"
     at = [grid.coordinates(rank) for rank in group]
-    varies = [axis for axis in Axis if len({getattr(each, f"{axis}_rank") for each in at}) > 1]
+    varies = [axis for axis in grid.axes if len({getattr(each, f"{axis}_rank") for each in at}) > 1]
+    if set(varies) == {Axis.DP, Axis.CP}:
+        return Axis.DP
     return "world" if len(varies) != 1 else "tied" if varies[0] is Axis.PP else varies[0]
 
 
@@ -46,7 +53,7 @@ class GroupViews:
     """Each rank's view of its groups."""
 
     def __init__(self, job: Job) -> None:
-        self._grid = job.grid
+        self._axes, self._grid = job.grid, folded(job.grid)
         self._moved_groups: dict[tuple[Ranks, Coordinates], Ranks] = {}
         self._extents: dict[Ranks, _Extent] = {}
         self._missing: dict[tuple[str, int], set[int]] = defaultdict(set)
@@ -67,7 +74,7 @@ class GroupViews:
     def group(self, group: Ranks, profile: RankProfile, rank: int) -> Ranks:
         """Return the group of ``rank``, in its own view, that corresponds to ``group`` in the profile it follows."""
         moved = group if profile.rank == rank else self._moved(group, rank)
-        return self._in_view(axis_of(self._grid, group), moved, rank) if self._missing else moved
+        return self._in_view(axis_of(self._axes, group), moved, rank) if self._missing else moved
 
     def _in_view(self, axis: str, group: Ranks, rank: int) -> Ranks:
         unknown = self._missing.get((axis, rank))
@@ -76,7 +83,7 @@ class GroupViews:
     def group_views(self, profile: RankProfile, rank: int) -> Iterator[tuple[str, Ranks, Ranks]]:
         """Yield (axis, group by the grid, group in the view of ``rank``) for each group in which it communicates."""
         for group in self.groups_of[id(profile)]:
-            axis = axis_of(self._grid, group) if self._missing or len(group) < self._grid.size else "world"
+            axis = axis_of(self._axes, group) if self._missing or len(group) < self._grid.size else "world"
             if axis != "world":
                 moved = group if profile.rank == rank else self._moved(group, rank)
                 yield axis, moved, self._in_view(axis, moved, rank)

@@ -63,7 +63,7 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
     to time while a step runs.
     """
     grid, shared = grid_of(config), share_blueprint(config)
-    blueprint, pp, per_stage = shared.blueprint, grid.pp, grid.dp * grid.tp
+    blueprint, pp, per_stage = shared.blueprint, grid.pp, grid.num_replicas * grid.tp
     kinds = [_kind(blueprint, pp_rank) for pp_rank in range(pp)]
     representatives = [kinds.index(kind) for kind in kinds]
     profiles: dict[int, RankProfile] = {}

@@ -85,11 +85,11 @@ def busy_shares(timeline: Timeline) -> list[float]:
 
 
 def flops_of(job: Job, pp_rank: int) -> float:
-    """Return the FLOPs of one rank in a step, recomputation included, divided evenly over tp."""
+    """Return the FLOPs of one rank in a step, recomputation included, divided evenly over cp and tp."""
     stages = job.blueprint.schedule.stages_of(pp_rank)
     costs = [job.blueprint.layer_costs[index] for stage in stages for index in job.blueprint.stages[stage]]
     flops = sum(cost.forward.flops + cost.backward.flops for cost in costs)
-    return flops * batch_numbers(job.config).chunks / job.grid.tp
+    return flops * batch_numbers(job.config).chunks / (job.grid.tp * job.grid.cp)
 
 
 def num_parameters(job: Job, pp_rank: int) -> int:
@@ -116,11 +116,11 @@ def describe(
     host = max(each.host_bytes + each.offloaded_bytes for each in job.profiles)
     memory, traffic = _memory_rows(job), _traffic_rows(job, nodes, busy_shares(timeline))
     lines = [
-        f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on pp {grid.pp} x dp {grid.dp} x tp "
-        f"{grid.tp} = {_count(grid.size, 'rank')} on {_count(len(set(nodes)), 'node')}",
+        f"{job.config.model.builder}, {blueprint.num_parameters:,} parameters, on {grid} = "
+        f"{_count(grid.size, 'rank')} on {_count(len(set(nodes)), 'node')}",
         f"{blueprint.schedule.name}, {_count(batch_numbers(job.config).chunks, 'micro-batch')}; "
         f"{_count(len(set(job.representatives)), 'kind')} of pipeline ranks run; "
-        f"each line holds for {_count(grid.dp * grid.tp, 'rank')}",
+        f"each line holds for {_count(grid.num_replicas * grid.tp, 'rank')}",
         "",
         "memory of a rank at its peak, and the rank's activity at that time",
         *format_table(memory, "<<>>>>>>>>"),
@@ -172,7 +172,7 @@ def _traffic_rows(job: Job, nodes: Sequence[str], busy: Sequence[float]) -> list
     """Format one row of FLOPs and bytes on the wire per pipeline rank, below a header; unused axes have no column."""
     on_wire = [wire_bytes(job, profile, nodes) for profile in job.profiles]
     columns = {}
-    for axis in ("tp", "pp", "dp", "tied", "world"):
+    for axis in ("tp", "cp", "pp", "dp", "tied", "world"):
         traffic = [each.get(axis, WireTraffic(0.0, 0.0)) for each in on_wire]
         columns[f"{axis} inside"] = [each.inside for each in traffic]
         columns[f"{axis} between"] = [each.between for each in traffic]

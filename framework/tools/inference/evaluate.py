@@ -21,6 +21,7 @@ from meshwright.blueprint import batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.data.sources import AnySource, open_validation, unigram_nats, validation_steps
 from meshwright.errors import ConfigError, DataError
+from meshwright.mesh.grid import Axis
 from meshwright.mesh.mesh import close_mesh
 from meshwright.parts import ForwardParts
 from meshwright.run.directory import METRICS
@@ -149,7 +150,7 @@ class EvaluationJob:
         return EvaluationResult(
             checkpoint=path,
             step=step,
-            layout=f"dp{grid.dp} x pp{grid.pp} x tp{grid.tp}",
+            layout=" x ".join(f"{axis}{grid.degree(axis)}" for axis in (Axis.DP, Axis.PP, *grid.axes[2:])),
             dtype=config.train.dtype,
             data=config.data.validation or str(config.data.builder),
             samples=min(source.num_samples, batches * batch_numbers(config).global_batch),

@@ -165,7 +165,7 @@ def open_trained(
     Raises:
         CheckpointError: on every rank; no checkpoint is sound, or it belongs to another model.
     """
-    blueprint = draw_blueprint(config, mesh.tp) if blueprint is None else blueprint
+    blueprint = draw_blueprint(config, mesh.tp, mesh.cp) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
     path = newest_sound(place.run, mesh, print_warning, only=place.checkpoints)
     assert path is not None, place
@@ -197,7 +197,7 @@ def _owned_base(
     blueprint: Blueprint, stages: Mapping[int, Stage], mesh: Mesh
 ) -> Iterator[tuple[ParameterInfo, Tensor]]:
     """Yield the weights beside adapters that this rank counts among those with copies of them."""
-    for stage in stages.values() if mesh.at.dp_rank == 0 else ():
+    for stage in stages.values() if mesh.dp.rank == 0 else ():
         for name, parameter in stage.layers.named_parameters():
             info = blueprint.infos[name]
             is_owned = blueprint.model.canonical(name) == name and (info.slice is not None or mesh.at.tp_rank == 0)

@@ -42,7 +42,8 @@ from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, 
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
-SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false")
+WHOLE_SAMPLES = ("--parallel.cp=1", "--parallel.cp_order=zigzag")
+SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false", *WHOLE_SAMPLES)
 """Overrides of the run's configuration; with bfloat16, rounding would let layouts choose different tokens."""
 
 
@@ -106,9 +107,10 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
             "MW-INFERENCE-014",
             "data.tokenizer is not set: it decodes the generated tokens",
         )
-    if config.parallel.dp != 1:
+    if config.parallel.dp * config.parallel.cp != 1:
         raise ConfigError(
-            "MW-INFERENCE-015", "parallel.dp has no use here: all prompts go through one replica; leave it out"
+            "MW-INFERENCE-015",
+            "parallel.dp and parallel.cp have no use here: all prompts go through one replica; leave them out",
         )
     load(Path(config.data.tokenizer))
     batch = config.batch.model_copy(update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts})
@@ -154,7 +156,7 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: Sampl
     tokenizer = load(Path(config.data.tokenizer))
     known = fingerprint.read(Path(config.data.tokenizer).parent)
     ends = ends_of_document(Path(config.data.tokenizer), tokenizer, known)
-    blueprint = draw_blueprint(config, mesh.tp)
+    blueprint = draw_blueprint(config, mesh.tp, mesh.cp)
     windows = _windows(blueprint, len(request.prompts))
     logits = _LastLogits(
         mesh.tp, split_vocab_size(blueprint.model.layers, blueprint.infos), max(tokenizer.get_vocab().values()) + 1

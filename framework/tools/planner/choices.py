@@ -116,7 +116,7 @@ def choice_of(config: RunConfig) -> Choice:
     """Return the layout of a resolved configuration."""
     parallel, pipeline, batch = config.parallel, config.pipeline, batch_numbers(config)
     return Choice(
-        *parallel.degrees,
+        *parallel.degrees[:3],
         pipeline.schedule,
         pipeline.stages_per_rank,
         batch.micro_batch_size,

@@ -64,7 +64,7 @@ def step_time(
         results: cache of earlier times for the same model.
     """
     hardware, fractions, traits = performance
-    pp, dp, tp = layout.grid
+    pp, dp, tp, _ = layout.grid
     on_cpu = hardware.kind == "cpu"
     pp_link = performance.group_link(2 if pp > 1 else 1, tp * dp)
     away = tuple(footprint.offloaded for footprint in layout.footprints)
@@ -221,7 +221,7 @@ def _replica_s(
     layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime], own: Sequence[int]
 ) -> tuple[float, float]:
     """Return the exposed seconds of gradient reduction and of weight all-gathers, on a rank with the stages ``own``."""
-    config, (_, dp, tp), traits = layout.config, layout.grid, performance.traits
+    config, (_, dp, tp, _), traits = layout.config, layout.grid, performance.traits
     shards = shard_factor(config)
     weight_bytes, gradient_bytes = DTYPES[config.train.dtype].itemsize, traits.wide_gradient_bytes
     if weight_bytes != 2:

@@ -42,7 +42,9 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
             saved = CheckpointInfo(
                 int(tree["step"]),
                 int(tree["samples_seen"]),
-                " ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp")),
+                " ".join(
+                    f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp", *["cp"] * (parallel.get("cp", 1) != 1))
+                ),
                 sum(int(file["size"]) for file in tree["files"].values()),
                 sum(math.prod(shape) for shape in shapes),
                 _saved_at_s(tree, manifest),

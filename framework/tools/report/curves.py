@@ -224,7 +224,11 @@ def _rate(tokens_per_s: float) -> str:
 def layout_of(run: RunContents) -> str:
     """Describe the configured layout: parallel degrees, schedule and ZeRO stage."""
     parallel, pipeline = run.config.get("parallel", {}), run.config.get("pipeline", {})
-    degrees = " x ".join(f"{axis}{parallel[axis]}" for axis in ("pp", "dp", "tp") if axis in parallel)
+    degrees = " x ".join(
+        f"{axis}{parallel[axis]}"
+        for axis in ("pp", "dp", "tp", *["cp"] * (parallel.get("cp", 1) != 1))
+        if axis in parallel
+    )
     zero = f"ZeRO-{parallel['zero']}" if parallel.get("zero") else ""
     schedule = str(pipeline.get("schedule_file") or pipeline.get("schedule", ""))
     return ", ".join(filter(None, [degrees, schedule, zero])) or "?"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from markupsafe import Markup
 
 from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import UserError
-from meshwright.mesh.grid import Axis, Grid
+from meshwright.mesh.grid import Grid
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
 from meshwright.schedule.load import draw_schedule
 from meshwright.terminal.format import format_duration, format_gib
@@ -148,16 +149,16 @@ def memory_of(run: RunContents) -> Memory | None:
         return None
     peaks, grid = run.peaks.peaks, Grid(*run.peaks.grid)
     most, places = max(peaks, default=0) or 1, [grid.coordinates(rank) for rank in range(grid.size)]
-    located = list(zip(peaks, places, strict=True))
-    stages = []
+    located, stages = list(zip(peaks, places, strict=True)), []
     for pp_rank in range(grid.pp):
         own = [peak for peak, at in located if at.pp_rank == pp_rank]
         low, high = format_gib(min(own)), format_gib(max(own))
         stages.append((f"pp{pp_rank}", max(own) / most, high if low == high else f"{low} – {high}"))
-    rows = [(str(rank), *map(str, at), format_gib(peak)) for rank, (peak, at) in enumerate(located)]
+    of = attrgetter(*(f"{axis}_rank" for axis in grid.axes))
+    rows = [(str(rank), *map(str, of(at)), format_gib(peak)) for rank, (peak, at) in enumerate(located)]
     kind = "allocated by torch" if run.peaks.device == "cuda" else "the whole process, libraries included"
     caption = f"The peak of each rank, {kind}, as of step {run.peaks.step:,}."
-    return Memory(caption, tuple(stages), tuple(Axis), shortened(rows))
+    return Memory(caption, tuple(stages), grid.axes, shortened(rows))
 
 
 def schedule_of(run: RunContents) -> SchedulePicture | None:

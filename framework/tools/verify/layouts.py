@@ -7,16 +7,16 @@ from typing import Any, NamedTuple, get_args
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import Pipeline, RunConfig
+from meshwright.context_parallel.order import ORDERS
 from meshwright.errors import ConfigError, UserError
 from meshwright.schedule.load import read_schedule
 from meshwright.tools.verify.traits import Traits
 
 SCHEDULES: tuple[str, ...] = get_args(get_args(Pipeline.model_fields["schedule"].annotation)[0])
 LAYOUT_WORDS = (
-    "dpN, ppN, tpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
-    "step (parallel.reduce), offload, sequence, pointwise, selective or full (recompute), "
-    + ", ".join(SCHEDULES)
-    + ", file (pipeline.schedule_file)"
+    "dpN, ppN, tpN, cpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
+    "step (parallel.reduce), offload, sequence, contiguous (parallel.cp_order), pointwise, selective or full "
+    "(recompute), " + ", ".join(SCHEDULES) + ", file (pipeline.schedule_file)"
 )
 SCHEDULE_FILE = "file"
 """Word for the schedule in ``pipeline.schedule_file``, in place of a schedule's name."""
@@ -40,11 +40,14 @@ class Layout(NamedTuple):
     reduces_once: bool = False
     """True for ``parallel.reduce = "step"``."""
     offload: bool = False
+    cp: int = 1
+    order: str = "zigzag"
+    """Value of ``parallel.cp_order``."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.pp * self.tp
+        return self.dp * self.pp * self.tp * self.cp
 
     @property
     def num_stages(self) -> int:
@@ -54,7 +57,8 @@ class Layout(NamedTuple):
         return self.pp * Pipeline(schedule=self.schedule, interleave=self.interleave or None).stages_per_rank
 
     def __str__(self) -> str:
-        words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", self.schedule, f"zero{self.zero}"]
+        words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", *[f"cp{self.cp}"] * (self.cp > 1)]
+        words += [self.schedule, f"zero{self.zero}", *[self.order] * (self.cp > 1 and self.order != "zigzag")]
         words += ["sequence"] if self.sequence else []
         words += [f"interleave{self.interleave}"] if self.interleave else []
         words += [self.recompute] if self.recompute != "none" else []
@@ -72,7 +76,7 @@ def parse_layout(text: str) -> Layout:
     """
     layout = Layout()
     for word in filter(None, re.split(r"[,\s]+", text)):
-        numbered = re.fullmatch(r"(dp|pp|tp|mbs|zero|interleave|shard)(\d+)", word)
+        numbered = re.fullmatch(r"(dp|pp|tp|cp|mbs|zero|interleave|shard)(\d+)", word)
         if numbered:
             key = {"mbs": "micro_batch_size"}.get(numbered[1], numbered[1])
             value = int(numbered[2])
@@ -85,6 +89,8 @@ def parse_layout(text: str) -> Layout:
             layout = layout._replace(recompute=word)
         elif word in (*SCHEDULES, SCHEDULE_FILE) or ":" in word:
             layout = layout._replace(schedule=word)
+        elif word in ORDERS:
+            layout = layout._replace(order=word)
         elif word == "step":
             layout = layout._replace(reduces_once=True)
         elif word in ("sequence", "offload"):
@@ -114,7 +120,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             f"layout {layout}: global_batch {global_batch} is not a multiple of micro_batch_size "
             f"{layout.micro_batch_size} x dp {layout.dp}",
         )
-    if layout.shard and layout.dp % layout.shard:
+    if layout.shard and (layout.dp * layout.cp) % layout.shard:
         divisors = ", ".join(str(number) for number in range(1, layout.dp + 1) if layout.dp % number == 0)
         raise ConfigError(
             "MW-VERIFY-005",
@@ -129,6 +135,8 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "dp": layout.dp,
             "pp": layout.pp,
             "tp": layout.tp,
+            "cp": layout.cp,
+            "cp_order": layout.order if layout.cp > 1 else "zigzag",
             "zero": layout.zero,
             "shard_factor": layout.shard or None,
             "reduce": "step" if layout.reduces_once else None,
@@ -178,10 +186,12 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
         and global_batch % (layout.dp * layout.micro_batch_size) == 0
         and (not layout.sequence or (traits.is_sequence and layout.tp > 1 and sequence_length % layout.tp == 0))
         and (layout.tp == 1 or traits.is_sharded)
+        and (layout.cp == 1 or (traits.is_sequence and sequence_length % layout.cp == 0))
         and (layout.recompute != "selective" or traits.has_selective)
         and not (layout.offload and traits.is_muon)
         and not (
-            traits.has_running and (layout.dp > 1 or layout.tp > 1 or layout.recompute not in ("none", "pointwise"))
+            traits.has_running
+            and (layout.dp * layout.cp > 1 or layout.tp > 1 or layout.recompute not in ("none", "pointwise"))
         )
     )
 
@@ -220,4 +230,6 @@ def own_layout(config: RunConfig, global_batch: int) -> Layout:
         own.shard_factor if own.shard_factor and dp % own.shard_factor == 0 else 0,
         own.reduce == "step",
         own.offload,
+        own.cp,
+        own.cp_order,
     )

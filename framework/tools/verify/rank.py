@@ -115,7 +115,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
 
 def _slices(parts: Parts, bucket: ShardedParameters, flat: Tensor) -> list[TensorSlice]:
     """Return the slices of a full flat tensor that this rank contributes: none if another rank holds the same."""
-    if parts.mesh.at.dp_rank != 0 or not bucket.kind.owns(parts.mesh.at.tp_rank):
+    if parts.mesh.dp.rank != 0 or not bucket.kind.owns(parts.mesh.at.tp_rank):
         return []
     views = [(slot.member.info, flat[slot.start : slot.stop]) for slot in bucket.slots]
     return [(info, _copy(info.unpadded(view.view(info.local_shape)))) for info, view in views]
@@ -129,9 +129,9 @@ def _weights(parts: Parts) -> list[TensorSlice]:
         for bucket in replica.buckets:
             slices += _slices(parts, bucket, full_weights(bucket))
         for member in replica.frozen:
-            if parts.mesh.at.dp_rank == 0 and member.kind.owns(parts.mesh.at.tp_rank):
+            if parts.mesh.dp.rank == 0 and member.kind.owns(parts.mesh.at.tp_rank):
                 slices.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
-    if parts.mesh.at.dp_rank == 0 and parts.mesh.at.tp_rank == 0:
+    if parts.mesh.dp.rank == 0 and parts.mesh.at.tp_rank == 0:
         buffers = widened(parts.running())
         slices += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
     return slices

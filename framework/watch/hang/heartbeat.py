@@ -72,7 +72,7 @@ class ReceivedHeartbeat(NamedTuple):
 
 def place(grid: Grid, rank: int) -> str:
     """Format the mesh coordinates of a rank: ``pp1 dp0 tp1``."""
-    return " ".join(f"{axis[:2]}{index}" for axis, index in grid.coordinates(rank)._asdict().items())
+    return " ".join(f"{axis}{getattr(grid.coordinates(rank), f'{axis}_rank')}" for axis in grid.axes)
 
 
 def in_words(what: str) -> str:

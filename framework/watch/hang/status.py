@@ -6,9 +6,9 @@ import socket
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
@@ -43,7 +43,7 @@ class Status(StatusModel):
     run: str
     at_s: NonNegativeFloat
     tick_s: PositiveFloat
-    grid: tuple[PositiveInt, PositiveInt, PositiveInt]
+    grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=4)]
     """Degrees (pp, dp, tp)."""
     step: NonNegativeInt
     steps: PositiveInt

@@ -241,7 +241,7 @@ class Watchdog:
                 run=self._run,
                 at_s=time.time(),
                 tick_s=self._tick_s,
-                grid=(mesh.grid.pp, mesh.grid.dp, mesh.grid.tp),
+                grid=tuple(mesh.grid),
                 step=self._step(),
                 steps=self._steps,
                 phase=mesh.activity.phase,

@@ -105,7 +105,7 @@ def _gradients(parts: Parts, index: int, replica: Replica, positions: dict[int, 
                 axes += [Axis.PP] * (bucket.kind.tied is not None)
                 # replicas that keep their contributions to this shard check those: then only this rank is a candidate
                 is_kept = bucket.keeps_gradient and bucket.sharding.copies.size == 1 and not axes
-                axes += [Axis.DP] * (summed_over_dp and not is_kept)
+                axes += [Axis.DP, Axis.CP] * (summed_over_dp and not is_kept)
             kind = EvidenceKind.SUM if axes or (shard == own_shard and summed_over_dp) else EvidenceKind.GRADIENT
             ranks = _ranks_along(mesh.grid, mesh.rank, axes)
             if bucket.kind.tied is not None:

@@ -1,0 +1,154 @@
+"""Search for layers that mix the tokens of a sample outside of attention cores, by one forward on the meta device.
+
+The samples of the search have p tokens per rank, for a prime p that no parameter has as a dim. An operation mixes
+tokens if it contracts, reduces, sorts, shifts or cuts a dim of p elements, or makes a second one; one that counts p
+positions counts from the rank's own tokens. What a kernel of the user's own does inside cannot be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.context_parallel.cut import TokenCut
+from meshwright.errors import ModelError
+
+SMALLEST = 10
+"""Shares of so many tokens, or fewer, are not searched."""
+CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
+ALONG_DIMS = (
+    *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "prod", "logsumexp"),
+    *(
+        "any",
+        "all",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "logcumsumexp",
+        "_softmax",
+        "_log_softmax",
+        "flip",
+        "roll",
+    ),
+    *("sort", "topk", "select", "linalg_vector_norm", "norm"),
+)
+"""Operations on a tensor that take a dim, or several, or none for all."""
+NORMS = ("native_batch_norm", "native_group_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
+COUNTS = ("arange", "linspace")
+
+
+def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Collection[str], cut: TokenCut) -> None:
+    """Check that no layer mixes tokens outside of the modules named in ``planned``. The model is on meta.
+
+    ``inputs``: of a micro-batch, on meta; tensors (B, S, ...).
+
+    Raises:
+        ModelError: the first operation that does, by its module.
+    """
+    dims = {size for parameter in model.parameters() for size in parameter.shape}
+    prime = next((p for p in range(min(cut.share, 997), SMALLEST, -1) if p not in dims and _is_prime(p)), None)
+    if prime is None:  # a toy, whose numbers of heads are as large
+        return
+    whole = prime * cut.group.size
+
+    def shorten(leaf: Tensor) -> Tensor:
+        leaf = leaf.narrow(0, 0, 1)
+        return leaf.narrow(1, 0, whole) if leaf.dim() > 1 and leaf.shape[1] == cut.length else leaf
+
+    search, shortened = _Search(prime), tree_map(shorten, inputs)
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                enter = _Enter(search.inside, name, is_planned=name in planned)
+                stack.callback(module.register_forward_pre_hook(enter.push, prepend=True).remove)
+                stack.callback(module.register_forward_hook(enter.pop).remove)
+        stack.enter_context(cut.of_length(whole))
+        stack.enter_context(torch.no_grad())
+        with search:
+            model(shortened)
+    if search.found is not None:
+        where, operation = search.found
+        raise ModelError(
+            "MW-CP-009",
+            f"{builder}: {where} mixes or counts the tokens of a sample ({operation}) outside of an attention core of "
+            f"the sharding_plan, and with parallel.cp = {cut.group.size} it would see a rank's tokens alone: give it a "
+            f"kind in the plan if it is an attention core or indexed by position (docs/long-context.md), or use "
+            f"parallel.cp = 1",
+        )
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, int(number**0.5) + 1))
+
+
+class _Enter:
+    """Hooks that keep the names of the modules whose forward runs."""
+
+    def __init__(self, inside: list[tuple[str, bool]], name: str, *, is_planned: bool) -> None:
+        self._inside, self._entry = inside, (name, is_planned)
+
+    def push(self, module: nn.Module, args: Any) -> None:
+        """Note that the forward begins."""
+        self._inside.append(self._entry)
+
+    def pop(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that it has ended."""
+        self._inside.pop()
+
+
+class _Search(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Mode that finds the first operation on tokens outside of planned modules."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tokens = tokens
+        self.inside: list[tuple[str, bool]] = []
+        self.found: tuple[str, str] | None = None
+        """Module, and operation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        is_planned = any(planned for _, planned in self.inside)
+        if self.found is None and not is_planned and self._mixes(func.overloadpacket.__name__, args, output):
+            self.found = (self.inside[-1][0] if self.inside else "the model"), str(func.overloadpacket)
+        return output
+
+    def _mixes(self, name: str, args: tuple[Any, ...], output: Any) -> bool:
+        tokens, tensors = self._tokens, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if name in COUNTS:
+            return any(tuple(each.shape) == (tokens,) for each in outputs)
+        most = max((tuple(each.shape).count(tokens) for each in tensors), default=0)
+        if not tensors or not most:
+            return False
+        first = tensors[0]
+        if any(tuple(each.shape).count(tokens) > max(most, 1) for each in outputs) or "scaled_dot_product" in name:
+            return True
+        if name in CONTRACTIONS:
+            return any(each.shape[-1] == tokens for each in tensors[-2:-1]) or tensors[-1].shape[:-1][-1:] == (tokens,)
+        if name == "convolution":
+            kernel = args[1].shape[2:]
+            return any(tokens <= size < 2 * tokens and k > 1 for size, k in zip(first.shape[2:], kernel, strict=True))
+        if name == "slice" or name in ALONG_DIMS:
+            return self._along(name, first, args, outputs[0])
+        return name in NORMS or (name == "native_layer_norm" and tokens in args[1])
+
+    def _along(self, name: str, first: Tensor, args: tuple[Any, ...], output: Tensor) -> bool:
+        """Return True if the operation goes along a dim of tokens."""
+        if name == "slice":
+            dim = args[1] if len(args) > 1 else 0
+            return bool(first.shape[dim] == self._tokens != output.shape[dim])
+        at = 2 if name in ("topk", "norm", "linalg_vector_norm", "roll") else 1
+        last = -1 if name in ("topk", "sort") else None
+        dims = args[at] if len(args) > at else last
+        chosen = [dims] if isinstance(dims, int) else list(dims or range(first.dim()))
+        return any(first.dim() and first.shape[dim] == self._tokens for dim in chosen)

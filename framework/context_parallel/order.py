@@ -1,0 +1,91 @@
+"""Orders of the tokens of a sample over context-parallel ranks: pure, without torch.
+
+A causal query sees all keys before it, so that late tokens cost more. With cp = 2 and 8 tokens:
+
+    contiguous   rank 0: 0 1 2 3    rank 1: 4 5 6 7    10 and 26 keys seen
+    zigzag       rank 0: 0 1 6 7    rank 1: 2 3 4 5    18 and 18 keys seen
+    documents    blocks of tokens, the costliest first, each to the rank with the fewest keys seen so far
+
+An order changes no number of the training: keys are put back into the order of the sample before they are used.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+BLOCK = 128
+"""Tokens of a block that is dealt as one by :func:`documents`."""
+
+Places = tuple[int, ...]
+"""Positions in the sample of one rank's tokens, ascending."""
+
+
+def contiguous(length: int, cp: int) -> list[Places]:
+    """Return a run of ``length / cp`` places for each rank."""
+    share = length // cp
+    return [tuple(range(rank * share, (rank + 1) * share)) for rank in range(cp)]
+
+
+def zigzag(length: int, cp: int) -> list[Places]:
+    """Return two runs for each rank, the r-th of the first half and the r-th from the end: together ``length / cp``."""
+    share = length // cp
+    early, late = share // 2, share - share // 2
+    return [
+        (*range(rank * early, (rank + 1) * early), *range(length - (rank + 1) * late, length - rank * late))
+        for rank in range(cp)
+    ]
+
+
+def documents(length: int, cp: int, starts: Iterable[int], block: int = BLOCK) -> list[Places]:
+    """Return equally many places for each rank, balanced by the keys that their queries see in their documents.
+
+    ``starts``: where documents begin. Blocks of ``block`` tokens are dealt, the costliest first; the last of a rank may
+    be cut, because all ranks have ``length / cp`` tokens.
+    """
+    share, costs = length // cp, keys_seen(length, starts)
+    blocks = [range(first, min(first + block, length)) for first in range(0, length, block)]
+    blocks.sort(key=lambda each: (-sum(costs[each.start : each.stop]), each.start))
+    loads = [(0, rank) for rank in range(cp)]
+    found: list[list[int]] = [[] for _ in range(cp)]
+    for each in blocks:
+        rest = each
+        while rest:
+            load, rank = heapq.heappop(loads)  # a full rank leaves the heap
+            taken = rest[: share - len(found[rank])]
+            found[rank] += taken
+            rest = rest[len(taken) :]
+            if len(found[rank]) < share:
+                heapq.heappush(loads, (load + sum(costs[taken.start : taken.stop]), rank))
+    return [tuple(sorted(places)) for places in found]
+
+
+ORDERS = {"contiguous": contiguous, "zigzag": zigzag}
+"""Value of ``parallel.cp_order`` -> its places of all ranks."""
+
+
+def keys_seen(length: int, starts: Iterable[int] = (), window: int | None = None) -> list[int]:
+    """Return the number of keys that each query sees: those of its document up to itself, ``window`` at most."""
+    begins, found, first = set(starts), [], 0
+    for place in range(length):
+        first = place if place in begins else first
+        seen = place + 1 - first
+        found.append(seen if window is None else min(seen, window))
+    return found
+
+
+def imbalance(ranks: Sequence[Places], seen: Sequence[int]) -> float:
+    """Return the keys seen by the busiest rank over the mean, minus 1. ``seen``: of each place, as by keys_seen."""
+    loads = [sum(seen[place] for place in places) for places in ranks]
+    return max(loads) * len(loads) / sum(loads) - 1
+
+
+def draw(ranks: Sequence[Places], columns: int = 64) -> str:
+    """Draw a line for each rank: where its tokens lie in the sample, in at most ``columns`` columns."""
+    length = sum(map(len, ranks))
+    width = min(columns, length)
+    lines = []
+    for rank, places in enumerate(ranks):
+        filled = {place * width // length for place in places}
+        lines.append(f"cp{rank:<3} " + "".join("#" if column in filled else "." for column in range(width)))
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""Context parallelism of a plain model, by hooks on the modules that its sharding plan names.
+
+    kind        module                              with cp > 1
+    vocab       nn.Embedding of token ids           looks up this rank's ids: (B, S) -> (B, S/cp, D)
+    sequence    output indexed by position          this rank's rows of it: (.., S, D) -> (.., S/cp, D)
+    positions   as rotary embeddings: called with   its first input stands in with S tokens; this rank's rows of the
+                activations, of which it takes      outputs: (.., S, r) -> (.., S/cp, r)
+                the number of tokens alone
+    context     attention core (q, k, v, ...)       gets k and v of all S tokens, and the keyword ``places``, the
+                of shapes (B, heads, tokens, d)     positions (1, S/cp) of its queries in the sample
+
+The first layer gets whole samples, and masks of documents stay whole on every rank: what is counted over a sample, as
+positions are, is counted over all of it. Between attentions each rank has its own tokens only. A model without an
+attention core in its plan is refused: a layer that mixes tokens would mix this rank's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from meshwright.context_parallel.cut import TokenCut
+from meshwright.context_parallel.exchange import gather_keys
+from meshwright.context_parallel.mixing import check_mixing
+from meshwright.errors import ModelError
+from meshwright.seeding import SeededDropout
+
+CORE, POSITIONS, SEQUENCE, VOCAB, HEADS = "context", "positions", "sequence", "vocab", "heads"
+PLACES = "places"
+"""Keyword of an attention core: positions of its queries among the keys."""
+TOKEN_DIM = -2
+"""Dim of tokens in queries, keys and values, and in outputs indexed by position."""
+
+
+def apply(builder: str, model: nn.Sequential, plan: Mapping[str, Any], inputs: Any, cut: TokenCut) -> None:
+    """Share the tokens of the samples over the ranks of ``cut``, in place. No communication.
+
+    Call it before tensor parallelism is applied, which then splits this rank's tokens. ``inputs``: of a micro-batch.
+
+    Raises:
+        ModelError: the plan names no attention core, or another module mixes tokens.
+    """
+    kinds = {
+        name: str(word)
+        for pattern, word in plan.items()
+        for name, _ in model.named_modules(remove_duplicate=False)
+        if name and fnmatchcase(name, pattern)
+    }
+    if CORE not in kinds.values():
+        raise ModelError(
+            "MW-CP-002",
+            f"{builder}: parallel.cp = {cut.group.size} needs the attention core in the model's sharding_plan (kind "
+            f'"{CORE}"), and it names none: each rank would attend to its own tokens only. Name the module that is '
+            f"called with queries, keys and values (docs/long-context.md), or use parallel.cp = 1",
+        )
+    hooked: set[tuple[int, str]] = set()
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        if (id(module), kind) not in hooked:
+            hooked.add((id(module), kind))
+            _hook(name, module, kind, cut)
+    for name, module in model.named_modules():
+        if isinstance(module, SeededDropout):
+            around = {kinds[outer] for outer in _enclosing(name) if outer in kinds}
+            if not around & {SEQUENCE, VOCAB}:
+                module.cut = (2 if around & {HEADS, CORE} else 1, cut)
+    planned = {name for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE)}
+    check_mixing(builder, model, inputs, planned, cut)
+
+
+def _enclosing(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut) -> None:
+    before: Callable[..., Any] | None = None
+    if kind == CORE:
+        if PLACES not in signature(module.forward).parameters:
+            raise ModelError(
+                "MW-CP-008",
+                f"{name} is an attention core by the sharding_plan (kind {CORE!r}), and its forward takes no keyword "
+                f"{PLACES!r}: with parallel.cp > 1 it has some queries and all keys, and {PLACES} (1, queries) are the "
+                f"positions of the queries among the keys (docs/long-context.md)",
+            )
+        before = partial(_exchange, name, cut)
+    elif kind == VOCAB and isinstance(module, nn.Embedding):
+        before = partial(_own_ids, cut)
+    elif kind == POSITIONS:
+        before = partial(_lengthen, cut)
+    if before is not None:
+        module.register_forward_pre_hook(before, with_kwargs=True)
+    if kind in (POSITIONS, SEQUENCE):
+        module.register_forward_hook(partial(_own_rows, name, cut))
+
+
+def _own_ids(
+    cut: TokenCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take this rank's token ids: (B, S) -> (B, S/cp). Ids of another shape stay whole."""
+    ids, *others = args
+    is_whole = ids.dim() > 1 and ids.shape[1] == cut.length
+    return (cut.take(ids, 1) if is_whole else ids, *others), kwargs
+
+
+def _lengthen(
+    cut: TokenCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put a view with S tokens in the place of the first input (.., S/cp, d): its first token, S times."""
+    x, *others = args
+    return (x.narrow(TOKEN_DIM, 0, 1).expand(*x.shape[:TOKEN_DIM], cut.length, x.shape[-1]), *others), kwargs
+
+
+def _own_rows(name: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Take this rank's rows of outputs that are indexed by position: (.., S, r) -> (.., S/cp, r)."""
+
+    def take(whole: Tensor) -> Tensor:
+        if whole.dim() < 2 or whole.shape[TOKEN_DIM] != cut.length:
+            raise ModelError(
+                "MW-CP-003",
+                f"{name} returns {tuple(whole.shape)}, which is not indexed by the {cut.length} positions of a sample "
+                f"in its last dim but one: give it another kind in the sharding_plan, or use parallel.cp = 1",
+            )
+        return cut.take(whole, whole.dim() + TOKEN_DIM)
+
+    return tree_map_only(Tensor, take, output)
+
+
+def _exchange(
+    name: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gather keys and values of all tokens, and add the places of the queries. Collective over cp; blocks."""
+    q, k, v, *others = args
+    if q.shape[TOKEN_DIM] != cut.share or k.shape[TOKEN_DIM] != cut.share:
+        raise ModelError(
+            "MW-CP-004",
+            f"{name} is called with queries {tuple(q.shape)} and keys {tuple(k.shape)} instead of {cut.share} tokens "
+            f"each: with parallel.cp = {cut.group.size} the embedding of token ids must be in the sharding_plan (kind "
+            f'"{VOCAB}"), so that each rank has its own tokens of the {cut.length}',
+        )
+    return (q, *gather_keys(k, v, cut), *others), {**kwargs, PLACES: cut.places(q.device)}

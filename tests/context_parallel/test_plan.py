@@ -1,0 +1,168 @@
+"""What context parallelism refuses before any rank exists, and a user's own attention core."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.config import RunConfig, load, resolve
+from meshwright.errors import UserError
+from meshwright.tools.summary import summarise
+
+LENGTH = 32
+
+
+class Core(nn.Module):
+    """Attention (B, H, Q, d) x (B, H, S, d) whose queries may be some of the tokens."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None = None) -> Tensor:
+        queries = torch.arange(k.shape[-2], device=k.device)[None] if places is None else places
+        mask = torch.arange(k.shape[-2], device=k.device)[None] <= queries[0, :, None]
+        return (q @ k.transpose(-1, -2)).masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+class ForgetfulCore(nn.Module):
+    """The same without the places of its queries."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return Core()(q, k, v)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Two heads, and a dropout on their queries, keys and values."""
+
+    def __init__(self, core: nn.Module, drops: float) -> None:
+        super().__init__()
+        self.qkv, self.core, self.dropout = nn.Linear(8, 24), core, nn.Dropout(drops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.dropout(self.qkv(x)).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return x + self.core(q, k, v).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
+
+
+class Mixer(nn.Module):
+    """One of the ways in which a layer may see more than one token."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.convolution = kind, nn.Conv1d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "convolution":
+            return self.convolution(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+        if self.kind == "mean":
+            return x + x.mean(1, keepdim=True)
+        if self.kind == "scan":
+            return x.cumsum(1)
+        if self.kind == "attention":
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+        if self.kind == "scores":
+            return (x @ x.mT).softmax(-1) @ x
+        if self.kind == "shift":
+            return x + nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+        if self.kind == "places":
+            return x * torch.arange(x.shape[1], device=x.device)[:, None]
+        return x * x.sum(-1, keepdim=True).softmax(-1) + x.flatten(0, 1).view_as(x)  # each token by itself
+
+
+def own_model(plan: dict[str, str], *, places: bool = True, mixer: str | None = None) -> nn.Sequential:
+    """Embedding, attention, head."""
+    layers = [("embedding", nn.Embedding(11, 8)), ("attention", Attention(Core() if places else ForgetfulCore(), 0.1))]
+    layers += [] if mixer is None else [("mixer", Mixer(mixer))]
+    model = nn.Sequential(OrderedDict([*layers, ("head", nn.Linear(8, 11))]))
+    model.sharding_plan = plan
+    return model
+
+
+PLAN = {"embedding": "vocab", "attention.core": "context"}
+
+
+def config_of(builder: str, options: dict[str, Any], **data: Any) -> RunConfig:
+    config = RunConfig.model_validate(
+        {
+            "model": {"builder": builder, "options": options},
+            "data": {"train": "random", "sequence_length": LENGTH, **data},
+            "batch": {"micro_batch_size": 1, "global_batch": 4},
+            "train": {"dtype": "float32", "device": "cpu"},
+            "parallel": {"cp": 2, "dp": 1},
+        }
+    )
+    return resolve(config)
+
+
+def own(plan: dict[str, str] | None = None, **options: Any) -> Blueprint:
+    plan = PLAN if plan is None else plan
+    return draw_blueprint(config_of("tests.context_parallel.test_plan:own_model", {"plan": plan, **options}))
+
+
+GPT2 = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_sequence_length": LENGTH}
+LLAMA = {**GPT2, "num_kv_heads": 2, "ffn_size": 8}
+
+
+def test_an_own_attention_core_needs_no_more_than_its_name() -> None:
+    blueprint = own()
+    assert blueprint.cut.share == LENGTH // 2
+    assert blueprint.example.labels_per_sample == LENGTH  # the loss is scaled by the labels of the whole sample
+    layers = blueprint.model.layers.to("meta")
+    assert layers(torch.zeros(1, LENGTH, dtype=torch.int64, device="meta")).shape == (1, LENGTH // 2, 11)
+
+
+@pytest.mark.parametrize(
+    ("code", "draw"),
+    [
+        ("MW-CP-002", lambda: own({"embedding": "vocab"})),
+        ("MW-CP-004", lambda: own({"attention.core": "context"})),  # tokens that nobody has cut
+        ("MW-CP-008", lambda: own(places=False)),
+        ("MW-CP-003", lambda: own({**PLAN, "head": "sequence"})),
+        ("MW-CP-007", lambda: draw_blueprint(config_of("meshwright.models.llama:build", {**LLAMA, "mtp_layers": 1}))),
+        (
+            "MW-CP-002",
+            lambda: draw_blueprint(
+                config_of(
+                    "meshwright.models.t5:build",
+                    {"vocab_size": 99, "hidden_size": 8, "num_heads": 2},
+                    task="span_corruption",
+                )
+            ),
+        ),
+    ],
+)
+def test_what_is_refused(code: str, draw: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        draw()
+    assert code in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("mixer", ["convolution", "mean", "scan", "attention", "scores", "shift", "places"])
+def test_a_layer_that_mixes_tokens_is_refused_by_name(mixer: str) -> None:
+    with pytest.raises(UserError, match=r"own_model: mixer.* mixes or counts the tokens.*MW-CP-009"):
+        own(mixer=mixer)
+    own(mixer="none")
+
+
+def test_lengths_that_cannot_be_cut(tmp_path: Any) -> None:
+    place = tmp_path / "run.toml"
+    place.write_text("[parallel]\ncp = 3\n[data]\ntrain = 'x'\nsequence_length = 8\n")
+    with pytest.raises(UserError, match=r"cp = 3 equal parts: use 6 or 9.*MW-CONFIG-069"):
+        load(place, [])
+    place.write_text("[parallel]\ncp_order = 'contiguous'\n[data]\ntrain = 'x'\n")
+    with pytest.raises(UserError, match=r"no effect with parallel.cp = 1.*MW-CONFIG-069"):
+        load(place, [])
+    config = config_of("meshwright.models.gpt2:build", {**GPT2, "max_sequence_length": 10}, sequence_length=10)
+    config = config.replace(parallel={"tp": 2, "sequence": True})
+    with pytest.raises(UserError, match=r"10 tokens .*parallel.cp = 2 x tp 2 .*: make them 8 or 12, .*MW-CP-006"):
+        draw_blueprint(config)
+
+
+def test_the_summary_draws_the_tokens_of_each_rank() -> None:
+    lines = summarise(own(), ["node0"] * 2).splitlines()
+    assert lines[0] == "pp 1 x dp 1 x cp 2 x tp 1 = 2 ranks on 1 node of 2"
+    assert "context parallel   1 group of 2, as ranks 0 1; each inside one node" in lines
+    drawn = [line.split()[-1] for line in lines if " cp0  " in line or " cp1  " in line][-2:]
+    assert drawn == ["########................########", "........################........"]
+    assert any("16 tokens a rank, zigzag: of one document the busiest sees 0.0% more keys" in line for line in lines)
