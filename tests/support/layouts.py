@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from meshwright.config import Batch, RunConfig
+from meshwright.context_parallel.cut import TokenCut
 from meshwright.data.sources import Source
+from meshwright.mesh.comm import Group
 from meshwright.pipeline.executor import Microbatch
 from meshwright.step import StepFeed
 
@@ -20,7 +22,10 @@ def microbatch(
     batch = Batch(micro_batch_size=micro_batch_size, chunks=chunks, global_batch=micro_batch_size * chunks * dp)
     mesh = SimpleNamespace(at=SimpleNamespace(dp_rank=dp_rank), device=torch.device("cpu"))
     executor = SimpleNamespace(schedule=SimpleNamespace(chunks=chunks))
-    parts: Any = SimpleNamespace(config=RunConfig(batch=batch), mesh=mesh, executor=executor, data_s=0.0)
+    blueprint = SimpleNamespace(cut=TokenCut(Group("cp", (0,), 0), "zigzag", torch.zeros(1, 1)))
+    parts: Any = SimpleNamespace(
+        config=RunConfig(batch=batch), mesh=mesh, executor=executor, blueprint=blueprint, data_s=0.0
+    )
     return StepFeed(parts, source, samples_seen).microbatch(m)
 
 
