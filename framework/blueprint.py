@@ -191,14 +191,13 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None, cp: Group | None 
         recompute=recomputed,
     )
     stages = cut_layers(config, costs, schedule.num_stages)
-    cut = TokenCut(Group("cp", tuple(range(grid.cp)), 0) if cp is None else cp, parallel.cp_order, shapes.labels)
-    if grid.cp > 1:
-        cut.check(config.model.builder, parts=parallel.tp if parallel.sequence else 1, heads=len(model.loss_heads))
-        context.apply(config.model.builder, model.layers, model.plan, shapes.inputs, cut)
+    cut = TokenCut(cp or Group("cp", tuple(range(grid.cp)), 0), parallel.cp_order, shapes.labels)
+    cut.check(config.model.builder, parts=parallel.tp if parallel.sequence else 1, heads=len(model.loss_heads))
+    context.apply(config.model.builder, model.layers, model.plan, shapes.inputs, cut)
     infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
     for part, full in zip(local.leaves, whole.output.leaves, strict=True):
-        of_rank = (full.shape[0], cut.share, *full.shape[2:]) if grid.cp > 1 else full.shape
+        of_rank = cut.shape_of(full.shape)
         check_output_shape(model.layers, part.shape, of_rank, grid.tp, has_own_loss=model.loss is not None)
     return Blueprint(
         config,

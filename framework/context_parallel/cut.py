@@ -5,7 +5,7 @@ Shapes: B samples, S tokens of a sample, S/cp tokens of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,10 @@ class TokenCut:
             return whole
         return whole.index_select(dim, self.places(whole.device)[0])
 
+    def shape_of(self, whole: Sequence[int]) -> Sequence[int]:
+        """Return the shape of this rank's part of an output (B, S, ...)."""
+        return (whole[0], self.share, *whole[2:]) if self.group.size > 1 else whole
+
     @contextmanager
     def of_length(self, length: int) -> Iterator[None]:
         """Cut samples of another length within the block."""
@@ -85,6 +89,8 @@ class TokenCut:
                 prediction).
         """
         cp = self.group.size
+        if cp == 1:
+            return
         if self.length % (cp * parts):
             step, again = cp * parts, f" x tp {parts} (parallel.sequence)" if parts > 1 else ""
             nearest = " or ".join(str(near) for near in (self.length // step * step, (self.length // step + 1) * step))

@@ -46,6 +46,8 @@ def apply(builder: str, model: nn.Sequential, plan: Mapping[str, Any], inputs: A
     Raises:
         ModelError: the plan names no attention core, or another module mixes tokens.
     """
+    if cut.group.size == 1:
+        return
     kinds = {
         name: str(word)
         for pattern, word in plan.items()
