@@ -227,6 +227,7 @@ def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Gro
         group=tp,
         sequence=config.parallel.sequence,
         divisible=model.divisible,
+        shared=model.shared_units,
     )
     if is_meant_for_gpu(config.train.device, config.train.dtype):
         check_sizes(model.layers)

@@ -1,13 +1,13 @@
 """Names, global shapes and local slices of parameters: the vocabulary shared by the axes, checkpoints and verify.
 
 A parameter has one name and one global shape in every layout. Tensor parallelism may keep only a slice of one dim of it
-on this rank. Rows beyond the global size (of a vocabulary that tp does not divide) are padding: present in memory,
-always zero, never counted, never written to a checkpoint.
+on this rank, in one or several ranges. Rows beyond the global size (of a vocabulary that tp does not divide) are
+padding: present in memory, always zero, never counted, never written to a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,24 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class Slice(NamedTuple):
-    """Part ``[start, stop)`` of ``dim`` that this rank holds. ``padded``: its length in memory, >= stop - start."""
+    """Part ``[start, stop)`` of ``dim`` that this rank holds. ``padded``: its length in memory, >= its elements."""
 
     dim: int
     start: int
     stop: int
     padded: int
+    several: tuple[tuple[int, int], ...] = ()
+    """Ranges in [start, stop), in order, if the rank holds no more than these: they follow each other in memory."""
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """[start, stop) of each run of the dim that this rank holds, in the order in memory."""
+        return self.several or ((self.start, self.stop),)
+
+    @property
+    def length(self) -> int:
+        """Length of the dim on this rank, without padding."""
+        return sum(stop - start for start, stop in self.ranges)
 
 
 class GroupSettings(NamedTuple):
@@ -71,15 +83,22 @@ class ParameterInfo(NamedTuple):
         if self.slice is None:
             return full.clone()
         local = torch.zeros(self.local_shape, dtype=full.dtype, device=full.device)
-        part = full.narrow(self.slice.dim, self.slice.start, self.slice.stop - self.slice.start)
-        local.narrow(self.slice.dim, 0, part.shape[self.slice.dim]).copy_(part)
+        for here, there in self.ranges_in(local, full):
+            here.copy_(there)
         return local
+
+    def ranges_in(self, local: Tensor, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the views of a local and of a full tensor that hold the same elements, range by range."""
+        dim, at = 0 if self.slice is None else self.slice.dim, 0
+        for start, stop in ((0, len(full)),) if self.slice is None else self.slice.ranges:
+            yield local.narrow(dim, at, stop - start), full.narrow(dim, start, stop - start)
+            at += stop - start
 
     def unpadded(self, local: Tensor) -> Tensor:
         """Return the view of a local tensor without its padding."""
         if self.slice is None:
             return local
-        return local.narrow(self.slice.dim, 0, self.slice.stop - self.slice.start)
+        return local.narrow(self.slice.dim, 0, self.slice.length)
 
 
 class WeightProduct(NamedTuple):

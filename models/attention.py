@@ -96,6 +96,7 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
         self.fused_rows = {"qkv": (self.heads_per_group * self.head_dim, self.head_dim, self.head_dim)}
+        self.shared_units = {"qkv": (self.fused_rows["qkv"], 2, "heads_per_group")}
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:
         """Attend causally in each sample or document. x: (B, S, D); starts: (B, S) bool or None. Return (B, S, D)."""

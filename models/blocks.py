@@ -260,19 +260,19 @@ def assemble_decoder(
     *,
     tied: bool,
     sharding_plan: dict[str, str],
-    units: tuple[int, int],
+    units: Mapping[str, int],
     training: TrainingOptions,
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
     ``blocks``: the last ``mtp_layers`` of them go into the modules ``mtp0`` .., which stand between norm and head; the
-    logits are then a tuple. ``units``: indivisible units of the split linears of attention and of mlp, see
+    logits are then a tuple. ``units``: name of each split linear of a block -> its indivisible units, see
     ``models/__init__.py``.
     """
     training.check()
     embedding.multiplier, norm.multiplier = training.mup.embedding_multiplier, training.mup.output_factor
     vocab_size, hidden_size = embedding.tokens.num_embeddings, embedding.tokens.embedding_dim
-    trunk, (attention_units, mlp_units) = blocks[: len(blocks) - training.mtp_layers], units
+    trunk = blocks[: len(blocks) - training.mtp_layers]
     layers = {"embedding": embedding, **{f"block{i}": block for i, block in enumerate(trunk)}, "norm": norm}
     shared, recomputed, head = ["embedding.tokens.weight"], ["block*.attention.core"], "head.weight"
     if training.mtp_layers:
@@ -286,13 +286,14 @@ def assemble_decoder(
     else:
         layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
     shared += [head] if tied else []
-    split = [pattern for pattern, kind in sharding_plan.items() if kind in ("column", "row")]
+    split = {name: name.rpartition(".")[2] for name, kind in sharding_plan.items() if kind in ("column", "row")}
+    shares = dict(each for part in blocks[0].modules() for each in getattr(part, "shared_units", {}).items())
     return assemble(
         layers,
         initialise=partial(initialise, num_layers=len(trunk), **training.initial()),
         sharding_plan=sharding_plan,
-        divisible={pattern: mlp_units if ".mlp." in pattern else attention_units for pattern in split},
+        divisible={pattern: units[child] for pattern, child in split.items()},
         tied_weights=[tuple(shared)] if len(shared) > 1 else [],
         selective_recompute=recomputed,
-        attributes=training.attributes(),
+        attributes=training.attributes() | {"shared_units": {p: shares[c] for p, c in split.items() if c in shares}},
     )

@@ -170,7 +170,7 @@ def _mlp(options: DecoderOptions) -> tuple[Callable[[], nn.Module], str, int]:
     """Return the builder of a feed-forward network, the name of its first projection, and its indivisible units."""
     sizes, bias = (options.hidden_size, options.ffn_size), options.mlp_bias
     if options.mlp in GATED:
-        num_blocks = math.gcd(options.ffn_size, options.kv_heads)  # tp divides the kv heads
+        num_blocks = math.gcd(options.ffn_size, options.kv_heads)  # a larger tp shares blocks, as it shares kv heads
         activation = ACTIVATIONS[GATED[options.mlp]]
         return partial(GatedMlp, *sizes, num_blocks, activation=activation, bias=bias), "gate_up", num_blocks
     return partial(Mlp, *sizes, activation=ACTIVATIONS[options.mlp], bias=bias), "up", options.ffn_size
@@ -193,8 +193,8 @@ def _sharding_plan(options: DecoderOptions, first: str) -> dict[str, str]:
 def build(**options: Any) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
-    Takes the fields of :class:`DecoderOptions`. tp must divide ``num_kv_heads``. Raises ValueError if the sizes do not
-    fit each other.
+    Takes the fields of :class:`DecoderOptions`. tp divides ``num_kv_heads``, or is a multiple of it. Raises ValueError
+    if the sizes do not fit each other.
     """
     chosen = DecoderOptions(**options)
     chosen.check()
@@ -215,7 +215,7 @@ def build(**options: Any) -> nn.Sequential:
         last(chosen.hidden_size, eps=chosen.norm_eps),
         tied=chosen.tied,
         sharding_plan=_sharding_plan(chosen, first),
-        units=(chosen.kv_heads, mlp_units),
+        units={"qkv": chosen.kv_heads, "out": chosen.num_heads, first: mlp_units, "down": chosen.ffn_size},
         training=TrainingOptions(**{name: getattr(chosen, name) for name in TrainingOptions._fields}),
     )
 

@@ -63,6 +63,7 @@ class GatedMlp(nn.Module):
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=bias)
         self.down = nn.Linear(ffn_size, hidden_size, bias=bias)
         self.fused_rows = {"gate_up": (self.block_size, self.block_size)}
+        self.shared_units = {"gate_up": (self.fused_rows["gate_up"], 0, "block_size")}
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = rearrange(self.gate_up(x), "b s (n two f) -> two b s n f", two=2, f=self.block_size)

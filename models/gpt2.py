@@ -92,6 +92,6 @@ def build(
         LastLayerNorm(hidden_size, eps=norm_eps),
         tied=tied,
         sharding_plan=dict(SHARDING_PLAN),
-        units=(num_heads, ffn_size),
+        units={"qkv": num_heads, "out": num_heads, "up": ffn_size, "down": ffn_size},
         training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mup=mup),
     )

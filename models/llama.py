@@ -141,14 +141,14 @@ def build(
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
-    tp must divide ``num_kv_heads``. Raises ValueError if the sizes do not fit each other.
+    tp divides ``num_kv_heads``, or is a multiple of it. Raises ValueError if the sizes do not fit each other.
     """
     options = dict(locals())
     check_positive(**{name: options[name] for name in POSITIVE})
     mup, shape = mup_of(options), _attention_shape(options)
     scaling = RopeScaling(rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length)
     frequencies = rope_frequencies(shape.head_dim, rope_theta, scaling)
-    num_blocks = math.gcd(ffn_size, num_kv_heads)  # tp divides num_kv_heads: more blocks would have no use
+    num_blocks = math.gcd(ffn_size, num_kv_heads)  # a larger tp shares blocks, as it shares kv heads
     norm = partial(nn.RMSNorm, hidden_size, eps=norm_eps)
     head_norm = partial(nn.RMSNorm, eps=norm_eps)
     attention = partial(Attention, shape, bias=qkv_bias, out_bias=out_bias, qk_norm=head_norm if qk_norm else None)
@@ -163,6 +163,6 @@ def build(
         LastRMSNorm(hidden_size, eps=norm_eps),
         tied=tied,
         sharding_plan=SHARDING_PLAN | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {}),
-        units=(num_kv_heads, num_blocks),
+        units={"qkv": num_kv_heads, "out": num_heads, "gate_up": num_blocks, "down": ffn_size},
         training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mtp_layers, mtp_loss_weight, mup),
     )

@@ -46,6 +46,7 @@ class Adaptable(Protocol):
 
     layers: nn.Sequential
     plan: dict[str, Any]
+    shared_units: dict[str, Any]
     tied: list[tuple[str, ...]]
     groups: dict[str, ParameterGroup]
     initialise: Fill | None
@@ -106,6 +107,9 @@ def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
             module.add_module(DROPOUT, dropout.train(module.training))
         module.register_forward_hook(partial(_add, factor_of(config)))
         entries |= dict(_entries(name, module, model.plan))
+        for pattern, (rows, copied, *_) in list(model.shared_units.items()):
+            if fnmatchcase(name, pattern):
+                model.shared_units[f"{pattern}.{B}"] = rows, copied
     model.plan = _narrowed(model.plan, known, targets) | entries
     if model.initialise is not None:
         model.initialise = partial(_initialise, model.initialise, first)

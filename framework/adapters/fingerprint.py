@@ -23,15 +23,15 @@ def base_sum(tensors: Iterable[tuple[ParameterInfo, Tensor]]) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64)
     for info, local in tensors:
-        matrix, shape, dim, start = info.unpadded(local), info.global_shape, 0, 0
-        if info.slice is not None:
-            dim, start = info.slice.dim, info.slice.start
+        matrix, shape, dim = info.unpadded(local), info.global_shape, 0 if info.slice is None else info.slice.dim
         if len(shape) < 2:  # a vector is one row
             matrix, shape, dim = matrix.reshape(1, -1), (1, *shape), dim + 1
-        rows = torch.arange(len(matrix)) + (start if dim == 0 else 0)
+        ranges = ((0, shape[dim]),) if info.slice is None else info.slice.ranges
+        held = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+        rows = held if dim == 0 else torch.arange(len(matrix))
         columns = torch.arange(torch.Size(shape[1:]).numel()).view(shape[1:])
         if dim > 0:
-            columns = columns.narrow(dim - 1, start, matrix.shape[dim])
+            columns = columns.index_select(dim - 1, held)
         key = int.from_bytes(hashlib.blake2b(info.name.encode(), digest_size=7).digest(), "big")
         by_row, by_column = _factors(rows + key), _factors(columns.flatten() - key).to(matrix.device)
         step = max(1, ELEMENTS_AT_ONCE // max(1, by_column.numel()))

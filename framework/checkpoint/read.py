@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwright.checkpoint.check import intersection, parse
 from meshwright.checkpoint.files import checkpoints_directory, regular_size, retried, sha256_of, step_name
 from meshwright.checkpoint.manifest import MANIFEST, SUMS, Manifest, PieceEntry, TensorKind, render_sums
-from meshwright.checkpoint.shard import local_box
+from meshwright.checkpoint.shard import local_boxes
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
@@ -232,14 +232,13 @@ class CheckpointReader:
                 f"or choose another run.name",
             )
         local = torch.zeros(info.local_shape, dtype=entry.dtype.as_torch)
-        inside = info.unpadded(local)
-        offset, shape = local_box(info)
-        for part in entry.pieces:
-            common = intersection(offset, shape, part.offset, part.shape)
-            if common is not None:
-                target = tuple(slice(a - o, b - o) for (a, b), o in zip(common, offset, strict=True))
-                source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offset, strict=True))
-                inside[target].copy_(self._numbers(part, entry.dtype, source))
+        for offset, shape, inside in local_boxes(info, info.unpadded(local)):
+            for part in entry.pieces:
+                common = intersection(offset, shape, part.offset, part.shape)
+                if common is not None:
+                    target = tuple(slice(a - o, b - o) for (a, b), o in zip(common, offset, strict=True))
+                    source = tuple(slice(a - o, b - o) for (a, b), o in zip(common, part.offset, strict=True))
+                    inside[target].copy_(self._numbers(part, entry.dtype, source))
         return local if dtype is None else local.to(dtype)
 
     def _numbers(self, part: PieceEntry, dtype: str, source: tuple[slice, ...]) -> Tensor:

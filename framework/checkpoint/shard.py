@@ -41,13 +41,25 @@ class ShardReport(StrictModel):
     files: dict[str, FileEntry]
 
 
-def local_box(info: ParameterInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ``(offset, shape)`` of this rank's slice of the global tensor, without padding."""
-    offset, shape = [0] * len(info.global_shape), list(info.global_shape)
-    if info.slice is not None:
-        offset[info.slice.dim] = info.slice.start
-        shape[info.slice.dim] = info.slice.stop - info.slice.start
-    return tuple(offset), tuple(shape)
+class LocalBox(NamedTuple):
+    """A box of the global tensor that this rank holds, and the view of a local tensor with its elements."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    tensor: Tensor
+
+
+def local_boxes(info: ParameterInfo, tensor: Tensor) -> Iterator[LocalBox]:
+    """Yield the boxes of this rank's slice, one for each of its ranges. ``tensor``: local, without padding."""
+    if info.slice is None:
+        yield LocalBox((0,) * len(info.global_shape), info.global_shape, tensor)
+        return
+    dim, at = info.slice.dim, 0
+    for start, stop in info.slice.ranges:
+        offset, shape = [0] * len(info.global_shape), list(info.global_shape)
+        offset[dim], shape[dim] = start, stop - start
+        yield LocalBox(tuple(offset), tuple(shape), tensor.narrow(dim, at, stop - start))
+        at += stop - start
 
 
 def write_shard(
@@ -105,8 +117,7 @@ class _ShardFiles:
     def add(self, piece: TensorPiece, copied: bool) -> None:
         """Store a piece for the next file; write the current file first if the piece does not fit into it."""
         name = piece.kind.of(piece.info.name)
-        offset, shape = local_box(piece.info)
-        assert tuple(piece.tensor.shape) == shape, (name, tuple(piece.tensor.shape), shape)
+        boxes = list(local_boxes(piece.info, piece.tensor.detach()))
         if name in self.tensors:
             raise CheckpointError(
                 "MW-CHECKPOINT-027",
@@ -121,13 +132,15 @@ class _ShardFiles:
         num_bytes = piece.tensor.numel() * piece.tensor.element_size()
         if self._pending_bytes + num_bytes > self._max_file_bytes:
             self.flush()
-        parts: tuple[PieceEntry, ...] = ()
-        if num_bytes:
-            parts = (PieceEntry(file=self._file_name(), key=name, offset=offset, shape=shape),)
-            tensor = piece.tensor.detach()
-            self._pending[name] = tensor if copied else torch.empty(shape, dtype=tensor.dtype).copy_(tensor)
-            self._pending_bytes += num_bytes
-        self.tensors[name] = TensorEntry(shape=piece.info.global_shape, dtype=dtype, pieces=parts)
+        parts: list[PieceEntry] = []
+        for index, (offset, shape, tensor) in enumerate(boxes if num_bytes else ()):
+            key = f"{name}/{index}" if len(boxes) > 1 else name
+            assert tuple(tensor.shape) == shape, (key, tuple(tensor.shape), shape)
+            parts.append(PieceEntry(file=self._file_name(), key=key, offset=offset, shape=shape))
+            is_ready = copied and tensor.is_contiguous()
+            self._pending[key] = tensor if is_ready else torch.empty(shape, dtype=tensor.dtype).copy_(tensor)
+        self._pending_bytes += num_bytes
+        self.tensors[name] = TensorEntry(shape=piece.info.global_shape, dtype=dtype, pieces=tuple(parts))
 
     def flush(self) -> None:
         """Write the pending pieces as the shard's next file. Blocks until it is on the disk."""

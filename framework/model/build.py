@@ -5,6 +5,8 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     sharding_plan   {pattern of module names: "column" | "row" | "vocab" | ... | a function}, all of them in
                     framework/tensor_parallel/plan.py
     tied_weights    [(canonical parameter name, other name, ...), ...]
+    shared_units    {pattern: (rows of the parts of a unit, number of the last that are copied, attribute)} of column
+                    linears, whose units more tp ranks than units share: see tensor_parallel/shared_units.py
     initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
     loss            (output of the last layer, labels) -> loss per label, zero where the label is -100. Default:
@@ -65,6 +67,7 @@ class PlainModel:
     plan: dict[str, Any] = field(default_factory=dict)
     tied: list[tuple[str, ...]] = field(default_factory=list)
     divisible: dict[str, int] = field(default_factory=dict)
+    shared_units: dict[str, Any] = field(default_factory=dict)
     initialise: Initialise | None = None
     loss: Callable[[Any, Tensor], Tensor] | None = None
     loss_options: dict[str, Any] = field(default_factory=dict)
@@ -204,6 +207,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         plan=dict(getattr(layers, "sharding_plan", {})),
         tied=tied,
         divisible=dict(getattr(layers, "divisible", {})),
+        shared_units=dict(getattr(layers, "shared_units", {})),
         initialise=getattr(layers, "initialise", None),
         loss=in_float32(getattr(layers, "loss", None)),
         loss_options={name: float(given) for name in requirements.LOSS_OPTIONS if (given := getattr(layers, name, 0))},

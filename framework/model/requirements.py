@@ -186,6 +186,7 @@ def check_attributes(path: str, layers: nn.Sequential) -> None:
     for attribute, wanted, example in (
         ("sharding_plan", dict, '{"block*.up": "column", "block*.down": "row"}'),
         ("divisible", dict, '{"block*.qkv": 8}'),
+        ("shared_units", dict, '{"block*.qkv": ((128, 64, 64), 2)}'),
         ("tied_weights", (list, tuple), '[("embedding.weight", "head.weight")]'),
         ("selective_recompute", (list, tuple), '["block*.attention.core"]'),
         ("loss_heads", (list, tuple), "[(0, 1.0), (1, 0.1)]"),

@@ -108,7 +108,11 @@ def tp_part(matrix: Matrix, tp_rank: int, tp: int) -> TpPart:
     rows, columns = matrix.info.global_shape
     if tp == 1 or matrix.info.slice is None:
         return TpPart(matrix, 0, rows, columns)
-    dim, _, _, padded = matrix.info.slice
+    dim, padded = matrix.info.slice.dim, matrix.info.slice.padded
+    if matrix.info.slice.several:  # the rank holds one unit of shorter parts, and each is the next run of its matrix
+        parts = tuple(b - a for a, b in matrix.info.slice.several) if matrix.info.matrix else ()
+        of_rank = matrix.info._replace(global_shape=(padded, columns), matrix=parts)
+        return TpPart(matrix._replace(info=of_rank), 0, padded, columns)
     start, stop = (min(edge * padded, matrix.info.global_shape[dim]) for edge in (tp_rank, tp_rank + 1))
     return TpPart(matrix, start, stop, columns) if dim == 0 else TpPart(matrix, 0, rows, stop - start)
 

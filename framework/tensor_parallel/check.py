@@ -17,6 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from meshwright.errors import ModelError
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.tensor_parallel.own_rule import Rule
+from meshwright.tensor_parallel.shared_units import SharedUnits, entry_of, unit_problems
 
 
 class ShardingKind(StrEnum):
@@ -51,13 +52,17 @@ ROWS = (ShardingKind.ROW, ShardingKind.ROW_WHOLE)
 
 
 class PlannedModule(NamedTuple):
-    """A module that the plan names, its kind, the pattern that matched it, and its rule if the kind is OWN."""
+    """A module that the plan names, its kind, the pattern that matched it, and its rule if the kind is OWN.
+
+    ``shared``: its units, if several tp ranks share each.
+    """
 
     name: str
     module: nn.Module
     kind: ShardingKind
     pattern: str
     rule: Rule | None = None
+    shared: SharedUnits | None = None
 
     def __str__(self) -> str:
         return f"{self.name} ({self.kind} by sharding_plan[{self.pattern!r}])"
@@ -107,6 +112,7 @@ def check_plan(
     tp: int,
     sequence: bool,
     divisible: Mapping[str, int],
+    shared: Mapping[str, Any],
 ) -> dict[str, PlannedModule]:
     """Check the plan against the plain model and return the planned modules by name. Needs no process group.
 
@@ -116,13 +122,22 @@ def check_plan(
     problems: list[str] = []
     placements = _match(model, plan, problems)
     problems += _first_misfits(placements, tp)
-    problems += _indivisible(model, divisible, tp)
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    for attribute, patterns in (("divisible", divisible), ("shared_units", shared)):
+        problems += _unmatched(list(modules), attribute, patterns)
+    columns = [name for name, placement in placements.items() if placement.kind is ShardingKind.COLUMN]
+    problems += unit_problems(modules, columns, divisible, shared, tp)
     if tp > 1 and not problems:
         problems += _missing(placements, tp, sequence)
         problems += _uneven_ties(placements, tied)
     if problems:
         raise ModelError("MW-TP-002", "\n".join(problems))
-    return placements
+    sharing = {name: entry for name in columns if (entry := entry_of(name, shared)) is not None}
+    return placements | {
+        name: placements[name]._replace(shared=entry)
+        for name, entry in sharing.items()
+        if entry.sharers(modules[name].out_features, tp) > 1  # type: ignore[arg-type]
+    }
 
 
 def _match(model: nn.Sequential, plan: Mapping[str, str | Rule], problems: list[str]) -> dict[str, PlannedModule]:
@@ -210,19 +225,11 @@ def _misfits(placement: PlannedModule, tp: int) -> Iterator[str]:
             )
 
 
-def _indivisible(model: nn.Sequential, divisible: Mapping[str, int], tp: int) -> Iterator[str]:
-    """Yield modules whose units (heads, groups of kv heads) tp would cut: tp must divide their number."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    for pattern, units in divisible.items():
-        found = [name for name in names if fnmatchcase(name, pattern)]
-        if not found:
-            yield f"divisible[{pattern!r}] = {units} names no module of the model{_nearest(pattern, names)}"
-        elif units % tp:
-            degrees = ", ".join(str(degree) for degree in range(1, units + 1) if units % degree == 0)
-            yield (
-                f"{found[0]} (divisible[{pattern!r}]) has {units} units (heads or groups of heads) that must stay "
-                f"whole, and parallel.tp = {tp} does not divide {units}: use a tp of {degrees}"
-            )
+def _unmatched(names: Sequence[str], attribute: str, patterns: Mapping[str, Any]) -> Iterator[str]:
+    """Yield patterns of ``divisible`` or ``shared_units`` that name no module."""
+    for pattern, value in patterns.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            yield f"{attribute}[{pattern!r}] = {value} names no module of the model{_nearest(pattern, names)}"
 
 
 def _missing(placements: Mapping[str, PlannedModule], tp: int, sequence: bool) -> Iterator[str]:

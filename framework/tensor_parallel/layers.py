@@ -72,8 +72,7 @@ class ColumnLinear(nn.Module):
         self.bias = None if plain.bias is None else local_parameter(plain.bias, self.slices["bias"])
         self.out_features, self.in_features = self.weight.shape
 
-    @staticmethod
-    def slice_of(plain: nn.Linear, group: Group) -> Slice:
+    def slice_of(self, plain: nn.Linear, group: Group) -> Slice:
         """Return the output rows that this rank holds."""
         return even_slice(0, plain.out_features, group.rank, group.size)
 
@@ -91,8 +90,7 @@ class ColumnLinear(nn.Module):
 class VocabHead(ColumnLinear):
     """Column linear whose output rows are the vocabulary: logits (B, S, ceil(V/tp)), padding columns at the end."""
 
-    @staticmethod
-    def slice_of(plain: nn.Linear, group: Group) -> Slice:
+    def slice_of(self, plain: nn.Linear, group: Group) -> Slice:
         """Return the rows of the vocabulary that this rank holds."""
         return vocab_slice(plain.out_features, group.rank, group.size)
 

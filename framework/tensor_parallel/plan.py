@@ -3,6 +3,7 @@
     pattern            kind        what happens with tp > 1                       activations it works on
     "block*.up"        column      nn.Linear, output rows split                   whole -> split
     "block*.down"      row         nn.Linear, input columns split                 split -> whole
+                              more ranks than units share them: shared_units.py
     "block*.qkv"       column_whole   the same, output all-gathered               whole -> full, not split
     "block*.out"       row_whole      the same, takes its slice of the input      full, not split -> whole
     "*.relative_bias"  column      nn.Embedding, features split                   ids -> (..., F/tp)
@@ -40,6 +41,7 @@ from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbe
 from meshwright.tensor_parallel.own_rule import Rule, change_first, check_ties, split_by_rule
 from meshwright.tensor_parallel.own_rule import SplitLayer as SplitLayer
 from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
+from meshwright.tensor_parallel.shared_units import SharedColumnLinear
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
 
 POSITION_DIM = -2
@@ -68,6 +70,7 @@ def apply(
     group: Group,
     sequence: bool,
     divisible: Mapping[str, int],
+    shared: Mapping[str, Any],
 ) -> dict[str, ParameterInfo]:
     """Split the whole model (meta or real) over the tp group, in place. No communication.
 
@@ -80,7 +83,7 @@ def apply(
     Raises:
         ModelError: the plan does not fit the model, see :func:`meshwright.tensor_parallel.check.check_plan`.
     """
-    placements = check_plan(model, plan, tied, group.size, sequence, divisible)
+    placements = check_plan(model, plan, tied, group.size, sequence, divisible, shared)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     if group.size == 1:
         return {name: ParameterInfo(name, shape) for name, shape in shapes.items()}
@@ -127,10 +130,12 @@ def _swap(
             if placement.rule is not None:
                 new, parts = split_by_rule(name, plain, placement.rule, group, sequence=sequence, gathered=gathered)
             else:
-                new = _split(plain, placement.kind, group, sequence, gathered).train(plain.training)
+                new = _split(placement, group, sequence, gathered).train(plain.training)
                 for attribute in CARRIED:
                     setattr(new, attribute, getattr(plain, attribute))
                 parts = new.slices
+                if isinstance(new, SharedColumnLinear):
+                    new.share_count(model.get_submodule(name.rpartition(".")[0]))
             swapped[id(plain)] = new, parts
             for attribute, parameter in plain.named_parameters(recurse=placement.rule is not None):
                 owner, _, child = attribute.rpartition(".")
@@ -144,7 +149,8 @@ def _swap(
     return slices
 
 
-def _split(plain: nn.Module, kind: ShardingKind, group: Group, sequence: bool, gathered: bool) -> Swapped:
+def _split(placement: PlannedModule, group: Group, sequence: bool, gathered: bool) -> Swapped:
+    plain, kind = placement.module, placement.kind
     if isinstance(plain, nn.Embedding):
         if kind is ShardingKind.COLUMN:
             return ColumnEmbedding(plain, group)
@@ -152,6 +158,8 @@ def _split(plain: nn.Module, kind: ShardingKind, group: Group, sequence: bool, g
     assert isinstance(plain, nn.Linear)
     if kind in ROWS:
         return ROWS[kind](plain, group, sequence)
+    if placement.shared is not None:
+        return SharedColumnLinear(plain, group, sequence, gathered, units=placement.shared)
     return COLUMNS[kind](plain, group, sequence, gathered)
 
 

@@ -174,6 +174,7 @@ class ModelCache:
             group=group,
             sequence=sequence,
             divisible=self.model.divisible,
+            shared=self.model.shared_units,
         )
         if self.config.optimizer.name == "adamw8bit":
             infos = with_blocks(infos, self.config.optimizer.block_size)

@@ -161,7 +161,8 @@ def assemble(slices: Sequence[TensorSlice]) -> dict[str, Tensor]:
         if info.slice is None:
             full.copy_(tensor)
         else:
-            full.narrow(info.slice.dim, info.slice.start, info.slice.stop - info.slice.start).copy_(tensor)
+            for here, there in info.ranges_in(tensor, full):
+                there.copy_(here)
     return whole_tensors
 
 
