@@ -136,7 +136,7 @@ def check_plan(
     return placements | {
         name: placements[name]._replace(shared=entry)
         for name, entry in sharing.items()
-        if entry.sharers(modules[name].out_features, tp) > 1  # type: ignore[arg-type]
+        if entry.sharers(modules[name].out_features, tp) > 1
     }
 
 

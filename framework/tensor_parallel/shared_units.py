@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.mesh.comm import Group
 from meshwright.parameters import Slice
-from meshwright.tensor_parallel.column import outside_graphs
 from meshwright.tensor_parallel.layers import ColumnLinear
+from meshwright.tensor_parallel.regions import outside_graphs
 
 
 class SharedUnits(NamedTuple):
@@ -114,17 +114,17 @@ class _CopiedParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group, sharers: int, copied: int, size: int) -> Tensor:
-        ctx.group, ctx.shape = group, (copied, sharers, size // sharers)
+        ctx.group, ctx.parts = group, (copied, sharers, size // sharers)
         ctx.own = y.shape[-1] - copied * size // sharers
         share = y[..., ctx.own :]
         shares = _exchange(share.expand(sharers, *share.shape).contiguous(), group)  # (sharers, B, S, C/sharers)
-        whole = shares.unflatten(-1, (copied, -1)).movedim(0, -2).flatten(-3)  # (B, S, C)
+        whole = shares.view(*shares.shape[:-1], copied, -1).movedim(0, -2).flatten(-3)  # (B, S, C)
         return torch.cat((y[..., : ctx.own], whole), dim=-1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        parts = gradient[..., ctx.own :].unflatten(-1, ctx.shape).movedim(-2, 0).flatten(-2)
+        parts = gradient[..., ctx.own :].reshape(*gradient.shape[:-1], *ctx.parts).movedim(-2, 0).flatten(-2)
         share = _exchange(parts.contiguous(), ctx.group).sum(0)  # (B, S, C/sharers)
         return torch.cat((gradient[..., : ctx.own], share), dim=-1), None, None, None, None
 
@@ -159,7 +159,7 @@ def unit_problems(
             yield f"shared_units[{pattern!r}] = {entry!r} {problem}"
             return
         if found and not any(fnmatchcase(found[0], other) for other in divisible):
-            units = modules[found[0]].out_features // sum(entry[0])  # type: ignore[operator]
+            units = modules[found[0]].out_features // sum(entry[0])
             units_of[f"shared_units[{pattern!r}]"] = (pattern, units)
     for key, (pattern, units) in units_of.items():
         name = next((name for name in modules if fnmatchcase(name, pattern)), "")

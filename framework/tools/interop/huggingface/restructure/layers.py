@@ -99,6 +99,7 @@ def build(
     attributes: dict[str, object] = {
         "sharding_plan": sharding.plan,
         "divisible": sharding.divisible,
+        "shared_units": dict(sharding.shared),
         "impossible": sharding.impossible,
         "tied_weights": tied,
         "initialise": ParameterInitialiser(model, parameters, modules, source),

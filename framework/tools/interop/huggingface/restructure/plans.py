@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -37,18 +38,22 @@ KINDS = {
     "replicate": "replicate",
     "sequence_parallel": "replicate",
 }
+GROUPS = "num_key_value_groups"
+"""Attribute of an attention of transformers: query heads of each key-value head."""
 LINEAR_KINDS = ("column", "row", "column_whole", "row_whole")
 
 
 class TensorParallelPlan(NamedTuple):
     """Sharding plan of a model: module name -> kind, heads of split projections, and reasons for missing features.
 
-    ``impossible`` maps "tp" (tensor parallelism) or "sequence" (sequence parallelism) to the reason.
+    ``shared``: the projections whose heads several tp ranks may share. ``impossible`` maps "tp" (tensor parallelism) or
+    "sequence" (sequence parallelism) to the reason.
     """
 
     plan: dict[str, str]
     divisible: dict[str, int]
     impossible: dict[str, str]
+    shared: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
 
 def kinds_of(theirs: Mapping[str, str], names: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -117,7 +122,10 @@ def sharding_of(
     if dropout is not None:
         return TensorParallelPlan({}, {}, {"tp": dropout})
     kinds |= dict.fromkeys((name for name, is_uncut in observations.uncut.items() if is_uncut), "uncut")
-    return TensorParallelPlan(merge_blocks(kinds), merge_blocks(_num_heads(layers, kinds)), impossible)
+    heads = _num_heads(layers, kinds)
+    return TensorParallelPlan(
+        merge_blocks(kinds), merge_blocks(heads), impossible, merge_blocks(_shared_heads(layers, heads, kinds))
+    )
 
 
 def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
@@ -230,6 +238,26 @@ def _num_heads(layers: nn.Sequential, kinds: Mapping[str, str]) -> dict[str, int
         total = module.out_features if kind == "column" else module.in_features
         if isinstance(length, int) and length > 0 and total % length == 0:
             found[name] = total // length
+    return found
+
+
+def _shared_heads(
+    layers: nn.Sequential, heads: Mapping[str, int], kinds: Mapping[str, str]
+) -> dict[str, tuple[Any, ...]]:
+    """Return the entry in ``model.shared_units`` of each key and value projection of grouped-query attention.
+
+    They are recognised by their heads: of three columns beside each other two have those of the first, divided by the
+    number of groups, ``num_key_value_groups``, which the module's forward reads.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in heads):
+        groups = getattr(layers.get_submodule(parent), GROUPS, None)
+        columns = [name for name in kinds if name.rpartition(".")[0] == parent and kinds[name] == "column"]
+        counts = [heads.get(name, 0) for name in columns]
+        if isinstance(groups, int) and groups > 1 and sorted(counts) == [max(counts) // groups] * 2 + [max(counts)]:
+            first, second = (name for name, count in zip(columns, counts, strict=True) if count < max(counts))
+            rows = (layers.get_parameter(f"{first}.weight").shape[0] // heads[first],)
+            found |= {first: (rows, 1, GROUPS), second: (rows, 1, "")}
     return found
 
 
