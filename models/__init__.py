@@ -37,6 +37,9 @@ Attributes of the Sequential (plain and optional)
 
 ``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the
     split dim of that module. tp must divide it: a contiguous slice then holds whole units.
+``shared_units``: pattern of column linears -> (rows of the parts of a unit, number of parts at the end that a rank
+    needs in full, attribute of the parent that counts within a unit). tp may then be a multiple of ``divisible``: the
+    ranks share each unit (docs/models.md, "More tp ranks than key-value heads").
 ``matrices``: pattern of module or parameter names -> the matrices of a weight of two dims, for an optimizer that steps
     each as a whole (Muon)
 

@@ -5,10 +5,10 @@ The plan is checked in full also with tp = 1, so that a typing error in a patter
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.errors import ModelError
 from meshwright.fp8.linear import Fp8Linear
+from meshwright.tensor_parallel.hints import close_word, nearest
 from meshwright.tensor_parallel.own_rule import Rule
 from meshwright.tensor_parallel.shared_units import SharedUnits, entry_of, unit_problems
 
@@ -112,7 +113,7 @@ def check_plan(
     tp: int,
     sequence: bool,
     divisible: Mapping[str, int],
-    shared: Mapping[str, Any],
+    shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, PlannedModule]:
     """Check the plan against the plain model and return the planned modules by name. Needs no process group.
 
@@ -123,8 +124,6 @@ def check_plan(
     placements = _match(model, plan, problems)
     problems += _first_misfits(placements, tp)
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    for attribute, patterns in (("divisible", divisible), ("shared_units", shared)):
-        problems += _unmatched(list(modules), attribute, patterns)
     columns = [name for name, placement in placements.items() if placement.kind is ShardingKind.COLUMN]
     problems += unit_problems(modules, columns, divisible, shared, tp)
     if tp > 1 and not problems:
@@ -148,7 +147,7 @@ def _match(model: nn.Sequential, plan: Mapping[str, str | Rule], problems: list[
         rule = None if isinstance(word, str) or not callable(word) else word
         if rule is None and word not in WORDS:
             problems.append(
-                f"sharding_plan[{pattern!r}] = {word!r} is no kind{_close(str(word), WORDS)}: use one of "
+                f"sharding_plan[{pattern!r}] = {word!r} is no kind{close_word(str(word), WORDS)}: use one of "
                 f"{', '.join(WORDS)}, or a function"
             )
             continue
@@ -156,7 +155,7 @@ def _match(model: nn.Sequential, plan: Mapping[str, str | Rule], problems: list[
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
             problems.append(
-                f"sharding_plan[{pattern!r}] = {word!r} names no module of the model{_nearest(pattern, modules)}"
+                f"sharding_plan[{pattern!r}] = {word!r} names no module of the model{nearest(pattern, modules)}"
             )
         for name in names:
             placement = PlannedModule(name, modules[name], kind, pattern, rule)
@@ -225,13 +224,6 @@ def _misfits(placement: PlannedModule, tp: int) -> Iterator[str]:
             )
 
 
-def _unmatched(names: Sequence[str], attribute: str, patterns: Mapping[str, Any]) -> Iterator[str]:
-    """Yield patterns of ``divisible`` or ``shared_units`` that name no module."""
-    for pattern, value in patterns.items():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            yield f"{attribute}[{pattern!r}] = {value} names no module of the model{_nearest(pattern, names)}"
-
-
 def _missing(placements: Mapping[str, PlannedModule], tp: int, sequence: bool) -> Iterator[str]:
     """Yield problems of a plan that splits nothing, or that never cuts or never gathers the sequence."""
     found = list(placements.values())
@@ -284,17 +276,6 @@ def _way(placement: PlannedModule) -> str:
     if placement.kind is ShardingKind.COLUMN and isinstance(placement.module, nn.Embedding):
         return "column by its features"
     return placement.kind
-
-
-def _close(word: str, possible: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, possible, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _nearest(pattern: str, names: Iterable[str]) -> str:
-    """Return the hint for the message "names no module": the name most like the pattern."""
-    close = difflib.get_close_matches(pattern.replace("*", "0"), list(names), 1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; its modules are {', '.join(list(names)[:8])}, ..."
 
 
 def check_supported(builder: str, impossible: Mapping[str, str], *, tp: int, sequence: bool) -> None:

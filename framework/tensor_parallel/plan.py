@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ def apply(
     group: Group,
     sequence: bool,
     divisible: Mapping[str, int],
-    shared: Mapping[str, Any],
+    shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, ParameterInfo]:
     """Split the whole model (meta or real) over the tp group, in place. No communication.
 

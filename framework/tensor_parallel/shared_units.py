@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.mesh.comm import Group
 from meshwright.parameters import Slice
+from meshwright.tensor_parallel.hints import nearest
 from meshwright.tensor_parallel.layers import ColumnLinear
 from meshwright.tensor_parallel.regions import outside_graphs
 
@@ -152,6 +153,10 @@ def unit_problems(
     tp divides the number of units; that of a column linear with shared units may divide tp instead. ``columns``: names
     of the modules of kind column.
     """
+    for attribute, patterns in (("divisible", divisible), ("shared_units", shared)):
+        for pattern, value in patterns.items():
+            if not any(fnmatchcase(name, pattern) for name in modules):
+                yield f"{attribute}[{pattern!r}] = {value} names no module of the model{nearest(pattern, modules)}"
     units_of = {f"divisible[{pattern!r}]": (pattern, units) for pattern, units in divisible.items()}
     for pattern, entry in shared.items():
         found = [name for name in modules if fnmatchcase(name, pattern)]
@@ -162,7 +167,9 @@ def unit_problems(
             units = modules[found[0]].out_features // sum(entry[0])
             units_of[f"shared_units[{pattern!r}]"] = (pattern, units)
     for key, (pattern, units) in units_of.items():
-        name = next((name for name in modules if fnmatchcase(name, pattern)), "")
+        name = next((name for name in modules if fnmatchcase(name, pattern)), None)
+        if name is None:
+            continue
         may_share = entry_of(name, shared)
         if may_share is not None and may_share.most_sharers == 1:
             may_share = None

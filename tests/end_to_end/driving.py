@@ -55,6 +55,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "options": {**GPT2, "vocab_size": 301},
     },  # tied; no degree divides it
     "llama": {"builder": "meshwright.models.llama:build", "options": LLAMA},
+    "few_heads": {
+        "builder": "meshwright.models.llama:build",
+        "options": {**LLAMA, "num_kv_heads": 1},
+    },
     "frozen": {"builder": "tests.end_to_end.builders:partly_frozen", "options": GPT2},
 }
 LATER = partial(pytest.param, marks=pytest.mark.torture)

@@ -59,6 +59,9 @@ BARS = {"float64": 1e-11, "float32": 1e-5, "bfloat16": 1e-2}
         LATER("gpt2", "dp2,pp2,tp2", "dp8,zero1", "bfloat16"),
         LATER("gpt2", "dp4,zero0", "pp2,tp4,sequence", "bfloat16"),
         LATER("llama", "pp4,tp2", "dp2,zero1", "bfloat16"),
+        ("few_heads", "dp2,tp2,zero1", "pp2", "float64"),
+        ("few_heads", "dp2,zero3", "tp4,sequence", "bfloat16"),
+        LATER("few_heads", "tp4", "dp2,tp2,zero2", "float64"),
     ],
 )
 def test_a_run_goes_on_in_another_layout(

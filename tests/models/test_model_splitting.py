@@ -169,4 +169,4 @@ def test_more_ranks_than_groups_is_what_divisible_is_for() -> None:
 
 def test_ffn_that_the_groups_do_not_divide_says_so() -> None:
     model = llama.build(96, 32, 1, num_heads=8, num_kv_heads=4, ffn_size=42, max_sequence_length=16)
-    assert model.divisible["block*.mlp.gate_up"] == model.divisible["block*.mlp.down"] == 2
+    assert (model.divisible["block*.mlp.gate_up"], model.divisible["block*.mlp.down"]) == (2, 42)

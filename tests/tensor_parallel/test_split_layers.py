@@ -146,7 +146,7 @@ def test_vocabulary_equals_the_plain_embedding_and_head(
 
 
 def test_a_rank_may_hold_nothing_but_padding() -> None:
-    assert [tuple(vocab_slice(9, rank, 8)) for rank in (0, 3, 4, 5, 7)] == [
+    assert [vocab_slice(9, rank, 8)[:4] for rank in (0, 3, 4, 5, 7)] == [
         (0, 0, 2, 2),
         (0, 6, 8, 2),
         (0, 8, 9, 2),

@@ -94,7 +94,7 @@ def test_float64_is_float64_throughout(tmp_path: Path) -> None:
     assert float(first.norm()) > 0 and torch.allclose(second, 2 * first, rtol=1e-4, atol=1e-14)
 
 
-LAYOUTS = ("dp2", "pp2", "tp2", "pp2,tp2", "tp2,sequence", "dp2,pp2,full")
+LAYOUTS = ("dp2", "pp2", "tp2", "tp4", "pp2,tp2", "tp2,sequence", "dp2,pp2,full")
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,14 @@ def test_every_layout_gives_the_numbers_of_one_process(
     assert report.passed, report.table()
 
 
+@pytest.mark.parametrize(("kind", "layout"), [("qwen3", "tp2,sequence"), LATER("llama", "pp2,tp4")])
+def test_more_ranks_than_key_value_heads(kind: str, layout: str, tmp_path: Path, pool: RankPool) -> None:
+    path, chosen = directory(kind, tmp_path, num_key_value_heads=1), parse_layout(layout)
+    assert set(build_model(f"hf:{path}", {}, 1).shared_units) == {f"block*.layer.self_attn.{n}_proj" for n in "kv"}
+    report = verify(run_config(path), [chosen], pool, global_batch=4, steps=2, random_tokens=True)
+    assert report.passed, report.table()
+
+
 def test_weights_of_each_head_that_the_plan_leaves_out(tmp_path: Path, pool: RankPool) -> None:
     """phi's plan does not know its norms of q and k: each rank's gradient is of its own heads, and the sum is taken."""
     path = directory("phi", tmp_path, qk_layernorm=True)
@@ -132,6 +140,10 @@ def test_the_layers_carry_what_the_plans_say(tmp_path: Path) -> None:
     assert model.plan["block*.layer.self_attn.q_proj"] == "column" and model.plan["head.lm_head"] == "vocab"
     assert model.plan["block*.layer.self_attn.q_norm"] == "heads"
     assert model.plan["block*.layer.mlp"] == model.plan["block*.layer.self_attn"] == "gather"
+    assert model.shared_units == {
+        "block*.layer.self_attn.k_proj": ((8,), 1, "num_key_value_groups"),
+        "block*.layer.self_attn.v_proj": ((8,), 1, ""),
+    }
     assert model.divisible == {f"block*.layer.self_attn.{n}_proj": u for n, u in zip("qkvo", (4, 2, 2, 4), strict=True)}
     gathered = build_model(f"hf:{directory('olmo2', tmp_path)}", {}, 1)
     assert gathered.plan["block*.layer.self_attn.o_proj"] == "row_whole"
