@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo
 
@@ -24,7 +25,20 @@ from meshwright.parameters import ParameterInfo
 def with_matrices(
     infos: Mapping[str, ParameterInfo], matrices: Mapping[str, tuple[int, ...]], canonical: Callable[[str], str]
 ) -> dict[str, ParameterInfo]:
-    """Return ``infos`` with the rows of their matrices. ``matrices``: canonical name -> rows; others have none."""
+    """Return ``infos`` with the rows of their matrices. ``matrices``: canonical name -> rows; others have none.
+
+    Raises:
+        ModelError: several tp ranks share a unit of a weight, and cut it into other parts than its matrices.
+    """
+    for name, info in infos.items():
+        rows, held = matrices.get(canonical(name)), () if info.slice is None else info.slice.several
+        lengths = [stop - start for start, stop in held]
+        if rows and held and [each * info.slice.padded for each in rows] != [each * sum(rows) for each in lengths]:  # type: ignore[union-attr]
+            raise ModelError(
+                "MW-OPTIM-008",
+                f"model.matrices gives {name} {rows}, and of its unit in model.shared_units a tp rank holds {lengths} "
+                f"rows: give the same parts in both, or use a smaller parallel.tp",
+            )
     return {name: info._replace(matrix=matrices.get(canonical(name))) for name, info in infos.items()}
 
 

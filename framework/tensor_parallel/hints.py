@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def close_word(word: str, possible: Sequence[str]) -> str:
+    """Return the hint for an unknown word: the one of ``possible`` that is most like it; "" if none is."""
     found = difflib.get_close_matches(word, possible, 1)
     return f" (did you mean {found[0]!r}?)" if found else ""
 

@@ -13,6 +13,7 @@ from meshwright.checkpoint.shard import local_boxes
 from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.models.llama import build
+from meshwright.optimizer.matrix_plan import with_matrices
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.shared_units import SharedColumnLinear, SharedUnits
@@ -122,3 +123,13 @@ def test_a_model_without_divisible_is_checked_too() -> None:
     shared: dict[str, Tensor] = {name: each for name, each in model.shared_units.items() if name.endswith("qkv")}
     with pytest.raises(ModelError, match=r"shared_units\['block\*.attention.qkv'\]\) has 2 units"):
         apply(model, model.sharding_plan, [], Group("tp", (0, 1, 2), 0), False, {}, shared)
+
+
+def test_matrices_of_other_rows_than_the_parts_of_a_unit() -> None:
+    """One rank would hold rows of a matrix at places that no rule gives; the same parts, or one matrix, are fine."""
+    infos = {QKV: on_rank(1, 4, 2)[1][QKV]}
+    for rows in ((32, 8, 8), ()):
+        assert with_matrices(infos, {QKV: rows}, str)[QKV].matrix == rows
+    with pytest.raises(ModelError, match=r"\(40, 8\), .* a tp rank holds \[16, 4, 4\] rows") as caught:
+        with_matrices(infos, {QKV: (40, 8)}, str)
+    assert caught.value.code == "MW-OPTIM-008"
