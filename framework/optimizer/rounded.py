@@ -57,12 +57,15 @@ def whole_positions(info: ParameterInfo, positions: Tensor) -> Tensor:
     """Return the positions in the whole parameter of positions in this rank's part, int64, both row-major."""
     if info.slice is None:
         return positions
-    dim, start, _, padded = info.slice
+    dim, padded, ranges = info.slice.dim, info.slice.padded, info.slice.ranges
     inner = math.prod(info.global_shape[dim + 1 :])
-    if dim == 0:
-        return positions + start * inner
     outer, rest = positions // (padded * inner), positions % (padded * inner)
-    return outer * (info.global_shape[dim] * inner) + start * inner + rest
+    shift, at = torch.full_like(rest, ranges[0][0] * inner), 0
+    for start, stop in ranges:
+        if at:
+            shift = torch.where(rest >= at * inner, (start - at) * inner, shift)
+        at += stop - start
+    return outer * (info.global_shape[dim] * inner) + shift + rest
 
 
 def round_stochastically(wide: Tensor, random: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.models.llama import build
 from meshwright.optimizer.matrix_plan import with_matrices
+from meshwright.optimizer.rounded import whole_positions
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.shared_units import SharedColumnLinear, SharedUnits
@@ -59,6 +60,8 @@ def test_every_row_lies_on_one_rank(num_kv_heads: int, tp: int, name: str) -> No
         for offset, size, tensor in local_boxes(info, local):
             boxed[tuple(slice(at, at + length) for at, length in zip(offset, size, strict=True))] = tensor.float()
         fingerprint += base_sum([(info, local)])
+        positions = whole_positions(info, torch.arange(local.numel()))
+        assert torch.equal(full.flatten()[positions], local.flatten())
     assert torch.equal(together.double(), full) and torch.equal(boxed.double(), full) and bool((counted == 1).all())
     assert torch.equal(fingerprint, base_sum([(ParameterInfo(name, shape), full)]))
 

@@ -39,6 +39,7 @@ def few_heads(num_kv_heads: int, layout: str, optimizer: dict[str, Any] | None =
 
 DROPS, NORMS = {"dropout": 0.1, "qkv_bias": True}, {"qk_norm": True, "mlp_bias": True}
 MUON, BLOCKS = {"optimizer": {"name": "muon"}}, {"optimizer": {"name": "adamw8bit", "block_size": 8}}
+ROUNDED = {"optimizer": {"state_dtype": "bfloat16"}}
 CASES = [
     (2, "tp4,sequence", DROPS | NORMS),
     (1, "pp2,tp2,zb_v,sequence,full", DROPS),
@@ -61,6 +62,7 @@ MORE: list[tuple[int, str, dict[str, Any]]] = [
     (1, "dp4,tp2,zero2,shard2,step", {}),
     (1, "dp2,tp4,zero3,sequence", MUON),
     (1, "dp2,tp4,zero2", BLOCKS),
+    (2, "dp2,tp4,zero1", ROUNDED),
     (1, "tp2,sequence", {"mtp_layers": 1}),
     (2, "tp4", {"sliding_window": 3, "tied": True}),
 ]
