@@ -107,11 +107,12 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
             "MW-INFERENCE-014",
             "data.tokenizer is not set: it decodes the generated tokens",
         )
-    if config.parallel.dp * config.parallel.cp != 1:
-        raise ConfigError(
-            "MW-INFERENCE-015",
-            "parallel.dp and parallel.cp have no use here: all prompts go through one replica; leave them out",
-        )
+    for name in ("dp", "cp"):
+        if getattr(config.parallel, name) != 1:
+            raise ConfigError(
+                "MW-INFERENCE-015",
+                f"parallel.{name} has no use here: all prompts go through one replica; leave it out",
+            )
     load(Path(config.data.tokenizer))
     batch = config.batch.model_copy(update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts})
     config = resolve(config.model_copy(update={"batch": batch}), world_size)

@@ -72,6 +72,27 @@ def test_layouts_agree(name: str, documents: bool, layout: str, pool: RankPool, 
     assert row.problems == []
 
 
+PAIRS: list[Any] = [
+    ({"optimizer": {"name": "muon"}}, {}, "cp2,tp2,sequence"),
+    LATER({"optimizer": {"name": "muon"}}, {}, "dp2,cp2,zero3"),
+    LATER({}, {"num_kv_heads": 1}, "cp2,tp2,sequence"),
+    LATER({}, {"num_kv_heads": 1}, "cp2,tp4,zero2"),
+    LATER({"adapter": {"rank": 2, "targets": ["block*.attention.qkv"]}}, {}, "cp2,tp2,zero2"),
+    LATER({"optimizer": {"state_dtype": "bfloat16"}}, {}, "cp2,tp2,zero2"),
+    LATER({"pipeline": {"offload_activations": ["block*"]}}, {}, "cp2,pp2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "options", "layout"), PAIRS)
+def test_beside_other_capabilities(
+    changes: dict[str, dict[str, Any]], options: dict[str, Any], layout: str, pool: RankPool, references: References
+) -> None:
+    config = model("llama", documents=True)
+    config = config.replace(**changes, model={"options": dict(config.model.options) | options})
+    row = prove(config, parse_layout(layout), pool, references, global_batch=8, steps=2, twice=False)
+    assert row.problems == []
+
+
 @pytest.mark.torture
 def test_weights_after_ten_steps(pool: RankPool, references: References) -> None:
     for name, layout in (("gpt2", "cp2"), ("llama", "cp2,tp2,sequence")):

@@ -55,6 +55,8 @@ ODD = [
     Case("llama", parse_layout("dp2,tp3,gpipe,mbs2")),
 ]
 OTHER_SELECTION = pairwise(CHOICES)
+FIRST_OF_SCHEDULES = {case.layout.schedule: case for case in reversed(OTHER_SELECTION)}.values()
+"""The others are of `make long`."""
 SHARDED_SELECTION = pairwise(SHARDED)
 FLOAT32 = [
     Case(model, parse_layout(text), "float32")
@@ -94,7 +96,11 @@ def test_the_layout_gives_the_numbers_of_one_process(case: Case, pool: RankPool,
     check(case, 2, pool, references, twice=False)  # that a layout repeats is seen in float32, below
 
 
-@pytest.mark.parametrize("case", OTHER_SELECTION, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case if case in FIRST_OF_SCHEDULES else pytest.param(case, marks=pytest.mark.long) for case in OTHER_SELECTION],
+    ids=str,
+)
 def test_the_other_schedules_do_with_recomputation_too(case: Case, pool: RankPool, references: References) -> None:
     check(case, 2, pool, references, twice=False)
 
