@@ -142,7 +142,7 @@ def test_frequencies_that_change(tmp_path: Path) -> None:
     [
         ("granite_swa", "tp2", "'local_params', which is not known here; this rules out parallel.tp = 2"),
         ("gemma", "tp2,sequence", "its token embedding is no plain nn.Embedding"),
-        ("llama", "tp4", "has 2 units (heads or groups of heads) that must stay whole"),
+        ("llama", "tp8", "units (heads or groups of heads) that must stay whole, and parallel.tp = 8"),
         (
             "olmo_hybrid",
             "tp2,sequence",
