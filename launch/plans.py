@@ -198,6 +198,8 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
 def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> str:
     """Return the text of the error: the layout closest to fitting, and what would work."""
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
+    pins = " and ".join(f"--{axis} {degree}" for axis, degree in cache.pins.items())
+    where += f" with {pins}" if pins else ""
     if found.closest is None:
         broken = found.rejected[0].rule if found.rejected else "no degrees divide the devices"
         samples = f"{cache.config.batch.global_batch:,} samples a step"
@@ -210,7 +212,9 @@ def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan
             f"at least {format_size(needed)} of a device, and {format_size(usable_bytes(hardware))} may be used"
         )
     works = nearest(cache, hardware, nodes, found)
-    return f"{problem}\n" + (f"what works: {', or '.join(works)}" if works else "take a smaller model")
+    return f"{problem}\n" + (
+        f"what works: {', or '.join(works)}" if works else f"leave out {pins}" if pins else "take a smaller model"
+    )
 
 
 def calibrate(options: argparse.Namespace, _: list[str]) -> int:

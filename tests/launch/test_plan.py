@@ -156,6 +156,8 @@ def test_pinned_degrees_are_those_of_the_plan(folder: Path) -> None:
         assert found.code == 0 and grid in found.out, found
     assert told(*words, "--tp", "2", "--no-tp").code == 2
     assert told(*words, "--no-pp", "--no-dp", "--no-tp").code == 2  # 1 of 2 devices
+    assert "with --tp 3: no degrees divide the devices" in (odd := told(*words, "--tp", "3")).err
+    assert odd.err.endswith("leave out --tp 3\n")
 
 
 IMPOSSIBLE = {
