@@ -17,23 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.optimizer.pieces import pieces_of
+from meshwright.optimizer.pieces import ParameterwiseOptimizer, pieces_of
 
 
-class ShardedLion(torch.optim.Optimizer):
+class ShardedLion(ParameterwiseOptimizer):
     """Lion, with weight decay that is independent of the gradient, as in AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float]) -> None:
         """Build the optimizer. ``groups``: each with "lr", "weight_decay" and "eps"."""
         super().__init__(groups, {"betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
 
     def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), rate, state = group["betas"], group["lr"], self.state[parameter]

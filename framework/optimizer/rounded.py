@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.optimizer.pieces import ParameterwiseOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import derive, drawn_bits
 
@@ -77,7 +78,7 @@ def round_stochastically(wide: Tensor, random: Tensor) -> Tensor:
     return ((bits + (random & 0xFFFF).to(torch.int32)) & -65536).view(torch.float32).bfloat16()
 
 
-class RoundedAdamW(torch.optim.Optimizer):
+class RoundedAdamW(ParameterwiseOptimizer):
     """AdamW with both moments in bfloat16."""
 
     def __init__(
@@ -86,14 +87,6 @@ class RoundedAdamW(torch.optim.Optimizer):
         """Build the optimizer. ``groups``: each with "lr", "weight_decay" and "eps"; ``places``: of each parameter."""
         super().__init__(groups, {"betas": betas})
         self._places = places
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
 
     def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, rate, (beta1, beta2), step = self.state[parameter], group["lr"], group["betas"], 0

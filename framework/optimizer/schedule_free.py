@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Optimizer
-from meshwright.optimizer.pieces import pieces_of
+from meshwright.optimizer.pieces import ParameterwiseOptimizer, pieces_of
 
 GRADIENT_POINT = "y"
 """Name in a checkpoint of the weights of the gradient."""
@@ -37,21 +37,13 @@ def average_weight(step: int, warmup_steps: int) -> float:
     return float((n / warm) ** 2 / total)
 
 
-class ShardedScheduleFree(torch.optim.Optimizer):
+class ShardedScheduleFree(ParameterwiseOptimizer):
     """Schedule-free AdamW; the parameters are y."""
 
     def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
         """Build the optimizer. ``groups``: each with "lr", "weight_decay" and "eps"."""
         super().__init__(groups, {"betas": config.betas})
         self._beta1, self._warmup_steps = config.betas[0], config.warmup_steps
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient. The gradient is overwritten."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, parameter.grad, group)
 
     def _step(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), rate, state = group["betas"], group["lr"], self.state[parameter]

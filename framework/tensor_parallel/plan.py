@@ -2,8 +2,8 @@
 
     pattern            kind        what happens with tp > 1                       activations it works on
     "block*.up"        column      nn.Linear, output rows split                   whole -> split
+                                   (shared_units.py: more ranks than units)
     "block*.down"      row         nn.Linear, input columns split                 split -> whole
-                              more ranks than units share them: shared_units.py
     "block*.qkv"       column_whole   the same, output all-gathered               whole -> full, not split
     "block*.out"       row_whole      the same, takes its slice of the input      full, not split -> whole
     "*.relative_bias"  column      nn.Embedding, features split                   ids -> (..., F/tp)

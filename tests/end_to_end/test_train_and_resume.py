@@ -100,6 +100,32 @@ def test_sgd_resumes_and_another_optimizer_does_not(corpus: Path, tmp_path: Path
     assert {name.partition("/")[0] for name in found} == {"weights", "momentum"}
 
 
+def stopped_and_moved(
+    optimizer: dict[str, Any],
+    first: dict[str, Any],
+    other: dict[str, Any],
+    corpus: Path,
+    tmp_path: Path,
+    pool: RankPool,
+) -> tuple[RunConfig, RunConfig]:
+    """Return the run without a stop, and one that was stopped half way, for the other layout to go on with.
+
+    A resume on the first layout is bit-equal to the run without a stop.
+    """
+    sections: dict[str, Any] = {"parallel": first, "optimizer": optimizer, "train": {"dtype": "float64"}}
+    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
+    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)
+    for config in (uninterrupted, stopped):
+        train(pool, config)
+    stop_half_way(stopped)
+    moved = changed(stopped, run={"directory": str(tmp_path / "moved")}, parallel=other)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
+    train(pool, stopped)
+    assert exact_losses(stopped) == exact_losses(uninterrupted)
+    assert not differing(tensors(run_directory(stopped)), tensors(run_directory(uninterrupted)))
+    return uninterrupted, moved
+
+
 @pytest.mark.parametrize(
     ("name", "kinds", "text", "other"),
     [
@@ -115,21 +141,11 @@ def test_an_optimizer_resumes_and_goes_on_in_another_layout(
     """Bit for bit what was never stopped; elsewhere the same but for rounding."""
     own = {"name": name} if name != "bfloat16 states" else {"state_dtype": "bfloat16"}
     optimizer = {"learning_rate": 0.01, "schedule": "constant", **own}
-    sections: dict[str, Any] = {"parallel": layout(text), "optimizer": optimizer, "train": {"dtype": "float64"}}
-    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
-    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)
-    for config in (uninterrupted, stopped):
-        train(pool, config)
-    stop_half_way(stopped)
-    moved = changed(stopped, run={"directory": str(tmp_path / "moved")}, parallel=layout(other))
-    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
-    train(pool, stopped)
-    assert exact_losses(stopped) == exact_losses(uninterrupted)
-    found = tensors(run_directory(stopped))
-    assert not differing(found, tensors(run_directory(uninterrupted)))
+    uninterrupted, moved = stopped_and_moved(optimizer, layout(text), layout(other), corpus, tmp_path, pool)
+    found = tensors(run_directory(uninterrupted))
     assert {each.partition("/")[0] for each in found} == {"weights"} | kinds
     for each in (each.removeprefix("y/") for each in found if each.startswith("y/")):  # weights are the average
-        average = torch.lerp(found[f"y/{each}"], found[f"z/{each}"], 1 - 1 / stopped.optimizer.betas[0])
+        average = torch.lerp(found[f"y/{each}"], found[f"z/{each}"], 1 - 1 / uninterrupted.optimizer.betas[0])
         torch.testing.assert_close(found[f"weights/{each}"], average, rtol=1e-12, atol=1e-14)
     train(pool, moved)
     elsewhere = tensors(run_directory(moved))
@@ -143,18 +159,8 @@ def test_muon_resumes_and_goes_on_in_another_layout(
 ) -> None:
     """Bit for bit what was never stopped; elsewhere the homes are others, and the losses the same but for rounding."""
     optimizer = {"name": "muon", "learning_rate": 0.01}
-    sections: dict[str, Any] = {"parallel": layout(text), "optimizer": optimizer, "train": {"dtype": "float64"}}
-    uninterrupted = run_config(corpus, tmp_path / "uninterrupted", **sections)
-    stopped = run_config(corpus, tmp_path / "stopped", checkpoint={"every": HALF}, **sections)
-    for config in (uninterrupted, stopped):
-        train(pool, config)
-    stop_half_way(stopped)
-    moved = changed(stopped, run={"directory": str(tmp_path / "moved")}, parallel=layout(other))
-    shutil.copytree(tmp_path / "stopped", tmp_path / "moved")
-    train(pool, stopped)
-    assert exact_losses(stopped) == exact_losses(uninterrupted)
-    found = tensors(run_directory(stopped))
-    assert not differing(found, tensors(run_directory(uninterrupted)))
+    uninterrupted, moved = stopped_and_moved(optimizer, layout(text), layout(other), corpus, tmp_path, pool)
+    found = tensors(run_directory(uninterrupted))
     of_matrices = {name.partition("/")[2] for name in found if name.startswith("momentum/")}
     assert of_matrices == {f"block{i}.{name}.weight" for i in (0, 1) for name in MATRICES}
     assert not [name for name in found if name.startswith("exp_avg") and name.partition("/")[2] in of_matrices]

@@ -120,6 +120,7 @@ def training_on_at_the_average(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def left(optimizer: FlatOptimizer) -> Iterator[None]:
         for index, parameter in enumerate(optimizer.parameters):
+            optimizer.shards[index].wait()  # the all-gather would race with the copy
             parameter.data.copy_(optimizer.evaluated(index))
         yield
 
