@@ -132,10 +132,12 @@ def test_a_configuration_that_cannot_work(
     assert said in refused(capfd, corpus, tmp_path, *overrides, **sections)
 
 
-def test_fewer_key_value_heads_than_tp(corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_key_value_heads_that_tp_neither_divides_nor_shares(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = {"builder": "meshwright.models.llama:build", "options": LLAMA}
-    message = refused(capfd, corpus, tmp_path, model=model, parallel=layout("tp4"))
-    assert "parallel.tp = 4 does not divide 2: use a tp of 1, 2" in message
+    message = refused(capfd, corpus, tmp_path, model=model, parallel=layout("tp3"))
+    assert "parallel.tp = 3 does not divide 2" in message and "use a tp of 1, 2, 4" in message
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -198,9 +198,9 @@ def test_a_sequence_that_tp_does_not_divide() -> None:
     assert "data.sequence_length = 9 is not divisible by 2: use 8 or 10" in said
 
 
-def test_fewer_key_value_heads_than_tp() -> None:
-    said = refused(model_config("llama", SMALL._replace(heads=2)), "tp4", 4)
-    assert "block0.attention.qkv" in said and "parallel.tp = 4 does not divide 2" in said
+def test_key_value_heads_that_tp_neither_divides_nor_shares() -> None:
+    said = refused(model_config("llama", SMALL._replace(heads=2)), "tp3", 4)
+    assert "block0.attention.qkv" in said and "parallel.tp = 3 does not divide 2" in said
 
 
 def test_tp_for_a_model_without_a_plan() -> None:
