@@ -311,3 +311,22 @@ def own_loss_and_z_loss(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
     model.loss = lambda output, labels: F.cross_entropy(output.mT, labels, reduction="none")
     model.z_loss = 1e-4
     return model
+
+
+class HeadsOfInput(nn.Module):
+    """Two heads of each token, mixed; takes the length from its input instead of from the projection's output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).view(*x.shape[:2], -1, x.shape[2] // 2)
+        return x + self.down(torch.tanh(heads.flatten(2)))
+
+
+def length_of_input(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
+    """A layer that is right in one process and fails under sequence parallelism."""
+    layers = nn.Sequential(nn.Embedding(vocab_size, width), HeadsOfInput(width), nn.Linear(width, vocab_size))
+    layers.sharding_plan = {"0": "vocab", "1.up": "column", "1.down": "row", "2": "vocab"}  # type: ignore[assignment]
+    return layers

@@ -15,6 +15,12 @@ from meshwright.pipeline.plan.outline import outline_of, outline_of_value
 from meshwright.pipeline.plan.standalone import LayerWatch
 from meshwright.pipeline.values import TensorSpec, ValueSpec, describe_value, shapes_of
 
+OF_SHARDS = (
+    ". The whole model runs; here its linears are split. Take lengths and numbers of heads from their outputs, "
+    "q.shape[1] and .view(B, S, -1, head_dim): under parallel.sequence a column linear gets S/tp tokens and returns S"
+)
+"""Hint for a layer that fails with shards: the model was run as it was built before, see describe_model."""
+
 
 def describe_boundaries(
     layers: nn.Sequential, stages: Sequence[range], inputs: Any
@@ -28,11 +34,11 @@ def describe_boundaries(
     Raises:
         ModelError: as :func:`run_on_meta`.
     """
-    return run_on_meta(meta_copy(layers), stages, inputs)
+    return run_on_meta(meta_copy(layers), stages, inputs, hint=OF_SHARDS)
 
 
 def run_on_meta(
-    layers: nn.Sequential, stages: Sequence[range], inputs: Any, watch: LayerWatch | None = None
+    layers: nn.Sequential, stages: Sequence[range], inputs: Any, watch: LayerWatch | None = None, hint: str = ""
 ) -> tuple[list[ValueSpec], ValueSpec]:
     """Return what :func:`describe_boundaries` does. Equal layers with equal inputs run once per process.
 
@@ -40,6 +46,7 @@ def run_on_meta(
         layers: a :func:`meta_copy`; forward may replace its running buffers.
         inputs: inputs of one micro-batch, on meta.
         watch: checks that each layer stands alone; None: no check.
+        hint: end of the message for a layer that does not take its input's shape.
 
     Raises:
         ModelError: a layer cannot take the previous layer's output (both are named), branches on values that do not
@@ -64,7 +71,7 @@ def run_on_meta(
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError("MW-PIPELINE-031", _cannot_take(where, previous, shapes, error)) from error
+            raise ModelError("MW-PIPELINE-031", _cannot_take(where, previous, shapes, error, hint)) from error
         overwritten = [leaf for leaf, version in zip(received, versions, strict=True) if leaf._version != version]
         if overwritten:
             raise ModelError("MW-PIPELINE-032", _overwrites(where, shapes_of(overwritten)))
@@ -145,7 +152,7 @@ def _overwrites(where: str, shapes: str) -> str:
     )
 
 
-def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> str:
+def _cannot_take(where: str, previous: str, shapes: str, error: Exception, hint: str) -> str:
     """Return the message for a layer that fails on meta."""
     text = str(error)
     if "in-place operation" in text:
@@ -167,7 +174,7 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception) -> st
         )
     return (
         f"{where} cannot take what {previous} returns, shape {shapes} for one micro-batch: "
-        f"{type(error).__name__}: {error}"
+        f"{type(error).__name__}: {error}{hint}"
     )
 
 

@@ -208,6 +208,11 @@ def test_tp_for_a_model_without_a_plan() -> None:
     assert "sharding_plan splits nothing" in said and "parallel.tp = 1" in said
 
 
+def test_a_layer_that_takes_the_length_from_its_input() -> None:
+    said = refused(config_of("tests.support.builders:length_of_input", {}, 6), "tp2,sequence", 4)
+    assert "layer 1 (HeadsOfInput)" in said and "under parallel.sequence a column linear gets S/tp tokens" in said
+
+
 # ------------------------------------------------------------------------------------------------------------ bfloat16
 
 
