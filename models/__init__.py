@@ -33,6 +33,8 @@ Attributes of the Sequential (plain and optional)
     context    attention core, called with (q, k, v, ...), each (B, heads, tokens, d): under context parallelism with
                some queries, all keys, and the keyword ``places`` (1, queries)
     positions  outputs indexed by position, the number of tokens taken from the input (docs/long-context.md)
+    experts    forward(x, ids, weights), dim 0 of each parameter the experts      router  forward(x) -> (ids, weights);
+               both whole over tp, token by token (docs/mixture-of-experts.md)
     a function (layer, tp_rank, tp) -> meshwright.SplitLayer   any other layer (docs/models.md, "Sharding rules")
 
 ``divisible``: pattern -> number of indivisible units (heads, key-value groups, blocks of gate and up rows) along the
@@ -64,6 +66,7 @@ Requirements on a splittable module
 * Buffers are made in ``__init__`` on ``device="cpu"``: they stay real while the parameters are on the meta device.
 
 ``models/decoder.py``, ``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` contain builders.
-``models/attention.py``, ``models/blocks.py``, ``models/feed_forward.py``, ``models/last_norm.py``,
-``models/multi_token.py`` and ``models/mup.py`` are shared code.
+``models/attention.py``, ``models/blocks.py``, ``models/experts.py``, ``models/feed_forward.py``,
+``models/last_norm.py``, ``models/moe_options.py``, ``models/multi_token.py``, ``models/mup.py`` and
+``models/sizes.py`` are shared code.
 """

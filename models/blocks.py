@@ -26,8 +26,8 @@ from meshwright.models.last_norm import LastNorm
 from meshwright.models.multi_token import Carried, MtpModule, SharedHead
 from meshwright.models.mup import Mup
 
-RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight")
-"""Projections that end a residual branch, 2 per block."""
+RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight", "*.mlp.experts.down", "*.mlp.shared.down.weight")
+"""Projections that end a residual branch."""
 
 
 RESIDUAL_INITS = ("num_layers", "layer_index", "none")
@@ -144,35 +144,6 @@ def assemble(
     return model
 
 
-def check_positive(**options: float | None) -> None:
-    """Raise ValueError for sizes that are not positive, all in one message. None is an option that is not in use."""
-    wrong = [f"{name}={value}" for name, value in options.items() if value is not None and value <= 0]
-    if wrong:
-        raise ValueError(f"model options must be positive: {', '.join(wrong)}")
-
-
-def head_dim_of(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> int:
-    """Return ``head_dim``, or hidden_size / num_heads for None.
-
-    Raises:
-        ValueError: Heads do not divide the hidden size, or groups the heads. Contains the nearest valid counts.
-    """
-    if head_dim is None and hidden_size % num_heads:
-        near = _nearest_divisors(hidden_size, num_heads)
-        raise ValueError(f"hidden_size={hidden_size} over num_heads={num_heads} heads: use num_heads = {near}")
-    if num_heads % num_kv_heads:
-        near = _nearest_divisors(num_heads, num_kv_heads)
-        raise ValueError(f"num_heads={num_heads} over num_kv_heads={num_kv_heads} groups: use num_kv_heads = {near}")
-    return hidden_size // num_heads if head_dim is None else head_dim
-
-
-def _nearest_divisors(number: int, near: int) -> str:
-    """Return the divisors just below and just above ``near`` as text: "8 or 12"."""
-    below = max((i for i in range(1, near) if number % i == 0), default=1)
-    above = min((i for i in range(near + 1, number + 1) if number % i == 0), default=number)
-    return " or ".join(str(i) for i in sorted({below, above}))
-
-
 Value = Tensor | tuple[Tensor, ...]
 """Activations x (B, S, D), or (x, ...) with the others of :class:`Carried`: starts (B, S) bool, ids (B, S) int64."""
 
@@ -266,7 +237,7 @@ def assemble_decoder(
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
     ``blocks``: the last ``mtp_layers`` of them go into the modules ``mtp0`` .., which stand between norm and head; the
-    logits are then a tuple. ``units``: name of each split linear of a block -> its indivisible units, see
+    logits are then a tuple. ``units``: name in a block of each split linear -> its indivisible units, see
     ``models/__init__.py``.
     """
     training.check()
@@ -286,8 +257,10 @@ def assemble_decoder(
     else:
         layers["head"] = nn.Linear(hidden_size, vocab_size, bias=False)
     shared += [head] if tied else []
-    split = {name: name.rpartition(".")[2] for name, kind in sharding_plan.items() if kind in ("column", "row")}
-    shares = dict(each for part in blocks[0].modules() for each in getattr(part, "shared_units", {}).items())
+    column_or_row = [name for name, kind in sharding_plan.items() if kind in ("column", "row")]
+    split = {name: re.sub(r"^(block\*|mtp\*\.block)\.", "", name) for name in column_or_row}
+    parts = [part for block in blocks for part in block.named_modules()]
+    shares = {f"{n}.{child}": e for n, part in parts for child, e in getattr(part, "shared_units", {}).items()}
     return assemble(
         layers,
         initialise=partial(initialise, num_layers=len(trunk), **training.initial()),

@@ -25,14 +25,13 @@ from meshwright.models.blocks import (
     Embedding,
     TrainingOptions,
     assemble_decoder,
-    check_positive,
-    head_dim_of,
 )
 from meshwright.models.feed_forward import ACTIVATIONS, GatedMlp, Mlp
 from meshwright.models.last_norm import LastLayerNorm, LastNorm, LastRMSNorm
 from meshwright.models.llama import RopeScaling, rope_frequencies
 from meshwright.models.mup import Mup, mup_of
 from meshwright.models.rotary import Rotary
+from meshwright.models.sizes import check_positive, head_dim_of
 
 NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., LastNorm]]] = {
     "layer_norm": (nn.LayerNorm, LastLayerNorm),
@@ -215,7 +214,8 @@ def build(**options: Any) -> nn.Sequential:
         last(chosen.hidden_size, eps=chosen.norm_eps),
         tied=chosen.tied,
         sharding_plan=_sharding_plan(chosen, first),
-        units={"qkv": chosen.kv_heads, "out": chosen.num_heads, first: mlp_units, "down": chosen.ffn_size},
+        units={"attention.qkv": chosen.kv_heads, "attention.out": chosen.num_heads}
+        | {f"mlp.{first}": mlp_units, "mlp.down": chosen.ffn_size},
         training=TrainingOptions(**{name: getattr(chosen, name) for name in TrainingOptions._fields}),
     )
 

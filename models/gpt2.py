@@ -17,12 +17,11 @@ from meshwright.models.blocks import (
     Embedding,
     TrainingOptions,
     assemble_decoder,
-    check_positive,
-    head_dim_of,
 )
 from meshwright.models.feed_forward import Mlp, gelu_tanh
 from meshwright.models.last_norm import LastLayerNorm
 from meshwright.models.mup import mup_of
+from meshwright.models.sizes import check_positive, head_dim_of
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -92,6 +91,6 @@ def build(
         LastLayerNorm(hidden_size, eps=norm_eps),
         tied=tied,
         sharding_plan=dict(SHARDING_PLAN),
-        units={"qkv": num_heads, "out": num_heads, "up": ffn_size, "down": ffn_size},
+        units={"attention.qkv": num_heads, "attention.out": num_heads, "mlp.up": ffn_size, "mlp.down": ffn_size},
         training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mup=mup),
     )

@@ -8,7 +8,7 @@ Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), Table 
     405B  126  16384  53248  128  8 -> 405,853,388,800
 
 Related models are options of this one: Mistral (``sliding_window``, ``head_dim``), Qwen2 (``qkv_bias``), Qwen3
-(``qk_norm``, ``head_dim``).
+(``qk_norm``, ``head_dim``), and their mixtures of experts (``moe``, see ``models/moe_options.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.attention import Attention, AttentionShape
@@ -27,13 +26,12 @@ from meshwright.models.blocks import (
     Embedding,
     TrainingOptions,
     assemble_decoder,
-    check_positive,
-    head_dim_of,
 )
-from meshwright.models.feed_forward import GatedMlp
 from meshwright.models.last_norm import LastRMSNorm
+from meshwright.models.moe_options import feed_forwards_of
 from meshwright.models.mup import mup_of
 from meshwright.models.rotary import Rotary
+from meshwright.models.sizes import check_positive, head_dim_of
 
 SHARDING_PLAN = {
     "embedding.tokens": "vocab",
@@ -42,8 +40,6 @@ SHARDING_PLAN = {
     "block*.attention.core": "context",
     "block*.attention.dropout": "heads",
     "block*.attention.out": "row",
-    "block*.mlp.gate_up": "column",
-    "block*.mlp.down": "row",
     "head": "vocab",
 }
 
@@ -138,6 +134,7 @@ def build(
     mup_base_head_dim: float | None = None,  # None: head_dim
     mup_embedding_multiplier: float = 1.0,
     mup_output_multiplier: float = 1.0,
+    moe: Mapping[str, Any] | None = None,  # mixture of experts: the fields of MoeOptions in models/moe_options.py
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -145,24 +142,23 @@ def build(
     """
     options = dict(locals())
     check_positive(**{name: options[name] for name in POSITIVE})
-    mup, shape = mup_of(options), _attention_shape(options)
+    mup, shape, mlps = mup_of(options), _attention_shape(options), feed_forwards_of(options)
     scaling = RopeScaling(rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length)
     frequencies = rope_frequencies(shape.head_dim, rope_theta, scaling)
-    num_blocks = math.gcd(ffn_size, num_kv_heads)  # a larger tp shares blocks, as it shares kv heads
     norm = partial(nn.RMSNorm, hidden_size, eps=norm_eps)
     head_norm = partial(nn.RMSNorm, eps=norm_eps)
     attention = partial(Attention, shape, bias=qkv_bias, out_bias=out_bias, qk_norm=head_norm if qk_norm else None)
-    mlp = partial(GatedMlp, hidden_size, ffn_size, num_blocks, activation=F.silu, bias=mlp_bias)
     blocks = [
-        Block(norm(), attention(rotary=Rotary(frequencies), dropout=dropout), norm(), mlp(), dropout=dropout)
-        for _ in range(num_layers + mtp_layers)
+        Block(norm(), attention(rotary=Rotary(frequencies), dropout=dropout), norm(), mlps.build(i), dropout=dropout)
+        for i in range(num_layers + mtp_layers)
     ]
+    plan = SHARDING_PLAN | mlps.sharding_plan() | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {})
     return assemble_decoder(
         Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout),
         blocks,
         LastRMSNorm(hidden_size, eps=norm_eps),
         tied=tied,
-        sharding_plan=SHARDING_PLAN | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {}),
-        units={"qkv": num_kv_heads, "out": num_heads, "gate_up": num_blocks, "down": ffn_size},
+        sharding_plan=plan,
+        units={"attention.qkv": num_kv_heads, "attention.out": num_heads} | mlps.units(),
         training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mtp_layers, mtp_loss_weight, mup),
     )

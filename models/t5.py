@@ -33,7 +33,8 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from meshwright.models.blocks import assemble, check_positive, head_dim_of
+from meshwright.models.blocks import assemble
+from meshwright.models.sizes import check_positive, head_dim_of
 from meshwright.models.t5_layers import (
     DecoderBlock,
     DecoderEmbedding,

@@ -87,15 +87,15 @@ LARGE_FILES = {
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
     "models/gpt2.py:build": 17,
-    "models/llama.py:build": 31,
+    "models/llama.py:build": 32,
     "models/t5.py:build": 17,
 }
-CORE_LINES, FRAMEWORK_LINES = 17_449, 57_565
+CORE_LINES, FRAMEWORK_LINES = 17_461, 57_577
 FACE = "meshwright"
 """The public API: names of any room and of launch, imported when they are used."""
 HIDDEN = {"meshwright.run.lock", FACE}
 """Modules that name other rooms for types only: the launcher and ``import meshwright`` work before torch is there."""
-READING_LINES = 3_419
+READING_LINES = 3_422
 README_LINES = 200
 PROSE = 2
 """Docstrings that break a rule of tests/support/prose.py."""

@@ -36,6 +36,8 @@ class ShardingKind(StrEnum):
     GATHER = "gather"
     CONTEXT = "context"
     POSITIONS = "positions"
+    EXPERTS = "experts"
+    ROUTER = "router"
     REPLICATE = "replicate"
     OWN = "a rule"
     """Not a word of the plan: its value is a function, see :mod:`meshwright.tensor_parallel.own_rule`."""
@@ -190,6 +192,13 @@ def _misfits(placement: PlannedModule, tp: int) -> Iterator[str]:
             f"{placement} has parameters, and kind {kind} is for dropouts on activations whose last dim is split: "
             f"split its parameters with column or row, or leave it out of the plan"
         )
+    if kind is ShardingKind.EXPERTS:
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
+            yield (
+                f"{placement} must have parameters whose dim 0 counts the experts, and has {shapes or 'none'}: name "
+                f"the module that holds the experts' weights alone"
+            )
     if kind not in SPLITTING:
         return
     wanted = (nn.Embedding, nn.Linear) if kind in (ShardingKind.COLUMN, ShardingKind.VOCAB) else (nn.Linear,)

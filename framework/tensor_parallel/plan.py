@@ -20,6 +20,9 @@
                                    gathered before it, and not by its columns     then do not communicate
     "*.core"           context     attention core (q, k, v, ...), on heads; of      (B, H/tp, ...)
     "*.rotary"         positions   and outputs by position: context_parallel/plan   (.., S, r), the same on all ranks
+    "*.experts"        experts     dim 0 of each parameter counts the experts,     whole -> whole, token by token
+                                   forward(x, ids, weights); never cut by tp
+    "*.router"         router      scores of the experts, also whole on each rank  whole -> whole, token by token
     all else           replicate   the same on all ranks
 
 "Whole" is (B, S, D), and (B, S/tp, D) under sequence parallelism; "split" is (B, S, F/tp) in both.
