@@ -16,6 +16,7 @@ Shapes: B samples, S tokens, N = B S, D hidden, E experts, k experts of a token,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -107,10 +108,10 @@ class Router(nn.Module):
             scores = grouped.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.argsort(dim=-1, descending=True, stable=True)[..., : routing.top_k]
 
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Move with the module between devices, but keep the dtype of the bias."""
         bias = self.bias
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
             self.bias = bias.to(self.bias.device)
         return self

@@ -140,7 +140,7 @@ class FeedForwards(NamedTuple):
 
     def sharding_plan(self) -> dict[str, str]:
         """Return the sharding plan of the networks."""
-        plan = {}
+        plan: dict[str, str] = {}
         if self.moe is None or self.moe.first_dense:
             plan |= {"block*.mlp.gate_up": "column", "block*.mlp.down": "row"}
         if self.moe is not None:
@@ -176,4 +176,5 @@ def feed_forwards_of(options: Mapping[str, Any]) -> FeedForwards:
         others = [name for name in ("mup_base_size", "mlp_bias") if options[name]]
         if others:
             raise ValueError(f"moe with {others[0]}={options[others[0]]}, which experts do not have: leave one out")
-    return FeedForwards(*(options[name] for name in ("hidden_size", "ffn_size", "num_kv_heads", "mlp_bias")), moe)
+    sizes = options["hidden_size"], options["ffn_size"], options["num_kv_heads"]
+    return FeedForwards(*sizes, bias=options["mlp_bias"], moe=moe)
