@@ -20,6 +20,7 @@ from meshwright.config import RunConfig
 from meshwright.data.sources import Source
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
+from meshwright.model.running_buffers import StepState
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.optimizer.learning_rate import LossScale
 from meshwright.pipeline.executor import Executor, Feed, RowResult
@@ -91,6 +92,17 @@ class Parts(ForwardParts):
     """Called on all ranks when loss or gradient norm is NaN or Inf, before any weight has changed: (parts, the step's
     feed, a text with the numbers). It raises, or returns to skip the step. None: the step is skipped. Not called for an
     overflow that a smaller loss scale may avoid."""
+
+    step_state: StepState = field(init=False)
+    """Running buffers during a step."""
+
+    def __post_init__(self) -> None:
+        """Find the step state of this rank's layers."""
+        at, drawn, parallel = self.mesh.at, self.blueprint, self.config.parallel
+        own = [name for stage in self.executor.stages.values() for name, _ in stage.layers.named_children()]
+        replica = self.mesh.dp.rank, self.mesh.dp.size
+        adds = at.tp_rank == 0 or parallel.sequence
+        self.step_state = StepState(drawn.model.layers, drawn.running, own, replica, adds)
 
     def add_state(self, name: str) -> list[Tensor]:
         """Add a state with one number per weight of this rank; from an observer's ``setup``. See FlatOptimizer."""

@@ -93,8 +93,7 @@ def take_step(parts: Parts) -> StepStats:
         replica.begin_step()
     for stage in parts.executor.stages.values():
         stage.step_scale = state.loss_scale.value
-    skips = parts.config.watch.on_nonfinite == "skip" or can_fall(parts.config, state.loss_scale)
-    running = {name: buffer.clone() for name, buffer in parts.running().items()} if skips else {}
+        parts.step_state.begin(stage.loss_scale * stage.step_scale)
     feed = StepFeed(parts, parts.source, state.samples_seen)
     found: list[StepStats] = []
     parts.last = parts.executor.run(feed, lambda row: found.append(_optimizer_step(parts, row)))
@@ -104,9 +103,9 @@ def take_step(parts: Parts) -> StepStats:
         if parts.on_nonfinite is not None and not is_overflow:
             at = f" with the loss scale {stats.loss_scale:g}" if parts.config.train.dtype == "float16" else ""
             parts.on_nonfinite(parts, feed, f"the loss is {stats.loss}, the gradient norm {stats.grad_norm}{at}")
-        for name, buffer in parts.running().items() if skips else ():
-            buffer.copy_(running[name])
+        parts.step_state.undo()
     else:
+        parts.step_state.end()
         state.optimizer_steps += 1
         state.skipped_in_a_row = 0
     state.loss_scale = next_scale(parts.config, state.loss_scale, overflow=not math.isfinite(stats.grad_norm))
@@ -171,7 +170,8 @@ class StepSums(NamedTuple):
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     """Sum tied-weight gradients, then all-reduce the step's scalars: float64, the 8 of :class:`StepSums`, two a metric.
 
-    Does not wait for the device: the sums stay there, and on CUDA the times are those of the step before.
+    The sums of the step state end the message. Does not wait for the device: the sums stay there, and on CUDA the times
+    are those of the step before.
     """
     mesh, optimizer = parts.mesh, parts.optimizer
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
@@ -188,9 +188,10 @@ def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     on_host = {"busy_s": busy_s, "passed_s": passed_s, **{flag: float(parts.flags[flag]()) for flag in FLAGS}}
     assert (*on_device, *on_host) == StepSums._fields
     host_sums = _to_device(torch.tensor(list(on_host.values()), dtype=torch.float64), mesh.device)  # one copy
-    sums = torch.cat([torch.stack(list(on_device.values())), host_sums, row.recorder.vector(mesh.device)])
+    numbers = (torch.stack(list(on_device.values())), host_sums, row.recorder.vector(mesh.device))
+    sums = torch.cat([*numbers, parts.step_state.vector(mesh.device)])
     mesh.world.all_reduce(sums).wait()
-    return sums
+    return parts.step_state.take(sums)
 
 
 def validation_batches(parts: Parts) -> int:

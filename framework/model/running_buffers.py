@@ -9,6 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model.build import meta_copy
+from meshwright.model.step_state import SpareCounters as SpareCounters
+from meshwright.model.step_state import StepState as StepState
+from meshwright.model.step_state import has_statistics as has_statistics
+from meshwright.model.step_state import has_step_sums as has_step_sums
+from meshwright.model.step_state import step_sum_problem as step_sum_problem
 
 INSTEAD = (
     "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with track_running_stats=False, "
@@ -64,9 +69,21 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
-    """Return whether a sample's output depends on others of its micro-batch, judged by types and buffers."""
+    """Return whether a sample's numbers depend on others of its micro-batch, judged by types and buffers.
+
+    A module with gradients of its own by micro-batch declares it: ``couples_samples = True``. Step sums couple none.
+    """
     batch_norm = nn.modules.batchnorm._BatchNorm
-    return any(running) or any(isinstance(module, batch_norm) and module.training for module in layers.modules())
+    coupling = any(not has_step_sums(owner_of(layers, name)) for name in running)
+    return coupling or any(
+        (isinstance(module, batch_norm) and module.training) or getattr(module, "couples_samples", False)
+        for module in layers.modules()
+    )
+
+
+def owner_of(layers: nn.Module, name: str) -> nn.Module:
+    """Return the module that has the buffer ``name``."""
+    return layers.get_submodule(name.rpartition(".")[0])
 
 
 def cast_model(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.model.running_buffers import SpareCounters
 from meshwright.pipeline.pointwise import OuterHooks, no_hooks, recompute_pointwise
 from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.seeding import Draw, SeededDropout, dropouts_of
@@ -111,10 +112,14 @@ def recompute_parts(
 
 @dataclass(frozen=True)
 class RecomputeContext:
-    """State of a forward that its recompute restores: the samples of its dropouts, and the split-backward mode."""
+    """State of a forward that its recompute restores: the samples of its dropouts, and the split-backward mode.
+
+    Buffers that count micro-batches are spared: ``spare``.
+    """
 
     draw: Draw
     split: SplitBackward | None
+    spare: SpareCounters
 
     def __call__(self) -> AbstractContextManager[object]:
         """Return the context of the second forward, for the micro-batch whose first forward begins."""
@@ -126,7 +131,7 @@ class RecomputeContext:
         now, was_recompute = draw.sample_indices, draw.is_recompute
         draw.sample_indices, draw.is_recompute = sample_indices, True
         try:
-            with self.split or nullcontext():
+            with self.split or nullcontext(), self.spare.installed():
                 yield
         finally:
             draw.sample_indices, draw.is_recompute = now, was_recompute

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from meshwright.model.running_buffers import running_values
+from meshwright.model.running_buffers import SpareCounters, running_values
 from meshwright.pipeline.activation_offload import ActivationOffload as ActivationOffload
 from meshwright.pipeline.activation_offload import activation_offload as activation_offload
 from meshwright.pipeline.compiled import compile_layers as compile_layers
@@ -97,7 +97,7 @@ class Stage:
         self._running = spec.running
         self._layers = tuple(layers.named_children())
         self._dropouts = {name: dropouts_of(layer) for name, layer in self._layers}
-        self._again = RecomputeContext(draw or Draw(), self.split)
+        self._again = RecomputeContext(draw or Draw(), self.split, SpareCounters(layers))
         self._advice = Advice(self._again.draw)
         self.offload: ActivationOffload | None = None
         """Offload of the tensors that the layers in ``spec.offloaded`` save for backward."""

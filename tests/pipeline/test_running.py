@@ -113,14 +113,15 @@ def test_the_finer_of_two_precisions() -> None:
 
 
 def refusal(schedule: Schedule | None = None, **other: Any) -> str:
-    """What is said of BatchNorm under such a run; "" when nothing is."""
+    """What is said of a mean of its own, or of another layer, under such a run; "" when nothing is."""
     how: dict[str, Any] = {"dp": 1, "tp": 1, "plan": {}, "sequence": False, "recomputed": [], "dtype": "float32"}
+    how["layer"] = OwnMean(in_place=True)
     how |= other
     config = RunConfig()
     parallel = config.parallel.model_copy(update={name: how[name] for name in ("dp", "tp", "sequence")})
     train = config.train.model_copy(update={"dtype": how["dtype"]})
     config = config.model_copy(update={"parallel": parallel, "train": train})
-    model = PlainModel(around(nn.BatchNorm1d(6)), plan=how["plan"])
+    model = PlainModel(around(how["layer"]), plan=how["plan"])
     running = running_buffers(model.layers, INPUTS)
     try:
         check_running(config, model, running, schedule or lower(build("1f1b", 2, 4)), how["recomputed"])
@@ -130,13 +131,17 @@ def refusal(schedule: Schedule | None = None, **other: Any) -> str:
 
 
 def test_what_would_not_be_one_process() -> None:
-    first = "layer kept (BatchNorm1d) changes its buffer running_mean in forward, and "
+    first = "layer kept (OwnMean) changes its buffer mean in forward, and "
     assert refusal() == "" and refusal(tp=2, plan={"first.0": "column"}) == "" and refusal(recomputed=["first"]) == ""
     assert refusal(dp=2).startswith(first + "with parallel.dp = 2 each replica would keep its own")
     assert "GroupNorm" in refusal(dp=2) and "track_running_stats=False" in refusal(dp=2)
     assert refusal(recomputed=["kept"]).startswith(first + "pipeline.recompute computes kept again in backward")
     assert refusal(sequence=True).startswith(first + "under sequence parallelism")
-    assert "train.dtype" in refusal(dtype="bfloat16")
+    norm = nn.BatchNorm1d(6)
+    assert "train.dtype" in refusal(layer=norm, dtype="bfloat16")
+    assert refusal(layer=norm, dp=2, recomputed=["kept"]) == ""
+    instances = nn.Sequential(nn.Unflatten(1, (3, 2)), nn.InstanceNorm1d(3, track_running_stats=True))
+    assert "each replica would keep its own" in refusal(layer=instances, dp=2)
     assert refusal(tp=2, plan={"kep*": "column"}).startswith(first + "kept of the same layer is split over")
 
 

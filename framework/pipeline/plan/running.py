@@ -1,8 +1,10 @@
-"""Check of layouts for models with running buffers (BatchNorm's statistics), which depend on the order of samples.
+"""Check of layouts for models with running buffers, which a training forward changes.
 
-Each stage runs all micro-batches in one order, so with one replica a pipeline gives the same buffers as one process.
-Two replicas would each keep their own. A layer with activation checkpointing (recompute) would count its micro-batches
-twice.
+step sums                  any layout: forward adds, and the sums over the global batch are taken once per step
+statistics (BatchNorm)     any pipeline and number of replicas: each stage runs the micro-batches in one order, and the
+                           replicas' statistics are combined in the order of their samples
+any other buffer           one replica, no recompute: nothing combines two replicas' values, and a forward that runs
+                           twice would change it twice
 """
 
 from __future__ import annotations
@@ -10,11 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+from torch import nn
+
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.model.build import PlainModel
-from meshwright.model.running_buffers import INSTEAD, keeps_statistics
+from meshwright.model.running_buffers import (
+    INSTEAD,
+    has_statistics,
+    has_step_sums,
+    keeps_statistics,
+    owner_of,
+    step_sum_problem,
+)
 from meshwright.schedule.action import Kind, Schedule
+
+WHOLE = ("router", "replicate", "experts")
+"""Kinds of the sharding plan that leave the features of a module's input whole."""
 
 
 def check_running(
@@ -26,15 +40,14 @@ def check_running(
     """
     layers, parallel, dtype = model.layers, config.parallel, config.train.dtype
     for name in running:
+        owner = owner_of(layers, name)
+        if has_step_sums(owner):
+            _check_step_sums(model, owner, name.rpartition(".")[0])
+            continue
         layer_name, _, inside = name.partition(".")
         layer = f"layer {layer_name} ({type(layers.get_submodule(layer_name)).__name__})"
         what = f"{layer} changes its buffer {inside} in forward"
-        if parallel.num_replicas > 1:
-            raise ModelError(
-                "MW-PIPELINE-009",
-                f"{what}, and with parallel.dp = {parallel.dp} each replica would keep its own, of its own samples: "
-                f"set parallel.dp = 1 (pipelines of any length do), or {INSTEAD}. There is no SyncBatchNorm",
-            )
+        _check_replicas(config, owner, what)
         if parallel.sequence:
             raise ModelError(
                 "MW-PIPELINE-010",
@@ -50,13 +63,13 @@ def check_running(
                 f"keep another. Put what is split into a layer of its own, or {INSTEAD}",
             )
         inner = next((part for part in recomputed if f"{name}.".startswith(f"{part}.")), None)
-        if inner is not None:
+        if inner is not None and not has_statistics(owner):
             raise ModelError(
                 "MW-PIPELINE-012",
                 f"{what}, and pipeline.recompute computes {inner} again in backward: each micro-batch would count "
                 f'twice. Leave it out of pipeline.recompute_layers, set pipeline.recompute = "none", or {INSTEAD}',
             )
-        if dtype in ("bfloat16", "float16") and keeps_statistics(layers.get_submodule(name.rpartition(".")[0])):
+        if dtype in ("bfloat16", "float16") and keeps_statistics(owner):
             raise ModelError(
                 "MW-PIPELINE-013",
                 f"{what}: its statistics stay float32, since sums of thousands of steps do, and torch's kernels do not "
@@ -64,6 +77,52 @@ def check_running(
                 f"{INSTEAD}",
             )
         _check_order(schedule, what)
+
+
+def _check_replicas(config: RunConfig, owner: nn.Module, what: str) -> None:
+    """Raise :class:`ModelError` unless the buffers of a module are defined over the replicas of the layout."""
+    parallel = config.parallel
+    if isinstance(owner, nn.SyncBatchNorm):
+        raise ModelError(
+            "MW-PIPELINE-040",
+            f"{what}: nn.SyncBatchNorm exchanges the statistics of a micro-batch over all processes, so that its size "
+            f"depends on the layout. Use nn.BatchNorm (statistics of a micro-batch of batch.micro_batch_size samples; "
+            f"the running statistics are those of all replicas)",
+        )
+    if parallel.cp > 1 and has_statistics(owner):
+        raise ModelError(
+            "MW-PIPELINE-041",
+            f"{what}, and with parallel.cp = {parallel.cp} each rank has the statistics of its own tokens: set "
+            f"parallel.cp = 1, or {INSTEAD}",
+        )
+    if parallel.num_replicas > 1 and not has_statistics(owner):
+        raise ModelError(
+            "MW-PIPELINE-009",
+            f"{what}, and with parallel.dp = {parallel.dp} each replica would keep its own, of its own samples: "
+            f"set parallel.dp = 1 (pipelines of any length do), let forward only add to buffers named in step_sums "
+            f"(docs/models.md), or {INSTEAD}",
+        )
+
+
+def _check_step_sums(model: PlainModel, owner: nn.Module, name: str) -> None:
+    """Raise :class:`ModelError` for step sums that are not declared whole, or inside a module that tp splits."""
+    problem = step_sum_problem(owner)
+    if problem is not None:
+        raise ModelError(
+            "MW-PIPELINE-042",
+            f"{name} ({type(owner).__name__}): {problem}. Register the sums as buffers, and let end_step() use them "
+            f"and set them to zero",
+        )
+    parts = name.split(".")
+    around = [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
+    kinds = {part: kind for part in around for pattern, kind in model.plan.items() if fnmatchcase(part, pattern)}
+    split = next((part for part, kind in kinds.items() if kind not in WHOLE), None)
+    if split is not None:
+        raise ModelError(
+            "MW-PIPELINE-043",
+            f"{name} ({type(owner).__name__}) has step_sums, and sharding_plan splits {split}: each rank would add its "
+            f"own part of the features. Move the sums into a module that no pattern of the plan splits",
+        )
 
 
 def _check_order(schedule: Schedule, what: str) -> None:

@@ -189,6 +189,7 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
         and (layout.cp == 1 or (traits.is_sequence and sequence_length % layout.cp == 0))
         and (layout.recompute != "selective" or traits.has_selective)
         and not (layout.offload and traits.is_muon)
+        and not (traits.has_statistics and layout.tp * layout.cp > 1)
         and not (
             traits.has_running
             and (layout.dp * layout.cp > 1 or layout.tp > 1 or layout.recompute not in ("none", "pointwise"))

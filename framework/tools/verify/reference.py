@@ -9,6 +9,7 @@ layouts only the definitions of equal inputs: initial values, samples, and the l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from meshwright.tools.verify.plain_formulas import averaged
 from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
+from meshwright.tools.verify.plain_state import begin_state, end_state
 
 
 class RunNumbers(NamedTuple):
@@ -165,6 +167,7 @@ class PlainRun:
         rounds = self.dtype.itemsize == 2 or self.config.train.linear == "fp8"
         divisor = self.labels_per_step if rounds else num_tokens
         total = 0.0
+        before = begin_state(self.layers, self.running, float(self.scaler.scale(torch.ones(()))) / divisor)
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay
         recorder = Recorder()
@@ -187,6 +190,7 @@ class PlainRun:
             rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
             group["lr"] = rate * group.get("rate_factor", 1.0)
         self.scaler.step(self.optimizer)  # without float16 a plain step
+        end_state(self.layers, before if math.isinf(norm) or math.isnan(norm) else {})
         self.scaler.update()
         if self.masters is not self.parameters:
             with torch.no_grad():

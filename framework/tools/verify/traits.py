@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.config import RunConfig
 from meshwright.data.sources import Source, example
 from meshwright.model.build import PlainModel, configured_model
-from meshwright.model.running_buffers import couples_samples, running_buffers
+from meshwright.model.running_buffers import couples_samples, has_statistics, has_step_sums, owner_of, running_buffers
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.seeding import SeededDropout
 from meshwright.tools.verify.probe import find_coupling
@@ -30,7 +30,7 @@ class Traits(NamedTuple):
     couples_samples: bool
     """True if samples of a micro-batch depend on each other; the micro-batch size is then part of the model."""
     has_running: bool
-    """True if forward changes buffers; only one replica is then possible."""
+    """True if forward changes buffers in a way of its own; only one replica is then possible."""
     impossible: tuple[str, ...] = ()
     """Features that the model declares impossible, each with the reason."""
     is_tied: bool = False
@@ -45,6 +45,8 @@ class Traits(NamedTuple):
     """Row counts of the weights that are sharded as a vocabulary; tp pads them."""
     is_muon: bool = False
     """True if Muon steps matrices, which excludes offload."""
+    has_statistics: bool = False
+    """True if BatchNorm keeps running statistics: the tokens and features of a micro-batch are then not cut."""
 
     @property
     def of_coupling(self) -> str:
@@ -56,9 +58,16 @@ class Traits(NamedTuple):
         reasons = list(self.impossible)
         if self.has_running:
             reasons.append("dp, tp and recompute: forward changes buffers, which needs one replica that runs it once")
+        elif self.has_statistics:
+            reasons.append("tp and cp: BatchNorm takes the statistics of whole micro-batches")
         elif not self.is_sharded and not self.impossible:
             reasons.append("tp: the model has no sharding_plan")
-        if self.is_sharded and not self.is_sequence and not self.impossible and not self.has_running:
+        if (
+            self.is_sharded
+            and not self.is_sequence
+            and not self.impossible
+            and not self.has_running | self.has_statistics
+        ):
             reasons.append("sequence parallelism: a sample has one label, not a sequence of them")
         if self.is_muon:
             reasons.append('offload: optimizer.name = "muon" multiplies matrices, on the device')
@@ -101,6 +110,7 @@ def traits_of(config: RunConfig) -> Traits:
         running = running_buffers(model.layers, shapes.inputs)
     except Exception:  # the layouts' blueprints raise the error for it
         running = []
+    owners = [owner for name in running if not has_step_sums(owner := owner_of(model.layers, name))]
     return Traits(
         num_layers=len(model.layers),
         num_parameters=sum(trained.values()),
@@ -108,7 +118,8 @@ def traits_of(config: RunConfig) -> Traits:
         is_sequence=shapes.labels.dim() > 1 and not model.impossible.keys() & {"tp", "sequence"},
         impossible=tuple(f"{name}: {why}" for name, why in model.impossible.items()),
         couples_samples=couples_samples(model.layers, running),
-        has_running=bool(running),
+        has_running=not all(map(has_statistics, owners)),
+        has_statistics=any(map(has_statistics, owners)),
         is_tied=any(len({name.partition(".")[0] for name in names}) > 1 for names in model.tied),
         has_dropout=any(isinstance(module, SeededDropout) and module.p > 0 for module in model.layers.modules()),
         has_selective=bool(model.selective_recompute),
