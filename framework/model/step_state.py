@@ -124,8 +124,9 @@ class StepState:
         now, before = self._layers.get_buffer(name).double(), self._before[name].double()
         if not isinstance(module, BatchNorm) or attribute == "num_batches_tracked":
             return now - before
-        tracked = self._before[f"{owner}.num_batches_tracked"].double()
-        count = module.num_batches_tracked.double() - tracked
+        counter = f"{owner}.num_batches_tracked"
+        tracked = self._before[counter].double()
+        count = self._layers.get_buffer(counter).double() - tracked
         if module.momentum is None:  # a mean over all micro-batches ever
             return (tracked + count) * now - tracked * before
         decay = (1.0 - module.momentum) ** count
@@ -135,7 +136,7 @@ class StepState:
         """Keep the sums at the end of a step's all-reduced vector, and return the rest of it."""
         rest, mine = vector[: vector.numel() - self.size], vector[vector.numel() - self.size :]
         sizes = [torch.Size(shape).numel() for shape in self._slots.values()]
-        parts = zip(self._slots.items(), mine.split(sizes), strict=True)
+        parts = zip(self._slots.items(), torch.split(mine, sizes), strict=True)
         self.sums = {name: part.view(shape) for (name, shape), part in parts}
         return rest
 
