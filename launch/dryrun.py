@@ -90,13 +90,7 @@ def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware
     from meshwright.model.meter import reference
     from meshwright.tools.planner.hardware import read_hardware
 
-    if cluster is not None and config.parallel.cp > 1:
-        raise ConfigError(
-            "MW-LAUNCH-076",
-            f"--cluster predicts seconds, and has no model of context parallelism yet: leave it out, or set "
-            f"--parallel.cp=1 instead of {config.parallel.cp}",
-        )
-    if config.parallel.cp > 1 or (cluster is None and not reference(config.train.device, config.train.dtype).fused):
+    if cluster is None and not reference(config.train.device, config.train.dtype).fused:
         return None
     hardware = read_hardware(cluster or "h100").model_copy(update={"devices_per_node": per_node})
     hardware.check_dtype(config.train.dtype)

@@ -35,7 +35,8 @@ MAX_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
 """Overrides that clear a configuration's own batch, so that it cannot contradict another number of samples."""
 SEARCHED = {
-    *(f"parallel.{key}" for key in ("pp", "dp", "tp", "zero", "shard_factor", "sequence", "reduce", "offload")),
+    *(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "zero", "shard_factor")),
+    *(f"parallel.{key}" for key in ("sequence", "reduce", "offload")),
     *(f"pipeline.{key}" for key in ("schedule", "interleave", "schedule_file", "recompute", "recompute_layers")),
     *("parallel.tp_across_nodes", "batch.micro_batch_size", "batch.chunks", "launch.processes"),
 }
@@ -67,7 +68,7 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     _check_overrides(given, hardware, options.global_batch)
     config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
-    pins = {axis: degree for axis in ("pp", "dp", "tp") if (degree := getattr(options, axis)) is not None}
+    pins = {axis: degree for axis in ("pp", "dp", "cp", "tp") if (degree := getattr(options, axis)) is not None}
     cache = ModelCache(config, execution_options(config, hardware), pins=pins)
     warned = warn_of_alignment(cache, hardware, config)
     found = search_with_offload(cache, hardware, nodes, options.best or BEST)
@@ -168,16 +169,9 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     """Return the configuration without its layout, since a search sets each degree.
 
     Raises:
-        ConfigError: the number of samples per step is not given, or the layout is context-parallel.
+        ConfigError: the number of samples per step is not given.
     """
     batch, dp = config.batch, config.parallel.known_dp
-    if config.parallel.cp > 1:
-        raise ConfigError(
-            "MW-LAUNCH-077",
-            f"parallel.cp = {config.parallel.cp}: a plan compares layouts without context parallelism, whose times it "
-            f"has no model of: set --parallel.cp=1 and --parallel.cp_order=zigzag, or examine this layout with "
-            f"`meshwright dryrun`",
-        )
     samples = global_batch or batch.global_batch
     if samples is None and batch.micro_batch_size and batch.chunks and dp is not None:
         samples = batch.micro_batch_size * batch.chunks * dp
@@ -190,7 +184,8 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     pipeline: dict[str, object] = {"schedule": "1f1b", "interleave": None, "schedule_file": None}
     return config.replace(
         batch={"micro_batch_size": 1, "chunks": samples, "global_batch": samples},
-        parallel={"pp": 1, "tp": 1, "dp": 1, "sequence": False, "zero": 1, "shard_factor": None, "reduce": None},
+        parallel=dict.fromkeys(("pp", "dp", "cp", "tp", "zero"), 1)
+        | {"sequence": False, "shard_factor": None, "reduce": None},
         pipeline=pipeline | {"recompute": "none", "recompute_layers": ["*"]},
     )
 

@@ -6,12 +6,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig, phases, shard_factor
 from meshwright.errors import UserError
 from meshwright.tensor_parallel.check import check_sequence_length
+from meshwright.tools.planner.context import degrees_to_try, without_effect
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache
 
@@ -32,6 +33,10 @@ MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 MAX_CHUNKS = 1024
 
 
+Shape: TypeAlias = tuple[int, int, int, int, str, int, int]
+"""(pp, dp, cp, tp, schedule, stages per rank, samples per micro-batch)."""
+
+
 class Choice(NamedTuple):
     """A layout."""
 
@@ -47,11 +52,17 @@ class Choice(NamedTuple):
     sequence: bool
     recompute: str
     offload: bool
+    cp: int = 1
 
     @property
-    def shape(self) -> tuple[int, int, int, str, int, int]:
+    def shape(self) -> Shape:
         """All fields except sharding and recompute."""
-        return self.pp, self.dp, self.tp, self.schedule, self.interleave, self.micro_batch_size
+        return self.pp, self.dp, self.cp, self.tp, self.schedule, self.interleave, self.micro_batch_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of ranks with the same weights."""
+        return self.dp * self.cp
 
     @property
     def effort(self) -> int:
@@ -61,9 +72,10 @@ class Choice(NamedTuple):
     def __str__(self) -> str:
         pipeline = f", {self.schedule}" if self.pp > 1 else ""
         pipeline += f" x{self.interleave}" if self.schedule == "interleaved_1f1b" else ""
-        sharded = f" in groups of {self.shard_factor}" if self.zero and self.shard_factor < self.dp else ""
+        sharded = f" in groups of {self.shard_factor}" if self.zero and self.shard_factor < self.num_replicas else ""
+        context = f" x cp {self.cp}" if self.cp > 1 else ""
         return (
-            f"pp {self.pp} x dp {self.dp} x tp {self.tp}{pipeline}, {self.micro_batch_size} x {self.chunks}, "
+            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{pipeline}, {self.micro_batch_size} x {self.chunks}, "
             f"ZeRO-{self.zero}{sharded}"
             + (", sequence" if self.sequence else "")
             + (f", recompute {self.recompute}" if self.recompute != "none" else "")
@@ -91,13 +103,15 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
     parallel = {
         "pp": choice.pp,
         "dp": choice.dp,
+        "cp": choice.cp,
         "tp": choice.tp,
         "zero": choice.zero,
-        "shard_factor": choice.shard_factor if choice.zero and choice.shard_factor < choice.dp else None,
+        "shard_factor": choice.shard_factor if choice.zero and choice.shard_factor < choice.num_replicas else None,
         "sequence": choice.sequence,
         "offload": choice.offload,
         "reduce": None,
         "tp_across_nodes": False,
+        **({} if choice.cp > 1 else without_effect()),
     }
     pipeline = {
         "schedule": choice.schedule,
@@ -108,7 +122,7 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
     }
     batch = {"micro_batch_size": choice.micro_batch_size, "chunks": choice.chunks}
     batch["global_batch"] = choice.micro_batch_size * choice.chunks * choice.dp
-    launch = {"processes": choice.pp * choice.dp * choice.tp}
+    launch = {"processes": choice.pp * choice.num_replicas * choice.tp}
     return base.replace(parallel=parallel, pipeline=pipeline, batch=batch, launch=launch)
 
 
@@ -126,6 +140,7 @@ def choice_of(config: RunConfig) -> Choice:
         parallel.sequence,
         pipeline.recompute,
         parallel.offload,
+        parallel.cp,
     )
 
 
@@ -147,37 +162,45 @@ def choices(
                 rule = f"tp across nodes: tp {tp} does not divide the {hardware.devices_per_node} devices of a node"
                 yield Rejection(rule, f"tp {tp}", 1)
             continue
-        sequence = tp > 1
+        tried = degrees_to_try(cache.config, cache.model, divisors(size // tp), pins.get("cp"))
+        for cp in tried:
+            sequence, refusal = _sequence(cache, tp, cp)
+            if refusal:
+                yield Rejection(refusal, f"tp {tp}" if cp == 1 else f"cp {cp} x tp {tp}", 1)
+                continue
+            for pp in divisors(size // tp // cp):
+                dp = size // tp // cp // pp
+                of_degrees = partial(Choice, pp=pp, dp=dp, cp=cp, tp=tp, sequence=sequence, offload=offload)
+                if pp != pins.get("pp", pp) or dp != pins.get("dp", dp):
+                    continue
+                if pp > num_layers:
+                    yield Rejection(f"pp {pp} stages, but {num_layers} layers", f"pp {pp} x tp {tp}", 1)
+                elif unit % dp:
+                    near = [each for each in divisors(unit) if each <= dp]
+                    ramp = "" if unit == global_batch else ", with its ramp,"
+                    rule = f"global batch {global_batch}{ramp} is not a multiple of dp {dp}"
+                    rule += f" (nearest smaller divisor: {near[-1]})"
+                    yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
+                else:
+                    in_node = max(1, hardware.devices_per_node // tp)
+                    for each in _of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node):
+                        if isinstance(each, Rejection) or unit % (dp * each.micro_batch_size) == 0:
+                            yield each
+
+
+def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
+    """Return (sequence parallelism is possible, reason why these degrees are not: "" for none)."""
+    refusal = ""
+    for sequence in (True, False) if tp > 1 else (False,):
         try:
             if sequence:
                 check_sequence_length(cache.config.data.sequence_length, tp)
-            cache.split(tp, sequence)
+            cache.split(tp, sequence, cp)
         except UserError as error:
-            try:
-                sequence = False
-                cache.split(tp, sequence)
-            except UserError:
-                yield Rejection(error.message.splitlines()[0], f"tp {tp}", 1)
-                continue
-        for pp in divisors(size // tp):
-            dp = size // tp // pp
-            if pp != pins.get("pp", pp) or dp != pins.get("dp", dp):
-                continue
-            if pp > num_layers:
-                yield Rejection(f"pp {pp} stages, but {num_layers} layers", f"pp {pp} x tp {tp}", 1)
-                continue
-            if unit % dp:
-                near = [each for each in divisors(unit) if each <= dp]
-                ramp = "" if unit == global_batch else ", with its ramp,"
-                rule = f"global batch {global_batch}{ramp} is not a multiple of dp {dp}"
-                rule += f" (nearest smaller divisor: {near[-1]})"
-                yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
-                continue
-            of_degrees = partial(Choice, pp=pp, dp=dp, tp=tp, sequence=sequence, offload=offload)
-            in_node = max(1, hardware.devices_per_node // tp)
-            for each in _of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node):
-                if isinstance(each, Rejection) or unit % (dp * each.micro_batch_size) == 0:
-                    yield each
+            refusal = refusal or error.message.splitlines()[0]
+        else:
+            return sequence, ""
+    return False, refusal
 
 
 def _of_degrees(
@@ -189,7 +212,8 @@ def _of_degrees(
         per_replica: samples of a step per replica.
         in_node: replicas of one pipeline stage in a node.
     """
-    pp, dp = of_degrees.keywords["pp"], of_degrees.keywords["dp"]
+    pp, dp, cp = (of_degrees.keywords[axis] for axis in ("pp", "dp", "cp"))
+    replicas = dp * cp
     for size in MICRO_BATCH_SIZES:
         if per_replica % size:
             continue
@@ -202,11 +226,11 @@ def _of_degrees(
                 rule = f"{pp} x {interleave} stages, but {num_layers} layers"
                 yield Rejection(rule, f"pp {pp}, {schedule}", 1)
                 continue
-            for zero in (1, 2, 3) if dp > 1 else (0,):
+            for zero in (1, 2, 3) if replicas > 1 else (0,):
                 if zero == 3 and pp > 1 and chunks > 1 and interleave > 2:
                     continue
-                factors = [dp] if zero else [1]
-                if zero == 3 and 1 < in_node < dp and dp % in_node == 0:
+                factors = [replicas] if zero else [1]
+                if zero == 3 and 1 < in_node < replicas and replicas % in_node == 0:
                     factors.append(in_node)
                 for factor, recompute in itertools.product(factors, recomputes):
                     yield of_degrees(

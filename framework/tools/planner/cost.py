@@ -32,6 +32,8 @@ class StageTime(NamedTuple):
     """Seconds of the message to the next stage."""
     tp: float
     """Seconds of tensor-parallel messages in forward and backward."""
+    cp: float = 0.0
+    """Seconds of context-parallel messages in forward and backward."""
 
 
 class StepTime(NamedTuple):
@@ -64,9 +66,9 @@ def step_time(
         results: cache of earlier times for the same model.
     """
     hardware, fractions, traits = performance
-    pp, dp, tp, _ = layout.grid
+    pp, tp, replicas = layout.grid.pp, layout.grid.tp, layout.grid.num_replicas
     on_cpu = hardware.kind == "cpu"
-    pp_link = performance.group_link(2 if pp > 1 else 1, tp * dp)
+    pp_link = performance.group_link(2 if pp > 1 else 1, tp * replicas)
     away = tuple(footprint.offloaded for footprint in layout.footprints)
     key = ("stages", id(hardware), id(layout.layers), tuple(run.start for run in layout.stages), pp_link, away)
     results = {} if results is None else results
@@ -74,7 +76,7 @@ def step_time(
         results[key] = hardware, _stage_times(layout, performance, pp_link)  # kept alive, so that its id stays its own
     stages: list[StageTime] = results[key][1]
     # ranks that share a core slow each other down
-    sharing = max(1.0, dp * tp / hardware.processors) if on_cpu else 1.0
+    sharing = max(1.0, replicas * tp / hardware.processors) if on_cpu else 1.0
     if sharing > 1:
         stages = [StageTime(*(seconds * sharing for seconds in stage)) for stage in stages]
     costs, schedule = _costs(stages, traits), layout.schedule
@@ -87,11 +89,11 @@ def step_time(
     else:
         pipeline = formula_s(layout, costs, traits)
     if on_cpu and pp > 1:  # idle ranks leave their core to others, but the busy ones cannot use more than all cores
-        pipeline = max(pipeline, _all_cores_s(layout, stages, dp * tp / sharing, hardware.processors))
+        pipeline = max(pipeline, _all_cores_s(layout, stages, replicas * tp / sharing, hardware.processors))
     reduce, gather = _replicas_s(layout, performance, stages)
     optimizer = max(_optimizer_s(layout, performance, rank) for rank in range(schedule.pp)) * sharing
     total = pipeline + (reduce + gather) * sharing + optimizer
-    num_nodes = max(dp * tp * pp / hardware.devices_per_node, 1.0)
+    num_nodes = max(layout.grid.size / hardware.devices_per_node, 1.0)
     total = total * (1 + fractions.waits * math.log2(num_nodes)) + fractions.step_s
     bubble = bubble_share(timeline) if simulated else 0.0
     return StepTime(total, pipeline, reduce, gather, optimizer, bubble, timeline, tuple(stages))
@@ -106,11 +108,12 @@ def _all_cores_s(layout: LayoutModel, stages: Sequence[StageTime], ranks: float,
 def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: GroupLink) -> list[StageTime]:
     """Return the times of each stage; equal layers are timed once."""
     dtype, tp = layout.config.train.dtype, layout.config.parallel.tp
-    tp_link, context_link = performance.group_link(tp, 1), performance.group_link(performance.traits.context, tp)
+    cp = max(layout.grid.cp, performance.traits.context)
+    tp_link, context_link = performance.group_link(tp, 1), performance.group_link(cp, tp)
     times: dict[int, LayerTime] = {}
     stages = []
     for index in range(len(layout.stages)):
-        forward = backward = half = messages = 0.0
+        forward = backward = half = messages = exchange = 0.0
         for layer in layout.stage(index):
             if (key := id(layer.forward)) not in times:
                 times[key] = layer_time(layer, performance, dtype, tp_link, context_link)
@@ -118,10 +121,11 @@ def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: Gr
             backward += times[key].backward
             half += times[key].weight_half
             messages += times[key].messages
+            exchange += times[key].exchange
         copied_s = layout.footprints[index].offloaded / performance.hardware.host_link.bytes_per_s
         forward, backward = max(forward, copied_s), max(backward, copied_s)  # activation offload, each way
         message_s = _message_s(layout, index, pp_link, tp_link, performance.traits)
-        stages.append(StageTime(forward, backward, half, message_s, messages))
+        stages.append(StageTime(forward, backward, half, message_s, messages, exchange))
     return stages
 
 
@@ -209,7 +213,7 @@ def formula_s(layout: LayoutModel, costs: Sequence[Costs], traits: FrameworkTrai
 
 def _replicas_s(layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime]) -> tuple[float, float]:
     """Return the exposed seconds of gradient reduction and of weight all-gathers, on the slowest rank."""
-    if layout.grid.dp == 1:
+    if layout.grid.num_replicas == 1:
         return 0.0, 0.0
     by_rank = stages_by_rank(layout.schedule)
     fullest = max(by_rank, key=lambda own: sum(layout.elements[stage].trained for stage in own))
@@ -221,14 +225,15 @@ def _replica_s(
     layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime], own: Sequence[int]
 ) -> tuple[float, float]:
     """Return the exposed seconds of gradient reduction and of weight all-gathers, on a rank with the stages ``own``."""
-    config, (_, dp, tp, _), traits = layout.config, layout.grid, performance.traits
+    config, tp, traits = layout.config, layout.grid.tp, performance.traits
+    replicas = layout.grid.num_replicas
     shards = shard_factor(config)
     weight_bytes, gradient_bytes = DTYPES[config.train.dtype].itemsize, traits.wide_gradient_bytes
     if weight_bytes != 2:
         gradient_bytes = max(gradient_bytes, weight_bytes)
     near = performance.group_link(shards, tp)
-    far = performance.group_link(dp // shards, tp * shards)
-    ring, across = (shards - 1) / shards, 2 * (dp // shards - 1) / (dp // shards)
+    far = performance.group_link(replicas // shards, tp * shards)
+    ring, across = (shards - 1) / shards, 2 * (replicas // shards - 1) / (replicas // shards)
     elements = sum(layout.elements[stage].trained for stage in own)
 
     def reduce_scatter_s(calls: int) -> float:
@@ -250,7 +255,7 @@ def _replica_s(
     if config.parallel.zero == 3:
         layers = sum(len(layout.stages[stage]) for stage in own)
         copy_s, add_s = _host_shards_s(layout, performance, elements / shards)
-        sums = reduce_scatter_s(layers) + (all_reduce_s(layers) if dp > shards else 0.0)
+        sums = reduce_scatter_s(layers) + (all_reduce_s(layers) if replicas > shards else 0.0)
         in_forward = max(all_gather_s(layers), copy_s)
         in_backward = in_forward + sums
         reduce = chunks * (exposed_s(in_backward, backward_s, traits.overlaps_reduce) + add_s)

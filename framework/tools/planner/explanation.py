@@ -52,6 +52,7 @@ def why(first: RankedLayout, other: RankedLayout) -> str:
         "in bubble and messages between stages": _idle(other) - _idle(first),
         "in computation": _busy(other) - _busy(first),
         "in tensor-parallel messages": _tp(other) - _tp(first),
+        "in context-parallel messages": _cp(other) - _cp(first),
         "in gradient reduction and weight all-gathers": _dp(other) - _dp(first),
         "in the optimizer": other.time.optimizer - first.time.optimizer,
     }
@@ -81,10 +82,15 @@ def _tp(layout: RankedLayout) -> float:
     return max(_by_rank(layout, "tp")) * layout.choice.chunks
 
 
+def _cp(layout: RankedLayout) -> float:
+    """Return the seconds of context-parallel messages on the rank with most."""
+    return max(_by_rank(layout, "cp")) * layout.choice.chunks
+
+
 def _busy(layout: RankedLayout) -> float:
     """Return the seconds of computation on the busiest rank."""
     parts = (_by_rank(layout, field) for field in ("forward", "backward", "weight_half"))
-    return max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks - _tp(layout)
+    return max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks - _tp(layout) - _cp(layout)
 
 
 def _by_rank(layout: RankedLayout, field: str) -> list[float]:
@@ -94,7 +100,7 @@ def _by_rank(layout: RankedLayout, field: str) -> list[float]:
 
 
 def _idle(layout: RankedLayout) -> float:
-    return layout.time.pipeline - _busy(layout) - _tp(layout)
+    return layout.time.pipeline - _busy(layout) - _tp(layout) - _cp(layout)
 
 
 def _dp(layout: RankedLayout) -> float:
@@ -117,7 +123,7 @@ def sanity(cache: ModelCache, layout: RankedLayout) -> list[str]:
     lines.append("of these: " + ", ".join(f"{name} {number:.3g}" for name, number in parts.items() if number))
     needed = ("hidden_size", "num_heads", "num_layers")
     if all(isinstance(options.get(name), int) for name in needed):
-        s, b = config.data.sequence_length, batch_numbers(config).micro_batch_size
+        s, b = config.data.sequence_length // config.parallel.cp, batch_numbers(config).micro_batch_size
         h, a, layers, t = options["hidden_size"], options["num_heads"], options["num_layers"], config.parallel.tp
         wide = DTYPES[config.train.dtype].itemsize / 2  # the formula is for 16 bits
         low, high = wide * 2 * s * b * h * layers / t, wide * s * b * h * layers * (34 + 5 * a * s / h) / t

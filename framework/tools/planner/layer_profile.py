@@ -8,13 +8,23 @@ from typing import NamedTuple
 from meshwright.tools.planner.operations import Work
 
 
+class CoreCall(NamedTuple):
+    """Call of an attention core that the sharding plan names."""
+
+    window: int | None
+    """Keys that a query sees at most."""
+    flops: float
+    """FLOPs of all pairs of this rank's queries and the sample's keys."""
+
+
 class GroupMessages(NamedTuple):
-    """Messages of one kind within a tp group."""
+    """Messages of one kind within a tp or cp group."""
 
     operation: str
     calls: int
     wire_bytes: float
     """Bytes that one rank puts on the wire, all calls together."""
+    axis: str = "tp"
 
 
 class OutputTensor(NamedTuple):
@@ -58,6 +68,8 @@ class LayerProfile:
     """Peak bytes in the second half of a split backward, above the bytes live before it and those kept."""
     attended: tuple[tuple[int, int], ...] = ()
     """(bytes of queries, bytes of keys and values) of each attention in forward."""
+    cores: tuple[CoreCall, ...] = ()
+    """Calls of metered attention cores in forward."""
     width: int = 0
     """Features of its first floating-point input; 0 without one."""
 

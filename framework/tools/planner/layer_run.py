@@ -16,8 +16,9 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from meshwright.errors import ModelError
 from meshwright.mesh.fake import CountingGroup
 from meshwright.pipeline.plan import SplitBackward, accumulate_deferred, recompute_parts, recomputed
+from meshwright.tools.planner.context import ContextMeter
 from meshwright.tools.planner.kernels import ExecutionOptions, FusedCrossEntropy, KernelMode
-from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile, OutputTensor
+from meshwright.tools.planner.layer_profile import CoreCall, GroupMessages, LayerProfile, OutputTensor
 from meshwright.tools.planner.operations import WorkRecorder
 
 
@@ -34,6 +35,7 @@ class _ForwardRecord(NamedTuple):
     num_ops: int
     messages: tuple[GroupMessages, ...]
     attended: tuple[tuple[int, int], ...]
+    cores: tuple[CoreCall, ...]
 
 
 class _BackwardRecord(NamedTuple):
@@ -67,6 +69,8 @@ class LayerRun:
             recompute: names of the parts that are recomputed in backward, below the layer; "" is the layer itself.
         """
         self.name, self.layer, self.tp, self.execution, self.loss = name, layer, tp, execution, loss
+        self.meter: ContextMeter | None = None
+        """Meter of the layer's attention cores."""
         self.split = SplitBackward() if splits_backward else None
         self.recorder = WorkRecorder(self.tp)
         self.kernels = KernelMode(self.recorder, self.execution)
@@ -91,6 +95,8 @@ class LayerRun:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_free_gradient)  # type: ignore[no-untyped-call]
         self.tp.traffic.reset()
+        if self.meter is not None:
+            self.meter.take_calls()
         leaves, tree = tree_flatten(value)
         saves = saved_tensors_hooks(self.kernels.pack, self.kernels.unpack)
         hooks = saves if self.execution.saves_inputs else nullcontext()
@@ -126,6 +132,7 @@ class LayerRun:
             deferred_bytes=backward.deferred_bytes,
             weight_peak=backward.weight_peak,
             attended=forward.attended,
+            cores=forward.cores,
             width=next((leaf.shape[-1] for leaf in leaves if leaf.is_floating_point()), 0),
         )
         return profile, tree_map(_like, forward.specs, is_leaf=lambda leaf: isinstance(leaf, _Spec))
@@ -158,6 +165,7 @@ class LayerRun:
             num_ops=num_ops,
             messages=self._messages(),
             attended=tuple(recorder.attended),
+            cores=() if self.meter is None else self.meter.take_calls(),
         )
 
     def _backward(self, leaves: list[Tensor]) -> _BackwardRecord:
@@ -188,9 +196,9 @@ class LayerRun:
 
     def _messages(self) -> tuple[GroupMessages, ...]:
         """Return the messages counted since the last call, and reset the counters."""
-        counts = {operation: counted for (_, operation), counted in self.tp.traffic.counts.items()}
+        counts = dict(self.tp.traffic.counts)
         self.tp.traffic.reset()
-        return tuple(GroupMessages(operation, *counted) for operation, counted in counts.items())
+        return tuple(GroupMessages(operation, *counted, axis) for (axis, operation), counted in counts.items())
 
 
 class _OwnStorage(torch.autograd.Function):

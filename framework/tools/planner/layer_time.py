@@ -19,7 +19,9 @@ class LayerTime(NamedTuple):
     backward: float
     weight_half: float
     messages: float
-    """Seconds of messages in forward and backward, which both include."""
+    """Seconds of tensor-parallel messages in forward and backward, which both include."""
+    exchange: float = 0.0
+    """Seconds of context-parallel messages in forward and backward, which both include."""
 
 
 def layer_time(
@@ -33,6 +35,8 @@ def layer_time(
     ) -> float:
         seconds = 0.0
         for message in messages:
+            if message.axis != "tp":
+                continue
             share = min(1.0, overlapped.get(message.operation, 0.0) / message.calls)
             whole_s = tp.seconds(message.wire_bytes, message.calls, message.operation)
             hidden_s = whole_s * performance.fractions.hidden * share
@@ -44,10 +48,7 @@ def layer_time(
     in_columns = {} if traits.overlaps_tp or traits.splits_tp_products else works.column_seconds()
     forward_messages = messages_s(layer.forward_messages, forward_overlap, {})
     backward_messages = messages_s(layer.backward_messages, backward_overlap, in_columns)
-    if context.size > 1:
-        in_forward, in_backward = context_exchange_s(layer, context, traits)
-        forward_messages += in_forward
-        backward_messages += in_backward
+    in_forward, in_backward = context_exchange_s(layer, context, traits)
     backward, weight_half = works.seconds(layer.backward, True), works.seconds(layer.weight_half, True)
     if not traits.accumulates_in_product:
         add_bytes = layer.num_parameters * (2 + 2 * traits.wide_gradient_bytes)
@@ -57,10 +58,11 @@ def layer_time(
         else:
             backward += add_s
     return LayerTime(
-        works.seconds(layer.forward, False) + forward_messages,
-        backward + backward_messages,
+        works.seconds(layer.forward, False) + forward_messages + in_forward,
+        backward + backward_messages + in_backward,
         weight_half,
         forward_messages + backward_messages,
+        in_forward + in_backward,
     )
 
 
@@ -122,8 +124,8 @@ def overlapped_calls(layer: LayerProfile, traits: FrameworkTraits) -> tuple[dict
     excess of the reduce-scatters (of inputs that were kept as shards). A split backward defers the weight gradients, so
     that they hide nothing.
     """
-    forward = {message.operation: float(message.calls) for message in layer.forward_messages}
-    backward = {message.operation: float(message.calls) for message in layer.backward_messages}
+    both = layer.forward_messages, layer.backward_messages
+    forward, backward = ({m.operation: float(m.calls) for m in messages if m.axis == "tp"} for messages in both)
     gathers, scatters = forward.get("all_gather", 0.0), backward.get("reduce_scatter", 0.0)
     if traits.overlaps_tp:
         return forward, backward
@@ -137,10 +139,17 @@ def overlapped_calls(layer: LayerProfile, traits: FrameworkTraits) -> tuple[dict
 
 
 def context_exchange_s(layer: LayerProfile, context: GroupLink, traits: FrameworkTraits) -> tuple[float, float]:
-    """Return the seconds of context-parallel messages, in forward and in backward."""
-    forward = backward = 0.0
-    others = context.size - 1
-    for queries, keys in layer.attended:
+    """Return the seconds of context-parallel messages, in forward and in backward. They block.
+
+    ``traits.context`` > 1: the layer was profiled without its messages, and another framework's follow from its keys.
+    """
+    both = layer.forward_messages, layer.backward_messages
+    forward, backward = (
+        sum(context.seconds(m.wire_bytes, m.calls, m.operation) for m in messages if m.axis != "tp")
+        for messages in both
+    )
+    others = traits.context - 1
+    for queries, keys in layer.attended if others else ():
         if traits.context_exchange == "heads":
             num_bytes = (2 * queries + keys) * others / context.size
             forward += context.seconds(num_bytes, 4)

@@ -32,6 +32,15 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
+from meshwright.tools.planner.context import (
+    ContextMeter,
+    KeyShares,
+    SharedTokens,
+    exchange_of,
+    metered,
+    share_tokens,
+    with_shares,
+)
 from meshwright.tools.planner.footprint import Footprint, SharedWeight, stage_footprints
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
@@ -57,12 +66,14 @@ class LocalParameter(NamedTuple):
 
 
 class SplitLayers(NamedTuple):
-    """Layers of a model on one tp rank; of equal layers, the first."""
+    """Layers of a model on one tp and cp rank; of equal layers, the first."""
 
     layers: nn.Sequential
     group: CountingGroup
     parameters: dict[str, list[LocalParameter]]
     """Parameters of each layer."""
+    meter: ContextMeter | None = None
+    """Meter of the attention cores, where context parallelism or the corpus' documents count."""
 
 
 @dataclass
@@ -77,7 +88,7 @@ class ModelCache:
     results: dict[Any, Any] = field(default_factory=dict)
     """Cache of results that layouts share, by the values on which they depend."""
     pins: Mapping[str, int] = field(default_factory=dict)
-    """Degrees (pp, dp, tp) that a search keeps; it varies the others."""
+    """Degrees (pp, dp, cp, tp) that a search keeps; it varies the others."""
     _layers: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, compute: Callable[[], T]) -> T:
@@ -158,15 +169,30 @@ class ModelCache:
 
         return self.cached(("costs", size, names), count)
 
-    def split(self, tp: int, sequence: bool) -> SplitLayers:
-        """Shard the representative layers over ``tp`` ranks."""
-        return self.cached(("split", tp, sequence), lambda: self._split(tp, sequence))
+    @cached_property
+    def key_shares(self) -> KeyShares:
+        """Shares of attention's FLOPs, by the documents of the training corpus."""
+        return KeyShares(self.config)
 
-    def _split(self, tp: int, sequence: bool) -> SplitLayers:
-        originals = nn.Sequential()
+    def shared_tokens(self, cp: int) -> SharedTokens:
+        """Share the tokens of each sample over ``cp`` ranks."""
+        return self.cached(("tokens", cp), lambda: share_tokens(self.config, self.model, cp, self.example(1)))
+
+    def split(self, tp: int, sequence: bool, cp: int = 1) -> SplitLayers:
+        """Shard the representative layers over ``tp`` ranks, after their tokens over ``cp`` ranks."""
+        return self.cached(("split", tp, sequence, cp), lambda: self._split(tp, sequence, cp))
+
+    def _split(self, tp: int, sequence: bool, cp: int) -> SplitLayers:
+        originals, whole = nn.Sequential(), self.model.layers
+        if cp > 1:
+            whole, cut = self.shared_tokens(cp)
+            cut.check(self.config.model.builder, parts=tp if sequence else 1, heads=0)
         for name in dict.fromkeys(self.representatives):
-            originals.add_module(name, self.model.layers.get_submodule(name))
+            originals.add_module(name, whole.get_submodule(name))
         layers, group = copy.deepcopy(originals), counting_group(tp)
+        meter = None
+        if cp > 1 or self.key_shares.has_documents:
+            meter = metered(layers, self.model.plan, group, cp, exchange_of(self.config))
         infos = sharding.apply(
             layers,
             plan=self.model.plan,
@@ -186,26 +212,27 @@ class ModelCache:
             info = infos[name]
             local = rest, math.prod(info.local_shape), info.in_blocks, parameter.requires_grad, sizes_of(info)
             parameters.setdefault(layer, []).append(LocalParameter(*local))
-        return SplitLayers(layers, group, parameters)
+        return SplitLayers(layers, group, parameters, meter)
 
     def profiles(self, config: RunConfig, *, splits_backward: bool) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer."""
         parallel, size = config.parallel, batch_numbers(config).micro_batch_size
-        names = self.recomputed(config)
+        names, cp = self.recomputed(config), parallel.cp
         sequence = parallel.sequence and parallel.tp > 1
 
         def profile() -> tuple[LayerProfile, ...]:
-            layers, group, _ = self.split(parallel.tp, sequence)
+            layers, group, _, meter = self.split(parallel.tp, sequence, cp)
             shapes = self.example(size)
-            return LayerProfiler(group, self.loss(layers, group), self.execution, self._layers).profile(
+            found = LayerProfiler(group, self.loss(layers, group), self.execution, self._layers, meter).profile(
                 [(n, layers.get_submodule(first)) for n, first in zip(self.names, self.representatives, strict=True)],
                 shapes.inputs,
-                shapes.labels,
+                shapes.labels if cp == 1 else self.shared_tokens(cp).cut.take_labels(shapes.labels),
                 recompute=names,
                 splits_backward=splits_backward,
             )
+            return found if meter is None else with_shares(found, self.key_shares, config)
 
-        return self.cached(("profiles", parallel.tp, sequence, size, names, splits_backward), profile)
+        return self.cached(("profiles", parallel.tp, cp, sequence, size, names, splits_backward), profile)
 
     def total_elements(self, tp: int, sequence: bool) -> Elements:
         """Count the parameter elements of a tp rank over all stages."""

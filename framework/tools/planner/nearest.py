@@ -63,10 +63,10 @@ class _Request(NamedTuple):
         return bool(search_with_offload(self.cache, self.hardware, self.nodes, best=1).best)
 
     def replica_sizes(self) -> set[int]:
-        """Return the numbers of ranks, pp x tp, of which the model and a node allow one replica."""
+        """Return the numbers of ranks, pp x cp x tp, of which the model and a node allow one replica."""
         offered = choices(self.with_samples(self.hardware.devices_per_node).cache, self.hardware, 1)
-        tps = {each.tp for each in offered if isinstance(each, Choice)}
-        return {tp * pp for tp in tps for pp in range(1, len(self.cache.names) + 1)}
+        ranks = {each.cp * each.tp for each in offered if isinstance(each, Choice)}
+        return {number * pp for number in ranks for pp in range(1, len(self.cache.names) + 1)}
 
 
 def nearest(cache: ModelCache, hardware: Hardware, nodes: int, failed: Plan) -> list[str]:

@@ -25,6 +25,7 @@ from meshwright.mesh.fake import CountingGroup
 from meshwright.pipeline.plan import outline_of, outline_of_value
 from meshwright.pipeline.values import Loss
 from meshwright.seeding import Draw, SeededDropout
+from meshwright.tools.planner.context import ContextMeter
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layer_run import LayerRun
@@ -44,6 +45,8 @@ class LayerProfiler:
     execution: ExecutionOptions
     results: dict[Any, tuple[LayerProfile, Any]] = field(default_factory=dict)
     """Cache, which profilers of the same model and loss can share."""
+    meter: ContextMeter | None = None
+    """Meter of the layers' attention cores."""
 
     def profile(
         self,
@@ -83,11 +86,13 @@ class LayerProfiler:
                 self.execution,
                 self.tp.size,
                 splits_backward,
+                self.meter and self.meter.key,
             )
             if key not in self.results:
                 loss = None if own_labels is None else partial(self._loss, own_labels)
                 layer = _copy_on_meta(original, draw)
                 run = LayerRun(name, layer, self.tp, self.execution, loss, parts, splits_backward)
+                run.meter = self.meter
                 self.results[key] = run.profile(value)
             profile, value = self.results[key]
             profiles.append(profile if profile.name == name else replace(profile, name=name))

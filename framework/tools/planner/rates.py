@@ -97,7 +97,7 @@ class FrameworkTraits(NamedTuple):
     attention_head_dims: tuple[int, ...] = (32, 64, 96, 128, 160, 192, 224, 256)
     """Head dims of the fused kernel (FlashAttention-2's); others take as long as the next larger one."""
     context: int = 1
-    """Number of ranks over which each sequence is split."""
+    """Number of ranks over which each sequence is split, in a framework whose layers are profiled without messages."""
     context_exchange: str = "heads"
     """Exchange of context parallelism: "heads" or "keys".
 

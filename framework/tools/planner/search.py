@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from meshwright.terminal.format import format_size
-from meshwright.tools.planner.choices import Choice, Rejection, choices, with_choice
+from meshwright.tools.planner.choices import Choice, Rejection, Shape, choices, with_choice
 from meshwright.tools.planner.estimates import (
     compute_schedule,
     estimate_bytes,
@@ -33,8 +33,6 @@ from meshwright.tools.planner.rates import PerformanceModel
 BEST = 10
 MAX_EVALUATED = 40
 UNKNOWN_BYTES = 2**62
-Shape: TypeAlias = tuple[int, int, int, str, int, int]
-"""Type of ``Choice.shape``."""
 
 
 class _Estimate(NamedTuple):
@@ -95,8 +93,8 @@ class _Search:
 
     def estimate_all(self, offload: bool) -> None:
         """Estimate every layout; count those that the rules allow, and record those that they do not."""
-        tried: set[tuple[int, int, int, int]] = set()
-        fits: set[tuple[int, int, int, int]] = set()
+        tried: set[tuple[int, int, int, int, int]] = set()
+        fits: set[tuple[int, int, int, int, int]] = set()
         offered = choices(self.cache, self.hardware, self.plan.nodes, offload=offload)
         for shape, group in groupby(offered, key=lambda each: None if isinstance(each, Rejection) else each.shape):
             if shape is None:
@@ -106,14 +104,15 @@ class _Search:
             self.plan.num_choices += len(alike)
             if offload and not self._fits_host(alike):
                 continue
-            pp, dp, tp, _, _, size = shape
-            tried.add((pp, dp, tp, size))
-            smaller = (pp, dp, tp, size // 2)
+            *degrees, _, _, size = shape
+            pp, dp, cp, tp = degrees
+            tried.add((pp, dp, cp, tp, size))
+            smaller = (pp, dp, cp, tp, size // 2)
             if smaller in tried and smaller not in fits:
                 reason = "already with half the samples per micro-batch"
                 self.too_large[reason] += [(UNKNOWN_BYTES, each) for each in alike]
             elif self._estimate(alike):
-                fits.add((pp, dp, tp, size))
+                fits.add((pp, dp, cp, tp, size))
 
     def _fits_host(self, alike: Sequence[Choice]) -> bool:
         """Check that the offloaded optimizer fits into the memory of a node's host."""

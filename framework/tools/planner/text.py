@@ -47,13 +47,15 @@ def describe(cache: ModelCache, plan: Plan) -> str:
 
 def table(cache: ModelCache, layouts: Sequence[RankedLayout]) -> list[str]:
     """Format one line per layout."""
+    has_context = any(each.choice.cp > 1 for each in layouts)
+    degrees = ("pp", "dp", "cp", "tp") if has_context else ("pp", "dp", "tp")
     rows: list[tuple[str, ...]] = [
-        ("", "step s", "MFU", "tokens/s", "memory", "pp", "dp", "tp", "schedule", "batch", "ZeRO", "sp", "recompute")
+        ("", "step s", "MFU", "tokens/s", "memory", *degrees, "schedule", "batch", "ZeRO", "sp", "recompute")
     ]
     for number, each in enumerate(layouts, start=1):
         c = each.choice
         schedule = "-" if c.pp == 1 else c.schedule + (f" x{c.interleave}" if c.schedule == "interleaved_1f1b" else "")
-        zero = str(c.zero) + (f"/{c.shard_factor}" if c.zero and c.shard_factor < c.dp else "")
+        zero = str(c.zero) + (f"/{c.shard_factor}" if c.zero and c.shard_factor < c.num_replicas else "")
         rows.append(
             (
                 str(number),
@@ -61,9 +63,7 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout]) -> list[str]:
                 f"{each.mfu:.1%}",
                 f"{tokens_per_second(each, cache):,.0f}",
                 format_size(each.peak_bytes),
-                str(c.pp),
-                str(c.dp),
-                str(c.tp),
+                *(str(getattr(c, axis)) for axis in degrees),
                 schedule,
                 f"{c.micro_batch_size} x {c.chunks}",
                 zero + (" offload" if c.offload else ""),
@@ -71,7 +71,7 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout]) -> list[str]:
                 c.recompute if c.recompute != "none" else "-",
             )
         )
-    return format_table(rows, ">>>>>>>><><<<")
+    return format_table(rows, ">" * (5 + len(degrees)) + "<><<<")
 
 
 def memory_rows(layout: RankedLayout) -> list[tuple[str, ...]]:

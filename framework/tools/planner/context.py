@@ -1,0 +1,214 @@
+"""Context parallelism in the planner: a run's hooks on meta layers, its exchanges, keys seen by the busiest rank.
+
+    share_tokens   the hooks of meshwright.context_parallel, and a meter before each attention core
+    ContextMeter   bytes of the exchange of keys or heads; FLOPs of each core, as if every query saw every key
+    KeyShares      share of these FLOPs that the busiest rank computes, from the documents of a corpus, or of one
+    with_shares    profiles whose attention has this share
+
+Shapes: B samples, H query heads and G key-value heads of this rank, S tokens, d head_dim; cp ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from meshwright.blueprint import batch_numbers
+from meshwright.config import Parallel, RunConfig
+from meshwright.context_parallel import plan as context
+from meshwright.context_parallel.balance import rank_loads
+from meshwright.context_parallel.cut import TokenCut
+from meshwright.context_parallel.order import ORDERS
+from meshwright.data.sources import open_sources
+from meshwright.errors import UserError
+from meshwright.mesh.comm import tensor_bytes
+from meshwright.mesh.fake import CountingGroup
+from meshwright.model.build import PlainModel
+from meshwright.pipeline.values import MetaMicrobatch
+from meshwright.tools.planner.layer_profile import CoreCall, LayerProfile
+from meshwright.tools.planner.operations import Work, WorkKind
+
+AXIS = "cp"
+KEYS = tuple(key for key in ("cp_order", "cp_exchange") if key in Parallel.model_fields)
+"""Keys of ``parallel`` that have no effect with cp = 1."""
+MAX_SAMPLES = 16
+"""Samples of a corpus whose documents are read."""
+LEAST_TOKENS = 8192
+"""Tokens of a rank for which a search tries cp > 1 that no pin asks for."""
+
+
+def exchange_of(config: RunConfig) -> str:
+    """Return the exchange of a configuration: "keys" or "heads"."""
+    return str(getattr(config.parallel, "cp_exchange", "keys"))
+
+
+def without_effect() -> dict[str, Any]:
+    """Return the defaults of the keys that have no effect with cp = 1."""
+    return {key: Parallel.model_fields[key].default for key in KEYS}
+
+
+def degrees_to_try(config: RunConfig, model: PlainModel, divisors: Sequence[int], pinned: int | None) -> list[int]:
+    """Return the cp among ``divisors`` of the ranks that a search tries; a pinned one alone."""
+    if pinned is not None:
+        return [cp for cp in divisors if cp == pinned]
+    length = config.data.sequence_length
+    if config.data.builder is not None or context.CORE not in map(str, model.plan.values()):
+        return [1]
+    return [cp for cp in divisors if cp == 1 or (length % cp == 0 and length // cp >= LEAST_TOKENS)]
+
+
+class SharedTokens(NamedTuple):
+    """Layers of a model whose samples context-parallel ranks share, on meta."""
+
+    layers: nn.Sequential
+    cut: TokenCut
+
+
+@dataclass
+class ContextMeter:
+    """Meter of the attention cores of one rank."""
+
+    group: CountingGroup
+    exchange: str = "keys"
+    calls: list[CoreCall] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextMeter:
+        return self  # copies of a layer count together
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Degree and exchange."""
+        return self.group.size, self.exchange
+
+    def take_calls(self) -> tuple[CoreCall, ...]:
+        """Return the calls since the last one of this method."""
+        found = tuple(self.calls)
+        self.calls.clear()
+        return found
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Note a call with q (B, H, S/cp, d), k and v (B, G, S/cp, d), and count its exchange in both directions."""
+        (q, k, v, *others), cp = args, self.group.size
+        pairs = float(q.shape[:-1].numel() * k.shape[-2] * cp)
+        self.calls.append(CoreCall(getattr(module, "window", None), 2.0 * pairs * (q.shape[-1] + v.shape[-1])))
+        if cp > 1:
+            keys = tensor_bytes(k) + tensor_bytes(v)
+            out = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
+            sent: tuple[int, ...] = (tensor_bytes(q) + keys, out) if self.exchange == "heads" else (keys * cp,)
+            there, back = ("all_to_all",) * 2 if self.exchange == "heads" else ("all_gather", "reduce_scatter")
+            self._count(there, sent)
+            k = _Watched.apply(k, partial(self._count, back, sent))  # type: ignore[no-untyped-call]
+        return (q, k, v, *others), kwargs
+
+    def _count(self, operation: str, messages: Sequence[int]) -> None:
+        """Count messages of so many bytes: whole tensors that are gathered or summed, or a rank's of an all-to-all."""
+        for num_bytes in messages:
+            self.group.traffic.add(AXIS, operation, self.group.size, num_bytes)
+
+
+def metered(layers: nn.Module, plan: Mapping[str, Any], tp: CountingGroup, cp: int, exchange: str) -> ContextMeter:
+    """Install a meter before each attention core that the sharding plan names, and before the hooks of a run.
+
+    ``tp``: the group of the layers, whose traffic counts the exchange too.
+    """
+    meter = ContextMeter(CountingGroup(AXIS, tuple(range(cp)), 0, traffic=tp.traffic), exchange)
+    for name, module in layers.named_modules():
+        if any(fnmatchcase(name, pattern) and str(kind) == context.CORE for pattern, kind in plan.items()):
+            module.register_forward_pre_hook(meter.before, prepend=True, with_kwargs=True)
+    return meter
+
+
+class _Watched(torch.autograd.Function):
+    """Identity that calls a function in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, called: Callable[[], None]) -> Tensor:
+        ctx.called = called
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.called()
+        return gradient, None
+
+
+def share_tokens(config: RunConfig, model: PlainModel, cp: int, example: MetaMicrobatch) -> SharedTokens:
+    """Return a copy of the model's layers as ``cp`` ranks run them. On meta all orders have the same shapes.
+
+    Raises:
+        ModelError: the model does not support context parallelism, for the reason that a launch would give.
+    """
+    order = config.parallel.cp_order if config.parallel.cp_order in ORDERS else "zigzag"
+    cut = TokenCut(CountingGroup(AXIS, tuple(range(cp)), 0), order, example.labels)
+    cut.check(config.model.builder, parts=1, heads=len(model.loss_heads))
+    layers = copy.deepcopy(model.layers)
+    context.apply(config.model.builder, layers, model.plan, example.inputs, cut)
+    return SharedTokens(layers, cut)
+
+
+class KeyShares:
+    """Shares of the FLOPs of full attention that the busiest rank computes, for the documents of some samples."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Read the documents of the corpus, if there is one; otherwise each sample is one document."""
+        found = _documents_of(config) if config.data.document_boundaries else []
+        self.has_documents = bool(found)
+        """True if the documents are those of a corpus."""
+        self._samples = found or [np.zeros(config.data.sequence_length, dtype=np.bool_)]
+        self._loads: dict[Any, list[NDArray[np.float64]]] = {}
+
+    def share(self, config: RunConfig, window: int | None) -> float:
+        """Return the keys that the busiest rank's queries see over all pairs of its queries and S keys.
+
+        Samples of a micro-batch add up on each rank before the ranks meet in the next attention.
+        """
+        cp, order, heads = config.parallel.cp, config.parallel.cp_order, exchange_of(config) == "heads"
+        key = (cp, order, heads, window)
+        if key not in self._loads:
+            self._loads[key] = [rank_loads(order, cp, starts, window, heads=heads) for starts in self._samples]
+        loads, size = self._loads[key], batch_numbers(config).micro_batch_size
+        together = [loads[at : at + size] for at in range(0, len(loads), size)] if len(loads) > 1 else [loads]
+        busiest = sum(float(sum(each).max()) for each in together)  # type: ignore[union-attr]
+        return busiest / len(loads) / (len(self._samples[0]) ** 2 / cp)
+
+
+def _documents_of(config: RunConfig) -> list[NDArray[np.bool_]]:
+    """Return where documents begin in some samples of the training corpus, (S,) each; none without a corpus."""
+    try:
+        source, _ = open_sources(config)
+        inputs, _ = source.read(list(range(MAX_SAMPLES)))
+        return [starts.numpy() for starts in inputs["starts"]]
+    except UserError:  # the corpus is elsewhere, or not yet there
+        return []
+
+
+def with_shares(layers: Sequence[LayerProfile], shares: KeyShares, config: RunConfig) -> tuple[LayerProfile, ...]:
+    """Return the profiles, with the attention FLOPs of the busiest rank's queries and the keys that they see."""
+    changed: dict[int, LayerProfile] = {}
+    for layer in layers:
+        counted = sum(work.flops * work.times for work in layer.forward if work.kind is WorkKind.ATTENTION)
+        if id(layer.forward) not in changed and counted and layer.cores:
+            wanted = sum(call.flops * shares.share(config, call.window) for call in layer.cores)
+            changed[id(layer.forward)] = _scaled(layer, wanted / counted)
+    return tuple(
+        replace(changed.get(id(layer.forward), layer), name=layer.name) if layer.cores else layer for layer in layers
+    )
+
+
+def _scaled(layer: LayerProfile, factor: float) -> LayerProfile:
+    def scale(works: Sequence[Work]) -> tuple[Work, ...]:
+        return tuple(w._replace(flops=w.flops * factor) if w.kind is WorkKind.ATTENTION else w for w in works)
+
+    parts = (scale(works) for works in (layer.forward, layer.backward, layer.weight_half))
+    return replace(layer, **dict(zip(("forward", "backward", "weight_half"), parts, strict=True)))
