@@ -1,9 +1,8 @@
 """Context parallelism in the planner: a run's hooks on meta layers, its exchanges, keys seen by the busiest rank.
 
-    share_tokens   the hooks of meshwright.context_parallel, and a meter before each attention core
+    ContextModel   the hooks of meshwright.context_parallel on a model, and a meter before each attention core
     ContextMeter   bytes of the exchange of keys or heads; FLOPs of each core, as if every query saw every key
     KeyShares      share of these FLOPs that the busiest rank computes, from the documents of a corpus, or of one
-    with_shares    profiles whose attention has this share
 
 Shapes: B samples, H query heads and G key-value heads of this rank, S tokens, d head_dim; cp ranks.
 """
@@ -11,11 +10,11 @@ Shapes: B samples, H query heads and G key-value heads of this rank, S tokens, d
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from meshwright.context_parallel import plan as context
 from meshwright.context_parallel.balance import rank_loads
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.context_parallel.order import ORDERS
-from meshwright.data.sources import open_sources
+from meshwright.data.sources import example, open_sources
 from meshwright.errors import UserError
 from meshwright.mesh.comm import tensor_bytes
 from meshwright.mesh.fake import CountingGroup
@@ -64,13 +63,6 @@ def degrees_to_try(config: RunConfig, model: PlainModel, divisors: Sequence[int]
     if config.data.builder is not None or context.CORE not in map(str, model.plan.values()):
         return [1]
     return [cp for cp in divisors if cp == 1 or (length % cp == 0 and length // cp >= LEAST_TOKENS)]
-
-
-class SharedTokens(NamedTuple):
-    """Layers of a model whose samples context-parallel ranks share, on meta."""
-
-    layers: nn.Sequential
-    cut: TokenCut
 
 
 @dataclass
@@ -117,18 +109,6 @@ class ContextMeter:
             self.group.traffic.add(AXIS, operation, self.group.size, num_bytes)
 
 
-def metered(layers: nn.Module, plan: Mapping[str, Any], tp: CountingGroup, cp: int, exchange: str) -> ContextMeter:
-    """Install a meter before each attention core that the sharding plan names, and before the hooks of a run.
-
-    ``tp``: the group of the layers, whose traffic counts the exchange too.
-    """
-    meter = ContextMeter(CountingGroup(AXIS, tuple(range(cp)), 0, traffic=tp.traffic), exchange)
-    for name, module in layers.named_modules():
-        if any(fnmatchcase(name, pattern) and str(kind) == context.CORE for pattern, kind in plan.items()):
-            module.register_forward_pre_hook(meter.before, prepend=True, with_kwargs=True)
-    return meter
-
-
 class _Watched(torch.autograd.Function):
     """Identity that calls a function in backward."""
 
@@ -141,20 +121,6 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.called()
         return gradient, None
-
-
-def share_tokens(config: RunConfig, model: PlainModel, cp: int, example: MetaMicrobatch) -> SharedTokens:
-    """Return a copy of the model's layers as ``cp`` ranks run them. On meta all orders have the same shapes.
-
-    Raises:
-        ModelError: the model does not support context parallelism, for the reason that a launch would give.
-    """
-    order = config.parallel.cp_order if config.parallel.cp_order in ORDERS else "zigzag"
-    cut = TokenCut(CountingGroup(AXIS, tuple(range(cp)), 0), order, example.labels)
-    cut.check(config.model.builder, parts=1, heads=len(model.loss_heads))
-    layers = copy.deepcopy(model.layers)
-    context.apply(config.model.builder, layers, model.plan, example.inputs, cut)
-    return SharedTokens(layers, cut)
 
 
 class KeyShares:
@@ -179,7 +145,7 @@ class KeyShares:
             self._loads[key] = [rank_loads(order, cp, starts, window, heads=heads) for starts in self._samples]
         loads, size = self._loads[key], batch_numbers(config).micro_batch_size
         together = [loads[at : at + size] for at in range(0, len(loads), size)] if len(loads) > 1 else [loads]
-        busiest = sum(float(sum(each).max()) for each in together)  # type: ignore[union-attr]
+        busiest = sum(float(np.sum(each, axis=0).max()) for each in together)
         return busiest / len(loads) / (len(self._samples[0]) ** 2 / cp)
 
 
@@ -193,22 +159,73 @@ def _documents_of(config: RunConfig) -> list[NDArray[np.bool_]]:
         return []
 
 
-def with_shares(layers: Sequence[LayerProfile], shares: KeyShares, config: RunConfig) -> tuple[LayerProfile, ...]:
-    """Return the profiles, with the attention FLOPs of the busiest rank's queries and the keys that they see."""
-    changed: dict[int, LayerProfile] = {}
-    for layer in layers:
-        counted = sum(work.flops * work.times for work in layer.forward if work.kind is WorkKind.ATTENTION)
-        if id(layer.forward) not in changed and counted and layer.cores:
-            wanted = sum(call.flops * shares.share(config, call.window) for call in layer.cores)
-            changed[id(layer.forward)] = _scaled(layer, wanted / counted)
-    return tuple(
-        replace(changed.get(id(layer.forward), layer), name=layer.name) if layer.cores else layer for layer in layers
-    )
+class ContextModel:
+    """Context parallelism of one model: its layers with the hooks of a run, and their attention's share of FLOPs."""
+
+    def __init__(self, config: RunConfig, model: PlainModel) -> None:
+        self.config, self.model = config, model
+        self._cuts: dict[int, TokenCut] = {}
+        self._layers: dict[int, nn.Sequential] = {1: model.layers}
+
+    @cached_property
+    def shares(self) -> KeyShares:
+        """Shares of attention's FLOPs, by the documents of the training corpus."""
+        return KeyShares(self.config)
+
+    def layers(self, cp: int, parts: int) -> nn.Sequential:
+        """Return the layers as ``cp`` ranks run them; all orders have the same shapes. ``parts``: tp's of a rank's
+        tokens.
+
+        Raises:
+            ModelError: the model does not support it, for the reason that a launch would give.
+        """
+        builder, order = self.config.model.builder, self.config.parallel.cp_order
+        if cp not in self._layers:
+            shapes = MetaMicrobatch(*example(self.config, 1))
+            group = CountingGroup(AXIS, tuple(range(cp)), 0)
+            cut = TokenCut(group, order if order in ORDERS else "zigzag", shapes.labels)
+            cut.check(builder, parts=1, heads=len(self.model.loss_heads))
+            layers = copy.deepcopy(self.model.layers)
+            context.apply(builder, layers, self.model.plan, shapes.inputs, cut)
+            self._cuts[cp], self._layers[cp] = cut, layers
+        if cp > 1:
+            self._cuts[cp].check(builder, parts=parts, heads=0)
+        return self._layers[cp]
+
+    def labels(self, cp: int, labels: Tensor) -> Tensor:
+        """Return a rank's labels: (B, S) -> (B, S/cp)."""
+        return labels if cp == 1 else self._cuts[cp].take_labels(labels)
+
+    def install_meter(self, layers: nn.Module, tp: CountingGroup, cp: int) -> ContextMeter | None:
+        """Install a meter before each attention core that the sharding plan names, and before the hooks of a run.
+
+        ``tp``: the group of the layers, whose traffic counts the exchange too. None: there is nothing to measure.
+        """
+        if cp == 1 and not self.shares.has_documents:
+            return None
+        group = CountingGroup(AXIS, tuple(range(cp)), 0, traffic=tp.traffic)
+        meter, plan = ContextMeter(group, exchange_of(self.config)), self.model.plan
+        for name, module in layers.named_modules():
+            if any(fnmatchcase(name, pattern) and str(kind) == context.CORE for pattern, kind in plan.items()):
+                module.register_forward_pre_hook(meter.before, prepend=True, with_kwargs=True)
+        return meter
+
+    def with_shares(self, layers: tuple[LayerProfile, ...], config: RunConfig) -> tuple[LayerProfile, ...]:
+        """Return profiles whose metered attention has the FLOPs of the keys that the busiest rank's queries see."""
+        changed: dict[int, LayerProfile] = {}
+        for layer in layers:
+            counted = sum(work.flops * work.times for work in layer.forward if work.kind is WorkKind.ATTENTION)
+            if id(layer.forward) not in changed and counted and layer.cores:
+                wanted = sum(call.flops * self.shares.share(config, call.window) for call in layer.cores)
+                changed[id(layer.forward)] = _scaled(layer, wanted / counted)
+        if not changed:
+            return layers
+        return tuple(replace(changed.get(id(layer.forward), layer), name=layer.name) for layer in layers)
 
 
 def _scaled(layer: LayerProfile, factor: float) -> LayerProfile:
     def scale(works: Sequence[Work]) -> tuple[Work, ...]:
         return tuple(w._replace(flops=w.flops * factor) if w.kind is WorkKind.ATTENTION else w for w in works)
 
-    parts = (scale(works) for works in (layer.forward, layer.backward, layer.weight_half))
-    return replace(layer, **dict(zip(("forward", "backward", "weight_half"), parts, strict=True)))
+    weight_half = scale(layer.weight_half)
+    return replace(layer, forward=scale(layer.forward), backward=scale(layer.backward), weight_half=weight_half)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -32,48 +32,17 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
-from meshwright.tools.planner.context import (
-    ContextMeter,
-    KeyShares,
-    SharedTokens,
-    exchange_of,
-    metered,
-    share_tokens,
-    with_shares,
-)
+from meshwright.tools.planner.context import ContextModel
 from meshwright.tools.planner.footprint import Footprint, SharedWeight, stage_footprints
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.matrix_step import MatrixCounts, MatrixSize, count_sizes, sizes_of
+from meshwright.tools.planner.matrix_step import MatrixCounts, count_sizes, sizes_of
 from meshwright.tools.planner.profile import LayerProfiler, counting_group
+from meshwright.tools.planner.split_layers import LocalParameter, SplitLayers
 from meshwright.tools.summary import Elements
 
 T = TypeVar("T")
-
-
-class LocalParameter(NamedTuple):
-    """Parameter of a layer, as one tp rank holds it."""
-
-    name: str
-    """Name within the layer."""
-    num_elements: int
-    in_blocks: bool
-    """True if its optimizer state is held in 8-bit blocks."""
-    trained: bool
-    matrices: tuple[MatrixSize, ...] = ()
-    """Whole matrices that Muon steps."""
-
-
-class SplitLayers(NamedTuple):
-    """Layers of a model on one tp and cp rank; of equal layers, the first."""
-
-    layers: nn.Sequential
-    group: CountingGroup
-    parameters: dict[str, list[LocalParameter]]
-    """Parameters of each layer."""
-    meter: ContextMeter | None = None
-    """Meter of the attention cores, where context parallelism or the corpus' documents count."""
 
 
 @dataclass
@@ -170,29 +139,20 @@ class ModelCache:
         return self.cached(("costs", size, names), count)
 
     @cached_property
-    def key_shares(self) -> KeyShares:
-        """Shares of attention's FLOPs, by the documents of the training corpus."""
-        return KeyShares(self.config)
-
-    def shared_tokens(self, cp: int) -> SharedTokens:
-        """Share the tokens of each sample over ``cp`` ranks."""
-        return self.cached(("tokens", cp), lambda: share_tokens(self.config, self.model, cp, self.example(1)))
+    def context(self) -> ContextModel:
+        """Context parallelism of the model."""
+        return ContextModel(self.config, self.model)
 
     def split(self, tp: int, sequence: bool, cp: int = 1) -> SplitLayers:
         """Shard the representative layers over ``tp`` ranks, after their tokens over ``cp`` ranks."""
         return self.cached(("split", tp, sequence, cp), lambda: self._split(tp, sequence, cp))
 
     def _split(self, tp: int, sequence: bool, cp: int) -> SplitLayers:
-        originals, whole = nn.Sequential(), self.model.layers
-        if cp > 1:
-            whole, cut = self.shared_tokens(cp)
-            cut.check(self.config.model.builder, parts=tp if sequence else 1, heads=0)
+        originals, whole = nn.Sequential(), self.context.layers(cp, tp if sequence else 1)
         for name in dict.fromkeys(self.representatives):
             originals.add_module(name, whole.get_submodule(name))
         layers, group = copy.deepcopy(originals), counting_group(tp)
-        meter = None
-        if cp > 1 or self.key_shares.has_documents:
-            meter = metered(layers, self.model.plan, group, cp, exchange_of(self.config))
+        meter = self.context.install_meter(layers, group, cp)
         infos = sharding.apply(
             layers,
             plan=self.model.plan,
@@ -226,11 +186,11 @@ class ModelCache:
             found = LayerProfiler(group, self.loss(layers, group), self.execution, self._layers, meter).profile(
                 [(n, layers.get_submodule(first)) for n, first in zip(self.names, self.representatives, strict=True)],
                 shapes.inputs,
-                shapes.labels if cp == 1 else self.shared_tokens(cp).cut.take_labels(shapes.labels),
+                self.context.labels(cp, shapes.labels),
                 recompute=names,
                 splits_backward=splits_backward,
             )
-            return found if meter is None else with_shares(found, self.key_shares, config)
+            return self.context.with_shares(found, config)
 
         return self.cached(("profiles", parallel.tp, cp, sequence, size, names, splits_backward), profile)
 
