@@ -154,6 +154,8 @@ def test_pinned_degrees_are_those_of_the_plan(folder: Path) -> None:
     for options, grid in ((("--tp", "2"), "tp 2"), (("--no-tp", "--no-dp"), "pp 2"), (("--dp", "2"), "dp 2")):
         found = told(*words, *options)
         assert found.code == 0 and grid in found.out, found
+    shared = told(*words, "--cp", "2")
+    assert shared.code == 0 and "pp 1 x dp 1 x cp 2 x tp 1" in shared.out, shared
     assert told(*words, "--tp", "2", "--no-tp").code == 2
     assert told(*words, "--no-pp", "--no-dp", "--no-tp").code == 2  # 1 of 2 devices
     assert "with --tp 3: no degrees divide the devices" in (odd := told(*words, "--tp", "3")).err
