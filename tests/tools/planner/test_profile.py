@@ -136,7 +136,7 @@ def test_halves_of_a_backward_are_the_whole() -> None:
 def llama(tp: int = 1, sequence: bool = False, **how: Any) -> dict[str, LayerProfile]:
     """The layers of a small Llama on a rank."""
     bench = cache()
-    layers, group, _ = bench.split(tp, sequence)
+    layers, group, *_ = bench.split(tp, sequence)
     shapes = bench.example(B)
     execution = how.pop("execution", ExecutionOptions())
     found = LayerProfiler(group, bench.loss(layers, group), execution).profile(
