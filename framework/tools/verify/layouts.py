@@ -184,9 +184,12 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
     return (
         layout.num_stages <= traits.num_layers
         and global_batch % (layout.dp * layout.micro_batch_size) == 0
-        and (not layout.sequence or (traits.is_sequence and layout.tp > 1 and sequence_length % layout.tp == 0))
+        and (
+            not layout.sequence
+            or (traits.is_sequence and layout.tp > 1 and sequence_length % (layout.cp * layout.tp) == 0)
+        )
         and (layout.tp == 1 or traits.is_sharded)
-        and (layout.cp == 1 or (traits.is_sequence and sequence_length % layout.cp == 0))
+        and (layout.cp == 1 or (traits.is_sequence and traits.has_core and sequence_length % layout.cp == 0))
         and (layout.recompute != "selective" or traits.has_selective)
         and not (layout.offload and traits.is_muon)
         and not (traits.has_statistics and layout.tp * layout.cp > 1)

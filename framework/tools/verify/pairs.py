@@ -7,6 +7,7 @@ default layouts are therefore chosen so that each pair of this table occurs in o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
         "dp": layout.dp > 1,
         "dp > 2": layout.dp > 2,
         "pp > 2": layout.pp > 2,
+        "cp": layout.cp > 1,
         "tp": layout.tp > 1,
         "tp > 2": layout.tp > 2,
         "sequence": layout.sequence,
@@ -44,7 +46,7 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
         "tie across ranks": traits.is_tied and layout.pp > 1 and not has_v,
         "tie inside a rank": traits.is_tied and layout.pp > 1 and has_v,
         "offload": layout.offload,
-        "shard factor": layout.zero > 0 and 1 < layout.shard < layout.dp,
+        "shard factor": layout.zero > 0 and 1 < layout.shard < layout.dp * layout.cp,
         "reduce = step": once,
         "selective": layout.recompute == "selective",
         "full": layout.recompute == "full",
@@ -97,6 +99,11 @@ SHARED = (
     Shared(("padded vocabulary",), ("sequence", "tp > 2", *TIES), "rows of the last rank, ranks without rows"),
     Shared(("micro-batch > 1",), ("pp > 2", "tp", "V"), "batch dim of what is sent"),
     Shared(("split backward",), TIES[:1], "weight gradients of both uses of a tied weight"),
+    Shared(("cp",), ("dp", *ZEROS, "shard factor"), "gradients are summed, and states sharded, over dp x cp replicas"),
+    Shared(("cp",), ("tp", "sequence"), "tokens are cut over cp, then over tp; keys of a tp rank's heads are gathered"),
+    Shared(("cp",), (*SCHEDULES, "middle rank"), "shapes between stages, whose samples and documents stay whole"),
+    Shared(("cp",), RECOMPUTES, "keys are gathered again in backward, in the same order on all ranks"),
+    Shared(("cp",), ("dropout", "micro-batch > 1"), "masks by place in the sample, which is not that on the rank"),
 )
 """Table of shared code. Each feature is also covered on its own: see :func:`wanted_pairs`."""
 
@@ -115,10 +122,10 @@ def wanted_pairs() -> dict[Pair, str]:
 
 def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]:
     """Return all layouts to choose from, smallest first."""
-    degrees = [d for d in itertools.product((1, 2, 4), repeat=3) if d[0] * d[1] * d[2] <= max_ranks]
+    degrees = [d for d in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2)) if math.prod(d) <= max_ranks]
     layouts = []
-    for (dp, pp, tp), schedule, zero, sequence, size, recompute, shard, once, offload in itertools.product(
-        sorted(degrees, key=lambda d: d[0] * d[1] * d[2]),
+    for (dp, pp, tp, cp), schedule, zero, sequence, size, recompute, shard, once, offload in itertools.product(
+        sorted(degrees, key=math.prod),
         ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"),
         (0, 1, 2, 3),
         (False, True),
@@ -131,12 +138,13 @@ def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]
         has_no_effect = (
             (pp == 1 and schedule != "1f1b")
             or (dp == 1 and zero != 1)
-            or (shard and (dp <= shard or zero == 0))
+            or (shard and (dp * cp <= shard or zero == 0))
             or (once and (zero < 2 or dp == 1))
             or (sequence and tp == 1)
         )
         if not has_no_effect:
-            layouts.append(Layout(dp, pp, tp, schedule, zero, sequence, size, 0, recompute, shard, once, offload))
+            rest = schedule, zero, sequence, size, 0, recompute, shard, once, offload
+            layouts.append(Layout(dp, pp, tp, *rest, cp))
     return layouts
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import RunConfig
+from meshwright.context_parallel.plan import CORE
 from meshwright.data.sources import Source, example
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.running_buffers import couples_samples, has_statistics, has_step_sums, owner_of, running_buffers
@@ -43,6 +44,8 @@ class Traits(NamedTuple):
     """Layer in which samples depend on each other, if running the model revealed it; else ""."""
     vocab_sizes: tuple[int, ...] = ()
     """Row counts of the weights that are sharded as a vocabulary; tp pads them."""
+    has_core: bool = False
+    """True if the sharding plan names an attention core, so that context parallelism is possible."""
     is_muon: bool = False
     """True if Muon steps matrices, which excludes offload."""
     has_statistics: bool = False
@@ -69,6 +72,8 @@ class Traits(NamedTuple):
             and not self.has_running | self.has_statistics
         ):
             reasons.append("sequence parallelism: a sample has one label, not a sequence of them")
+        if self.is_sharded and self.is_sequence and not self.has_core and not self.has_running:
+            reasons.append(f'context parallelism: the sharding_plan names no attention core (kind "{CORE}")')
         if self.is_muon:
             reasons.append('offload: optimizer.name = "muon" multiplies matrices, on the device')
         if self.couples_samples:
@@ -124,5 +129,6 @@ def traits_of(config: RunConfig) -> Traits:
         has_dropout=any(isinstance(module, SeededDropout) and module.p > 0 for module in model.layers.modules()),
         has_selective=bool(model.selective_recompute),
         vocab_sizes=vocab_sizes(model),
+        has_core=CORE in map(str, model.plan.values()) and not model.loss_heads,
         is_muon=config.optimizer.name == "muon",
     )

@@ -129,7 +129,9 @@ def test_tokens_are_a_share_of_all_others() -> None:
     assert len(labels) == len(bench.names)
 
 
-@pytest.mark.parametrize("parallel", [{"zero": 1}, {"zero": 3, "tp": 2, "sequence": True}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"zero": 1}, pytest.param({"zero": 3, "tp": 2, "sequence": True}, marks=pytest.mark.torture)], ids=str
+)
 def test_real_processes_hold_what_was_predicted(pool: RankPool, parallel: dict[str, Any]) -> None:
     base = larger("llama", **parallel | {"tp": 1, "sequence": False})
     config: RunConfig = resolve(
