@@ -123,7 +123,8 @@ class Stragglers:
         if mesh.rank != 0:
             return None
         try:
-            return judge(reports, mesh.nodes, step_s, tp=mesh.grid.tp if mesh.device.type == "cuda" else 1)
+            tp, cp = (mesh.grid.tp, mesh.grid.cp) if mesh.device.type == "cuda" else (1, 1)
+            return judge(reports, mesh.nodes, step_s, tp=tp, cp=cp)
         except Exception as error:
             tell(f"watch: the search for stragglers failed, the run continues: {error!r}")
             return None
@@ -145,32 +146,39 @@ def _messages(mesh: Mesh, pipeline: Sequence[RankSpans], scale: float) -> dict[t
     return {(ranks[sender], ranks[receiver]): scale * seconds for (sender, receiver), seconds in waits_s.items()}
 
 
-def judge(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, *, tp: int = 1) -> Straggler:
+def judge(
+    reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, *, tp: int = 1, cp: int = 1
+) -> Straggler:
     """Return the greatest delay, or ``NO_STRAGGLER`` if it is shorter than ``SHARE`` of the step. Pure.
 
     Args:
         reports: measurements of all ranks, by global rank.
         nodes: node name of each rank.
         step_s: seconds of a mean step.
-        tp: number of neighbouring ranks whose times contain the waits for each other, and cannot be distinguished.
+        tp, cp: degrees of the axes along which a rank's time contains the waits for its neighbours, so that these
+            cp x tp ranks cannot be distinguished.
     """
-    candidates = [_rank(reports, nodes, step_s, tp), _link(reports, nodes, step_s), _sums(reports, nodes, step_s)]
+    candidates = [_rank(reports, nodes, step_s, tp, cp), _link(reports, nodes, step_s), _sums(reports, nodes, step_s)]
     worst = max(filter(None, candidates), key=lambda each: each.delay_s, default=NO_STRAGGLER)
     return worst if worst.share >= SHARE else NO_STRAGGLER
 
 
-def _rank(reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, tp: int) -> Straggler | None:
+def _rank(
+    reports: Sequence[StragglerReport], nodes: Sequence[str], step_s: float, tp: int, cp: int
+) -> Straggler | None:
     """Return the slowest rank, or its node if the whole node is slow; the delay is relative to the next slowest."""
     slowest = max(range(len(reports)), key=lambda rank: reports[rank].busy_s)
-    first = slowest - slowest % tp
-    others_s = [report.busy_s for rank, report in enumerate(reports) if not first <= rank < first + tp]
+    together = cp * tp
+    first = slowest - slowest % together
+    others_s = [report.busy_s for rank, report in enumerate(reports) if not first <= rank < first + together]
     elsewhere_s = [report.busy_s for report, node in zip(reports, nodes, strict=False) if node != nodes[slowest]]
     if not others_s:
         return None
     busy_s, next_s = reports[slowest].busy_s, max(others_s)
     name = f"rank {slowest} on {nodes[slowest]}"
-    if tp > 1:
-        name = f"one of the tensor-parallel ranks {first}..{first + tp - 1} on {nodes[slowest]}"
+    if together > 1:
+        kind = "-parallel and ".join(["tensor"] * (tp > 1) + ["context"] * (cp > 1))
+        name = f"one of the {kind}-parallel ranks {first}..{first + together - 1} on {nodes[slowest]}"
     if elsewhere_s and busy_s - next_s < (busy_s - max(elsewhere_s)) / 2:
         name, next_s = f"the node {nodes[slowest]}", max(elsewhere_s)
     why = f"it is busy for {busy_s:.3g} s, the next slowest for {next_s:.3g} s"

@@ -58,7 +58,7 @@ def opened(config_json: str) -> tuple[RunConfig, Mesh]:
     config = parse(config_json)
     parallel = config.parallel
     assert isinstance(parallel.dp, int)
-    return config, open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    return config, open_mesh(Grid(*parallel.degrees), "cpu")
 
 
 def parts_for(config: RunConfig, mesh: Mesh) -> Parts:
@@ -165,7 +165,7 @@ def taken(parts: Parts) -> str | None:
 def size_of(config: RunConfig) -> int:
     """Number of ranks."""
     assert isinstance(config.parallel.dp, int)
-    return config.parallel.pp * config.parallel.dp * config.parallel.tp
+    return Grid(*config.parallel.degrees).size
 
 
 def messages_rank(rank: int, world_size: int, config_json: str, specs: list[Spoil]) -> list[tuple[str | None, bool]]:

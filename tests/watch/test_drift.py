@@ -227,6 +227,29 @@ CASES: list[tuple[str, str, str, list[tuple[Flip, str]]]] = [
         "",
         [(Flip(0, "weight", "embedding.positions.weight"), "embedding.positions.weight differ after step 2: rank 0 ")],
     ),
+    (
+        "dp2,cp2",
+        "float32",
+        "",
+        [
+            (
+                Flip(3, "weight", "norm.weight"),
+                "norm.weight differ after step 2: rank 3 (pp0 dp1 cp1 tp0) is unlike the other 3 copies (ranks 0-2)",
+            ),
+        ],
+    ),
+    (
+        "cp2,pp2,mbs2,zero0",
+        "bfloat16",
+        "",
+        [
+            (
+                Flip(1, "exp_avg", "block0.mlp.up.weight"),
+                "the moment exp_avg of block0.mlp.up.weight differ after step 2: rank 0 (pp0 dp0 cp0 tp0) and "
+                f"rank 1 (pp0 dp0 cp1 tp0){UNDECIDED}",
+            ),
+        ],
+    ),
     ("pp3", "float32", "tests.support.builders:tied_to_the_head", []),
     ("dp2,tp2,mbs2,sequence,full", "bfloat16", "", []),
     ("pp2", "float32", "tests.watch.builders:with_running_buffers", []),

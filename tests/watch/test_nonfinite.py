@@ -188,6 +188,25 @@ CASES: list[tuple[str, str, str, list[tuple[Spoil, str]]]] = [
             ),
         ],
     ),
+    (  # keys of a rank reach the queries of the others: where it began is named
+        "dp2,cp2,mbs2",
+        "float32",
+        "",
+        [
+            (
+                Spoil("output", 3, "block0.mlp.up", 4),
+                "rank 3 (pp0 dp1 cp1 tp0): the output of block0.mlp.up .* replica dp1, sample 12",
+            ),
+            (
+                Spoil("gradient", 1, "block0.mlp.up.weight", 0),
+                "rank 1 (pp0 dp0 cp1 tp0): the gradient of block0.mlp.up.weight .* samples 8-9",
+            ),
+            (
+                Spoil("output", 2, "block0.attention.qkv", 4, times=1),
+                f"{ONCE}ranks 2-3 (pp0 dp1 cp0-1 tp0)",
+            ),
+        ],
+    ),
     (
         "dp2,tp2,sequence,zero0,selective",
         "bfloat16",

@@ -64,6 +64,13 @@ def test_ranks_whose_kernels_wait_for_each_other_are_named_together() -> None:
     assert judge([told(0.2), told(0.9)], HOSTS, 1.0, tp=2) is NO_STRAGGLER, "nobody to compare them with"
 
 
+def test_ranks_that_exchange_keys_are_named_together() -> None:
+    late = [told(0.2), told(0.2), told(0.59), told(0.6)]
+    assert judge(late, ["h1"] * 4, 0.8, cp=2).name == "one of the context-parallel ranks 2..3 on h1"
+    found = judge([*[told(0.2)] * 4, *late[2:] * 2], ["h1"] * 8, 0.8, tp=2, cp=2)
+    assert found.name == "one of the tensor-parallel and context-parallel ranks 4..7 on h1"
+
+
 def test_a_link() -> None:
     found = judge([told(0.2, _0_2=0.01, _2_4=0.5, _4_2=0.1), *[told(0.2)] * 5], HOSTS, 1.0)
     assert found.name == "the link between h2 and h3" and (found.rank, found.delay_s) == (2, 0.5)
@@ -135,6 +142,7 @@ def test_what_was_on_its_way() -> None:
         LATER("pp2,tp2", 2, {"pipeline": {"schedule": "zb_h1"}}),
         LATER("dp2,tp2", 1, {"pipeline": {"recompute": "full"}}),
         LATER("dp4,zero1", 2, {}),
+        LATER("dp2,cp2", 1, {}),
         ("dp2,pp2", 2, {}),
         LATER("pp4", 1, {}),
     ],
