@@ -77,7 +77,8 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
         if number:
             put()
         tokenizer = options.tokenizer or prefix.with_name("tokenizer.json")
-        data.show(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing)
+        context = data.ContextReport(options.cp, options.cp_order)
+        data.show(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing, context)
     return 0
 
 
@@ -94,7 +95,11 @@ def _show_stages(options: argparse.Namespace) -> int:
     for corpus in causal_corpora(source):
         put()
         tokenizer = options.tokenizer or config.data.tokenizer or corpus.prefix.with_name("tokenizer.json")
-        data.show(corpus.prefix, Path(tokenizer), options.samples, config.data.sequence_length, config.data.packing)
+        context = data.ContextReport(
+            options.cp if options.cp > 1 else config.parallel.cp, options.cp_order, config.data.document_boundaries
+        )
+        length, packing = config.data.sequence_length, config.data.packing
+        data.show(corpus.prefix, Path(tokenizer), options.samples, length, packing, context)
     return 0
 
 

@@ -49,6 +49,10 @@ class Documents:
         starts = self._read(0, len(self)) // self.itemsize
         return np.append(starts, np.int64(self.index.num_tokens))
 
+    def starts_from(self, first: int, count: int) -> NDArray[np.int64]:
+        """Return the starts of ``count`` documents from ``first`` on."""
+        return self._read(first, count) // self.itemsize
+
     def _read(self, first: int, count: int) -> NDArray[np.int64]:
         if not isinstance(self.starts, FileReader):
             return self.starts[first : first + count]

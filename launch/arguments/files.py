@@ -134,11 +134,13 @@ def _data_show(sources: Added) -> None:
         "show",
         "data:show",
         "print samples of a corpus as text, with counts",
-        "Prints training samples, with the start of each document; tokens without a label are dimmed (in a file: in "
-        "braces). Of a configuration: the share of each corpus in each data stage, then samples of each corpus. Names "
+        "Prints document lengths and training samples, with the start of each document; tokens without a label are "
+        "dimmed (in a file: in braces). Of a configuration: the share of each corpus in each data stage, then samples "
+        "of each corpus. --cp prints how unequally context-parallel ranks would share the keys of its documents. Names "
         "damaged files. Reads only a few tokens of a corpus of any size.",
         "meshwright data show data/chats --samples 5\n"
-        "  meshwright data show data/pages/validation --sequence-length 512 --packing documents",
+        "  meshwright data show data/pages/validation --sequence-length 512 --packing documents\n"
+        "  meshwright data show data/pages --sequence-length 131072 --cp 8",
     )
     shown.add_argument(
         "place",
@@ -151,6 +153,10 @@ def _data_show(sources: Added) -> None:
         "--sequence-length", type=count, default=256, metavar="S", help="tokens of a sample (default: 256)"
     )
     shown.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as data.packing")
+    shown.add_argument("--cp", type=count, default=1, metavar="N", help="context-parallel ranks (default: none)")
+    shown.add_argument(
+        "--cp-order", choices=["contiguous", "zigzag", "documents"], help="order of their tokens (default: each)"
+    )
     shown.add_argument("--tokenizer", type=Path, metavar="T", help="default: the tokenizer.json beside the corpus")
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from meshwright.data.corpus import IGNORE, Corpus, CorpusExample, DocumentRules, Packing
 from meshwright.data.indexed import idx_path
+from meshwright.data.prepare.length_report import ContextReport, describe_balance, describe_lengths
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import load
 from meshwright.errors import DataError
@@ -47,8 +48,15 @@ def splits_of(place: Path) -> list[Path]:
     return sorted(prefixes, key=lambda prefix: (rank.get(prefix.name, len(SPLITS)), prefix.name))
 
 
-def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: int, packing: Packing) -> None:
-    """Print the counts and the first samples of one corpus to stdout.
+def show(
+    prefix: Path,
+    tokenizer_file: Path,
+    num_samples: int,
+    sequence_length: int,
+    packing: Packing,
+    context: ContextReport | None = None,
+) -> None:
+    """Print the counts, document lengths and first samples of one corpus to stdout.
 
     Text that does not count as labels is dimmed on a terminal, and in braces elsewhere.
 
@@ -68,6 +76,9 @@ def show(prefix: Path, tokenizer_file: Path, num_samples: int, sequence_length: 
     console.print(
         Text(f'  as samples of {length:,} tokens, packing = "{packing}": {corpus.num_samples:,}{cut}', style="bold")
     )
+    balance = describe_balance(corpus, context or ContextReport())
+    for line in (describe_lengths(corpus.documents, length), *balance):
+        console.print(Text(f"  {line}", style="bold"))
     for number in range(min(num_samples, corpus.num_samples)):
         example = corpus.example(number)
         largest = int(example.tokens.max())

@@ -124,6 +124,7 @@ def test_show(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert said.splitlines() == [
         f"{out}/train: 3 documents, 26 tokens, 19 of them labels",
         '  as samples of 22 tokens, packing = "documents": 2',
+        "  tokens of a document: 5 to 15, 10 % 5, median 6, 90 % 6; none is longer than a sample",
         "--- sample 0: 21 tokens, 16 labels, 2 documents",
         f"[document] {{2+2=}}4{END}",
         f"[document] straße 東京{END}",
