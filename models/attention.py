@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
     With R = 1 this is GPT-2's ``[q k v]`` per head. ``dropout`` acts on the probabilities (B, H, S, S), heads in dim 1.
     ``bias`` is that of ``qkv``. With ``qk_norm``, which builds a norm over so many features, queries and keys pass such
-    norms over head_dim, one weight for all heads.
+    norms over head_dim, one weight for all heads; with ``norm_is_whole`` over the features of all heads together.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Attention(nn.Module):
         dropout: float,
         rotary: nn.Module | None = None,
         qk_norm: Callable[[int], nn.Module] | None = None,
+        norm_is_whole: bool = False,
     ) -> None:
         super().__init__()
         hidden_size, num_heads, num_kv_heads, self.head_dim, window, divisor = shape
@@ -90,8 +91,9 @@ class Attention(nn.Module):
         self.drops = dropout > 0
         self.core = AttentionCore(window, divisor)
         self.qkv = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
-        self.q_norm = None if qk_norm is None else qk_norm(self.head_dim)
-        self.k_norm = None if qk_norm is None else qk_norm(self.head_dim)
+        normed = (num_heads, num_kv_heads) if norm_is_whole else (1, 1)
+        self.q_norm, self.k_norm = (None if qk_norm is None else qk_norm(n * self.head_dim) for n in normed)
+        self.norm_is_whole = norm_is_whole
         self.rotary = rotary
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(num_heads * self.head_dim, hidden_size, bias=out_bias)
@@ -103,7 +105,10 @@ class Attention(nn.Module):
         groups = rearrange(self.qkv(x), "b s (g r d) -> b g r s d", r=self.heads_per_group + 2, d=self.head_dim)
         q, k, v = groups[:, :, :-2], groups[:, :, -2], groups[:, :, -1]  # (B, G, R, S, d), (B, G, S, d) twice
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            if self.norm_is_whole:
+                q, k = norm_heads(self.q_norm, q), norm_heads(self.k_norm, k.unsqueeze(2)).squeeze(2)
+            else:
+                q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
             cos, sin = self.rotary(q) if starts is None else self.rotary(q, positions_of(starts))
             of_q = (cos, sin) if starts is None else (cos[:, None], sin[:, None])  # q has one more dim than k
@@ -258,6 +263,14 @@ class AttentionCore(nn.Module):
             return mask
         of_queries, of_keys = document[:, queries.start : queries.stop], document[:, keys.start : keys.stop]
         return (mask & (of_queries[:, :, None] == of_keys[:, None, :]))[:, None]
+
+
+def norm_heads(norm: nn.Module, x: Tensor) -> Tensor:
+    """Apply a norm over the features of all heads together. x: (B, G, R, S, d). Return the same shape."""
+    num_heads = x.shape[2]
+    return rearrange(
+        norm(rearrange(x, "b g r s d -> b s (g r d)")), "b s (g r d) -> b g r s d", r=num_heads, d=x.shape[-1]
+    )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def assemble(
     layers: dict[str, nn.Module],
     *,
     initialise: Callable[[str, Tensor], None],
-    sharding_plan: dict[str, str],
+    sharding_plan: dict[str, Any],
     divisible: dict[str, int],
     tied_weights: list[tuple[str, ...]],
     selective_recompute: Sequence[str],
@@ -230,7 +230,7 @@ def assemble_decoder(
     norm: LastNorm,
     *,
     tied: bool,
-    sharding_plan: dict[str, str],
+    sharding_plan: dict[str, Any],
     units: Mapping[str, int],
     training: TrainingOptions,
 ) -> nn.Sequential:
@@ -248,7 +248,7 @@ def assemble_decoder(
     shared, recomputed, head = ["embedding.tokens.weight"], ["block*.attention.core"], "head.weight"
     if training.mtp_layers:
         embedding.returns_ids, head = True, "head.linear.weight"
-        sharding_plan = multi_token.sharding_plan(sharding_plan)
+        sharding_plan = multi_token.sharding_plan(sharding_plan, blocks[-1])
         for i, block in enumerate(blocks[len(trunk) :]):
             layers[f"mtp{i}"] = MtpModule(i + 1, embedding.tokens, norm, block, embedding.dropout.p)
             shared.append(f"mtp{i}.tokens.weight")

@@ -8,13 +8,13 @@ Grattafiori et al. 2024, "The Llama 3 Herd of Models" (arXiv:2407.21783), Table 
     405B  126  16384  53248  128  8 -> 405,853,388,800
 
 Related models are options of this one: Mistral (``sliding_window``, ``head_dim``), Qwen2 (``qkv_bias``), Qwen3
-(``qk_norm``, ``head_dim``), and their mixtures of experts (``moe``, see ``models/moe_options.py``).
+(``qk_norm``, ``head_dim``), their mixtures of experts (``moe``), and the latent attention of DeepSeek-V3 (``mla``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,21 +28,23 @@ from meshwright.models.blocks import (
     assemble_decoder,
 )
 from meshwright.models.last_norm import LastRMSNorm
+from meshwright.models.mla import LATENT_PLAN, LatentAttention, latent_of, split_heads
 from meshwright.models.moe_options import feed_forwards_of
 from meshwright.models.mup import mup_of
 from meshwright.models.rotary import Rotary
 from meshwright.models.sizes import check_positive, head_dim_of
 
-SHARDING_PLAN = {
-    "embedding.tokens": "vocab",
+HEADS = {
     "block*.attention.qkv": "column",
     "block*.attention.rotary": "positions",
     "block*.attention.core": "context",
     "block*.attention.dropout": "heads",
     "block*.attention.out": "row",
-    "head": "vocab",
 }
-
+"""Sharding plan of an attention: each tp rank has some of the heads."""
+WHOLE = {"block*.attention.qkv": "column_whole", "block*.attention.out": "row_whole"}
+WHOLE |= {"block*.attention.[qk]_norm": "uncut", "block*.attention.dropout": "uncut"}
+"""Changes of it for a norm over all heads: every rank attends with all of them."""
 
 POSITIVE = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "max_sequence_length"),
@@ -90,6 +92,14 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALE
     return scaled
 
 
+class Attentions(NamedTuple):
+    """Attentions of the blocks: their builder, sharding plan and indivisible units."""
+
+    build: Callable[[], nn.Module]
+    plan: dict[str, Any]
+    units: dict[str, int]
+
+
 def _attention_shape(options: Mapping[str, Any]) -> AttentionShape:
     hidden_size, head_dim = options["hidden_size"], options["head_dim"]
     num_heads, num_kv_heads = options["num_heads"], options["num_kv_heads"]
@@ -100,6 +110,30 @@ def _attention_shape(options: Mapping[str, Any]) -> AttentionShape:
     return AttentionShape(
         hidden_size, num_heads, num_kv_heads, size, options["sliding_window"], mup_of(options).score_divisor(size)
     )
+
+
+def _attentions(options: Mapping[str, Any], norm: Callable[[int], nn.Module]) -> Attentions:
+    """Return the attentions of the blocks. ``norm``: builds a norm over so many features."""
+    latent, qk_norm, dropout = latent_of(options), options["qk_norm"], options["dropout"]
+    if qk_norm not in (True, False, "whole"):
+        raise ValueError(f'qk_norm={qk_norm!r} must be true, false or "whole"')
+    if qk_norm == "whole" and dropout:
+        raise ValueError(f'qk_norm="whole" with dropout={dropout}: its masks are not drawn by head; leave one out')
+    names = ("scaling_factor", "low_freq_factor", "high_freq_factor", "original_length")
+    scaling = RopeScaling._make(options[f"rope_{name}"] for name in names)
+    if latent is not None:
+        frequencies = rope_frequencies(latent.rope_dim, options["rope_theta"], scaling)
+        sizes = options["hidden_size"], options["num_heads"], latent
+        last = {"norm": norm, "dropout": dropout, "window": options["sliding_window"]}
+        plan: dict[str, Any] = {"block*.attention": split_heads} | LATENT_PLAN
+        return Attentions(lambda: LatentAttention(*sizes, rotary=Rotary(frequencies), **last), plan, {})
+    shape = _attention_shape(options)
+    frequencies = rope_frequencies(shape.head_dim, options["rope_theta"], scaling)
+    given = {"bias": options["qkv_bias"], "out_bias": options["out_bias"], "dropout": dropout}
+    given |= {"qk_norm": norm if qk_norm else None, "norm_is_whole": qk_norm == "whole"}
+    plan = HEADS | (WHOLE if qk_norm == "whole" else {"block*.attention.[qk]_norm": "heads"} if qk_norm else {})
+    units = {"attention.qkv": shape.num_kv_heads, "attention.out": shape.num_heads}
+    return Attentions(lambda: Attention(shape, rotary=Rotary(frequencies), **given), plan, units)
 
 
 def build(
@@ -122,7 +156,7 @@ def build(
     qkv_bias: bool = False,  # of the query, key and value projection
     out_bias: bool = False,  # of the attention's output projection
     mlp_bias: bool = False,  # of both feed-forward projections
-    qk_norm: bool = False,  # an RMSNorm on the queries and keys of each head
+    qk_norm: bool | str = False,  # an RMSNorm on the queries and keys of each head; "whole": over all heads
     sliding_window: int | None = None,  # tokens that each token attends to, itself included; None: all before it
     init_std: float = 0.02,
     residual_init: str = "num_layers",  # "layer_index" or "none": see TrainingOptions in models/blocks.py
@@ -135,6 +169,7 @@ def build(
     mup_embedding_multiplier: float = 1.0,
     mup_output_multiplier: float = 1.0,
     moe: Mapping[str, Any] | None = None,  # mixture of experts: the fields of MoeOptions in models/moe_options.py
+    mla: Mapping[str, Any] | None = None,  # latent attention: the fields of LatentOptions in models/mla.py
 ) -> nn.Sequential:
     """Build ``embedding``, ``block0`` .., ``norm``, ``head``: token ids (B, S) int64 -> logits (B, S, V).
 
@@ -142,23 +177,19 @@ def build(
     """
     options = dict(locals())
     check_positive(**{name: options[name] for name in POSITIVE})
-    mup, shape, mlps = mup_of(options), _attention_shape(options), feed_forwards_of(options)
-    scaling = RopeScaling(rope_scaling_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length)
-    frequencies = rope_frequencies(shape.head_dim, rope_theta, scaling)
+    mlps, attentions = feed_forwards_of(options), _attentions(options, partial(nn.RMSNorm, eps=norm_eps))
     norm = partial(nn.RMSNorm, hidden_size, eps=norm_eps)
-    head_norm = partial(nn.RMSNorm, eps=norm_eps)
-    attention = partial(Attention, shape, bias=qkv_bias, out_bias=out_bias, qk_norm=head_norm if qk_norm else None)
     blocks = [
-        Block(norm(), attention(rotary=Rotary(frequencies), dropout=dropout), norm(), mlps.build(i), dropout=dropout)
+        Block(norm(), attentions.build(), norm(), mlps.build(i), dropout=dropout)
         for i in range(num_layers + mtp_layers)
     ]
-    plan = SHARDING_PLAN | mlps.sharding_plan() | ({"block*.attention.[qk]_norm": "heads"} if qk_norm else {})
+    loss = label_smoothing, z_loss, mtp_layers, mtp_loss_weight
     return assemble_decoder(
         Embedding(vocab_size, hidden_size, max_sequence_length, learned_positions=False, dropout=dropout),
         blocks,
         LastRMSNorm(hidden_size, eps=norm_eps),
         tied=tied,
-        sharding_plan=plan,
-        units={"attention.qkv": num_kv_heads, "attention.out": num_heads} | mlps.units(),
-        training=TrainingOptions(init_std, residual_init, label_smoothing, z_loss, mtp_layers, mtp_loss_weight, mup),
+        sharding_plan={"embedding.tokens": "vocab"} | attentions.plan | mlps.sharding_plan() | {"head": "vocab"},
+        units=attentions.units | mlps.units(),
+        training=TrainingOptions(init_std, residual_init, *loss, mup_of(options)),
     )

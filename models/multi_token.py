@@ -17,7 +17,9 @@ Shapes: B samples, S tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import copy
+import fnmatch
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,9 +80,14 @@ class SharedHead(nn.Module):
         return tuple(self.linear(h) for h in (*first, last))
 
 
-def sharding_plan(plan: dict[str, str]) -> dict[str, str]:
-    """Return a decoder's sharding plan extended by the modules' blocks, their embedding and the shared head."""
-    blocks = {f"mtp*.block.{name.partition('.')[2]}": kind for name, kind in plan.items() if name.startswith("block")}
+def sharding_plan(plan: dict[str, Any], block: nn.Module) -> dict[str, Any]:
+    """Return a decoder's sharding plan extended by the modules' blocks, their embedding and the shared head.
+
+    ``block``: one of those blocks. Patterns that name none of its modules are for other blocks of the trunk.
+    """
+    inner = {name.partition(".")[2]: kind for name, kind in plan.items() if name.startswith("block")}
+    names = [name for name, _ in block.named_modules()]
+    blocks = {f"mtp*.block.{each}": kind for each, kind in inner.items() if fnmatch.filter(names, each)}
     return (
         {name: kind for name, kind in plan.items() if name != "head"}
         | blocks

@@ -87,7 +87,7 @@ LARGE_FILES = {
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
     "models/gpt2.py:build": 17,
-    "models/llama.py:build": 32,
+    "models/llama.py:build": 33,
     "models/t5.py:build": 17,
 }
 CORE_LINES, FRAMEWORK_LINES = 17_776, 58_395

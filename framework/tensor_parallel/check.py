@@ -51,6 +51,8 @@ SPLITTING = (
     ShardingKind.ROW_WHOLE,
     ShardingKind.VOCAB,
 )
+BESIDE_RULES = (ShardingKind.CONTEXT, ShardingKind.POSITIONS, ShardingKind.HEADS)
+"""Kinds that modules inside a layer with a rule may have: they cut no parameter."""
 ROWS = (ShardingKind.ROW, ShardingKind.ROW_WHOLE)
 
 
@@ -168,6 +170,8 @@ def _match(model: nn.Sequential, plan: Mapping[str, str | Rule], problems: list[
                     f"sharding_plan[{pattern!r}]: make one of the patterns narrower"
                 )
     for name, placement in placements.items():
+        if placement.kind in BESIDE_RULES:
+            continue
         for outer in (other for other in placements.values() if other.rule and name.startswith(f"{other.name}.")):
             problems.append(f"{placement} lies in {outer}, whose rule splits all of it: leave one of them out")
     return placements

@@ -38,7 +38,10 @@ from meshwright.tensor_parallel.regions import copy_in, gather_sequence, reduce_
 
 
 class SplitLayer(NamedTuple):
-    """Split of one layer over the tp ranks, as a sharding rule ``rule(layer, tp_rank, tp)`` returns it."""
+    """Split of one layer over the tp ranks, as a sharding rule ``rule(layer, tp_rank, tp)`` returns it.
+
+    A dict of these fields does as well, for a model that imports nothing of the framework.
+    """
 
     dims: Mapping[str, int]
     """Name of a parameter in the layer -> the dim that is cut into tp equal parts. Others stay whole on every rank."""
@@ -67,12 +70,15 @@ def split_by_rule(
         ModelError: the rule fails, or what it returns does not fit the layer.
     """
     shared = {id(module.draw): module.draw for module in plain.modules() if isinstance(module, SeededDropout)}
-    layer = copy.deepcopy(plain, shared)
+    hooks = [h for m in plain.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+    layer = copy.deepcopy(plain, {**shared, **{id(hook): hook for hook in hooks}})  # context parallelism's stay
     title = f"sharding rule {getattr(rule, '__qualname__', rule)} of {name} ({type(plain).__name__})"
     try:
         split = rule(layer, group.rank, group.size)
     except Exception as error:
         raise ModelError("MW-TP-003", f"{title} failed: {type(error).__name__}: {error}") from error
+    if isinstance(split, dict):
+        split = SplitLayer(**split)
     if problems := list(_problems(plain, layer, split, group.size)):
         raise ModelError("MW-TP-004", "\n".join(f"{title}: {problem}" for problem in problems))
     slices: dict[str, Slice | None] = {}

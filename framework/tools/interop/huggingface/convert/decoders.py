@@ -12,6 +12,8 @@ from meshwright.tools.interop.huggingface.convert.settings import MAX_LAYERS, MA
 from meshwright.tools.interop.huggingface.rules import TensorMapping, unchanged
 
 BUILDER = "meshwright.models.llama:build"
+DENSE = {"moe": None, "mla": None}
+"""Options of a decoder without experts and latent attention."""
 
 
 def rules(options: Options) -> list[TensorMapping]:
@@ -261,7 +263,9 @@ LLAMA = Family(
     BUILDER,
     read_llama,
     write_llama,
-    lambda options: _misfit(options, qk_norm=False, sliding_window=None) or _other_bias(options) or _uneven(options),
+    lambda options: (
+        _misfit(options, **DENSE, qk_norm=False, sliding_window=None) or _other_bias(options) or _uneven(options)
+    ),
     rules,
     LEFT_OUT,
     "model.",
@@ -271,19 +275,19 @@ MISTRAL = LLAMA._replace(
     architecture="MistralForCausalLM",
     read=read_mistral,
     write=write_mistral,
-    holds=lambda options: _misfit(options, qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False),
+    holds=lambda options: _misfit(options, **DENSE, qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False),
 )
 QWEN2 = LLAMA._replace(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     read=read_qwen2,
     write=write_qwen2,
-    holds=lambda options: _misfit(options, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False),
+    holds=lambda options: _misfit(options, **DENSE, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False),
 )
 QWEN3 = LLAMA._replace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=read_qwen3,
     write=write_qwen3,
-    holds=lambda options: _misfit(options, qk_norm=True, mlp_bias=False) or _other_bias(options),
+    holds=lambda options: _misfit(options, **DENSE, qk_norm=True, mlp_bias=False) or _other_bias(options),
 )
