@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"convert .*(peft|--merge)": "needs a run with adapters; a page of docs/tasks, and tests/adapters",
     r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
     r"(train|verify) run.toml": "needs a transformers directory; tests/tools/interop/huggingface/test_restructure.py",
+    r"verify moe.toml": "minutes on eight ranks: tests/tools/verify/test_experts.py proves the same layouts",
     r"(eval|sample) runs/llama3-70b": "a model of 70 billion parameters",
     r"slurm .*--submit": "needs a cluster: `make slurm-test`; the script itself: tests/launch/test_slurm_script.py",
     r"doctor ": "measures links between the nodes of a job: `make slurm-test`, tests/tools/doctor",

@@ -24,6 +24,10 @@ NAMED = {  # name -> ranks, parameters, chunks, tokens of one step (of the encod
     "llama3-8b": (64, 8_030_261_248, 16, 512 * 8192),
     "llama3-70b": (512, 70_553_706_496, 64, 1024 * 8192),
     "llama3-405b": (16_384, 405_853_388_800, 16, 2048 * 8192),
+    "mixtral-8x7b": (64, 46_702_792_704, 16, 1024 * 4096),
+    "olmoe-1b-7b": (64, 6_919_161_856, 2, 1024 * 4096),
+    "qwen3-30b-a3b": (128, 30_532_122_624, 8, 1024 * 4096),
+    "deepseek-v3": (2048, 671_026_404_352 + 11_610_067_968, 120, 15_360 * 4096),  # the second: multi-token prediction
 }
 
 
@@ -67,6 +71,13 @@ def test_model_is_the_published_one_and_fits_the_layout(name: str) -> None:
     assert all(units % config.parallel.tp == 0 for units in model.divisible.values())
     assert config.data.sequence_length <= config.model.options.get("max_sequence_length", math.inf)
     assert len(model) >= config.parallel.pp
+
+
+def test_deepseek_v3_without_multi_token_prediction_has_the_published_parameters() -> None:
+    """671,026,419,200 in its published weights, which count the biases of 58 routers of 256 experts too."""
+    model = build_on_meta(load(CONFIGS / "deepseek-v3.toml", ["--model.options.mtp_layers=0"]))
+    biases = [buffer.numel() for name, buffer in model.named_buffers() if name.endswith("router.bias")]
+    assert sum(parameter.numel() for parameter in model.parameters()) + sum(biases) == 671_026_419_200
 
 
 @pytest.mark.parametrize("layout", [(8, 1, 1), (1, 1, 4), (1, 4, 2), (2, 1, 4), (4, 2, 1)])
