@@ -170,9 +170,8 @@ def _match(model: nn.Sequential, plan: Mapping[str, str | Rule], problems: list[
                     f"sharding_plan[{pattern!r}]: make one of the patterns narrower"
                 )
     for name, placement in placements.items():
-        if placement.kind in BESIDE_RULES:
-            continue
-        for outer in (other for other in placements.values() if other.rule and name.startswith(f"{other.name}.")):
+        outers = [other for other in placements.values() if other.rule and name.startswith(f"{other.name}.")]
+        for outer in outers if placement.kind not in BESIDE_RULES else ():
             problems.append(f"{placement} lies in {outer}, whose rule splits all of it: leave one of them out")
     return placements
 
