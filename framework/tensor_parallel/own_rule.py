@@ -77,7 +77,7 @@ def split_by_rule(
         split = rule(layer, group.rank, group.size)
     except Exception as error:
         raise ModelError("MW-TP-003", f"{title} failed: {type(error).__name__}: {error}") from error
-    if isinstance(split, dict):
+    if isinstance(split, dict) and "dims" in split and split.keys() <= set(SplitLayer._fields):
         split = SplitLayer(**split)
     if problems := list(_problems(plain, layer, split, group.size)):
         raise ModelError("MW-TP-004", "\n".join(f"{title}: {problem}" for problem in problems))
