@@ -48,6 +48,7 @@ from meshwright.tools.verify import (
 from meshwright.tools.verify.compare import tolerance_of
 from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import RunNumbers, run_reference
+from meshwright.tools.verify.run import Rounding, rounding_of
 from meshwright.tools.verify.traits import Traits
 from tests.tools.verify import test_traps as traps
 
@@ -362,6 +363,13 @@ def expected(dtype: str) -> RunNumbers:
     return run_reference(plain, open_verify_source(plain, True), STEPS, DTYPES[dtype])
 
 
+@functools.cache
+def rounding() -> Rounding:
+    """The rounding of the plain run, by which tolerances are raised before a layout is reported."""
+    plain = layout_config(demo().config, Layout(), GLOBAL_BATCH, "float64")
+    return rounding_of(expected("float64"), plain, open_verify_source(plain, True), STEPS, (1, 2))
+
+
 def run_broken(rank: int, world_size: int, broken: str, config_json: str, steps: int) -> RankFindings:
     """One rank in a framework with one fault."""
     with pytest.MonkeyPatch.context() as patch:
@@ -373,10 +381,11 @@ def told_by(fault: Fault, layout: Layout, pool: RankPool) -> list[str]:
     """Return the problems that verify finds in a layout with a fault."""
     text = layout_config(demo().config, layout, GLOBAL_BATCH, fault.dtype).model_dump_json()
     found = merge(pool.run(run_broken, layout.size, fault.broken.__name__, text, STEPS))
-    tied = {"embedding.tokens.weight": 1.0} if fault.dtype == "bfloat16" else {}
-    return compare(
-        str(layout), found, None, expected(fault.dtype), tolerance_of(fault.dtype, layout), None, tied
-    ).problems
+    own: tuple[dict[str, float] | None, dict[str, float]] = rounding().weights, rounding().noise
+    if fault.dtype == "bfloat16":
+        own = None, {"embedding.tokens.weight": 1.0}
+    tolerance = tolerance_of(fault.dtype, layout)
+    return compare(str(layout), found, None, expected(fault.dtype), tolerance, *own).problems
 
 
 def test_each_layout_that_sees_a_fault_is_a_default() -> None:
