@@ -31,7 +31,7 @@ from meshwright.errors import UserError
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.tools.verify import Verification, parse_layout
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
@@ -109,15 +109,18 @@ def prove(kind: str, place: Path, pool: RankPool, found: dict[str, Any]) -> None
     """Verify each layout that the model supports against one process; store the results in ``found["layouts"]``."""
     impossible = found["impossible"]
     path = directory(kind, place, weights="fresh weights" in impossible)
+    try:
+        verification = Verification(run_config(path), global_batch=4, steps=2, random_tokens=True)
+    except Exception as error:
+        found["layouts"][LAYOUTS[0]] = {"passed": False, "gradient": None, "problems": [_short(error, place)]}
+        return
     for text in LAYOUTS:
         if ("tp" in impossible and "tp" in text) or ("sequence" in impossible and "sequence" in text):
             continue
-        try:
-            report = verify(run_config(path), [parse_layout(text)], pool, global_batch=4, steps=2, random_tokens=True)
-            row = report.rows[0]
-            found["layouts"][text] = {"passed": row.passed, "gradient": row.gradient, "problems": row.problems[:1]}
-        except Exception as error:
-            found["layouts"][text] = {"passed": False, "gradient": None, "problems": [_short(error, place)]}
+        row = verification.compare_layout(parse_layout(text), pool, is_repeated=False)
+        problems = [*verification.problems, *row.problems, *[row.failure] * bool(row.failure)][:1]
+        gradient = None if row.failure else row.gradient
+        found["layouts"][text] = {"passed": not problems, "gradient": gradient, "problems": problems}
 
 
 def _short(error: Exception, place: Path) -> str:

@@ -32,6 +32,7 @@ RATES: dict[str, tuple[float, ...]] = {
     "muon": (3e-3, 1e-2, 3e-2),
     "lion": (3e-4, 1e-3, 3e-3),
     "schedule_free_adamw": (3e-3, 1e-2, 3e-2),
+    "adafactor": (3e-2, 1e-1, 3e-1),
 }
 OWN: dict[str, dict[str, Any]] = {
     "adamw8bit": {"block_size": 64},

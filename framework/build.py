@@ -13,7 +13,7 @@ from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprin
 from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.members import matrix_shard, members_of, shard_place
+from meshwright.data_parallel.members import holders_of, matrix_shard, members_of, shard_place
 from meshwright.data_parallel.replica import Replica, StageReplica
 from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.errors import MeshError
@@ -92,7 +92,7 @@ def build(
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
         stages[index].offload = offload
-    holders = mesh.over_tp(sharding.shard) if config.optimizer.name == "muon" else None
+    holders = mesh.over_tp(sharding.shard) if config.optimizer.steps_wholes else None
     optimizer = make_optimizer(
         config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host, holders=holders
     )
@@ -126,7 +126,7 @@ def make_optimizer(
     """Build the optimizer over this rank's shards of all buckets; stepped and gathered in the order of forward.
 
     ``owns_copy``: this rank is the one that counts its shard in the gradient norm, among those with copies of it.
-    ``holders``: the ranks with the other parts of matrices that tp cuts; None without matrices.
+    ``holders``: the ranks with the other parts of weights that tp cuts; None if the optimizer needs no whole weights.
     """
     buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
     shards = [
@@ -142,6 +142,7 @@ def make_optimizer(
             matrix_shard(bucket, holders),
             shard_place(bucket, config.run.seed),
             bucket.wait,
+            holders_of(bucket, holders),
         )
         for bucket in buckets
     ]

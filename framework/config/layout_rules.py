@@ -120,12 +120,18 @@ def _offload(config: RunConfig) -> str | None:
     )
 
 
-def _muon_keys(config: RunConfig) -> str | None:
-    changed = non_defaults(config.optimizer, "muon_momentum", "nesterov", "ns_steps", "scale")
-    if config.optimizer.name == "muon" or not changed:
-        return None
-    given = " and ".join(f"optimizer.{name} = {format_value(getattr(config.optimizer, name))}" for name in changed)
-    return f'{given} without effect: choose optimizer.name = "muon", or leave it out'
+OWN_KEYS = {"muon": ("muon_momentum", "nesterov", "ns_steps", "scale"), "adafactor": ("beta2_decay", "clip_threshold")}
+"""Keys that one optimizer alone has."""
+
+
+def _own_keys(config: RunConfig) -> str | None:
+    for name, keys in OWN_KEYS.items():
+        changed = non_defaults(config.optimizer, *keys)
+        if config.optimizer.name != name and changed:
+            values = [f"optimizer.{key} = {format_value(getattr(config.optimizer, key))}" for key in changed]
+            given = " and ".join(values)
+            return f'{given} without effect: choose optimizer.name = "{name}", or leave it out'
+    return None
 
 
 def _muon_momentum(config: RunConfig) -> str | None:
@@ -138,9 +144,14 @@ def _muon_momentum(config: RunConfig) -> str | None:
     )
 
 
-def _muon_offload(config: RunConfig) -> str | None:
-    if config.optimizer.name != "muon" or not config.parallel.offload:
+def _offloaded_wholes(config: RunConfig) -> str | None:
+    if not config.optimizer.steps_wholes or not config.parallel.offload:
         return None
+    if config.optimizer.name == "adafactor":
+        return (
+            'parallel.offload = true keeps optimizer states on the host, and optimizer.name = "adafactor" has almost '
+            "none, whose sums the ranks add on the device: leave offload out"
+        )
     return (
         'parallel.offload = true runs the optimizer on the host, and optimizer.name = "muon" multiplies matrices: '
         "leave offload out (Muon keeps 4 bytes per element, AdamW 8), or choose another optimizer"
@@ -178,9 +189,9 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),
     Rule("MW-CONFIG-043", _offload, ("parallel.offload_directory", "parallel.offload")),
-    Rule("MW-CONFIG-067", _muon_offload, ("parallel.offload", "optimizer.name")),
+    Rule("MW-CONFIG-067", _offloaded_wholes, ("parallel.offload", "optimizer.name")),
     Rule("MW-CONFIG-073", _muon_momentum, ("optimizer.name", "optimizer.momentum")),
-    Rule("MW-CONFIG-068", _muon_keys, ("optimizer.name", "optimizer.muon_momentum", "optimizer.scale")),
+    Rule("MW-CONFIG-068", _own_keys, ("optimizer.name", "optimizer.muon_momentum", "optimizer.scale")),
     Rule("MW-CONFIG-044", _across_nodes, ("parallel.tp_across_nodes", "parallel.tp")),
     Rule("MW-CONFIG-045", _balance, ("pipeline.balance", "parallel.pp")),
 )

@@ -13,10 +13,11 @@ from meshwright.config.sections import FUNCTION, Section
 class Optimizer(Section):
     """Optimizer, gradient clipping and learning-rate schedule."""
 
-    name: Literal["adamw", "adamw8bit", "sgd", "muon", "lion", "schedule_free_adamw"] = "adamw"
+    name: Literal["adamw", "adamw8bit", "sgd", "muon", "lion", "schedule_free_adamw", "adafactor"] = "adamw"
     """Optimizer; docs/optimizers.md. adamw8bit stores both moments of matrices in 8 bits: 2 bytes per element instead
     of 8. muon steps matrices as a whole, by orthogonalised momentum, and all else by AdamW. lion has one state.
-    schedule_free_adamw averages the weights in place of a decay of the learning rate."""
+    schedule_free_adamw averages the weights in place of a decay of the learning rate. adafactor keeps the mean squares
+    of rows and columns alone."""
     builder: str | None = Field(
         default=None,
         pattern=FUNCTION,
@@ -44,7 +45,8 @@ class Optimizer(Section):
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Betas of AdamW, schedule-free AdamW and Lion; the papers have (0.9, 0.999), and (0.9, 0.99) for Lion."""
     eps: PositiveFloat = 1e-8
-    """Epsilon of AdamW. Lion: size of an averaged gradient below which its update is not the sign, but proportional."""
+    """Epsilon of AdamW. Lion: size of an averaged gradient below which its update is not the sign, but proportional.
+    Adafactor: size of a gradient below which its update is proportional."""
     block_size: int = Field(default=256, ge=8, le=10**6, multiple_of=8)
     """Elements per scale in adamw8bit. A matrix whose rows it does not divide stays in 32 bits."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -61,10 +63,19 @@ class Optimizer(Section):
     scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
     """Factor on Muon's updates of m x n matrices. match_rms_adamw: 0.2 sqrt(max(m, n)), for the learning rate of AdamW;
     spectral: sqrt(max(1, m/n))."""
+    beta2_decay: float = Field(default=-0.8, le=0, ge=-10)
+    """Adafactor's mean squares move by step ** beta2_decay of the way."""
+    clip_threshold: float = Field(default=1.0, ge=1)
+    """Adafactor: root mean square of a weight's update above which it is scaled down."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Weight decay of matrices. Biases and norms, which have one dim, are decayed only by a parameter group."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the global gradient norm; 0 turns clipping off."""
+
+    @property
+    def steps_wholes(self) -> bool:
+        """True if a step needs whole parameters: their ranks communicate, which excludes offload."""
+        return self.builder is None and self.name in ("muon", "adafactor")
 
 
 Scale = Annotated[float, Field(gt=0, le=1e36)]

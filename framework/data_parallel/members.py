@@ -54,11 +54,16 @@ def matrix_shard(bucket: ShardedParameters, holders: Group | None) -> MatrixShar
     """
     if not bucket.kind.is_matrix:
         return None
-    assert holders is not None
-    among = bucket.sharding.shard if bucket.kind.replicated_over_tp else holders
+    among = holders_of(bucket, holders)
+    assert among is not None
     slots = tuple(MatrixSlot(slot.member.info, slot.start) for slot in bucket.slots)
     dtype = torch.float32 if bucket.dtype == torch.float16 else bucket.dtype
     return MatrixShard(slots, bucket.numel, among, among.size // bucket.sharding.shard.size, dtype)
+
+
+def holders_of(bucket: ShardedParameters, holders: Group | None) -> Group | None:
+    """Return the ranks with parts of a bucket's weights; ``holders``: those of weights that tp cuts, or None."""
+    return bucket.sharding.shard if holders is not None and bucket.kind.replicated_over_tp else holders
 
 
 def shard_place(bucket: ShardedParameters, seed: int) -> ShardPlace:

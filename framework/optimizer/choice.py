@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Optimizer
+from meshwright.mesh.comm import Group
 from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.factored import COLUMNS, ROWS, SQUARES, ShardedAdafactor
 from meshwright.optimizer.lion import ShardedLion
 from meshwright.optimizer.matrix import ShardedMuon
 from meshwright.optimizer.matrix_plan import MatrixShard
@@ -25,6 +27,7 @@ STATES = {
     "muon": (*MOMENTS, "momentum"),
     "lion": ("exp_avg",),
     "schedule_free_adamw": ("exp_avg_sq", "z"),
+    "adafactor": (),
 }
 """Names of the optimizer state per element, as checkpoints use them."""
 IN_TORCH = {"momentum": "momentum_buffer"}
@@ -41,8 +44,13 @@ def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str,
 
 
 def saved_states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the states in a checkpoint: those of :func:`states_of`, and weights that it must add."""
+    """Return the names of the states in a checkpoint: those of :func:`states_of`, and weights that it must add.
+
+    ``is_matrix``: None adds the states that are no tensors per element.
+    """
     names = states_of(config, is_matrix=is_matrix)
+    if config.builder is None and config.name == "adafactor" and is_matrix is None:
+        return (ROWS, COLUMNS, SQUARES)
     return (*names, GRADIENT_POINT) if config.builder is None and config.name == "schedule_free_adamw" else names
 
 
@@ -57,6 +65,7 @@ def build_optimizer(
     allocate: Callable[[int, torch.dtype], Tensor] | None,
     matrices: Mapping[Tensor, MatrixShard],
     places: Mapping[Tensor, ShardPlace],
+    holders: Mapping[Tensor, Group],
 ) -> torch.optim.Optimizer:
     """Build the configured torch optimizer.
 
@@ -65,6 +74,7 @@ def build_optimizer(
         allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: beside the weights.
         matrices: of the parameters that are stepped by matrices.
         places: of the parameters in their buckets.
+        holders: ranks with parts of the weights of the parameters, for an optimizer that sums over whole weights.
     """
     if config.builder is not None:
         return build_own(groups, config)
@@ -75,6 +85,8 @@ def build_optimizer(
         return AdamW8bit(groups, config.block_size, allocate, betas=config.betas, fused=True)
     if config.name == "muon":
         return ShardedMuon(groups, matrices, config)
+    if config.name == "adafactor":
+        return ShardedAdafactor(groups, config, places, holders)
     if config.name == "lion":
         return ShardedLion(groups, config.betas)
     if config.name == "schedule_free_adamw":

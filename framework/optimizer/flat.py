@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Optimizer
+from meshwright.mesh.comm import Group
 from meshwright.optimizer.choice import IN_TORCH, build_optimizer, state_dtype
 from meshwright.optimizer.choice import saved_states_of as saved_states_of
 from meshwright.optimizer.choice import states_of as states_of
 from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.factored import Factor, ShardedAdafactor
+from meshwright.optimizer.factored import factor_elements as factor_elements
+from meshwright.optimizer.factored import factor_infos as factor_infos
+from meshwright.optimizer.factored import step_bytes as step_bytes
 from meshwright.optimizer.matrix_plan import MatrixShard as MatrixShard
 from meshwright.optimizer.matrix_plan import MatrixSlot as MatrixSlot
 from meshwright.optimizer.matrix_plan import find_homes as find_homes
@@ -57,6 +62,8 @@ class OptimizerShard(NamedTuple):
     """Place of the shard in its bucket."""
     wait: Callable[[], None] = lambda: None
     """Function that blocks until the all-gather is done."""
+    holders: Group | None = None
+    """Ranks with parts of the shard's weights, for an optimizer that needs whole ones."""
 
 
 class FlatOptimizer:
@@ -108,6 +115,7 @@ class FlatOptimizer:
             allocate,
             {p: s.matrices for p, s in zip(self.parameters, self.shards, strict=True) if s.matrices is not None},
             {p: s.place for p, s in zip(self.parameters, self.shards, strict=True) if s.place is not None},
+            {p: s.holders for p, s in zip(self.parameters, self.shards, strict=True) if s.holders is not None},
         )
 
     def square_norm(self) -> Tensor:
@@ -165,6 +173,11 @@ class FlatOptimizer:
             states[GRADIENT_POINT] = weights
         return states, self._num_steps
 
+    def factors(self, index: int) -> Iterator[Factor]:
+        """Yield the states of a shard's weights that are no tensors per element; a restore copies into them."""
+        if isinstance(self.inner, ShardedAdafactor):
+            yield from self.inner.factors(self.parameters[index])
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which the weights are those of evaluation. Collective over the shard groups."""
         shards = zip(self.parameters, self.shards, strict=True)
@@ -180,6 +193,9 @@ class FlatOptimizer:
         """Set the optimizer state of a shard; inverse of :meth:`states`. The tensors may be kept, not copied."""
         self._num_steps = steps
         parameter, weights = self.parameters[index], self.shards[index].weights
+        if isinstance(self.inner, ShardedAdafactor):
+            self.inner.taken = steps
+            return
         if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks:
             self.inner.set_moments(parameter, states, steps)
             return

@@ -20,7 +20,7 @@ from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
 from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
-from meshwright.run.tensors import checkpoint_metadata, restore, saved_tensors
+from meshwright.run.tensors import checkpoint_metadata, restore, saved_factors, saved_tensors
 from meshwright.terminal.output import Warn, print_warning
 
 
@@ -65,7 +65,7 @@ def check_added_states(parts: Parts, directory: Path, warn: Warn = print_warning
 
 def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Warn) -> None:
     """Compare a checkpoint's size with the free space. ``num_added``: states per weight that callbacks have added."""
-    config, one = blueprint.config, 0
+    config, one = blueprint.config, checkpoint_bytes(saved_factors(blueprint), 0)
     for is_matrix in (False, True):
         tensors = [t for t in saved_tensors(blueprint) if is_matrix is (t.name in blueprint.model.matrices)]
         one += checkpoint_bytes(tensors, len(saved_states_of(config.optimizer, is_matrix=is_matrix)) + num_added)

@@ -15,10 +15,10 @@ from meshwright.checkpoint.preflight import SavedTensor
 from meshwright.config import RunConfig, leaves_out_base
 from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.replica import Replica
-from meshwright.data_parallel.sharding import ShardedParameters, StageParameter
+from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.errors import CheckpointError
 from meshwright.mesh.mesh import Mesh
-from meshwright.optimizer.flat import GRADIENT_POINT, FlatOptimizer
+from meshwright.optimizer.flat import GRADIENT_POINT, FlatOptimizer, factor_infos
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import TrainState
 
@@ -34,6 +34,13 @@ def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
     for name in blueprint.running:
         buffer = layers.get_buffer(name)
         yield SavedTensor(name, tuple(buffer.shape), buffer.dtype, False)
+
+
+def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:
+    """Yield the optimizer states of a checkpoint that are no tensors per element (Adafactor's), by their weights."""
+    for name, shape, dtype, trained in saved_tensors(blueprint):
+        for _, info in factor_infos(blueprint.config.optimizer, name, shape) if trained else ():
+            yield SavedTensor(name, info.global_shape, torch.promote_types(dtype, torch.float32), False)
 
 
 def checkpoint_metadata(
@@ -119,6 +126,9 @@ def pieces(
                 flat = full_tensor(bucket, shard)
                 if mesh.dp.rank == 0:
                     yield from flat_pieces(kind, bucket, flat)
+            if mesh.dp.rank == 0 and mesh.at.tp_rank == 0:
+                for name, info, tensor in optimizer.factors(number):
+                    yield TensorPiece(TensorKind(name), info, tensor)
 
 
 def restore(
@@ -152,7 +162,7 @@ def restore(
         for member in replica.frozen:
             if not (adapted if is_adapter(member.info.name) else has_base):
                 continue
-            found = _read(checkpoint, TensorKind.WEIGHTS, member, member.parameter.dtype)
+            found = _read(checkpoint, TensorKind.WEIGHTS, member.info, member.parameter.dtype)
             member.parameter.data.copy_(found.view(member.info.local_shape))
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
@@ -169,6 +179,8 @@ def restore(
                     for name in optimizer.state_names[index]
                 }
                 optimizer.restore(index, states, optimizer_steps)
+                for name, info, tensor in optimizer.factors(index):
+                    tensor.copy_(_read(checkpoint, TensorKind(name), info, tensor.dtype))
             for name, flats in optimizer.added.items():
                 kind = TensorKind(name)
                 is_saved = bool(checkpoint.parameters(kind))
@@ -176,12 +188,12 @@ def restore(
             index += 1
 
 
-def _read(checkpoint: CheckpointReader, kind: TensorKind, member: StageParameter, dtype: torch.dtype) -> Tensor:
-    found = checkpoint.read(kind, member.info, dtype)
+def _read(checkpoint: CheckpointReader, kind: TensorKind, info: ParameterInfo, dtype: torch.dtype) -> Tensor:
+    found = checkpoint.read(kind, info, dtype)
     if found is None:
         raise CheckpointError(
             "MW-RUN-029",
-            f"{checkpoint.path} has no {kind} of the parameter {member.info.name}: it was saved by another "
+            f"{checkpoint.path} has no {kind} of the parameter {info.name}: it was saved by another "
             f"model, or without its optimizer. Choose another run.name to start a new run",
         )
     return found
@@ -192,5 +204,5 @@ def _read_bucket(checkpoint: CheckpointReader, kind: TensorKind, bucket: Sharded
     like = bucket.master
     flat = torch.zeros(bucket.numel, dtype=like.dtype, device=like.device)
     for slot in bucket.slots:
-        flat[slot.start : slot.stop] = _read(checkpoint, kind, slot.member, like.dtype).to(like.device).reshape(-1)
+        flat[slot.start : slot.stop] = _read(checkpoint, kind, slot.member.info, like.dtype).to(like.device).reshape(-1)
     return flat

@@ -49,7 +49,7 @@ from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
-from meshwright.optimizer.flat import saved_states_of
+from meshwright.optimizer.flat import factor_infos, saved_states_of
 from meshwright.parameters import ParameterInfo
 from meshwright.run import RunLock
 from meshwright.system.bounded import real_path
@@ -143,7 +143,7 @@ def shard_tensors(
         is_fresh: the checkpoint is an imported model, with weights alone.
         added: states of callbacks.
     """
-    stages = blueprint.schedule.stages_of(pp_rank)
+    stages, optimizer = blueprint.schedule.stages_of(pp_rank), blueprint.config.optimizer
     if tp_rank == 0:
         for stage in stages:
             inside = {name for name, _ in blueprint.stage_layers(stage).named_children()}
@@ -163,7 +163,7 @@ def shard_tensors(
             if not together[0].kind.owns(tp_rank):
                 continue
             dtype = together[0].parameter.dtype
-            names = saved_states_of(blueprint.config.optimizer, is_matrix=together[0].kind.is_matrix)
+            names = saved_states_of(optimizer, is_matrix=together[0].kind.is_matrix)
             kinds = [TensorKind.WEIGHTS, *map(TensorKind, names), *added]
             if dtype != accumulation_dtype(dtype):
                 kinds.append(TensorKind.MASTER)
@@ -172,6 +172,9 @@ def shard_tensors(
             for of in kinds:
                 for member in together:
                     yield ShardTensor(of, member.info)
+            for member in together if tp_rank == 0 and not is_fresh else ():
+                for name, info in factor_infos(optimizer, member.info.name, member.info.global_shape):
+                    yield ShardTensor(TensorKind(name), info)
 
 
 def pieces(

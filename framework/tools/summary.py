@@ -10,7 +10,7 @@ import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
 from meshwright.config import Optimizer, RunConfig, phases, reduces_each_microbatch, shard_factor
-from meshwright.optimizer.flat import matrices_of, states_of
+from meshwright.optimizer.flat import factor_elements, matrices_of, states_of
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.picture.text import text as schedule_text
@@ -48,7 +48,7 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
             RankShare(
                 stage,
                 names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
-                sum(elements),
+                elements.trained + elements.frozen,
                 *held_at_rest(blueprint.config, elements),
                 peaks[blueprint.schedule.rank_of(stage)],
             )
@@ -57,8 +57,7 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
 
 
 def _shared(blueprint: Blueprint, stage: int) -> int:
-    """Return the elements of trained weights that several modules of a stage use: ZeRO-3 gathers them once for both
-    passes."""
+    """Return the elements of trained weights that several modules of a stage use, which ZeRO-3 gathers once."""
     uses = Counter(parameter for _, parameter in blueprint.stage_layers(stage).named_parameters(remove_duplicate=False))
     return sum(parameter.numel() for parameter, times in uses.items() if times > 1 and parameter.requires_grad)
 
@@ -73,6 +72,8 @@ class Elements(NamedTuple):
     """Elements that are not trained."""
     matrices: int = 0
     """Trained elements of whole matrices, of which Muon keeps the momentum."""
+    factors: int = 0
+    """Elements of Adafactor's states, whole on every rank."""
 
     @property
     def trained(self) -> int:
@@ -105,7 +106,7 @@ def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, 
         elements.others * state_bytes(config.optimizer, wide),
         elements.matrices * state_bytes(config.optimizer, wide, is_matrix=True) if elements.matrices else 0,
     )
-    states = round(sum(number / shards for number in held))
+    states = round(sum(number / shards for number in held)) + elements.factors * wide
     gradients = _gradient_bytes(config, trained * wide)
     if config.parallel.zero == 3 and shards > 1:
         if offload:
@@ -118,11 +119,12 @@ def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, 
 
 
 def _elements(blueprint: Blueprint, stage: int) -> Elements:
-    found = [0, 0, 0, 0]
+    found, optimizer = [0, 0, 0, 0, 0], blueprint.config.optimizer
     for name, parameter in blueprint.stage_layers(stage).named_parameters():
         info = blueprint.infos[blueprint.model.canonical(name)]
         kind = 0 if info.in_blocks else 3 if info.matrix is not None else 1
         found[kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
+        found[4] += factor_elements(optimizer, info.global_shape) * parameter.requires_grad
     return Elements(*found)
 
 

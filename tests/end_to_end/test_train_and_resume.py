@@ -130,6 +130,8 @@ def stopped_and_moved(
     ("name", "kinds", "text", "other"),
     [
         ("lion", {"exp_avg"}, "dp2,zero2", "pp2"),
+        ("adafactor", {"row_var", "col_var", "exp_avg_sq"}, "dp2,tp2,zero2", "pp2"),
+        LATER("adafactor", {"row_var", "col_var", "exp_avg_sq"}, "dp2,zero3", "dp2,tp2,zero1"),
         ("bfloat16 states", {"exp_avg", "exp_avg_sq"}, "dp2,zero1", "tp2"),
         ("schedule_free_adamw", {"z", "y", "exp_avg_sq"}, "dp2,tp2,zero1", "pp2"),
         LATER("schedule_free_adamw", {"z", "y", "exp_avg_sq"}, "dp2,zero3", "dp2,pp2,zero2,offload"),

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import meshwright.optimizer.factored
 import meshwright.optimizer.pieces
 from meshwright.config import Optimizer
-from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
+from meshwright.mesh.comm import Group
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard, ShardPlace
 from meshwright.optimizer.schedule_free import average_weight
+from meshwright.parameters import ParameterInfo
 from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
 
 CONFIG = Optimizer(name="lion", learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def shard(weights: Tensor, gradient: Tensor) -> OptimizerShard:
@@ -57,6 +63,36 @@ def test_lion_moves_by_the_sign_of_an_average() -> None:
     optimizer.step(0.1, 1.0)
     assert weights.tolist() == pytest.approx([0.8, 1.0 - 0.1 * 0.2e-9 / 1e-6])
     assert optimizer.states(0)[0]["exp_avg"].tolist() == pytest.approx([0.06, 1e-10])
+
+
+SHAPES = ((5, 7), (6,), (3, 4, 5), (4, 1, 3), ())
+
+
+@pytest.mark.parametrize("together", [2**18, 10])
+def test_adafactor_is_torch_s_on_whole_parameters(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix, vectors, and weights of three dims in one shard; in pieces of one or two rows."""
+    monkeypatch.setitem(meshwright.optimizer.factored.TOGETHER, "cpu", together)
+    config = Optimizer(name="adafactor", weight_decay=0.1, beta2_decay=-0.7, clip_threshold=1.5)
+    theirs = [nn.Parameter(drawn(*shape, seed=index)) for index, shape in enumerate(SHAPES)]
+    reference = torch.optim.Adafactor(theirs, beta2_decay=-0.7, eps=(config.eps, 1e-3), d=1.5, weight_decay=0.1)
+    starts = [0, *itertools.accumulate(math.prod(shape) for shape in SHAPES)]
+    weights = torch.cat([each.detach().flatten() for each in theirs])
+    slots = tuple((ParameterInfo(str(i), shape), starts[i]) for i, shape in enumerate(SHAPES))
+    gradient = torch.zeros_like(weights)
+    of = shard(weights, gradient)._replace(place=ShardPlace(slots, 0, 0), holders=Group("alone", (0,), 0))
+    ours = FlatOptimizer([of], config)
+    for step in range(4):
+        for index, each in enumerate(theirs):
+            each.grad = drawn(*each.shape, seed=10 * step + index) * 10.0 ** (-2 * index)
+        gradient.copy_(torch.cat([each.grad.flatten() for each in theirs if each.grad is not None]))
+        reference.param_groups[0]["lr"] = rate = 0.3 / (step + 1)
+        reference.step()
+        ours.step(rate, 1.0)
+    found = torch.cat([each.detach().flatten() for each in theirs])
+    torch.testing.assert_close(weights, found, rtol=1e-12, atol=1e-14)
+    for name, info, tensor in ours.factors(0):
+        state = reference.state[theirs[int(info.name)]][{"exp_avg_sq": "variance"}.get(name, name)]
+        torch.testing.assert_close(tensor.flatten(), state.flatten(), rtol=1e-12, atol=0.0)
 
 
 FREE = Optimizer(name="schedule_free_adamw", schedule="constant", learning_rate=1e-2, weight_decay=0.3, warmup_steps=3)

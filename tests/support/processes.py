@@ -123,6 +123,7 @@ RUNS = {
     "llama-mtp-pp2-tp2": larger("llama", mtp_layers=2, pp=2, tp=2),
     "muon-pp2": larger("gpt2", pp=2).replace(optimizer={"name": "muon"}),
     "muon-tp2-zero2-step": with_muon(larger("llama", dp=2, tp=2, zero=2), "float32", ffn_size=512),
+    "adafactor-tp2-zero2": larger("llama", dp=2, tp=2, zero=2).replace(optimizer={"name": "adafactor"}),
     "muon-bfloat16-step": with_muon(larger("gpt2", dp=2), "bfloat16"),
 }
 """For all who predict."""

@@ -19,7 +19,7 @@ from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, si
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.matrix_step import matrix_step_s
-from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel
+from meshwright.tools.planner.rates import OWN_BYTES, FrameworkTraits, GroupLink, PerformanceModel
 
 
 class StageTime(NamedTuple):
@@ -289,7 +289,7 @@ def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) 
     config, hardware, traits = layout.config, performance.hardware, performance.traits
     trained = sum(layout.elements[stage].trained for stage in layout.schedule.stages_of(rank))
     shards = shard_factor(config)
-    per_element = traits.optimizer_bytes - (8.0 if config.optimizer.name == "sgd" else 0.0)
+    per_element = traits.optimizer_bytes + OWN_BYTES.get(config.optimizer.name, 0.0)
     cleared = 0 if config.parallel.zero == 3 else traits.wide_gradient_bytes
     memory, is_on_host = performance.memory_bytes_per_s, config.parallel.offload and hardware.kind != "cpu"
     host = hardware.host_memory_bytes_per_s / hardware.devices_per_node if is_on_host else memory

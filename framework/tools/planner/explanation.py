@@ -18,7 +18,9 @@ def strategy(cache: ModelCache, plan: Plan) -> list[str]:
     counts = cache.total_elements(1, False)
     elements, width = counts.trained, DTYPES[cache.config.train.dtype].itemsize
     states = elements * (width + 4 + (12 if width == 2 else 8)) - 4 * counts.matrices
-    name = "Muon" if counts.matrices else "AdamW"
+    if counts.factors:
+        states += 4 * counts.factors - 8 * elements
+    name = "Muon" if counts.matrices else "Adafactor" if counts.factors else "AdamW"
     layers = cache.split(1, False).parameters.values()
     largest_bytes = max(sum(parameter.num_elements for parameter in layer) for layer in layers) * (width + 4)
     lines = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh.grid import Grid
 from meshwright.optimizer.eight_bit import table_bytes
+from meshwright.optimizer.flat import step_bytes
 from meshwright.schedule.action import Schedule
 from meshwright.tools.planner.footprint import Footprint
 from meshwright.tools.planner.layer_profile import LayerProfile
@@ -56,6 +57,15 @@ class LayoutModel:
         """Return the matrices of each stage of a pipeline rank."""
         return [self.matrices[stage] for stage in self.schedule.stages_of(pp_rank)]
 
+    def _factored_step(self, pp_rank: int) -> int:
+        """Return the bytes of Adafactor's sums in a step, and of the pieces that it updates at a time."""
+        of_rank = [self.elements[stage] for stage in self.schedule.stages_of(pp_rank)]
+        factors, trained = sum(each.factors for each in of_rank), sum(each.trained for each in of_rank)
+        if not factors:
+            return 0
+        device = "cpu" if self.config.train.device == "cpu" else "cuda"
+        return step_bytes(factors, trained // shard_factor(self.config), device)
+
     def memory(self, pp_rank: int, backend: Backend) -> RankMemory:
         """Return the peak memory of a pipeline rank."""
         at_rest = [held_at_rest(self.config, self.elements[stage]) for stage in self.schedule.stages_of(pp_rank)]
@@ -64,7 +74,7 @@ class LayoutModel:
             optimizer += table_bytes(self.config.train.dtype == "float64")
         host += offloaded_bytes(self.schedule, pp_rank, self.footprints)
         peak = walk(self.schedule, pp_rank, self.footprints, ReductionBuffers(self.config, backend))
-        step = temporary_bytes(self.config, self.matrices_of(pp_rank))
+        step = temporary_bytes(self.config, self.matrices_of(pp_rank)) + self._factored_step(pp_rank)
         if step > peak.total:
             peak = ActionMemory(0, 0, step, "STEP")
         return RankMemory(weights, gradients, optimizer, *peak[:3], host, peak.at)

@@ -24,7 +24,7 @@ from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
 from meshwright.model.running_buffers import cast_parameters
 from meshwright.optimizer.eight_bit import with_blocks
-from meshwright.optimizer.flat import with_matrices
+from meshwright.optimizer.flat import factor_elements, with_matrices
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy, with_heads
@@ -122,8 +122,7 @@ class ModelCache:
         size, names = batch_numbers(config).micro_batch_size, self.recomputed(config)
 
         def count() -> list[LayerCost]:
-            shapes = MetaMicrobatch(*example(self.config, size))
-            whole = nn.Sequential()
+            shapes, whole = MetaMicrobatch(*example(self.config, size)), nn.Sequential()
             for name, first in zip(self.names, self.representatives, strict=True):
                 whole.add_module(name, self.model.layers.get_submodule(first))
             return count_layers(
@@ -250,9 +249,10 @@ class ModelCache:
             for index in run:
                 for each in parameters.get(self.representatives[index], []):
                     counted.setdefault(self.model.canonical(f"{self.names[index]}.{each.name}"), each)
-            counts = [0, 0, 0, 0]
-            for _, numel, in_blocks, trained, sizes in counted.values():
+            counts, weights = [0, 0, 0, 0, 0], self.model.layers.get_parameter
+            for name, (_, numel, in_blocks, trained, sizes) in counted.items():
                 counts[(0 if in_blocks else 3 if sizes else 1) if trained else 2] += numel
+                counts[4] += factor_elements(self.config.optimizer, tuple(weights(name).shape)) * trained
             elements.append(Elements(*counts))
             matrices.append(count_sizes(size for each in counted.values() for size in each.matrices))
         return elements, matrices

@@ -28,10 +28,10 @@ TRIED = 2
 def search_with_offload(cache: ModelCache, hardware: Hardware, nodes: int, best: int) -> Plan:
     """Search, and if nothing fits into memory, search again with the optimizer offloaded to the host.
 
-    Muon is never offloaded.
+    Optimizers of whole parameters are never offloaded.
     """
     plan = search(cache, hardware, nodes, best=best)
-    if plan.best or plan.closest is None or cache.config.optimizer.name == "muon":
+    if plan.best or plan.closest is None or cache.config.optimizer.steps_wholes:
         return plan
     offloaded = search(cache, hardware, nodes, best=best, offload=True)
     return offloaded if offloaded.best or offloaded.closest is not None else plan

@@ -16,6 +16,12 @@ from typing import NamedTuple
 from meshwright.tools.planner.hardware import Hardware, Link, interpolated_seconds
 from meshwright.tools.planner.operations import Work, WorkKind
 
+OWN_BYTES = {"sgd": -8.0, "adafactor": 24.0}
+"""Bytes that an optimizer reads and writes per element of a shard more than AdamW in one kernel.
+
+Adafactor: squares 8, their sums 8, the divided gradient 20, weights 16; AdamW 28.
+"""
+
 
 class RateFractions(NamedTuple):
     """Fractions of data sheet rates that a run reaches, the same for all devices, models and frameworks.

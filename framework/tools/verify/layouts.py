@@ -126,9 +126,10 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "MW-VERIFY-005",
             f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose one of {divisors}",
         )
-    if layout.offload and config.optimizer.name == "muon":
+    if layout.offload and config.optimizer.steps_wholes:
+        name = config.optimizer.name
         raise ConfigError(
-            "MW-VERIFY-010", f'layout {layout}: optimizer.name = "muon" is not offloaded: leave the word offload out'
+            "MW-VERIFY-010", f'layout {layout}: optimizer.name = "{name}" is not offloaded: leave the word offload out'
         )
     return config.replace(
         parallel={
@@ -191,7 +192,7 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
         and (layout.tp == 1 or traits.is_sharded)
         and (layout.cp == 1 or (traits.is_sequence and traits.has_core and sequence_length % layout.cp == 0))
         and (layout.recompute != "selective" or traits.has_selective)
-        and not (layout.offload and traits.is_muon)
+        and not (layout.offload and traits.steps_wholes)
         and not (traits.has_statistics and layout.tp * layout.cp > 1)
         and not (
             traits.has_running

@@ -62,6 +62,8 @@ def plain_optimizer(
     if config.name == "muon":
         rows_of = {parameters[name]: rows for name, rows in matrices.items()}
         return PlainMuon([group for group in groups if group["params"]], rows_of, config, dtype)
+    if config.name == "adafactor":
+        return _adafactor(groups, config)
     if config.name in FORMULAS:
         return FORMULAS[config.name]([group for group in groups if group["params"]], config)
     if config.state_dtype == "bfloat16":
@@ -76,3 +78,10 @@ def plain_optimizer(
             single["eight_bit"] = p.dim() >= 2 and p[0].numel() % config.block_size == 0
         return AdamW8bit([*both, *groups[1:]], config.block_size, **options)
     return torch.optim.AdamW(groups, **options)
+
+
+def _adafactor(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
+    groups = [{**group, "eps": (group.get("eps", config.eps), 1e-3)} for group in groups]
+    return torch.optim.Adafactor(
+        groups, lr=config.learning_rate, beta2_decay=config.beta2_decay, d=config.clip_threshold, foreach=False
+    )

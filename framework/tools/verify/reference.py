@@ -107,11 +107,11 @@ class PlainRun:
     """Training of the plain model in one process. See :func:`run_reference`."""
 
     def __init__(
-        self, config: RunConfig, source: Source, dtype: torch.dtype, micro_batch_size: int, scale: float
+        self, config: RunConfig, source: Source, dtype: torch.dtype, micro_batch_size: int, factor: float = 1.0
     ) -> None:
         assert config.batch.global_batch is not None
         self.config, self.source, self.dtype, self.micro_batch_size = config, source, dtype, micro_batch_size
-        self.scale = scale
+        self.loss_factor = factor
         self.global_batch = config.batch.global_batch
         model = configured_model(config)
         outline = MetaMicrobatch(*example(config, micro_batch_size))
@@ -168,7 +168,7 @@ class PlainRun:
         num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
         # gradients in 8 or 16 bits must be rounded as in the layouts: they scale by the largest number of labels
         rounds = self.dtype.itemsize == 2 or self.config.train.linear == "fp8"
-        divisor = self.labels_per_step if rounds else num_tokens / self.scale
+        divisor = self.labels_per_step if rounds else num_tokens / self.loss_factor
         total = 0.0
         before = begin_state(self.layers, self.running, float(self.scaler.scale(torch.ones(()))) / divisor)
         for master in self.masters.values():
@@ -271,7 +271,7 @@ def _explained(config: RunConfig) -> Iterator[None]:
 
 
 def run_reference(
-    config: RunConfig, source: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1, scale: float = 1.0
+    config: RunConfig, source: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1, factor: float = 1.0
 ) -> RunNumbers:
     """Train the plain model for ``steps`` steps and return its findings.
 
@@ -279,13 +279,13 @@ def run_reference(
         config: resolved; ``batch.global_batch`` is the number of samples of a step.
         micro_batch_size: samples per forward. It has no effect on the numbers unless samples depend on each other
             (BatchNorm).
-        scale: factor on the loss in backward, divided out of the gradients afterwards. It changes rounding alone.
+        factor: of the loss in backward, divided out of the gradients afterwards. It changes rounding alone.
 
     Raises:
         ModelError: the model does not run in plain torch.
     """
     with _explained(config):
-        run = PlainRun(config, source, dtype, micro_batch_size, scale)
+        run = PlainRun(config, source, dtype, micro_batch_size, factor)
         findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [], [])
         with run.dropout.installed():
             for step in range(steps):

@@ -46,8 +46,8 @@ class Traits(NamedTuple):
     """Row counts of the weights that are sharded as a vocabulary; tp pads them."""
     has_core: bool = False
     """True if the sharding plan names an attention core, so that context parallelism is possible."""
-    is_muon: bool = False
-    """True if Muon steps matrices, which excludes offload."""
+    steps_wholes: bool = False
+    """True if the optimizer steps whole parameters (Muon, Adafactor), which excludes offload."""
     has_statistics: bool = False
     """True if BatchNorm keeps running statistics: the tokens and features of a micro-batch are then not cut."""
 
@@ -74,8 +74,8 @@ class Traits(NamedTuple):
             reasons.append("sequence parallelism: a sample has one label, not a sequence of them")
         if self.is_sharded and self.is_sequence and not self.has_core and not self.has_running:
             reasons.append(f'context parallelism: the sharding_plan names no attention core (kind "{CORE}")')
-        if self.is_muon:
-            reasons.append('offload: optimizer.name = "muon" multiplies matrices, on the device')
+        if self.steps_wholes:
+            reasons.append("offload: the optimizer steps whole parameters, on the device")
         if self.couples_samples:
             why = f"the samples of a micro-batch depend on each other{self.of_coupling}"
             reasons.append(f"other micro-batch sizes: {why}")
@@ -130,5 +130,5 @@ def traits_of(config: RunConfig) -> Traits:
         has_selective=bool(model.selective_recompute),
         vocab_sizes=vocab_sizes(model),
         has_core=CORE in map(str, model.plan.values()) and not model.loss_heads,
-        is_muon=config.optimizer.name == "muon",
+        steps_wholes=config.optimizer.steps_wholes,
     )

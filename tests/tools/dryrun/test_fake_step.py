@@ -37,8 +37,16 @@ OF_GLOO = 4096
         configured(model="llama", dp=2, tp=2, sequence=True, zero=3),
         RUNS["llama-mtp-pp2-tp2"],
         RUNS["muon-bfloat16-step"],
+        RUNS["adafactor-tp2-zero2"],
     ],
-    ids=["pp2", "llama-zb_h1-zero2", "llama-sequence-zero3", "llama-mtp-pp2-tp2", "muon-bfloat16-step"],
+    ids=[
+        "pp2",
+        "llama-zb_h1-zero2",
+        "llama-sequence-zero3",
+        "llama-mtp-pp2-tp2",
+        "muon-bfloat16-step",
+        "adafactor-tp2-zero2",
+    ],
 )
 def test_a_dry_run_of_a_rank_equals_the_rank(pool: RankPool, config: RunConfig) -> None:
     check_rank_equals_dry_run(pool, config)

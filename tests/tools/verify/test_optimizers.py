@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
+import meshwright.build
+import meshwright.optimizer.factored
 import meshwright.optimizer.rounded
 import meshwright.tools.verify.rank
 import meshwright.tools.verify.reference
 from meshwright.config import RunConfig
 from meshwright.data_parallel.fsdp import FsdpLayers
 from meshwright.launch.pool import RankPool
+from meshwright.mesh.comm import Group
+from meshwright.optimizer.factored import ShardedAdafactor
 from meshwright.optimizer.flat import FlatOptimizer, ShardPlace
 from meshwright.optimizer.lion import ShardedLion
 from meshwright.tools.verify import compare, layout_config, parse_layout
@@ -25,6 +29,7 @@ from tests.tools.verify.cases import LATER, References, model_config, prove, siz
 OWN: dict[str, dict[str, Any]] = {
     "lion": {"name": "lion", "learning_rate": 1e-2, "betas": (0.9, 0.99)},
     "schedule_free_adamw": {"name": "schedule_free_adamw", "learning_rate": 1e-2, "schedule": "constant"},
+    "adafactor": {"name": "adafactor", "learning_rate": 3e-2},
     "rounded": {"name": "adamw", "learning_rate": 1e-2, "state_dtype": "bfloat16"},
 }
 """Keys of each optimizer."""
@@ -51,6 +56,10 @@ CASES = [
     ("lion", "llama", "dp2,pp2,tp2,zero3,sequence,full,mbs2", "float64"),
     ("lion", "gpt2", "dp2,tp2,zero0", "float32"),
     ("lion", "llama", "dp4,shard2,offload", "bfloat16"),
+    ("adafactor", "gpt2", "dp2,pp2,zb_v,zero2", "float64"),
+    ("adafactor", "llama", "dp2,pp2,tp2,zero3,sequence,full,mbs2", "float64"),
+    ("adafactor", "gpt2", "dp2,tp2,zero0", "float32"),
+    ("adafactor", "llama", "dp4,tp2,shard2", "bfloat16"),
     ("rounded", "gpt2", "dp2,pp2,zb_v,zero2", "float64"),
     ("rounded", "llama", "dp2,tp2,zero3,sequence,mbs2", "float64"),
     ("rounded", "gpt2", "dp4,tp2,shard2,offload", "float32"),
@@ -72,9 +81,13 @@ MORE = [
 ]
 
 
+def _possible(name: str, layout: str) -> bool:
+    return name != "adafactor" or "offload" not in layout
+
+
 @pytest.mark.parametrize(
     ("name", "model", "layout", "dtype"),
-    [*CASES, *(LATER(name, *case, "float64") for name in OWN for case in MORE)],
+    [*CASES, *(LATER(name, *case, "float64") for name in OWN for case in MORE if _possible(name, case[1]))],
 )
 def test_the_layout_gives_the_numbers_of_one_process(
     name: str, model: str, layout: str, dtype: str, pool: RankPool, references: References
@@ -155,6 +168,26 @@ def rounding_to_the_nearest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(meshwright.optimizer.rounded, "round_stochastically", lambda wide, random: wide.bfloat16())
 
 
+def sums_of_the_replica_s_own_part(patch: pytest.MonkeyPatch) -> None:
+    """Adafactor: squares are summed over tp alone, or over the shards alone."""
+    patch.setattr(meshwright.build, "holders_of", lambda bucket, holders: bucket.sharding.shard)
+
+
+def sums_that_are_not_reduced(patch: pytest.MonkeyPatch) -> None:
+    """Adafactor: each shard has its own rows and columns."""
+    step = ShardedAdafactor._step
+
+    def alone(optimizer: ShardedAdafactor, holders: Group, weights: list[Any]) -> None:
+        step(optimizer, Group("alone", (0,), 0), weights)
+
+    patch.setattr(ShardedAdafactor, "_step", alone)
+
+
+def columns_of_the_slice(patch: pytest.MonkeyPatch) -> None:
+    """Adafactor: a tp rank counts its rows and columns from zero."""
+    patch.setattr(meshwright.optimizer.factored, "whole_positions", lambda info, positions: positions)
+
+
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -172,6 +205,9 @@ TRAPS = [
     Trap(the_sign_of_an_error, "lion", "tp2", "weights after 3 steps differ in"),
     Trap(validation_at_the_gradient_s_weights, "schedule_free_adamw", "dp2", "validation"),
     Trap(training_on_at_the_average, "schedule_free_adamw", "dp2,zero2", "loss of step 3"),
+    Trap(sums_of_the_replica_s_own_part, "adafactor", "tp2", "weights after 3 steps differ in"),
+    Trap(sums_that_are_not_reduced, "adafactor", "dp2", "weights after 3 steps differ in"),
+    Trap(columns_of_the_slice, "adafactor", "tp2", "weights after 3 steps differ in"),
     Trap(bits_of_a_tp_rank_s_own_positions, "rounded", "tp2", "weights after 3 steps differ in"),
     Trap(bits_of_a_shard_s_own_positions, "rounded", "dp2", "weights after 3 steps differ in"),
     Trap(rounding_to_the_nearest, "rounded", "dp1", "weights after 3 steps differ in"),

@@ -1,0 +1,255 @@
+"""Adafactor on flat shards of any layout (Shazeer and Stern 2018), on whole parameters, as ``torch.optim.Adafactor``.
+
+    v    mean squares, a running average: of a matrix r_i c_j / mean(r), r of its rows, c of its columns; of a vector
+         those of its elements
+    u    g / sqrt(v), over RMS(u) / clip_threshold where that is above 1
+    w    w (1 - rate decay) - u max(1e-3, RMS(w)) min(rate, 1 / sqrt(step))
+
+The ranks that hold parts of a weight are a shard group of replicas, times tp where tp cuts it. Each sums its elements
+by rows and columns, and one all-reduce adds the sums. A second one adds the squares of u. r, c and the squares of
+vectors are whole on every holder: a thousandth of a weight's bytes. The sums are float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.config import Optimizer
+from meshwright.mesh.comm import Group
+from meshwright.optimizer.pieces import pieces_of
+from meshwright.optimizer.rounded import ShardPlace, whole_positions
+from meshwright.parameters import ParameterInfo
+
+ROWS, COLUMNS, SQUARES = "row_var", "col_var", "exp_avg_sq"
+"""Names of the states: of weights of two and more dims, and of vectors."""
+SMALLEST_RMS = 1e-3
+"""Smallest root mean square of a weight by which its step is scaled: one that starts at zero moves."""
+TOGETHER = {"cpu": 2**18, "cuda": 2**24}
+"""Elements updated at a time, by device: each takes about 12 bytes of temporaries."""
+
+
+def factor_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the states of a weight of this global shape."""
+    return {ROWS: shape[:-1], COLUMNS: (*shape[:-2], shape[-1])} if len(shape) > 1 else {SQUARES: shape}
+
+
+def factor_infos(config: Optimizer, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, ParameterInfo]]:
+    """Yield name and metadata of the states of a trained weight of this global shape; none for other optimizers."""
+    if config.name == "adafactor" and config.builder is None:
+        for kind, of in factor_shapes(shape).items():
+            yield kind, ParameterInfo(name, of)
+
+
+def factor_elements(config: Optimizer, shape: tuple[int, ...]) -> int:
+    """Return the elements of these states."""
+    return sum(math.prod(info.global_shape) for _, info in factor_infos(config, "", shape))
+
+
+def step_bytes(factors: int, numel: int, device: str) -> int:
+    """Return the temporary bytes of a step: sums of ``factors`` elements, and the piece of a shard in work."""
+    return 8 * factors + 12 * min(numel, TOGETHER[device])
+
+
+class Factor(NamedTuple):
+    """One state of one weight: whole, on every rank that holds a part of the weight."""
+
+    kind: str
+    info: ParameterInfo
+    tensor: Tensor
+
+
+class _Block(NamedTuple):
+    """Rows [start, stop) of this rank's part of a weight of two or more dims."""
+
+    start: int
+    stop: int
+    rows: Tensor
+    """Index of each row in the whole weight, all dims but the last flattened."""
+    columns: Tensor
+    """Index of each column."""
+    lengths: list[int]
+    """Numbers of successive rows that belong to the same matrix, of the last two dims."""
+    matrices: Tensor
+    """Index of that matrix for each of ``lengths``."""
+
+
+class _Weight:
+    """One weight of a bucket: its states, and the elements [begin, end) of this rank's part that lie in its shard."""
+
+    def __init__(self, info: ParameterInfo, first: int, place: ShardPlace, like: Tensor) -> None:
+        size = math.prod(info.local_shape)
+        low, high = place.offset - first, place.offset + like.numel() - first
+        self.info, self.begin, self.end = info, min(max(low, 0), size), min(max(high, 0), size)
+        self.at = self.begin - low
+        """Position of the first of these elements in the shard."""
+        self.numel = math.prod(info.global_shape)
+        self.states = {name: like.new_zeros(shape) for name, shape in factor_shapes(info.global_shape).items()}
+        self.is_factored, self.width = len(info.global_shape) > 1, info.local_shape[-1] if info.local_shape else 1
+
+    def of(self, shard: Tensor) -> Tensor:
+        """Return the view of the weight's elements in a shard."""
+        return shard[self.at : self.at + self.end - self.begin]
+
+    def blocks(self, device: torch.device) -> Iterator[_Block]:
+        """Yield the blocks of rows that hold this rank's elements."""
+        *outer, height, width = self.info.global_shape
+        local_height, last = self.info.local_shape[-2], -(-self.end // self.width)
+        together = max(TOGETHER.get(device.type, TOGETHER["cpu"]) // self.width, 1)
+        columns = whole_positions(self.info, torch.arange(self.width, device=device)) % width
+        for start in range(self.begin // self.width, last if self.begin < self.end else 0, together):
+            stop = min(start + together, last)
+            rows = whole_positions(self.info, torch.arange(start, stop, device=device) * self.width) // width
+            rows = rows.clamp_(max=math.prod(outer) * height - 1)  # padding is zero, wherever it is added
+            edges = [start, *range((start // local_height + 1) * local_height, stop, local_height), stop]
+            yield _Block(start, stop, rows, columns, [b - a for a, b in pairwise(edges)], self._matrices(rows, edges))
+
+    def _matrices(self, rows: Tensor, edges: list[int]) -> Tensor:
+        first = torch.tensor([edge - edges[0] for edge in edges[:-1]], device=rows.device)
+        return rows[first] // self.info.global_shape[-2]
+
+    def rows_of(self, shard: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a block as (rows, width), zero outside of the shard; its elements in the shard; and their view in it.
+
+        The first is a view of the shard if the block lies inside.
+        """
+        low, high = max(block.start * self.width, self.begin), min(block.stop * self.width, self.end)
+        inside, size = self.of(shard)[low - self.begin : high - self.begin], (block.stop - block.start) * self.width
+        if high - low == size:
+            return inside.view(-1, self.width), inside, inside
+        whole = inside.new_zeros(size)
+        view = whole[low - block.start * self.width : high - block.start * self.width]
+        view.copy_(inside)
+        return whole.view(-1, self.width), inside, view
+
+    def add_squares(self, gradient: Tensor, sums: Mapping[str, Tensor]) -> None:
+        """Add the squares of this rank's gradient to ``sums``, flat float64 by name of the state."""
+        if not self.is_factored:
+            positions = torch.arange(self.begin, self.end, device=gradient.device)
+            places = whole_positions(self.info, positions).clamp_(max=self.numel - 1)
+            sums[SQUARES].index_add_(0, places, self.of(gradient).double().square())
+            return
+        for block in self.blocks(gradient.device):
+            squares = self.rows_of(gradient, block)[0].square()
+            sums[ROWS].index_add_(0, block.rows, squares.sum(1, dtype=torch.float64))
+            by_matrix = torch.stack([part.sum(0, dtype=torch.float64) for part in torch.split(squares, block.lengths)])
+            places = block.matrices[:, None] * self.info.global_shape[-1] + block.columns
+            sums[COLUMNS].index_add_(0, places.flatten(), by_matrix.flatten())
+
+    def average(self, sums: Mapping[str, Tensor], share: float) -> None:
+        """Move the states toward the means of the summed squares by ``share``."""
+        counts = {ROWS: self.info.global_shape[-1:], COLUMNS: self.info.global_shape[-2:-1], SQUARES: ()}
+        for name, state in self.states.items():
+            state.lerp_((sums[name] / math.prod(counts[name])).to(state.dtype).view_as(state), share)
+
+    def divide(self, gradient: Tensor, eps: float) -> Tensor:
+        """Replace this rank's gradient by u in place; return the sum of its squares, () float64."""
+        total = torch.zeros((), dtype=torch.float64, device=gradient.device)
+        if not self.is_factored:
+            own = self.of(gradient)
+            places = whole_positions(self.info, torch.arange(self.begin, self.end, device=own.device))
+            variance = self.states[SQUARES].view(-1)[places.clamp_(max=self.numel - 1)]
+            return total + own.mul_(variance.clamp_(min=eps * eps).rsqrt_()).double().square().sum()
+        height, width = self.info.global_shape[-2:]
+        rows = self.states[ROWS].view(-1, height)
+        rows = (rows / rows.mean(1, keepdim=True).clamp_(min=eps)).view(-1)
+        columns = self.states[COLUMNS].view(-1, width)
+        for block in self.blocks(gradient.device):
+            whole, inside, view = self.rows_of(gradient, block)
+            of_rows, of_columns = (
+                torch.split(rows[block.rows], block.lengths),
+                columns[block.matrices][:, block.columns],
+            )
+            for index, part in enumerate(torch.split(whole, block.lengths)):
+                part.mul_((of_rows[index][:, None] * of_columns[index]).clamp_(min=eps * eps).rsqrt_())
+            if view is not inside:
+                inside.copy_(view)
+            total += torch.linalg.vector_norm(view, dtype=torch.float64).square()
+        return total
+
+
+class ShardedAdafactor(torch.optim.Optimizer):
+    """Adafactor over flat shards, with means over whole parameters."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        config: Optimizer,
+        places: Mapping[Tensor, ShardPlace],
+        holders: Mapping[Tensor, Group],
+    ) -> None:
+        """Build the optimizer. No communication.
+
+        Args:
+            groups: each with "lr", "weight_decay" and "eps".
+            places: place of each parameter in its bucket.
+            holders: ranks with the parts of each parameter's weights.
+        """
+        super().__init__(groups, {})
+        self._config, self.taken = config, 0
+        self._group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        self._weights = {
+            p: [_Weight(info, first, places[p], p) for info, first in places[p].slots] for p in self._group_of
+        }
+        together: dict[str, list[Tensor]] = {}
+        for parameter in self._group_of:
+            together.setdefault(repr(holders[parameter]), []).append(parameter)
+        self._together = [(holders[parameters[0]], parameters) for parameters in together.values()]
+
+    def factors(self, parameter: Tensor) -> Iterator[Factor]:
+        """Yield the states of the weights of a shard."""
+        for weight in self._weights[parameter]:
+            for kind, tensor in weight.states.items():
+                yield Factor(kind, ParameterInfo(weight.info.name, tuple(tensor.shape)), tensor)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step every parameter. Gradients are overwritten. Collective over the holders; blocks.
+
+        Bytes on the wire per rank: 2 M (n-1)/n, M = 8 bytes for each row, column and element of a vector, and each
+        weight twice.
+        """
+        self.taken += 1
+        for holders, parameters in self._together:
+            weights = [(parameter, weight) for parameter in parameters for weight in self._weights[parameter]]
+            if weights:
+                self._step(holders, weights)
+
+    def _step(self, holders: Group, weights: list[tuple[Tensor, _Weight]]) -> None:
+        """Step the weights with the same holders."""
+        sizes = [[math.prod(state.shape) for state in weight.states.values()] for _, weight in weights]
+        flat = torch.zeros(sum(map(sum, sizes)) + len(weights), dtype=torch.float64, device=weights[0][0].device)
+        squares, *rest = torch.split(flat, [len(weights), *(size for each in sizes for size in each)])
+        remaining = iter(rest)
+        sums = [{name: next(remaining) for name in weight.states} for _, weight in weights]
+        for index, (parameter, weight) in enumerate(weights):
+            assert parameter.grad is not None
+            weight.add_squares(parameter.grad, sums[index])
+            squares[index] = _square_sum(weight.of(parameter))
+        holders.all_reduce(flat).wait()
+        means = torch.tensor([weight.numel for _, weight in weights], dtype=torch.float64, device=flat.device)
+        sizes_of_weights, divided = squares.div(means).sqrt_(), torch.zeros_like(squares)
+        for index, (parameter, weight) in enumerate(weights):
+            assert parameter.grad is not None
+            weight.average(sums[index], self.taken**self._config.beta2_decay)
+            divided[index] = weight.divide(parameter.grad, self._group_of[parameter]["eps"])
+        holders.all_reduce(divided).wait()
+        clip = divided.div_(means).sqrt_().div_(self._config.clip_threshold).clamp_(min=1.0)
+        factors = sizes_of_weights.clamp_(min=SMALLEST_RMS).div_(clip)
+        for index, (parameter, weight) in enumerate(weights):
+            rate, decay = (self._group_of[parameter][key] for key in ("lr", "weight_decay"))
+            assert parameter.grad is not None
+            factor = factors[index].to(parameter.dtype) * min(rate, self.taken**-0.5)
+            weight.of(parameter).mul_(1 - rate * decay)
+            weight.of(parameter).addcmul_(weight.of(parameter.grad), factor, value=-1.0)
+
+
+def _square_sum(elements: Tensor) -> Tensor:
+    """Return the sum of squares of (numel,) elements, () float64."""
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for (piece,) in pieces_of(elements)]
+    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
