@@ -91,6 +91,7 @@ class Scored(NamedTuple):
     """Flag: the run is published as completed, not as out of memory."""
     shares: dict[str, float]
     """Share of each part in the predicted step."""
+    cp: int = 1
 
     @property
     def error(self) -> float:
@@ -236,7 +237,28 @@ def predict(row: Drawn, fractions: RateFractions) -> Scored:
         row.hardware.usable_bytes / 2**30,
         not of.out_of_memory,
         shares,
+        of.cp,
     )
+
+
+def show_context(scored: Sequence[Scored], console: Console) -> list[dict[str, Any]]:
+    """Print the errors of the rows with context parallelism by source, which the table of all rows contains too."""
+    groups: dict[tuple[bool, str], list[float]] = defaultdict(list)
+    for one in scored:
+        if one.cp > 1 and one.step_s is not None:
+            groups[not one.whole, one.source].append(one.error)
+    table, lines = Table("rows with cp > 1", "rows", "mean", "max", "bias"), []
+    for (guessed, source), errors in sorted(groups.items()):
+        mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
+        worst = max(map(abs, errors))
+        lines.append(
+            {"source": source, "guessed": guessed, "rows": len(errors), "mean": mean, "max": worst, "bias": bias}
+        )
+        name = source + (" (guessed)" if guessed else "")
+        table.add_row(name, str(len(errors)), f"{mean:.2%}", f"{worst:.2%}", f"{bias:+.2%}")
+    if lines:
+        console.print(table)
+    return lines
 
 
 def show(scored: Sequence[Scored], console: Console, *, each: bool) -> list[dict[str, Any]]:
@@ -342,11 +364,13 @@ def main() -> int:
     rows = [row for row in rows if row.case.row.id.startswith(options.only)]
     scored = [predict(row, sets.get(paper(row), sets[""])) for row in rows]
     lines = show(scored, console, each=bool(options.only))
+    context = show_context(scored, console)
     missed = [line["source"] for line in lines if not line["met"] and not line["guessed"]]
     report = {
         "environment": environment("python benchmarks/planner_accuracy.py " + " ".join(sys.argv[1:])),
         "constants": {name: values._asdict() for name, values in sets.items()},
         "sources": lines,
+        "context": context,
         "rows": [one._asdict() | {"error": one.error if one.step_s else None} for one in scored],
         "left_out": left_out,
         "problems": [f"{source}: misses its bar" for source in missed],

@@ -200,6 +200,8 @@ SYSTEMS: dict[str, System] = {
     "olmo2": System(FUSED, FSDP, whole=False),
     "llama3": System(TRANSFORMER_ENGINE, MEGATRON_CORE, whole=False),
     "megatron": System(TRANSFORMER_ENGINE, MEGATRON_CORE),
+    "nemo": System(TRANSFORMER_ENGINE, MEGATRON_CORE, whole=False),
+    "bridge": System(TRANSFORMER_ENGINE, MEGATRON_CORE._replace(overlaps_tp=True), whole=False),
 }
 SAID = {
     "torchtitan": "tt",
@@ -370,7 +372,7 @@ def case(row: Row) -> Case:
         traits = traits._replace(wide_gradient_bytes=2)
     if row.id.startswith("zb") and row.schedule.startswith("ZB"):
         traits = traits._replace(synchronises_steps=False)
-    if head in ("mlm", "megatron", "llama3") and "H100" in row.gpu:
+    if head in ("mlm", "megatron", "llama3", "nemo", "bridge") and "H100" in row.gpu:
         traits = traits._replace(attention_speed=HOPPER_KERNEL)
     if "overlap grad-reduce" in row.notes:
         traits = traits._replace(overlaps_reduce=True, overlaps_gather=True, accumulates_in_product=True)
@@ -381,7 +383,7 @@ def case(row: Row) -> Case:
     chunks = min(all_chunks, 3 * row.pp) if row.pp > 1 else all_chunks
     sequence = row.tp > 1 and (
         (head == "korthikanti22" and row.recompute == "selective")
-        or head in ("simumax", "tt", "mcore", "megatron")
+        or head in ("simumax", "tt", "mcore", "megatron", "nemo", "bridge")
         or "MegaScale" in row.id
         or "sequence-parallel" in row.notes.replace("no sequence-parallel", "")
     )

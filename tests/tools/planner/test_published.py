@@ -67,3 +67,18 @@ def test_three_sources_are_in_no_fit(accuracy: ModuleType, tmp_path: Path) -> No
     rows, _ = accuracy.draw(written(tmp_path / "runs.csv", *({"id": each} for each in ids)), lambda name: True)
     assert len(accuracy.NEVER_FITTED) == 3 and len(rows) == 4
     assert accuracy.Fit(rows).papers == ["korthikanti22"]
+
+
+def test_rows_with_context_parallelism_are_scored_apart(accuracy: ModuleType, tmp_path: Path) -> None:
+    """A row of another source is not among them, and one whose source guesses is in no fit."""
+    shared = {"dp": 4, "cp": 2}
+    changes = [{"id": "simumax-1"}, {"id": "simumax-2"} | shared, {"id": "nemo-1"} | shared]
+    rows, _ = accuracy.draw(written(tmp_path / "runs.csv", *changes), lambda name: True)
+    scored = [accuracy.predict(row, accuracy.START) for row in rows]
+    found = accuracy.show_context(scored, accuracy.Console(quiet=True))
+    assert [(line["source"], line["guessed"], line["rows"]) for line in found] == [
+        ("simumax", False, 1),
+        ("nemo", True, 1),
+    ]
+    assert found[0]["mean"] == abs(scored[1].error) and found[0]["bias"] == scored[1].error
+    assert accuracy.Fit(rows).papers == ["simumax", "simumax"]
