@@ -92,7 +92,7 @@ def _profile_steps(
 ) -> RankProfile:
     """Profile a pipeline rank with few micro-batches, whose middle is repeated, or with all of them if that fails."""
     blueprint, grid = shared.blueprint, grid_of(config)
-    schedule, rank = blueprint.schedule, pp_rank * grid.dp * grid.tp
+    schedule, rank = blueprint.schedule, pp_rank * grid.num_replicas * grid.tp
     few = few_chunks(schedule)
     if few < schedule.chunks:
         short = _with_few_chunks(config, few)

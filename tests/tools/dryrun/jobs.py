@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig, resolve
@@ -39,4 +40,4 @@ def configured(
             "train": {"device": "cpu"},
         }
     )
-    return resolve(config, parallel.get("dp", 1) * parallel.get("pp", 1) * parallel.get("tp", 1))
+    return resolve(config, math.prod(parallel.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")))

@@ -30,6 +30,14 @@ def test_neighbours_that_share_shards_agree() -> None:
     assert disagreements(dry_run_job(configured(dp=4, zero=2, shard_factor=2))) == []
 
 
+def test_stages_whose_ranks_share_samples_agree() -> None:
+    """The ranks of a pipeline rank are dp x cp x tp neighbours."""
+    for chunks in (2, 20):  # 20: the middle ones are repeated
+        job = dry_run_job(configured(chunks=chunks, pp=2, dp=2, cp=2, num_layers=2))
+        assert disagreements(job) == []
+        assert {call.call.operation for call in job.profile_of(4).communication} >= {"receive"}
+
+
 def test_a_tied_weight_and_all_ranks_are_told_apart() -> None:
     """Both groups go along the pipeline, and only the ends of it speak in the first."""
     assert disagreements(dry_run_job(configured(pp=3))) == []
