@@ -191,8 +191,9 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None, cp: Group | None 
         recompute=recomputed,
     )
     stages = cut_layers(config, costs, schedule.num_stages)
-    cut = TokenCut(cp or Group("cp", tuple(range(grid.cp)), 0), parallel.cp_order, shapes.labels)
-    cut.check(config.model.builder, parts=parallel.tp if parallel.sequence else 1, heads=len(model.loss_heads))
+    cut = TokenCut(cp or Group("cp", tuple(range(grid.cp)), 0), parallel.cp_order, shapes.labels, model.draw)
+    parts = parallel.tp if parallel.sequence else 1
+    cut.check(config.model.builder, shapes.inputs, parts=parts, heads=len(model.loss_heads))
     context.apply(config.model.builder, model.layers, model.plan, shapes.inputs, cut)
     infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)

@@ -106,6 +106,7 @@ def build(
         reduces_each_microbatch=reduces_each_microbatch(config),
         metrics=blueprint.metrics,
         offload=offload,
+        reads_samples=blueprint.cut.by_sample,
     )
     fingerprint = data_fingerprint(training)
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)

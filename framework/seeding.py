@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ class Draw:
     """Sample indices of the micro-batch in the layers. The caller of forward sets them, the dropouts read them."""
 
     sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
+    tokens: Any = None
+    """Tokens of each sample that this rank has, where they differ by sample, from the feed (context_parallel/cut.py)."""
     is_recompute: bool = False
     """True while a forward runs inside backward (recompute), or while only costs are counted."""
 
@@ -73,7 +75,7 @@ class TokenPlaces(Protocol):
     """Tokens of the rank."""
 
     def places(self, device: torch.device) -> Tensor:
-        """Return their positions in the sample, (1, share) int64."""
+        """Return their positions in the sample, (1, share) int64, or (B, share) where they differ by sample."""
 
 
 NUM_KEYS = 16
@@ -113,10 +115,10 @@ def keep_mask(
     position = torch.zeros((), dtype=torch.int64, device=device)
     stride = 1
     for dim in range(len(shape) - 1, 0, -1):
-        along = torch.arange(start[dim], start[dim] + shape[dim], device=device)
+        along = torch.arange(start[dim], start[dim] + shape[dim], device=device)[None]  # of all samples, or of each
         if cut is not None and cut[0] == dim:
-            along, whole[dim] = cut[1].places(device)[0, start[dim] : start[dim] + shape[dim]], cut[1].length
-        position = position + (along * stride).view([-1] + [1] * (len(shape) - 1 - dim))
+            along, whole[dim] = cut[1].places(device)[:, start[dim] : start[dim] + shape[dim]], cut[1].length
+        position = position + (along * stride).view([-1] + [1] * (dim - 1) + [shape[dim]] + [1] * (len(shape) - 1 - dim))
         stride *= whole[dim]
     keys = _mix((sample_indices * golden) ^ key).view([-1] + [1] * (len(shape) - 1))
     drawn = _mix(position * golden + keys)

@@ -60,11 +60,12 @@ class StepFeed:
         start_s = time.perf_counter()
         samples = self.source.read(self.indices(m))
         parts.data_s += time.perf_counter() - start_s
-        dtype = DTYPES[parts.config.train.dtype]
+        dtype, cut = DTYPES[parts.config.train.dtype], parts.blueprint.cut
+        tokens = cut.tokens_of(samples[0], device)
         inputs, labels = (tree_map(lambda leaf: _to_device(leaf, device), part) for part in samples)
         labels = cast_floats(labels, torch.promote_types(dtype, torch.float32))  # the loss is computed in float32
-        labels = parts.blueprint.cut.take_labels(labels)
-        return Microbatch(cast_floats(inputs, dtype), labels, self.sample_indices(m))
+        labels = cut.take_labels(labels, tokens)
+        return Microbatch(cast_floats(inputs, dtype), labels, self.sample_indices(m), tokens)
 
     def sample_indices(self, m: int) -> Tensor:
         """Return :meth:`indices` as (B,) int64 on the device."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from meshwright.models import flex
+from meshwright.models import flex, some_queries
 from meshwright.models.flex import Case, form_of
 
 QUERY_BLOCK = 1024
@@ -141,23 +141,24 @@ class AttentionCore(nn.Module):
     ) -> Tensor:
         """Attend: q (B, H, S, d), k and v (B, G, S, d), starts (B, S) bool or None -> (B, H, S, d). H, G: local heads.
 
-        ``places``: (1, Q) int64, ascending, for queries (B, H, Q, d) of some tokens: their positions in the sample.
+        ``places``: (1 or B, Q) int64, ascending, for queries (B, H, Q, d) of some tokens: positions in their samples.
         Runs the fused kernel, except with dropout: the kernel draws its own masks, which cannot be seeded by name.
         """
         heads_per_group, length = q.shape[1] // k.shape[1], k.shape[-2]
         scale = None if self.score_divisor is None else 1 / self.score_divisor
         if dropout is None and places is not None:
-            k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
-            return self._at_places(q, k, v, starts, places, scale)
+            reads = can_read(q) and type(q) is type(places) is Tensor
+            first = some_queries.first_seen(places, starts, self.window)
+            return some_queries.attend(q, k, v, places, first, scale, reads=reads)
         if dropout is None:
             return self._attend(q, k, v, starts, scale)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
         scores = q @ k.transpose(-1, -2) / (self.score_divisor or math.sqrt(q.shape[-1]))  # (B, H, S, S)
-        document = None if starts is None else documents_of(starts)
         if places is None:
+            document = None if starts is None else documents_of(starts)
             mask = self.seen(range(length), range(length), scores.device, document)
         else:
-            mask = self.seen_from(places, length, document)
+            mask = some_queries.seen(places, some_queries.first_seen(places, starts, self.window), range(length))
         scores = scores.masked_fill(~mask, -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v
@@ -217,38 +218,6 @@ class AttentionCore(nn.Module):
             near_k, near_v = k[:, :, of_keys], v[:, :, of_keys]
             mixed.append(F.scaled_dot_product_attention(q[:, :, of_queries], near_k, near_v, mask, scale=scale))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
-
-    def _at_places(
-        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, places: Tensor, scale: float | None
-    ) -> Tensor:
-        """Attend with the queries q (B, H, Q, d) at ``places`` (1, Q), to all keys k, v (B, H, S, d). Return q's shape.
-
-        Block by block of queries, as in :meth:`_in_blocks`. Where values can be read, a block skips the keys after it,
-        and those that its window ends before.
-        """
-        document, mixed = None if starts is None else documents_of(starts), []
-        for block, of_block in zip(q.split(QUERY_BLOCK, dim=-2), places.split(QUERY_BLOCK, dim=-1), strict=True):
-            keys = slice(0, k.shape[-2])
-            if can_read(of_block) and type(of_block) is Tensor:
-                first = 0 if self.window is None else max(0, int(of_block[0, 0]) + 1 - self.window)
-                keys = slice(first, int(of_block[0, -1]) + 1)
-            mask = self.seen_from(of_block, k.shape[-2], document)[..., keys]
-            near_k, near_v = k[:, :, keys], v[:, :, keys]
-            mixed.append(F.scaled_dot_product_attention(block, near_k, near_v, mask, scale=scale))
-        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
-
-    def seen_from(self, places: Tensor, length: int, document: Tensor | None = None) -> Tensor:
-        """Return the attention mask of queries at ``places`` (1, Q) over all keys: (Q, S), with documents (B, 1, Q, S).
-
-        ``length``: S keys. ``document``: (B, S) int64, see :func:`documents_of`.
-        """
-        queries, keys = places[0, :, None], torch.arange(length, device=places.device)
-        mask = keys <= queries
-        if self.window is not None:
-            mask = mask & (keys > queries - self.window)
-        if document is None:
-            return mask
-        return (mask & (document[:, places[0], None] == document[:, None, :]))[:, None]
 
     def seen(self, queries: range, keys: range, device: torch.device, document: Tensor | None = None) -> Tensor:
         """Return the attention mask, True where query i sees key j: (Q, K) bool, or (B, 1, Q, K) with documents.

@@ -81,8 +81,8 @@ def _sequence(config: RunConfig) -> str | None:
 
 def _context(config: RunConfig) -> str | None:
     cp, length = config.parallel.cp, config.data.sequence_length
-    if cp == 1 and non_defaults(config.parallel, "cp_order"):
-        return "parallel.cp_order has no effect with parallel.cp = 1: set parallel.cp to 2 or more, or leave it out"
+    if cp == 1 and (others := non_defaults(config.parallel, "cp_order", "cp_exchange")):
+        return f"parallel.{others[0]} has no effect with parallel.cp = 1: set parallel.cp to 2 or more, or leave it out"
     if cp == 1 or config.data.builder is not None or length % cp == 0:
         return None
     nearest = " or ".join(str(near) for near in (length // cp * cp, (length // cp + 1) * cp) if near)
@@ -185,7 +185,7 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-038", _processes, ("launch.processes", "parallel.dp", "parallel.pp", "parallel.tp")),
     Rule("MW-CONFIG-039", _devices, ("launch.devices", "launch.share_devices", "train.device")),
     Rule("MW-CONFIG-040", _sequence, ("parallel.sequence", "parallel.tp")),
-    Rule("MW-CONFIG-069", _context, ("parallel.cp", "parallel.cp_order", "data.sequence_length")),
+    Rule("MW-CONFIG-069", _context, ("parallel.cp", "parallel.cp_order", "parallel.cp_exchange", "data.sequence_length")),
     Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),
     Rule("MW-CONFIG-043", _offload, ("parallel.offload_directory", "parallel.offload")),

@@ -180,9 +180,12 @@ class Parallel(Section):
     """Tensor-parallel degree."""
     cp: Count = 1
     """Context-parallel degree: ranks that share the tokens of each sample. `docs/long-context.md` has the details."""
-    cp_order: Literal["zigzag", "contiguous"] = "zigzag"
-    """Tokens of each context-parallel rank: two runs, of the beginning and the end, so that all see as many keys; or
-    one run."""
+    cp_order: Literal["zigzag", "contiguous", "documents"] = "zigzag"
+    """Tokens of each context-parallel rank: two runs, of the beginning and the end, so that all see as many keys; one
+    run; or blocks by the documents of each sample, so that all see about as many keys of their documents."""
+    cp_exchange: Literal["keys", "heads"] = "keys"
+    """Exchange of an attention: gather the keys and values of all tokens; or of heads (Ulysses): each rank attends with
+    all tokens of 1/cp of the heads, which cp x tp must divide."""
     sequence: bool = False
     """Sequence parallelism: split activations between tensor-parallel regions along the sequence over tp."""
     zero: Literal[0, 1, 2, 3] = 1

@@ -7,23 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.context_parallel.order import ORDERS, draw, imbalance, keys_seen
+from meshwright.context_parallel.order import ORDERS, documents, draw, imbalance, keys_seen
 from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
+from meshwright.seeding import Draw
+
+STARTS = "starts"
+"""Key of the document starts, (B, S) bool, in the inputs of a micro-batch."""
+
+
+class SampleTokens(NamedTuple):
+    """Tokens of a micro-batch whose samples are cut differently, on the device."""
+
+    places: Tensor
+    """Positions of this rank's tokens, (B, S/cp) int64, ascending."""
+    joined: Tensor
+    """Index of each position of the sample among the tokens of rank 0, rank 1, .., (B, S) int64."""
 
 
 class TokenCut:
-    """This rank's tokens of every sample of one length."""
+    """This rank's tokens of every sample of one length.
 
-    def __init__(self, group: Group, order: str, labels: Tensor) -> None:
-        """Create the cut over ``group`` of samples whose labels are (B, S)."""
+    NOTE [order by documents]: the order "documents" is another one for each sample. The feed of each stage computes it
+    from the document starts, on every rank alike, and the executor puts it into the Draw, which recompute restores.
+    Without a Draw's tokens, as on the meta device and in a dry run, a sample is one document.
+    """
+
+    def __init__(self, group: Group, order: str, labels: Tensor, draw: Draw | None = None) -> None:
+        """Create the cut over ``group`` of samples whose labels are (B, S). ``draw``: of the micro-batch in the layers."""
         self.group = group
         self.order = order
+        self.by_sample = order == "documents" and group.size > 1
+        """Samples are cut differently: see NOTE [order by documents]."""
+        self._draw = draw or Draw()
         self._set_length(labels.shape[1] if labels.dim() > 1 else 1)
 
     def _set_length(self, length: int) -> None:
@@ -33,25 +54,50 @@ class TokenCut:
         self.share = length // group.size
         """Tokens of this rank."""
         self._places = {torch.device("cpu"): torch.tensor([ranks[group.rank]])}
-        joined = torch.tensor([place for places in ranks for place in places])
-        self._joined = {torch.device("cpu"): joined.argsort()}
+        joined = torch.tensor([[place for places in ranks for place in places]])
+        self._joined = {torch.device("cpu"): joined.argsort(-1)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenCut:
         return self  # a copy of a layer has the same tokens
 
+    def tokens_of(self, inputs: Any, device: torch.device) -> SampleTokens | None:
+        """Return the tokens of a micro-batch, from its document starts on the CPU; None if all samples are cut alike."""
+        if not self.by_sample:
+            return None
+        of_samples = [
+            documents(self.length, self.group.size, starts.nonzero().flatten().tolist()) for starts in inputs[STARTS]
+        ]
+        places = torch.tensor([ranks[self.group.rank] for ranks in of_samples])
+        joined = torch.tensor([[place for ranks in sample for place in ranks] for sample in of_samples]).argsort(-1)
+        return SampleTokens(places.to(device), joined.to(device))
+
+    def _tokens(self, device: torch.device) -> SampleTokens | None:
+        """Return the tokens of the micro-batch in the layers, if its samples are cut differently."""
+        tokens: SampleTokens | None = self._draw.tokens if self.by_sample else None
+        return tokens if tokens is not None and tokens.places.device == device else None
+
     def places(self, device: torch.device) -> Tensor:
-        """Return the positions of this rank's tokens in the sample, (1, S/cp) int64, ascending."""
-        return _on(self._places, device)
+        """Return the positions of this rank's tokens in the sample, (1 or B, S/cp) int64, ascending."""
+        tokens = self._tokens(device)
+        return _on(self._places, device) if tokens is None else tokens.places
 
     def from_ranks(self, device: torch.device) -> Tensor:
-        """Return for each position of the sample its index among the tokens of rank 0, rank 1, ..: (S,) int64."""
-        return _on(self._joined, device)
+        """Return for each position its index among the tokens of rank 0, rank 1, ..: (1 or B, S) int64."""
+        tokens = self._tokens(device)
+        return _on(self._joined, device) if tokens is None else tokens.joined
 
-    def take(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of a whole tensor, S along ``dim``; the tensor itself without the axis."""
+    def take(self, whole: Tensor, dim: int, tokens: SampleTokens | None = None) -> Tensor:
+        """Return this rank's tokens of a whole tensor, S along ``dim``; the tensor itself without the axis.
+
+        ``tokens``: those of a micro-batch that is not in the layers yet. With other tokens in each sample a tensor that
+        has S as its first dim gets one of samples before it.
+        """
         if self.group.size == 1:
             return whole
-        return whole.index_select(dim, self.places(whole.device)[0])
+        places = self.places(whole.device) if tokens is None else tokens.places
+        if len(places) == 1:
+            return whole.index_select(dim, places[0])
+        return whole[places] if dim == 0 else along_samples(whole, dim, places)
 
     def shape_of(self, whole: Sequence[int]) -> Sequence[int]:
         """Return the shape of this rank's part of an output (B, S, ...)."""
@@ -67,7 +113,7 @@ class TokenCut:
         finally:
             vars(self).update(own)
 
-    def take_labels(self, labels: Tensor) -> Tensor:
+    def take_labels(self, labels: Tensor, tokens: SampleTokens | None = None) -> Tensor:
         """Return this rank's labels: (B, S) -> (B, S/cp). They were made from the whole sample before.
 
         Raises:
@@ -79,18 +125,25 @@ class TokenCut:
                 f"parallel.cp = {self.group.size} cuts samples of {self.length} tokens, and the labels of a "
                 f"micro-batch have the shape {tuple(labels.shape)}, not one for each token: use parallel.cp = 1",
             )
-        return self.take(labels, 1)
+        return self.take(labels, 1, tokens)
 
-    def check(self, builder: str, *, parts: int, heads: int) -> None:
+    def check(self, builder: str, inputs: Any, *, parts: int, heads: int) -> None:
         """Check that all ranks get equally many tokens. ``parts``: by which sequence parallelism cuts them again.
 
         Raises:
-            ModelError: the length cannot be divided, or labels are shifted along the sample (``heads`` of multi-token
-                prediction).
+            ModelError: the length cannot be divided, an order by documents has none, or labels are shifted along the
+                sample (``heads`` of multi-token prediction).
         """
         cp = self.group.size
         if cp == 1:
             return
+        if self.by_sample and not (isinstance(inputs, dict) and STARTS in inputs):
+            raise ModelError(
+                "MW-CP-010",
+                f'parallel.cp_order = "documents" deals the tokens by the documents of each sample, and the samples '
+                f'have no document starts: set data.document_boundaries = true (a dataset of your own: inputs with '
+                f'"{STARTS}", (B, S) bool), or parallel.cp_order = "zigzag"',
+            )
         if self.length % (cp * parts):
             step, again = cp * parts, f" x tp {parts} (parallel.sequence)" if parts > 1 else ""
             nearest = " or ".join(str(near) for near in (self.length // step * step, (self.length // step + 1) * step))
@@ -115,6 +168,17 @@ class TokenCut:
         last = f"{self.share:,} tokens a rank, {self.order}: of one document the busiest sees {uneven:.1%} more keys"
         drawn = [*draw(ranks).splitlines(), last]
         return [f"{'' if at else 'context':<10} {line}" for at, line in enumerate(drawn)]
+
+
+def along_samples(whole: Tensor, dim: int, places: Tensor) -> Tensor:
+    """Return the elements of each sample at its own places along ``dim``: (B, .., S, ..) -> (B, .., n, ..).
+
+    ``places``: (B, n) int64. A first dim of 1 stands for all samples.
+    """
+    index = places.view(places.shape[0], *[1] * (dim - 1), places.shape[1], *[1] * (whole.dim() - dim - 1))
+    shape = list(whole.shape)
+    shape[0], shape[dim] = places.shape
+    return whole.expand(len(places), *whole.shape[1:]).gather(dim, index.expand(shape))
 
 
 def _on(found: dict[torch.device, Tensor], device: torch.device) -> Tensor:

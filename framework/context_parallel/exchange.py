@@ -34,20 +34,39 @@ class _GatherKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, cut: TokenCut) -> tuple[Tensor, Tensor]:
-        ctx.cut, ctx.k_width = cut, k.shape[-1]
+        ctx.cut, ctx.k_width, ctx.joined = cut, k.shape[-1], cut.from_ranks(k.device)
         part = torch.cat([k, v], dim=-1).movedim(-2, 0).contiguous()  # (S/cp, B, G, 2 d)
         whole = part.new_empty(cut.length, *part.shape[1:])
         cut.group.all_gather(whole, part).wait()
-        both = whole.index_select(0, cut.from_ranks(whole.device)).movedim(0, -2)  # (B, G, S, 2 d)
+        both = in_sample_order(whole, ctx.joined).movedim(0, -2)  # (B, G, S, 2 d)
         return both[..., : ctx.k_width], both[..., ctx.k_width :]
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
         cut = ctx.cut
-        both = torch.cat([dk, dv], dim=-1).movedim(-2, 0)  # (S, B, G, 2 d)
-        whole = torch.empty_like(both, memory_format=torch.contiguous_format)
-        whole.index_copy_(0, cut.from_ranks(both.device), both)
+        whole = in_rank_order(torch.cat([dk, dv], dim=-1).movedim(-2, 0), ctx.joined)  # (S, B, G, 2 d)
         part = whole.new_empty(cut.share, *whole.shape[1:])
         cut.group.reduce_scatter(part, whole).wait()
         part = part.movedim(0, -2)
         return part[..., : ctx.k_width], part[..., ctx.k_width :], None
+
+
+def in_sample_order(whole: Tensor, joined: Tensor) -> Tensor:
+    """Return tokens (S, B, ...) of rank 0, rank 1, .. in the order of the sample. ``joined``: (1 or B, S)."""
+    if len(joined) == 1:
+        return whole.index_select(0, joined[0])
+    return whole.gather(0, _expanded(joined, whole))
+
+
+def in_rank_order(whole: Tensor, joined: Tensor) -> Tensor:
+    """Return tokens (S, B, ...) of the sample's order in that of rank 0, rank 1, ..: contiguous."""
+    ranked = torch.empty_like(whole, memory_format=torch.contiguous_format)
+    if len(joined) == 1:
+        return ranked.index_copy_(0, joined[0], whole)
+    return ranked.scatter_(0, _expanded(joined, whole), whole)
+
+
+def _expanded(joined: Tensor, whole: Tensor) -> Tensor:
+    """Return ``joined`` (B, S) as an index of the shape of ``whole``, (S, B, ...)."""
+    index = joined.movedim(1, 0)
+    return index.view(*index.shape, *[1] * (whole.dim() - 2)).expand(whole.shape)

@@ -12,7 +12,9 @@ An order changes no number of the training: keys are put back into the order of 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 BLOCK = 128
 """Tokens of a block that is dealt as one by :func:`documents`."""
@@ -37,15 +39,17 @@ def zigzag(length: int, cp: int) -> list[Places]:
     ]
 
 
-def documents(length: int, cp: int, starts: Iterable[int], block: int = BLOCK) -> list[Places]:
+def documents(length: int, cp: int, starts: Iterable[int] = (), block: int | None = None) -> list[Places]:
     """Return equally many places for each rank, balanced by the keys that their queries see in their documents.
 
     ``starts``: where documents begin. Blocks of ``block`` tokens are dealt, the costliest first; the last of a rank may
-    be cut, because all ranks have ``length / cp`` tokens.
+    be cut, because all ranks have ``length / cp`` tokens. By default a rank has at least 8 blocks.
     """
-    share, costs = length // cp, keys_seen(length, starts)
-    blocks = [range(first, min(first + block, length)) for first in range(0, length, block)]
-    blocks.sort(key=lambda each: (-sum(costs[each.start : each.stop]), each.start))
+    share = length // cp
+    size = block or max(1, min(BLOCK, share // 8))
+    keys = KeyCount(length, starts)
+    blocks = [range(first, min(first + size, length)) for first in range(0, length, size)]
+    blocks.sort(key=lambda each: (-keys.seen_by(each), each.start))
     loads = [(0, rank) for rank in range(cp)]
     found: list[list[int]] = [[] for _ in range(cp)]
     for each in blocks:
@@ -56,12 +60,37 @@ def documents(length: int, cp: int, starts: Iterable[int], block: int = BLOCK) -
             found[rank] += taken
             rest = rest[len(taken) :]
             if len(found[rank]) < share:
-                heapq.heappush(loads, (load + sum(costs[taken.start : taken.stop]), rank))
+                heapq.heappush(loads, (load + keys.seen_by(taken), rank))
     return [tuple(sorted(places)) for places in found]
 
 
-ORDERS = {"contiguous": contiguous, "zigzag": zigzag}
-"""Value of ``parallel.cp_order`` -> its places of all ranks."""
+ORDERS: dict[str, Callable[[int, int], list[Places]]] = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "documents": documents,
+}
+"""Value of ``parallel.cp_order`` -> its places of all ranks; that by documents for one document."""
+
+
+class KeyCount:
+    """Keys seen by runs of queries of one sample, from prefix sums over its documents: no loop over tokens."""
+
+    def __init__(self, length: int, starts: Iterable[int] = ()) -> None:
+        """Count in a sample of ``length`` tokens, whose documents begin at ``starts``."""
+        self._starts = sorted({0, *(start for start in starts if start < length)})
+        self._sums = [0]
+        for first, last in pairwise([*self._starts, length]):
+            self._sums.append(self._sums[-1] + (last - first) * (last - first + 1) // 2)
+
+    def _before(self, place: int) -> int:
+        """Return the keys seen by all queries before ``place``."""
+        document = bisect_right(self._starts, place) - 1
+        tokens = place - self._starts[document]
+        return self._sums[document] + tokens * (tokens + 1) // 2
+
+    def seen_by(self, queries: range) -> int:
+        """Return the keys that these queries see in their documents, up to themselves."""
+        return self._before(queries.stop) - self._before(queries.start)
 
 
 def keys_seen(length: int, starts: Iterable[int] = (), window: int | None = None) -> list[int]:
@@ -78,6 +107,29 @@ def imbalance(ranks: Sequence[Places], seen: Sequence[int]) -> float:
     """Return the keys seen by the busiest rank over the mean, minus 1. ``seen``: of each place, as by keys_seen."""
     loads = [sum(seen[place] for place in places) for places in ranks]
     return max(loads) * len(loads) / sum(loads) - 1
+
+
+def batch_imbalance(order: str, length: int, cp: int, batches: Iterable[Sequence[Sequence[int]]]) -> float:
+    """Return the keys of the busiest rank over the mean, minus 1, over micro-batches, each of which ranks end together.
+
+    ``batches``: micro-batches of samples, each by its document starts.
+    """
+    busiest, total = 0, 0
+    for samples in batches:
+        loads = [0] * cp
+        for starts in samples:
+            keys = KeyCount(length, starts)
+            ranks = documents(length, cp, starts) if order == "documents" else ORDERS[order](length, cp)
+            for rank, places in enumerate(ranks):
+                loads[rank] += sum(keys.seen_by(run) for run in runs_of(places))
+        busiest, total = busiest + max(loads), total + sum(loads)
+    return busiest * cp / total - 1
+
+
+def runs_of(places: Places) -> list[range]:
+    """Return ascending places as runs of neighbours."""
+    cuts = [0, *(at for at in range(1, len(places)) if places[at] != places[at - 1] + 1), len(places)]
+    return [range(places[first], places[last - 1] + 1) for first, last in pairwise(cuts)]
 
 
 def draw(ranks: Sequence[Places], columns: int = 64) -> str:

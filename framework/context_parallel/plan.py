@@ -7,7 +7,7 @@
                 activations, of which it takes      outputs: (.., S, r) -> (.., S/cp, r)
                 the number of tokens alone
     context     attention core (q, k, v, ...)       gets k and v of all S tokens, and the keyword ``places``, the
-                of shapes (B, heads, tokens, d)     positions (1, S/cp) of its queries in the sample
+                of shapes (B, heads, tokens, d)     positions (1 or B, S/cp) of its queries in the sample
 
 The first layer gets whole samples, and masks of documents stay whole on every rank: what is counted over a sample, as
 positions are, is counted over all of it. Between attentions each rank has its own tokens only. A model without an
@@ -88,7 +88,7 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut) -> None:
             raise ModelError(
                 "MW-CP-008",
                 f"{name} is an attention core by the sharding_plan (kind {CORE!r}), and its forward takes no keyword "
-                f"{PLACES!r}: with parallel.cp > 1 it has some queries and all keys, and {PLACES} (1, queries) are the "
+                f"{PLACES!r}: with parallel.cp > 1 it has some queries and all keys, and {PLACES} (1 or B, queries) are the "
                 f"positions of the queries among the keys (docs/long-context.md)",
             )
         before = partial(_exchange, name, cut)
@@ -99,7 +99,7 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut) -> None:
     if before is not None:
         module.register_forward_pre_hook(before, with_kwargs=True)
     if kind in (POSITIONS, SEQUENCE):
-        module.register_forward_hook(partial(_own_rows, name, cut))
+        module.register_forward_hook(partial(_own_rows, name, kind, cut))
 
 
 def _own_ids(
@@ -119,7 +119,7 @@ def _lengthen(
     return (x.narrow(TOKEN_DIM, 0, 1).expand(*x.shape[:TOKEN_DIM], cut.length, x.shape[-1]), *others), kwargs
 
 
-def _own_rows(name: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _own_rows(name: str, kind: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Take this rank's rows of outputs that are indexed by position: (.., S, r) -> (.., S/cp, r)."""
 
     def take(whole: Tensor) -> Tensor:
@@ -128,6 +128,14 @@ def _own_rows(name: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...]
                 "MW-CP-003",
                 f"{name} returns {tuple(whole.shape)}, which is not indexed by the {cut.length} positions of a sample "
                 f"in its last dim but one: give it another kind in the sharding_plan, or use parallel.cp = 1",
+            )
+        samples = len(cut.places(whole.device))
+        if samples > 1 and (kind == POSITIONS if whole.dim() == 2 else whole.shape[0] not in (1, samples)):
+            raise ModelError(
+                "MW-CP-011",
+                f"{name} returns {tuple(whole.shape)} for {samples} samples, whose tokens parallel.cp_order = "
+                f'"{cut.order}" cuts differently: its first dim must be that of the samples, or 1; or use '
+                f'parallel.cp_order = "zigzag"',
             )
         return cut.take(whole, whole.dim() + TOKEN_DIM)
 

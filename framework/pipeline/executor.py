@@ -40,6 +40,7 @@ class Microbatch(NamedTuple):
     inputs: Any  # a tensor, or a tree of tensors, each (B, ...)
     labels: Tensor  # (B, ...), IGNORED_LABEL where it does not count
     sample_indices: Tensor  # (B,) int64, global
+    tokens: Any = None  # this rank's tokens of each sample, where they differ by sample: see Draw
 
 
 class Feed(Protocol):
@@ -93,7 +94,7 @@ class Executor:
     stages: dict[int, Stage]
     device: torch.device
     draw: Draw = field(default_factory=Draw)
-    """Sample indices that the dropouts read; set before each forward."""
+    """Sample indices that the dropouts read, and a rank's tokens; set before each forward."""
     replicas: Mapping[int, GradientReducer] = field(default_factory=dict)
     """Reducer of each stage's gradients; REDUCE does nothing for a stage without one."""
     reduces_each_microbatch: bool = False
@@ -102,6 +103,8 @@ class Executor:
     """Names that layers and the loss may record."""
     offload: ActivationOffload | None = None
     """Offload of the stages' saved tensors to the host."""
+    reads_samples: bool = False
+    """Read the samples on every stage, not only on the first and the last: a rank's tokens follow from them."""
 
     def __post_init__(self) -> None:
         """Prepare to run the schedule."""
@@ -160,7 +163,7 @@ class Executor:
         index, microbatch = _position(action)
         stage, times = self.stages[index], run.times
         samples = None
-        if stage.is_first or stage.is_last:
+        if stage.is_first or stage.is_last or self.reads_samples:
             start = times.clock.read()
             self._activity.begin(self._activity.READING_SAMPLES)
             samples = run.feed.microbatch(microbatch)
@@ -171,6 +174,7 @@ class Executor:
         self._activity.begin(action)
         start = times.clock.read()
         self.draw.sample_indices = run.feed.sample_indices(microbatch) if samples is None else samples.sample_indices
+        self.draw.tokens = None if samples is None else samples.tokens
         labels = samples.labels if stage.is_last and samples else None
         with Recording(run.result.recorder):
             found = stage.forward(microbatch, inputs, labels, train=train)

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -123,18 +123,18 @@ class RecomputeContext:
 
     def __call__(self) -> AbstractContextManager[object]:
         """Return the context of the second forward, for the micro-batch whose first forward begins."""
-        return self._restored(self.draw.sample_indices)
+        return self._restored(replace(self.draw, is_recompute=True))
 
     @contextmanager
-    def _restored(self, sample_indices: Tensor | None) -> Iterator[None]:
+    def _restored(self, then: Draw) -> Iterator[None]:
         draw = self.draw
-        now, was_recompute = draw.sample_indices, draw.is_recompute
-        draw.sample_indices, draw.is_recompute = sample_indices, True
+        now = replace(draw)
+        draw.__dict__.update(vars(then))
         try:
             with self.split or nullcontext(), self.spare.installed():
                 yield
         finally:
-            draw.sample_indices, draw.is_recompute = now, was_recompute
+            draw.__dict__.update(vars(now))
 
 
 def recompute_layers(

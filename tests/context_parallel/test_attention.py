@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshwright.context_parallel.cut import TokenCut
+from meshwright.context_parallel.cut import TokenCut, along_samples
+from meshwright.context_parallel.order import ORDERS
 from meshwright.mesh.comm import Group
-from meshwright.models import attention
+from meshwright.models import some_queries
 from meshwright.models.attention import AttentionCore
 from meshwright.seeding import Draw, SeededDropout
 
@@ -46,11 +47,12 @@ def plain(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None) -
 
 
 @pytest.mark.parametrize("documents", STARTS)
-@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize(("window", "many"), [(None, 16), (2, 1), (5, 16)])
 def test_some_queries_get_the_rows_of_the_whole_attention(
-    documents: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    documents: str, window: int | None, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(some_queries, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(some_queries, "MANY_RUNS", many)
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randn(B, heads, S, D, dtype=torch.float64, generator=generator) for heads in (H, G, G))
     starts = torch.zeros(B, S, dtype=torch.bool)
@@ -58,13 +60,18 @@ def test_some_queries_get_the_rows_of_the_whole_attention(
     starts[1, [0, 7]] = True  # another sample of the micro-batch has other documents
     core, expected = AttentionCore(window), plain(q, k, v, starts, window)
     for cp in (2, 4):
-        for order in ("contiguous", "zigzag"):
+        for order in ORDERS:
             for rank in range(cp):
-                places = cut_of(rank, cp, order).places(q.device)
-                mine = q[:, :, places[0]]
+                cut = cut_of(rank, cp, order)
+                tokens = cut.tokens_of({"starts": starts}, q.device)
+                places = cut.places(q.device) if tokens is None else tokens.places
+                mine, rows = (along_samples(whole, 2, places.expand(B, -1)) for whole in (q, expected))
                 for dropout in (None, nn.Identity()):  # the fused kernel, and the path with dropout
                     found = core(mine, k, v, dropout, starts, places=places)
-                    torch.testing.assert_close(found, expected[:, :, places[0]], rtol=1e-12, atol=1e-14)
+                    torch.testing.assert_close(found, rows, rtol=1e-12, atol=1e-14)
+                first = some_queries.first_seen(places, starts, window)
+                found = some_queries.attend(mine, k, v, places, first, None, reads=False)
+                torch.testing.assert_close(found, rows, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

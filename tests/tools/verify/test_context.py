@@ -14,6 +14,7 @@ from meshwright.config import RunConfig
 from meshwright.context_parallel import exchange
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.launch.pool import RankPool
+from meshwright.models import some_queries
 from meshwright.models.attention import AttentionCore
 from meshwright.models.rotary import Rotary
 from meshwright.pipeline.stage import Stage
@@ -52,6 +53,11 @@ LAYOUTS = [
     ("gpt2", True, "cp2,pp2,zb_v"),
     ("llama", False, "cp2,zero3"),
     ("gpt2", True, "dp2,cp2,pp2,mbs2"),
+    ("llama", True, "cp2,pp3,documents,mbs2,selective"),
+    ("gpt2", True, "cp2,tp2,sequence,documents,mbs2"),
+    LATER("decoder", True, "cp4,documents,full"),
+    LATER("llama", True, "cp2,pp2,zb_v,documents,mbs2"),
+    LATER("gpt2", True, "dp2,cp2,zero3,documents"),
     LATER("llama", True, "cp2,pp2"),
     LATER("llama", True, "cp8,contiguous"),
     LATER("decoder", True, "cp2,tp2,zero2"),
@@ -147,22 +153,22 @@ def angles_from_the_local_length(patch: pytest.MonkeyPatch) -> None:
     """Rotary positions count from 0 on every rank."""
     own_rows = meshwright.context_parallel.plan._own_rows
 
-    def first(name: str, cut: TokenCut, module: Any, args: Any, output: Any) -> Any:
+    def first(name: str, kind: str, cut: TokenCut, module: Any, args: Any, output: Any) -> Any:
         if isinstance(module, Rotary):
             return tuple(each.narrow(-2, 0, cut.share) for each in output)
-        return own_rows(name, cut, module, args, output)
+        return own_rows(name, kind, cut, module, args, output)
 
     patch.setattr(meshwright.context_parallel.plan, "_own_rows", first)
 
 
 def documents_shifted_at_a_cut(patch: pytest.MonkeyPatch) -> None:
     """Keys have the document of the token before them."""
-    seen_from = AttentionCore.seen_from
+    first_seen = some_queries.first_seen
 
-    def shifted(core: AttentionCore, places: Tensor, length: int, document: Tensor | None = None) -> Tensor:
-        return seen_from(core, places, length, None if document is None else document.roll(1, -1))
+    def shifted(places: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
+        return first_seen(places, None if starts is None else starts.roll(1, -1), window)
 
-    patch.setattr(AttentionCore, "seen_from", shifted)
+    patch.setattr(some_queries, "first_seen", shifted)
 
 
 def dropout_by_local_place(patch: pytest.MonkeyPatch) -> None:
@@ -190,13 +196,13 @@ def keys_without_the_gradients_of_others(patch: pytest.MonkeyPatch) -> None:
 
 def keys_in_the_order_of_the_ranks(patch: pytest.MonkeyPatch) -> None:
     """Keys are used as they arrive."""
-    patch.setattr(TokenCut, "from_ranks", lambda cut, device: torch.arange(cut.length, device=device))
+    patch.setattr(TokenCut, "from_ranks", lambda cut, device: torch.arange(cut.length, device=device)[None])
 
 
 def labels_rolled_over_the_cut(patch: pytest.MonkeyPatch) -> None:
     """Labels are made from a rank's own tokens: the last of them is that of its first."""
     take = TokenCut.take_labels
-    patch.setattr(TokenCut, "take_labels", lambda cut, labels: take(cut, labels).roll(1, -1))
+    patch.setattr(TokenCut, "take_labels", lambda cut, labels, tokens: take(cut, labels, tokens).roll(1, -1))
 
 
 LOSS, GRADIENTS = "loss of step 1 is", "gradients of step 1 differ"
