@@ -19,7 +19,7 @@ from torch import nn
 
 from meshwright.config import RunConfig, dump, is_meant_for_gpu, phases
 from meshwright.context_parallel import plan as context
-from meshwright.context_parallel.cut import TokenCut
+from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.data.sources import example
 from meshwright.fp8.convert import check_sizes
 from meshwright.mesh.comm import Group
@@ -194,7 +194,8 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None, cp: Group | None 
     cut = TokenCut(cp or Group("cp", tuple(range(grid.cp)), 0), parallel.cp_order, shapes.labels, model.draw)
     parts = parallel.tp if parallel.sequence else 1
     cut.check(config.model.builder, shapes.inputs, parts=parts, heads=len(model.loss_heads))
-    context.apply(config.model.builder, model.layers, model.plan, shapes.inputs, cut)
+    head_cut = HeadCut(cut.group, parallel.tp) if parallel.cp_exchange == "heads" else None
+    context.apply(config.model.builder, model.layers, model.plan, shapes.inputs, cut, head_cut)
     infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
     for part, full in zip(local.leaves, whole.output.leaves, strict=True):

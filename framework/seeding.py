@@ -61,18 +61,23 @@ class Draw:
 
     sample_indices: Tensor | None = None  # (B,) int64, global: samples_seen + position in the global batch
     tokens: Any = None
-    """Tokens of each sample that this rank has, where they differ by sample, from the feed (context_parallel/cut.py)."""
+    """Tokens of each sample that this rank has, where samples differ, from the feed (context_parallel/cut.py)."""
     is_recompute: bool = False
     """True while a forward runs inside backward (recompute), or while only costs are counted."""
 
 
 class TokenPlaces(Protocol):
-    """Tokens of a sample that a rank has: those of :class:`meshwright.context_parallel.cut.TokenCut`."""
+    """Tokens of a sample, or heads, that a rank has: see :mod:`meshwright.context_parallel.cut`."""
 
-    length: int
-    """Tokens of the sample."""
-    share: int
-    """Tokens of the rank."""
+    unit: str
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sample."""
+
+    @property
+    def share(self) -> int:
+        """Tokens of the rank."""
 
     def places(self, device: torch.device) -> Tensor:
         """Return their positions in the sample, (1, share) int64, or (B, share) where they differ by sample."""
@@ -118,7 +123,9 @@ def keep_mask(
         along = torch.arange(start[dim], start[dim] + shape[dim], device=device)[None]  # of all samples, or of each
         if cut is not None and cut[0] == dim:
             along, whole[dim] = cut[1].places(device)[:, start[dim] : start[dim] + shape[dim]], cut[1].length
-        position = position + (along * stride).view([-1] + [1] * (dim - 1) + [shape[dim]] + [1] * (len(shape) - 1 - dim))
+        position = position + (along * stride).view(
+            [-1] + [1] * (dim - 1) + [shape[dim]] + [1] * (len(shape) - 1 - dim)
+        )
         stride *= whole[dim]
     keys = _mix((sample_indices * golden) ^ key).view([-1] + [1] * (len(shape) - 1))
     drawn = _mix(position * golden + keys)
@@ -182,7 +189,7 @@ class SeededDropout(nn.Module):
             raise ModelError(
                 "MW-CP-005",
                 f"dropout {self.name} acts on {tuple(shape)}, and with context parallelism dim {dim} of it has the "
-                f"rank's {places.share} tokens of a sample's {places.length}: give the module its kind in the "
+                f"rank's {places.share} {places.unit} of {places.length}: give the module its kind in the "
                 f"sharding_plan (heads for the probabilities of an attention), or use parallel.cp = 1",
             )
 

@@ -40,6 +40,7 @@ from meshwright.run.resume import check_added_states, prepare, record_start, res
 from meshwright.step import validate
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
+from meshwright.tools.context_balance import describe_balance
 from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
 from meshwright.tracking.observer import Records, find_sinks, gpu_metrics, has_perplexity, loss_unit, open_tracker
@@ -112,6 +113,8 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     check_added_states(parts, directory)
     resume(parts, directory, log)
     callbacks.load(parts)
+    if mesh.rank == 0 and (balance := describe_balance(parts)):
+        log(balance)
     record_start(parts, files, corpus_times(parts.source), log)
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps

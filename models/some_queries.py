@@ -81,10 +81,8 @@ def _small_blocks(queries: slice, places: Tensor, first: Tensor, most: int) -> l
     return [block for half in halves for block in _small_blocks(half, places, first, most)]
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None, reads: bool
-) -> Tensor:
-    """Attend with the queries of a block, to be computed again in backward. Arguments and result: see :func:`attend`."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None, reads: bool) -> Tensor:
+    """Attend with the queries of a block, to be computed again in backward. Arguments: those of :func:`attend`."""
     if not reads:
         return _masked(q, k, v, seen(places, first, range(k.shape[-2])), scale)
     places, first = (each.expand(q.shape[0], -1) for each in (places, first))

@@ -185,7 +185,9 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-038", _processes, ("launch.processes", "parallel.dp", "parallel.pp", "parallel.tp")),
     Rule("MW-CONFIG-039", _devices, ("launch.devices", "launch.share_devices", "train.device")),
     Rule("MW-CONFIG-040", _sequence, ("parallel.sequence", "parallel.tp")),
-    Rule("MW-CONFIG-069", _context, ("parallel.cp", "parallel.cp_order", "parallel.cp_exchange", "data.sequence_length")),
+    Rule(
+        "MW-CONFIG-069", _context, ("parallel.cp", "parallel.cp_order", "parallel.cp_exchange", "data.sequence_length")
+    ),
     Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),
     Rule("MW-CONFIG-043", _offload, ("parallel.offload_directory", "parallel.offload")),

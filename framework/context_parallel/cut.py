@@ -38,8 +38,10 @@ class TokenCut:
     Without a Draw's tokens, as on the meta device and in a dry run, a sample is one document.
     """
 
+    unit = "tokens"
+
     def __init__(self, group: Group, order: str, labels: Tensor, draw: Draw | None = None) -> None:
-        """Create the cut over ``group`` of samples whose labels are (B, S). ``draw``: of the micro-batch in the layers."""
+        """Create the cut over ``group`` of samples with labels (B, S). ``draw``: of the micro-batch in the layers."""
         self.group = group
         self.order = order
         self.by_sample = order == "documents" and group.size > 1
@@ -61,7 +63,7 @@ class TokenCut:
         return self  # a copy of a layer has the same tokens
 
     def tokens_of(self, inputs: Any, device: torch.device) -> SampleTokens | None:
-        """Return the tokens of a micro-batch, from its document starts on the CPU; None if all samples are cut alike."""
+        """Return the tokens of a micro-batch, from its document starts on the CPU; None if samples are cut alike."""
         if not self.by_sample:
             return None
         of_samples = [
@@ -141,7 +143,7 @@ class TokenCut:
             raise ModelError(
                 "MW-CP-010",
                 f'parallel.cp_order = "documents" deals the tokens by the documents of each sample, and the samples '
-                f'have no document starts: set data.document_boundaries = true (a dataset of your own: inputs with '
+                f"have no document starts: set data.document_boundaries = true (a dataset of your own: inputs with "
                 f'"{STARTS}", (B, S) bool), or parallel.cp_order = "zigzag"',
             )
         if self.length % (cp * parts):
@@ -168,6 +170,39 @@ class TokenCut:
         last = f"{self.share:,} tokens a rank, {self.order}: of one document the busiest sees {uneven:.1%} more keys"
         drawn = [*draw(ranks).splitlines(), last]
         return [f"{'' if at else 'context':<10} {line}" for at, line in enumerate(drawn)]
+
+
+class HeadCut:
+    """This rank's heads in an attention core under the exchange of heads, for the masks of dropouts."""
+
+    unit = "heads"
+
+    def __init__(self, group: Group, tp: int) -> None:
+        """Create the cut over ``group`` of the heads of each of ``tp`` ranks."""
+        self._group, self._tp = group, tp
+        self._heads = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeadCut:
+        return self
+
+    def begin(self, heads: int) -> None:
+        """Note that a core begins, with so many heads on this rank."""
+        self._heads = heads
+
+    @property
+    def share(self) -> int:
+        """Heads of this rank and its neighbours along tp."""
+        return self._heads * self._tp
+
+    @property
+    def length(self) -> int:
+        """All heads."""
+        return self.share * self._group.size
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return for all tp ranks the numbers of the heads that this cp rank has, (1, share) int64."""
+        numbers = torch.arange(self.length, device=device).view(self._tp, self._group.size, self._heads)
+        return numbers[:, self._group.rank].reshape(1, -1)
 
 
 def along_samples(whole: Tensor, dim: int, places: Tensor) -> Tensor:

@@ -1,17 +1,26 @@
-"""Exchange of keys and values between context-parallel ranks.
+"""Exchanges between context-parallel ranks around an attention core.
 
+    parallel.cp_exchange = "keys"
     forward     (B, G, S/cp, d) of each rank -- all-gather -->     (B, G, S, d), in the order of the sample
     backward    this rank's (B, G, S/cp, d)  <-- reduce-scatter -- (B, G, S, d), the gradient by this rank's queries
 
-The queries of a rank stay where they are and see all keys, so that any mask works and each row of scores is computed as
-in one process. Both collectives block (on CUDA: the stream). Bytes on the wire of a rank, forward and backward alike,
-with b bytes an element: 2 B G S d b (cp-1)/cp.
+    parallel.cp_exchange = "heads" (Ulysses, Jacobs et al. 2023)
+    before      q, k, v (B, heads, S/cp, d)  -- all-to-all --> (B, heads/cp, S, d), in the order of the sample
+    after       (B, H, S/cp, d)              <-- all-to-all -- (B, H/cp, S, d); backward: each all-to-all the other way
 
-Shapes: B samples, G key-value heads of this rank, S tokens, d head_dim.
+With "keys" the queries of a rank stay where they are and see all keys, so that any mask works and each row of scores is
+computed as in one process. With "heads" the core computes some heads as in one process. All collectives block (on CUDA:
+the stream). Bytes on the wire of a rank, forward and backward alike, with b bytes an element:
+
+    keys        2 B S G d b (cp-1)/cp
+    heads       (2 H + 2 G) B S/cp d b (cp-1)/cp, of which H + 2 G before the core
+
+Shapes: B samples, H query heads and G key-value heads of this rank before the exchange, S tokens, d head_dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +58,83 @@ class _GatherKeys(torch.autograd.Function):
         cut.group.reduce_scatter(part, whole).wait()
         part = part.movedim(0, -2)
         return part[..., : ctx.k_width], part[..., ctx.k_width :], None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def tokens_to_heads(tensors: Sequence[Tensor], cut: TokenCut) -> tuple[Tensor, ...]:
+    """All-to-all, each (B, heads, S/cp, d) -> (B, heads/cp, S, d), in one message. Collective over cp; blocks."""
+    cp = cut.group.size
+    if tensors[0].is_meta:
+        return tuple(torch.cat([each.narrow(1, 0, each.shape[1] // cp)] * cp, dim=-2) for each in tensors)
+    found: tuple[Tensor, ...] = _TokensToHeads.apply(cut, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def heads_to_tokens(mixed: Tensor, cut: TokenCut) -> Tensor:
+    """All-to-all (B, H/cp, S, d) -> (B, H, S/cp, d). Collective over cp; blocks."""
+    if mixed.is_meta:
+        return torch.cat([mixed.narrow(-2, 0, cut.share)] * cut.group.size, dim=1)
+    found: Tensor = _HeadsToTokens.apply(mixed, cut)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _TokensToHeads(torch.autograd.Function):
+    """All-to-all of tokens for heads; backward is the one of heads for tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, cut: TokenCut, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.cut, ctx.joined = cut, cut.from_ranks(tensors[0].device)
+        return _to_heads(tensors, cut, ctx.joined)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, *tuple[Tensor, ...]]:
+        return None, *_to_tokens(gradients, ctx.cut, ctx.joined)
+
+
+class _HeadsToTokens(torch.autograd.Function):
+    """All-to-all of heads for tokens; backward is the one of tokens for heads."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: Tensor, cut: TokenCut) -> Tensor:
+        ctx.cut, ctx.joined = cut, cut.from_ranks(mixed.device)
+        return _to_tokens([mixed], cut, ctx.joined)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _to_heads([gradient], ctx.cut, ctx.joined)[0], None
+
+
+def _to_heads(tensors: Sequence[Tensor], cut: TokenCut, joined: Tensor) -> tuple[Tensor, ...]:
+    """Exchange (B, heads, S/cp, d) for (B, heads/cp, S, d), the tokens in the order of the sample."""
+    cp = cut.group.size
+    parts = [each.unflatten(1, (cp, -1)).permute(1, 3, 0, 2, 4) for each in tensors]  # (cp, S/cp, B, heads/cp, d)
+    ranked = _all_to_all(cut, torch.cat([part.flatten(3) for part in parts], dim=-1)).flatten(0, 1)
+    ordered = in_sample_order(ranked, joined).split([part.shape[3] * part.shape[4] for part in parts], dim=-1)
+    return tuple(
+        each.unflatten(-1, part.shape[3:]).permute(1, 2, 0, 3).contiguous()
+        for each, part in zip(ordered, parts, strict=True)
+    )
+
+
+def _to_tokens(tensors: Sequence[Tensor], cut: TokenCut, joined: Tensor) -> tuple[Tensor, ...]:
+    """Exchange (B, heads/cp, S, d) for (B, heads, S/cp, d), this rank's tokens."""
+    sizes = [(each.shape[1], each.shape[3]) for each in tensors]
+    whole = torch.cat([each.permute(2, 0, 1, 3).flatten(2) for each in tensors], dim=-1)  # (S, B, F)
+    ranked = _all_to_all(cut, in_rank_order(whole, joined).unflatten(0, (cut.group.size, -1)))  # (cp, S/cp, B, F)
+    parts = ranked.split([heads * width for heads, width in sizes], dim=-1)
+    return tuple(
+        part.unflatten(-1, size).permute(2, 0, 3, 1, 4).flatten(1, 2) for part, size in zip(parts, sizes, strict=True)
+    )
+
+
+def _all_to_all(cut: TokenCut, parts: Tensor) -> Tensor:
+    """Send part r to rank r and return the parts from all ranks, (cp, ...) both. Collective over cp; blocks."""
+    sent = parts.contiguous().view(-1)
+    received = torch.empty_like(sent)
+    runs = [sent.numel() // cut.group.size] * cut.group.size
+    cut.group.all_to_all(received, sent, runs, runs).wait()
+    return received.view(parts.shape)
 
 
 def in_sample_order(whole: Tensor, joined: Tensor) -> Tensor:

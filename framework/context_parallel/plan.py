@@ -7,7 +7,8 @@
                 activations, of which it takes      outputs: (.., S, r) -> (.., S/cp, r)
                 the number of tokens alone
     context     attention core (q, k, v, ...)       gets k and v of all S tokens, and the keyword ``places``, the
-                of shapes (B, heads, tokens, d)     positions (1 or B, S/cp) of its queries in the sample
+                of shapes (B, heads, tokens, d)     positions (1 or B, S/cp) of its queries in the sample;
+                                                    with the exchange of heads q, k and v of all S tokens, heads/cp
 
 The first layer gets whole samples, and masks of documents stay whole on every rank: what is counted over a sample, as
 positions are, is counted over all of it. Between attentions each rank has its own tokens only. A model without an
@@ -25,8 +26,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from meshwright.context_parallel.cut import TokenCut
-from meshwright.context_parallel.exchange import gather_keys
+from meshwright.context_parallel.cut import HeadCut, TokenCut
+from meshwright.context_parallel.exchange import gather_keys, heads_to_tokens, tokens_to_heads
 from meshwright.context_parallel.mixing import check_mixing
 from meshwright.errors import ModelError
 from meshwright.seeding import SeededDropout
@@ -38,10 +39,18 @@ TOKEN_DIM = -2
 """Dim of tokens in queries, keys and values, and in outputs indexed by position."""
 
 
-def apply(builder: str, model: nn.Sequential, plan: Mapping[str, Any], inputs: Any, cut: TokenCut) -> None:
+def apply(
+    builder: str,
+    model: nn.Sequential,
+    plan: Mapping[str, Any],
+    inputs: Any,
+    cut: TokenCut,
+    head_cut: HeadCut | None = None,
+) -> None:
     """Share the tokens of the samples over the ranks of ``cut``, in place. No communication.
 
     Call it before tensor parallelism is applied, which then splits this rank's tokens. ``inputs``: of a micro-batch.
+    ``head_cut``: the heads of a rank, for an exchange of heads; None: of keys.
 
     Raises:
         ModelError: the plan names no attention core, or another module mixes tokens.
@@ -66,12 +75,14 @@ def apply(builder: str, model: nn.Sequential, plan: Mapping[str, Any], inputs: A
         module = model.get_submodule(name)
         if (id(module), kind) not in hooked:
             hooked.add((id(module), kind))
-            _hook(name, module, kind, cut)
+            _hook(name, module, kind, cut, head_cut)
     for name, module in model.named_modules():
         if isinstance(module, SeededDropout):
             around = {kinds[outer] for outer in _enclosing(name) if outer in kinds}
-            if not around & {SEQUENCE, VOCAB}:
-                module.cut = (2 if around & {HEADS, CORE} else 1, cut)
+            if around & {HEADS, CORE}:
+                module.cut = (2, cut) if head_cut is None else (1, head_cut)
+            elif not around & {SEQUENCE, VOCAB}:
+                module.cut = (1, cut)
     planned = {name for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE)}
     check_mixing(builder, model, inputs, planned, cut)
 
@@ -81,15 +92,18 @@ def _enclosing(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
-def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut) -> None:
+def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, head_cut: HeadCut | None) -> None:
     before: Callable[..., Any] | None = None
-    if kind == CORE:
+    if kind == CORE and head_cut is not None:
+        before = partial(_take_heads, name, cut, head_cut)
+        module.register_forward_hook(partial(_give_heads, name, cut))
+    elif kind == CORE:
         if PLACES not in signature(module.forward).parameters:
             raise ModelError(
                 "MW-CP-008",
                 f"{name} is an attention core by the sharding_plan (kind {CORE!r}), and its forward takes no keyword "
-                f"{PLACES!r}: with parallel.cp > 1 it has some queries and all keys, and {PLACES} (1 or B, queries) are the "
-                f"positions of the queries among the keys (docs/long-context.md)",
+                f"{PLACES!r}: with parallel.cp > 1 it has some queries and all keys, and {PLACES} (1 or B, queries) "
+                f"are the positions of the queries among the keys (docs/long-context.md)",
             )
         before = partial(_exchange, name, cut)
     elif kind == VOCAB and isinstance(module, nn.Embedding):
@@ -147,6 +161,12 @@ def _exchange(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gather keys and values of all tokens, and add the places of the queries. Collective over cp; blocks."""
     q, k, v, *others = args
+    _check_tokens(name, cut, q, k)
+    return (q, *gather_keys(k, v, cut), *others), {**kwargs, PLACES: cut.places(q.device)}
+
+
+def _check_tokens(name: str, cut: TokenCut, q: Tensor, k: Tensor) -> None:
+    """Raise :class:`ModelError` unless queries and keys are those of this rank's tokens."""
     if q.shape[TOKEN_DIM] != cut.share or k.shape[TOKEN_DIM] != cut.share:
         raise ModelError(
             "MW-CP-004",
@@ -154,4 +174,33 @@ def _exchange(
             f"each: with parallel.cp = {cut.group.size} the embedding of token ids must be in the sharding_plan (kind "
             f'"{VOCAB}"), so that each rank has its own tokens of the {cut.length}',
         )
-    return (q, *gather_keys(k, v, cut), *others), {**kwargs, PLACES: cut.places(q.device)}
+
+
+def _take_heads(
+    name: str, cut: TokenCut, head_cut: HeadCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Exchange this rank's tokens of q, k and v for some heads of all tokens. Collective over cp; blocks."""
+    q, k, v, *others = args
+    _check_tokens(name, cut, q, k)
+    cp = cut.group.size
+    if q.shape[1] % cp or k.shape[1] % cp:
+        raise ModelError(
+            "MW-CP-012",
+            f'{name}: parallel.cp_exchange = "heads" needs heads that parallel.cp = {cp} divides, and each '
+            f"tensor-parallel rank has {q.shape[1]} query heads and {k.shape[1]} key-value heads: use a cp x tp that "
+            f'divides both, or parallel.cp_exchange = "keys"',
+        )
+    head_cut.begin(q.shape[1] // cp)
+    return (*tokens_to_heads((q, k, v), cut), *others), kwargs
+
+
+def _give_heads(name: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
+    """Exchange the heads of all tokens for all heads of this rank's tokens. Collective over cp; blocks."""
+    shape = tuple(output.shape) if isinstance(output, Tensor) else ()
+    if len(shape) != 4 or shape[TOKEN_DIM] != cut.length:
+        raise ModelError(
+            "MW-CP-013",
+            f"{name} returns {shape or type(output).__name__}, not (samples, heads, {cut.length} tokens, head_dim) as "
+            f'parallel.cp_exchange = "heads" needs: use parallel.cp_exchange = "keys"',
+        )
+    return heads_to_tokens(output, cut)

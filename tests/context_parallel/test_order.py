@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+from pathlib import Path
 
 import pytest
 
-from meshwright.context_parallel.order import ORDERS, Places, contiguous, documents, draw, imbalance, keys_seen, zigzag
+from meshwright.context_parallel.order import (
+    ORDERS,
+    KeyCount,
+    Places,
+    batch_imbalance,
+    contiguous,
+    documents,
+    draw,
+    imbalance,
+    keys_seen,
+    runs_of,
+    zigzag,
+)
 
 SIZES = [(8, 1), (8, 2), (12, 4), (20, 4), (21, 3), (64, 8), (7, 7)]
 
@@ -62,3 +76,31 @@ def test_zigzag_balances_one_document_and_blocks_balance_many(cp: int) -> None:
     dealt = documents(length, cp, starts, block=32)
     assert imbalance(dealt, many) < 0.1 < imbalance(contiguous(length, cp), many)
     assert imbalance(dealt, many) < imbalance(zigzag(length, cp), many)
+
+
+def test_keys_of_runs_without_a_loop_over_tokens() -> None:
+    rng = random.Random(5)
+    starts = [0, 0, 4, 5, 17, 60]
+    seen, keys = keys_seen(40, starts), KeyCount(40, starts)
+    for _ in range(50):
+        first, last = sorted(rng.choices(range(41), k=2))
+        assert keys.seen_by(range(first, last)) == sum(seen[first:last])
+    assert runs_of((0, 1, 2, 5, 7, 8)) == [range(0, 3), range(5, 6), range(7, 9)]
+
+
+def test_a_batch_waits_for_its_busiest_rank_at_a_time() -> None:
+    """Ranks that are busy in turn lose as much as one that always is; samples of one micro-batch even out."""
+    length, late = 64, [0, 32]
+    for order in ORDERS:
+        of_one = batch_imbalance(order, length, 4, [[late]])
+        assert batch_imbalance(order, length, 4, [[late], [late]]) == of_one
+        ranks = documents(length, 4, late) if order == "documents" else ORDERS[order](length, 4)
+        assert of_one == pytest.approx(imbalance(ranks, keys_seen(length, late)))
+    assert batch_imbalance("contiguous", 4, 2, [[[0], [0]]]) == pytest.approx(14 / 10 - 1)
+
+
+def test_the_table_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    lines = importlib.import_module("context_balance").table(131_072, 8, 4)
+    page = (Path(__file__).parents[2] / "docs" / "long-context.md").read_text()
+    assert "\n".join(lines) in page, "\n".join(lines)

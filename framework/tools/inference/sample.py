@@ -42,7 +42,7 @@ from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, 
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
-WHOLE_SAMPLES = ("--parallel.cp=1", "--parallel.cp_order=zigzag")
+WHOLE_SAMPLES = ("--parallel.cp=1", "--parallel.cp_order=zigzag", "--parallel.cp_exchange=keys")
 SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false", *WHOLE_SAMPLES)
 """Overrides of the run's configuration; with bfloat16, rounding would let layouts choose different tokens."""
 

@@ -15,8 +15,10 @@ from meshwright.tools.verify.traits import Traits
 SCHEDULES: tuple[str, ...] = get_args(get_args(Pipeline.model_fields["schedule"].annotation)[0])
 LAYOUT_WORDS = (
     "dpN, ppN, tpN, cpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
-    "step (parallel.reduce), offload, sequence, contiguous (parallel.cp_order), pointwise, selective or full "
-    "(recompute), " + ", ".join(SCHEDULES) + ", file (pipeline.schedule_file)"
+    "step (parallel.reduce), offload, sequence, contiguous or documents (parallel.cp_order), heads "
+    "(parallel.cp_exchange), pointwise, selective or full (recompute), "
+    + ", ".join(SCHEDULES)
+    + ", file (pipeline.schedule_file)"
 )
 SCHEDULE_FILE = "file"
 """Word for the schedule in ``pipeline.schedule_file``, in place of a schedule's name."""
@@ -43,6 +45,8 @@ class Layout(NamedTuple):
     cp: int = 1
     order: str = "zigzag"
     """Value of ``parallel.cp_order``."""
+    exchange: str = "keys"
+    """Value of ``parallel.cp_exchange``."""
 
     @property
     def size(self) -> int:
@@ -59,6 +63,7 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", *[f"cp{self.cp}"] * (self.cp > 1)]
         words += [self.schedule, f"zero{self.zero}", *[self.order] * (self.cp > 1 and self.order != "zigzag")]
+        words += [self.exchange] if self.cp > 1 and self.exchange != "keys" else []
         words += ["sequence"] if self.sequence else []
         words += [f"interleave{self.interleave}"] if self.interleave else []
         words += [self.recompute] if self.recompute != "none" else []
@@ -91,6 +96,8 @@ def parse_layout(text: str) -> Layout:
             layout = layout._replace(schedule=word)
         elif word in ORDERS:
             layout = layout._replace(order=word)
+        elif word == "heads":
+            layout = layout._replace(exchange=word)
         elif word == "step":
             layout = layout._replace(reduces_once=True)
         elif word in ("sequence", "offload"):
@@ -138,6 +145,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "tp": layout.tp,
             "cp": layout.cp,
             "cp_order": layout.order if layout.cp > 1 else "zigzag",
+            "cp_exchange": layout.exchange if layout.cp > 1 else "keys",
             "zero": layout.zero,
             "shard_factor": layout.shard or None,
             "reduce": "step" if layout.reduces_once else None,
@@ -237,4 +245,5 @@ def own_layout(config: RunConfig, global_batch: int) -> Layout:
         own.offload,
         own.cp,
         own.cp_order,
+        own.cp_exchange,
     )

@@ -29,15 +29,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {"num_kv_heads": 2, "ffn_size": 24, "sliding_window": 5},
     "decoder": {"num_kv_heads": 2, "ffn_size": 24, "rotary_share": 0.5},
+    "llama, fused": {"num_kv_heads": 2, "ffn_size": 24, "dropout": 0.0},
+    "gpt2, fused": {"dropout": 0.0},
 }
 
 
 def model(name: str, *, documents: bool) -> RunConfig:
-    """Dropout everywhere; documents of random lengths, which begin on and off the cuts."""
+    """Dropout everywhere, but for fused attention; documents of random lengths, which begin on and off the cuts."""
     options = {"vocab_size": 61, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_sequence_length": LENGTH}
     options |= {"dropout": 0.1} | OPTIONS[name]
     data = {"train": "random", "sequence_length": LENGTH, "document_boundaries": documents}
-    return config_of(f"meshwright.models.{name}:build", options, LENGTH, data=data)
+    return config_of(f"meshwright.models.{name.split(',')[0]}:build", options, LENGTH, data=data)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,19 @@ LAYOUTS = [
     ("llama", False, "cp2,zero3"),
     ("gpt2", True, "dp2,cp2,pp2,mbs2"),
     ("llama", True, "cp2,pp3,documents,mbs2,selective"),
+    ("llama, fused", True, "cp2,pp2,zb_v,documents,mbs2"),
+    ("llama, fused", False, "cp4,zero3"),
+    LATER("gpt2, fused", True, "cp2,tp2,sequence,documents,full"),
+    LATER("llama, fused", True, "cp2,pp2,selective"),
+    LATER("gpt2, fused", True, "cp2,heads,zero3"),
+    ("llama", True, "cp2,pp2,heads,documents,mbs2"),
+    ("gpt2", True, "cp2,tp2,sequence,heads"),
+    LATER("gpt2", True, "cp4,heads"),
+    LATER("gpt2", False, "cp2,heads,full"),
+    LATER("llama", True, "cp2,pp2,zb_v,heads,selective"),
+    LATER("llama", False, "cp2,zero3,heads"),
+    LATER("gpt2", True, "dp2,cp2,pp2,heads,contiguous"),
+    LATER("decoder", True, "cp2,heads,zero2"),
     ("gpt2", True, "cp2,tp2,sequence,documents,mbs2"),
     LATER("decoder", True, "cp4,documents,full"),
     LATER("llama", True, "cp2,pp2,zb_v,documents,mbs2"),

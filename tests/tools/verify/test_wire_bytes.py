@@ -91,8 +91,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
     """The second step of a layout: the first may say things that are said once."""
     config = parse(config_json)
     parallel = config.parallel
-    assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), "cpu")
+    mesh = open_mesh(Grid(*parallel.degrees), "cpu")
     parts = build(config, mesh, (open_verify_source(config, True), None))
     take_step(parts)
     for replica in parts.replicas.values():
@@ -280,6 +279,24 @@ def test_a_layer_says_eight_activations_per_microbatch(model: str, sequence: boo
         assert wire_bytes(found, "tp") == pytest.approx(blocks + ends + losses + once_per_step, rel=1e-12)
         assert wire_bytes(found, "dp") == wire_bytes(found, "pp") == 0
     assert vocab_slice(V, 0, tp).padded * tp > V
+
+
+# ---------------------------------------------------------------------------------------------------- context parallel
+
+
+@pytest.mark.parametrize("layout", ["cp2,mbs2", "cp4,contiguous", "cp2,tp2,sequence,heads", LATER("cp2,tp2,mbs2")])
+def test_an_attention_exchanges_keys_or_heads(layout: str, pool: RankPool) -> None:
+    """Keys: 2 b s g d (c-1)/c elements each way; heads: (2 n + 2 g) b s/c d (c-1)/c each way; n, g: of a tp rank."""
+    parsed = parse_layout(layout)
+    c, attentions = parsed.cp, SIZE.global_batch // parsed.micro_batch_size * SIZE.num_blocks
+    n, g, d = 2 * SIZE.heads // parsed.tp, SIZE.heads // parsed.tp, H // (2 * SIZE.heads)
+    unit = attentions * parsed.micro_batch_size * S * d * FLOAT * (c - 1) / c
+    for found in measured(model_config("llama", SIZE), layout, pool):
+        if parsed.exchange == "heads":
+            expected = {"all_to_all": (4 * attentions, 2 * unit * (2 * n + 2 * g) / c)}
+        else:
+            expected = dict.fromkeys(("all_gather", "reduce_scatter"), (attentions, unit * 2 * g))
+        assert {key[1]: found.own[key] for key in found.own if key[0] == "cp"} == expected
 
 
 # ----------------------------------------------------------------------------------------------------------- pipeline

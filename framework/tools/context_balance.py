@@ -1,0 +1,35 @@
+"""Balance of attention over context-parallel ranks in the first micro-batches of a run, from their documents."""
+
+from __future__ import annotations
+
+from meshwright.context_parallel.cut import STARTS
+from meshwright.context_parallel.order import ORDERS, batch_imbalance
+from meshwright.data.sources import CorpusSource
+from meshwright.parts import Parts
+from meshwright.step import StepFeed
+
+MOST_SAMPLES = 8
+"""Samples that are read for it."""
+
+
+def describe_balance(parts: Parts) -> str:
+    """Return the imbalance of each order of tokens, in a line; empty without context parallelism or documents.
+
+    Reads samples of this rank's next step from a corpus. No communication. A model's window is not looked at.
+    """
+    cut, config = parts.blueprint.cut, parts.config
+    if cut.group.size == 1 or not config.data.document_boundaries or not isinstance(parts.source, CorpusSource):
+        return ""
+    feed, size = StepFeed(parts, parts.source, parts.state.samples_seen), config.batch.micro_batch_size or 1
+    number = max(1, min(parts.executor.schedule.chunks, MOST_SAMPLES // size))
+    batches = [
+        [sample.nonzero().flatten().tolist() for sample in parts.source.read(feed.indices(m))[0][STARTS]]
+        for m in range(number)
+    ]
+    orders = sorted(ORDERS, key=lambda order: order != cut.order)  # the run's own first
+    found = {order: batch_imbalance(order, cut.length, cut.group.size, batches) for order in orders}
+    others = ", ".join(f"{order} {uneven:.1%}" for order, uneven in found.items() if order != cut.order)
+    return (
+        f"context    next {number * size} samples, {cut.order}: the busiest rank sees {found[cut.order]:.1%} more keys "
+        f"of their documents than the mean ({others})"
+    )
