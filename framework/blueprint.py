@@ -191,11 +191,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None, cp: Group | None 
         recompute=recomputed,
     )
     stages = cut_layers(config, costs, schedule.num_stages)
-    cut = TokenCut(cp or Group("cp", tuple(range(grid.cp)), 0), parallel.cp_order, shapes.labels, model.draw)
-    parts = parallel.tp if parallel.sequence else 1
-    cut.check(config.model.builder, shapes.inputs, parts=parts, heads=len(model.loss_heads))
-    head_cut = HeadCut(cut.group, parallel.tp) if parallel.cp_exchange == "heads" else None
-    context.apply(config.model.builder, model.layers, model.plan, shapes.inputs, cut, head_cut)
+    cut = cut_tokens(config, model, shapes, cp or Group("cp", tuple(range(grid.cp)), 0))
     infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
     for part, full in zip(local.leaves, whole.output.leaves, strict=True):
@@ -217,6 +213,17 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None, cp: Group | None 
         whole.metrics,
         cut=cut,
     )
+
+
+def cut_tokens(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch, cp: Group) -> TokenCut:
+    """Share the tokens of the samples over the cp group, in place; return the cut."""
+    parallel, builder = config.parallel, config.model.builder
+    cut = TokenCut(cp, parallel.cp_order, shapes.labels, model.draw)
+    parts = parallel.tp if parallel.sequence else 1
+    cut.check(builder, shapes.inputs, parts=parts, heads=len(model.loss_heads))
+    head_cut = HeadCut(cp, parallel.tp) if parallel.cp_exchange == "heads" else None
+    context.apply(builder, model.layers, model.plan, shapes.inputs, cut, head_cut)
+    return cut
 
 
 def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Group) -> dict[str, ParameterInfo]:

@@ -71,7 +71,7 @@ def attend(
 
 
 def _small_blocks(queries: slice, places: Tensor, first: Tensor, most: int) -> list[slice]:
-    """Halve the queries until a block's mask has at most ``most`` elements."""
+    """Split the queries in halves until a block's mask has at most ``most`` elements."""
     size = queries.stop - queries.start
     keys = int(places[:, queries].max()) + 1 - int(first[:, queries].min())
     if size <= MANY_RUNS or (size <= QUERY_BLOCK and size * keys <= most):

@@ -62,7 +62,7 @@ class _GatherKeys(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def tokens_to_heads(tensors: Sequence[Tensor], cut: TokenCut) -> tuple[Tensor, ...]:
-    """All-to-all, each (B, heads, S/cp, d) -> (B, heads/cp, S, d), in one message. Collective over cp; blocks."""
+    """Exchange each (B, heads, S/cp, d) for (B, heads/cp, S, d) in one all-to-all. Collective over cp; blocks."""
     cp = cut.group.size
     if tensors[0].is_meta:
         return tuple(torch.cat([each.narrow(1, 0, each.shape[1] // cp)] * cp, dim=-2) for each in tensors)
@@ -72,7 +72,7 @@ def tokens_to_heads(tensors: Sequence[Tensor], cut: TokenCut) -> tuple[Tensor, .
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def heads_to_tokens(mixed: Tensor, cut: TokenCut) -> Tensor:
-    """All-to-all (B, H/cp, S, d) -> (B, H, S/cp, d). Collective over cp; blocks."""
+    """Exchange (B, H/cp, S, d) for (B, H, S/cp, d) in an all-to-all. Collective over cp; blocks."""
     if mixed.is_meta:
         return torch.cat([mixed.narrow(-2, 0, cut.share)] * cut.group.size, dim=1)
     found: Tensor = _HeadsToTokens.apply(mixed, cut)  # type: ignore[no-untyped-call]

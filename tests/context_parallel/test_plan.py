@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import RunConfig, load, resolve
+from meshwright.context_parallel import plan
+from meshwright.context_parallel.cut import TokenCut
 from meshwright.errors import UserError
+from meshwright.mesh.comm import Group
+from meshwright.seeding import Draw
 from meshwright.tools.summary import summarise
 
 LENGTH = 32
@@ -22,7 +26,7 @@ class Core(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None = None) -> Tensor:
         queries = torch.arange(k.shape[-2], device=k.device)[None] if places is None else places
-        mask = torch.arange(k.shape[-2], device=k.device)[None] <= queries[0, :, None]
+        mask = torch.arange(k.shape[-2], device=k.device) <= queries[:, None, :, None]
         return (q @ k.transpose(-1, -2)).masked_fill(~mask, float("-inf")).softmax(-1) @ v
 
 
@@ -70,9 +74,12 @@ class Mixer(nn.Module):
         return x * x.sum(-1, keepdim=True).softmax(-1) + x.flatten(0, 1).view_as(x)  # each token by itself
 
 
-def own_model(plan: dict[str, str], *, places: bool = True, mixer: str | None = None) -> nn.Sequential:
+CORES = {"core": Core, "forgetful": ForgetfulCore}
+
+
+def own_model(plan: dict[str, str], *, core: str = "core", mixer: str | None = None) -> nn.Sequential:
     """Embedding, attention, head."""
-    layers = [("embedding", nn.Embedding(11, 8)), ("attention", Attention(Core() if places else ForgetfulCore(), 0.1))]
+    layers = [("embedding", nn.Embedding(11, 8)), ("attention", Attention(CORES[core](), 0.1))]
     layers += [] if mixer is None else [("mixer", Mixer(mixer))]
     model = nn.Sequential(OrderedDict([*layers, ("head", nn.Linear(8, 11))]))
     model.sharding_plan = plan
@@ -95,9 +102,17 @@ def config_of(builder: str, options: dict[str, Any], **data: Any) -> RunConfig:
     return resolve(config)
 
 
-def own(plan: dict[str, str] | None = None, **options: Any) -> Blueprint:
-    plan = PLAN if plan is None else plan
-    return draw_blueprint(config_of("tests.context_parallel.test_plan:own_model", {"plan": plan, **options}))
+def own(plan: dict[str, str] | None = None, parallel: dict[str, Any] | None = None, **options: Any) -> Blueprint:
+    config = config_of(
+        "tests.context_parallel.test_plan:own_model", {"plan": PLAN if plan is None else plan, **options}
+    )
+    return draw_blueprint(config.replace(parallel=parallel or {}))
+
+
+def heads(builder: str, options: dict[str, Any], **parallel: int) -> Blueprint:
+    """One of our models with an exchange of heads."""
+    config = config_of(f"meshwright.models.{builder}:build", options)
+    return draw_blueprint(config.replace(parallel={"cp_exchange": "heads", **parallel}))
 
 
 GPT2 = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "max_sequence_length": LENGTH}
@@ -117,8 +132,12 @@ def test_an_own_attention_core_needs_no_more_than_its_name() -> None:
     [
         ("MW-CP-002", lambda: own({"embedding": "vocab"})),
         ("MW-CP-004", lambda: own({"attention.core": "context"})),  # tokens that nobody has cut
-        ("MW-CP-008", lambda: own(places=False)),
+        ("MW-CP-008", lambda: own(core="forgetful")),
         ("MW-CP-003", lambda: own({**PLAN, "head": "sequence"})),
+        ("MW-CP-010", lambda: own(parallel={"cp_order": "documents"})),  # which are not given
+        ("MW-CP-012", lambda: heads("gpt2", {**GPT2, "num_heads": 1})),
+        ("MW-CP-012", lambda: heads("llama", {**LLAMA, "num_heads": 4, "num_kv_heads": 2}, tp=2)),  # 1 key-value head
+        ("MW-CP-013", lambda: plan._give_heads("core", own().cut, nn.Identity(), (), torch.zeros(1, LENGTH, 2, 4))),
         ("MW-CP-007", lambda: draw_blueprint(config_of("meshwright.models.llama:build", {**LLAMA, "mtp_layers": 1}))),
         (
             "MW-CP-002",
@@ -145,6 +164,32 @@ def test_a_layer_that_mixes_tokens_is_refused_by_name(mixer: str) -> None:
     own(mixer="none")
 
 
+def test_with_an_exchange_of_heads_a_core_needs_no_places() -> None:
+    layers = own(parallel={"cp_exchange": "heads"}, core="forgetful").model.layers.to("meta")
+    assert layers(torch.zeros(1, LENGTH, dtype=torch.int64, device="meta")).shape == (1, LENGTH // 2, 11)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "positions"])
+def test_outputs_by_position_of_samples_that_are_cut_differently(kind: str) -> None:
+    """A table of positions gets a dim of samples; a rotary that has none is refused, as is one of other samples."""
+    draw = Draw()
+    cut = TokenCut(Group("cp", (0, 1), 1), "documents", torch.zeros(2, LENGTH), draw)
+    starts = torch.zeros(2, LENGTH, dtype=torch.bool)
+    starts[1, 9] = True
+    tokens = cut.tokens_of({"starts": starts}, torch.device("cpu"))
+    assert tokens is not None
+    draw.tokens, table = tokens, torch.randn(LENGTH, 3)
+    module = nn.Identity()
+    for whole in (table, table.expand(1, 5, LENGTH, 3), table.expand(3, 5, LENGTH, 3)):
+        if whole.shape[0] == 3 or (whole.dim() == 2 and kind == "positions"):
+            with pytest.raises(UserError, match="MW-CP-011"):
+                plan._own_rows("rotary", kind, cut, module, (), whole)
+        else:
+            found = plan._own_rows("rotary", kind, cut, module, (), whole)
+            rows = table[tokens.places]
+            assert torch.equal(found, rows if whole.dim() == 2 else rows[:, None].expand(2, 5, -1, 3))
+
+
 def test_lengths_that_cannot_be_cut(tmp_path: Any) -> None:
     place = tmp_path / "run.toml"
     place.write_text("[parallel]\ncp = 3\n[data]\ntrain = 'x'\nsequence_length = 8\n")
@@ -152,6 +197,9 @@ def test_lengths_that_cannot_be_cut(tmp_path: Any) -> None:
         load(place, [])
     place.write_text("[parallel]\ncp_order = 'contiguous'\n[data]\ntrain = 'x'\n")
     with pytest.raises(UserError, match=r"no effect with parallel.cp = 1.*MW-CONFIG-069"):
+        load(place, [])
+    place.write_text("[parallel]\ncp_exchange = 'heads'\n[data]\ntrain = 'x'\n")
+    with pytest.raises(UserError, match=r"parallel.cp_exchange has no effect with parallel.cp = 1.*MW-CONFIG-069"):
         load(place, [])
     config = config_of("meshwright.models.gpt2:build", {**GPT2, "max_sequence_length": 10}, sequence_length=10)
     config = config.replace(parallel={"tp": 2, "sequence": True})
