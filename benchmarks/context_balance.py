@@ -13,7 +13,11 @@ import argparse
 import random
 from collections.abc import Callable
 
-from meshwright.context_parallel.order import ORDERS, batch_imbalance
+import numpy as np
+from numpy.typing import NDArray
+
+from meshwright.context_parallel.balance import batch_imbalance
+from meshwright.context_parallel.order import ORDERS
 
 Draw = Callable[[random.Random, int], int]
 """Length of the next document, from the place where it begins."""
@@ -37,11 +41,11 @@ MIXES: dict[str, Callable[[int], Draw]] = {
 """Name -> the documents of samples of a length."""
 
 
-def starts_of(draw: Draw, length: int, rng: random.Random) -> list[int]:
-    """Return where the documents of one sample begin."""
-    starts, place = [], 0
+def starts_of(draw: Draw, length: int, rng: random.Random) -> NDArray[np.bool_]:
+    """Return where the documents of one sample begin, (S,)."""
+    starts, place = np.zeros(length, dtype=np.bool_), 0
     while place < length:
-        starts.append(place)
+        starts[place] = True
         place += draw(rng, place)
     return starts
 
@@ -52,7 +56,7 @@ def balance(length: int, cp: int, samples: int) -> dict[str, dict[str, float]]:
     for name, mix in MIXES.items():
         rng = random.Random(0)
         batches = [[starts_of(mix(length), length, rng)] for _ in range(samples)]
-        found[name] = {order: batch_imbalance(order, length, cp, batches) for order in ORDERS}
+        found[name] = {order: batch_imbalance(order, cp, batches) for order in ORDERS}
     return found
 
 

@@ -221,7 +221,7 @@ def cut_tokens(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch, cp:
     cut = TokenCut(cp, parallel.cp_order, shapes.labels, model.draw)
     parts = parallel.tp if parallel.sequence else 1
     cut.check(builder, shapes.inputs, parts=parts, heads=len(model.loss_heads))
-    head_cut = HeadCut(cp, parallel.tp) if parallel.cp_exchange == "heads" else None
+    head_cut = HeadCut(cp) if parallel.cp_exchange == "heads" else None
     context.apply(builder, model.layers, model.plan, shapes.inputs, cut, head_cut)
     return cut
 

@@ -75,12 +75,8 @@ class TokenPlaces(Protocol):
     def length(self) -> int:
         """Tokens of the sample."""
 
-    @property
-    def share(self) -> int:
-        """Tokens of the rank."""
-
-    def places(self, device: torch.device) -> Tensor:
-        """Return their positions in the sample, (1, share) int64, or (B, share) where they differ by sample."""
+    def places(self, device: torch.device, parts: int = 1) -> Tensor:
+        """Return their positions in the sample, (1 or B, n) int64; of heads, those of all ``parts`` tp ranks."""
 
 
 NUM_KEYS = 16
@@ -122,7 +118,8 @@ def keep_mask(
     for dim in range(len(shape) - 1, 0, -1):
         along = torch.arange(start[dim], start[dim] + shape[dim], device=device)[None]  # of all samples, or of each
         if cut is not None and cut[0] == dim:
-            along, whole[dim] = cut[1].places(device)[:, start[dim] : start[dim] + shape[dim]], cut[1].length
+            places = cut[1].places(device, _parts(shard, dim))
+            along, whole[dim] = places[:, start[dim] : start[dim] + shape[dim]], cut[1].length
         position = position + (along * stride).view(
             [-1] + [1] * (dim - 1) + [shape[dim]] + [1] * (len(shape) - 1 - dim)
         )
@@ -130,6 +127,11 @@ def keep_mask(
     keys = _mix((sample_indices * golden) ^ key).view([-1] + [1] * (len(shape) - 1))
     drawn = _mix(position * golden + keys)
     return ((drawn >> 32) & 0x7FFFFFFF) >= int(p * 2**31)
+
+
+def _parts(shard: tuple[int, int, int] | None, dim: int) -> int:
+    """Return the number of slices along ``dim``."""
+    return shard[2] if shard is not None and shard[0] == dim else 1
 
 
 class SeededDropout(nn.Module):
@@ -184,12 +186,13 @@ class SeededDropout(nn.Module):
 
     def _check_tokens(self, shape: torch.Size, dim: int, places: TokenPlaces) -> None:
         """Raise :class:`ModelError` for an input whose dim of tokens is not where the plan has it."""
-        parts = self.shard[2] if self.shard is not None and self.shard[0] == dim else 1
-        if len(shape) <= dim or shape[dim] * parts != places.share:
+        parts = _parts(self.shard, dim)
+        share = places.places(torch.device("cpu"), parts).shape[1]
+        if len(shape) <= dim or shape[dim] * parts != share:
             raise ModelError(
                 "MW-CP-005",
                 f"dropout {self.name} acts on {tuple(shape)}, and with context parallelism dim {dim} of it has the "
-                f"rank's {places.share} {places.unit} of {places.length}: give the module its kind in the "
+                f"rank's {share} {places.unit} of {places.length}: give the module its kind in the "
                 f"sharding_plan (heads for the probabilities of an attention), or use parallel.cp = 1",
             )
 

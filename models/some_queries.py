@@ -10,12 +10,15 @@ Shapes: B samples, Q queries, S tokens, H query heads, G key-value heads, d head
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 1024
@@ -66,8 +69,23 @@ def attend(
     mixed = []
     for block in blocks:
         arguments = q[:, :, block], k, v, places[:, block], first[:, block], scale, reads
-        mixed.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False))
+        again = checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_same_modes)
+        mixed.append(again)
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
+
+
+def _same_modes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Return the contexts of a block's forward and of its recompute: the second has the function modes of the first."""
+    return nullcontext(), _entered(_get_current_function_mode_stack())
+
+
+@contextmanager
+def _entered(modes: list[TorchFunctionMode]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            if mode not in _get_current_function_mode_stack():
+                stack.enter_context(mode)
+        yield
 
 
 def _small_blocks(queries: slice, places: Tensor, first: Tensor, most: int) -> list[slice]:

@@ -54,3 +54,12 @@ def mean_imbalance(order: str, cp: int, samples: Sequence[NDArray[np.bool_]]) ->
     """Return the time lost to the busiest rank over ``samples`` one after the other: ranks meet in each attention."""
     loads = [rank_loads(order, cp, starts) for starts in samples]
     return float(sum(each.max() for each in loads) * cp / sum(each.sum() for each in loads) - 1)
+
+
+def batch_imbalance(order: str, cp: int, batches: Sequence[Sequence[NDArray[np.bool_]]]) -> float:
+    """Return the time lost to the busiest rank over micro-batches, whose samples add up before the ranks meet.
+
+    ``batches``: the document starts of each sample, (S,).
+    """
+    loads = [sum(rank_loads(order, cp, starts) for starts in samples) for samples in batches]
+    return float(sum(np.max(each) for each in loads) * cp / sum(np.sum(each) for each in loads) - 1)

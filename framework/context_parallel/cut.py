@@ -78,7 +78,7 @@ class TokenCut:
         tokens: SampleTokens | None = self._draw.tokens if self.by_sample else None
         return tokens if tokens is not None and tokens.places.device == device else None
 
-    def places(self, device: torch.device) -> Tensor:
+    def places(self, device: torch.device, parts: int = 1) -> Tensor:
         """Return the positions of this rank's tokens in the sample, (1 or B, S/cp) int64, ascending."""
         tokens = self._tokens(device)
         return _on(self._places, device) if tokens is None else tokens.places
@@ -177,9 +177,9 @@ class HeadCut:
 
     unit = "heads"
 
-    def __init__(self, group: Group, tp: int) -> None:
-        """Create the cut over ``group`` of the heads of each of ``tp`` ranks."""
-        self._group, self._tp = group, tp
+    def __init__(self, group: Group) -> None:
+        """Create the cut over ``group`` of the heads of each tp rank."""
+        self._group = group
         self._heads = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeadCut:
@@ -190,18 +190,13 @@ class HeadCut:
         self._heads = heads
 
     @property
-    def share(self) -> int:
-        """Heads of this rank and its neighbours along tp."""
-        return self._heads * self._tp
-
-    @property
     def length(self) -> int:
-        """All heads."""
-        return self.share * self._group.size
+        """Heads of a tp rank."""
+        return self._heads * self._group.size
 
-    def places(self, device: torch.device) -> Tensor:
-        """Return for all tp ranks the numbers of the heads that this cp rank has, (1, share) int64."""
-        numbers = torch.arange(self.length, device=device).view(self._tp, self._group.size, self._heads)
+    def places(self, device: torch.device, parts: int = 1) -> Tensor:
+        """Return the numbers of the heads that this cp rank has in each of ``parts`` tp ranks, (1, n) int64."""
+        numbers = torch.arange(self.length * parts, device=device).view(parts, self._group.size, self._heads)
         return numbers[:, self._group.rank].reshape(1, -1)
 
 

@@ -109,29 +109,6 @@ def imbalance(ranks: Sequence[Places], seen: Sequence[int]) -> float:
     return max(loads) * len(loads) / sum(loads) - 1
 
 
-def batch_imbalance(order: str, length: int, cp: int, batches: Iterable[Sequence[Sequence[int]]]) -> float:
-    """Return the keys of the busiest rank over the mean, minus 1, over micro-batches, each of which ranks end together.
-
-    ``batches``: micro-batches of samples, each by its document starts.
-    """
-    busiest, total = 0, 0
-    for samples in batches:
-        loads = [0] * cp
-        for starts in samples:
-            keys = KeyCount(length, starts)
-            ranks = documents(length, cp, starts) if order == "documents" else ORDERS[order](length, cp)
-            for rank, places in enumerate(ranks):
-                loads[rank] += sum(keys.seen_by(run) for run in runs_of(places))
-        busiest, total = busiest + max(loads), total + sum(loads)
-    return busiest * cp / total - 1
-
-
-def runs_of(places: Places) -> list[range]:
-    """Return ascending places as runs of neighbours."""
-    cuts = [0, *(at for at in range(1, len(places)) if places[at] != places[at - 1] + 1), len(places)]
-    return [range(places[first], places[last - 1] + 1) for first, last in pairwise(cuts)]
-
-
 def draw(ranks: Sequence[Places], columns: int = 64) -> str:
     """Draw a line for each rank: where its tokens lie in the sample, in at most ``columns`` columns."""
     length = sum(map(len, ranks))

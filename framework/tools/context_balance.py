@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from meshwright.context_parallel.balance import batch_imbalance
 from meshwright.context_parallel.cut import STARTS
-from meshwright.context_parallel.order import ORDERS, batch_imbalance
+from meshwright.context_parallel.order import ORDERS
 from meshwright.data.sources import CorpusSource
 from meshwright.parts import Parts
 from meshwright.step import StepFeed
@@ -22,12 +23,9 @@ def describe_balance(parts: Parts) -> str:
         return ""
     feed, size = StepFeed(parts, parts.source, parts.state.samples_seen), config.batch.micro_batch_size or 1
     number = max(1, min(parts.executor.schedule.chunks, MOST_SAMPLES // size))
-    batches = [
-        [sample.nonzero().flatten().tolist() for sample in parts.source.read(feed.indices(m))[0][STARTS]]
-        for m in range(number)
-    ]
+    batches = [list(parts.source.read(feed.indices(m))[0][STARTS].numpy()) for m in range(number)]
     orders = sorted(ORDERS, key=lambda order: order != cut.order)  # the run's own first
-    found = {order: batch_imbalance(order, cut.length, cut.group.size, batches) for order in orders}
+    found = {order: batch_imbalance(order, cut.group.size, batches) for order in orders}
     others = ", ".join(f"{order} {uneven:.1%}" for order, uneven in found.items() if order != cut.order)
     return (
         f"context    next {number * size} samples, {cut.order}: the busiest rank sees {found[cut.order]:.1%} more keys "

@@ -6,19 +6,19 @@ import importlib
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from meshwright.context_parallel.balance import batch_imbalance
 from meshwright.context_parallel.order import (
     ORDERS,
     KeyCount,
     Places,
-    batch_imbalance,
     contiguous,
     documents,
     draw,
     imbalance,
     keys_seen,
-    runs_of,
     zigzag,
 )
 
@@ -85,18 +85,20 @@ def test_keys_of_runs_without_a_loop_over_tokens() -> None:
     for _ in range(50):
         first, last = sorted(rng.choices(range(41), k=2))
         assert keys.seen_by(range(first, last)) == sum(seen[first:last])
-    assert runs_of((0, 1, 2, 5, 7, 8)) == [range(0, 3), range(5, 6), range(7, 9)]
 
 
 def test_a_batch_waits_for_its_busiest_rank_at_a_time() -> None:
     """Ranks that are busy in turn lose as much as one that always is; samples of one micro-batch even out."""
-    length, late = 64, [0, 32]
+    late, half = np.zeros(64, dtype=bool), [0, 32]
+    late[half] = True
     for order in ORDERS:
-        of_one = batch_imbalance(order, length, 4, [[late]])
-        assert batch_imbalance(order, length, 4, [[late], [late]]) == of_one
-        ranks = documents(length, 4, late) if order == "documents" else ORDERS[order](length, 4)
-        assert of_one == pytest.approx(imbalance(ranks, keys_seen(length, late)))
-    assert batch_imbalance("contiguous", 4, 2, [[[0], [0]]]) == pytest.approx(14 / 10 - 1)
+        of_one = batch_imbalance(order, 4, [[late]])
+        assert batch_imbalance(order, 4, [[late], [late]]) == pytest.approx(of_one)
+        ranks = documents(64, 4, half) if order == "documents" else ORDERS[order](64, 4)
+        assert of_one == pytest.approx(imbalance(ranks, keys_seen(64, half)))
+    first, last = np.zeros(4, dtype=bool), np.array([False, False, True, True])
+    assert batch_imbalance("contiguous", 2, [[first], [last]]) == pytest.approx((7 + 3) / (10 / 2 + 5 / 2) - 1)
+    assert batch_imbalance("contiguous", 2, [[first, last]]) == pytest.approx(9 / (15 / 2) - 1)
 
 
 def test_the_table_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

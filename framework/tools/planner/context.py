@@ -25,8 +25,7 @@ from meshwright.blueprint import batch_numbers
 from meshwright.config import Parallel, RunConfig
 from meshwright.context_parallel import plan as context
 from meshwright.context_parallel.balance import rank_loads
-from meshwright.context_parallel.cut import TokenCut
-from meshwright.context_parallel.order import ORDERS
+from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.data.sources import example, open_sources
 from meshwright.errors import UserError
 from meshwright.mesh.comm import tensor_bytes
@@ -37,7 +36,7 @@ from meshwright.tools.planner.layer_profile import CoreCall, LayerProfile
 from meshwright.tools.planner.operations import Work, WorkKind
 
 AXIS = "cp"
-KEYS = tuple(key for key in ("cp_order", "cp_exchange") if key in Parallel.model_fields)
+KEYS = ("cp_order", "cp_exchange")
 """Keys of ``parallel`` that have no effect with cp = 1."""
 MAX_SAMPLES = 16
 """Samples of a corpus whose documents are read."""
@@ -47,7 +46,7 @@ LEAST_TOKENS = 8192
 
 def exchange_of(config: RunConfig) -> str:
     """Return the exchange of a configuration: "keys" or "heads"."""
-    return str(getattr(config.parallel, "cp_exchange", "keys"))
+    return config.parallel.cp_exchange
 
 
 def without_effect() -> dict[str, Any]:
@@ -183,13 +182,14 @@ class ContextModel:
         if cp not in self._layers:
             shapes = MetaMicrobatch(*example(self.config, 1))
             group = CountingGroup(AXIS, tuple(range(cp)), 0)
-            cut = TokenCut(group, order if order in ORDERS else "zigzag", shapes.labels)
-            cut.check(builder, parts=1, heads=len(self.model.loss_heads))
+            cut = TokenCut(group, order, shapes.labels)
+            cut.check(builder, shapes.inputs, parts=1, heads=len(self.model.loss_heads))
             layers = copy.deepcopy(self.model.layers)
-            context.apply(builder, layers, self.model.plan, shapes.inputs, cut)
+            head_cut = HeadCut(group) if exchange_of(self.config) == "heads" else None
+            context.apply(builder, layers, self.model.plan, shapes.inputs, cut, head_cut)
             self._cuts[cp], self._layers[cp] = cut, layers
         if cp > 1:
-            self._cuts[cp].check(builder, parts=parts, heads=0)
+            self._cuts[cp].check(builder, example(self.config, 1)[0], parts=parts, heads=0)
         return self._layers[cp]
 
     def labels(self, cp: int, labels: Tensor) -> Tensor:
