@@ -108,11 +108,13 @@ class _HeadsToTokens(torch.autograd.Function):
 def _to_heads(tensors: Sequence[Tensor], cut: TokenCut, joined: Tensor) -> tuple[Tensor, ...]:
     """Exchange (B, heads, S/cp, d) for (B, heads/cp, S, d), the tokens in the order of the sample."""
     cp = cut.group.size
-    parts = [each.unflatten(1, (cp, -1)).permute(1, 3, 0, 2, 4) for each in tensors]  # (cp, S/cp, B, heads/cp, d)
+    parts = [
+        each.reshape(len(each), cp, -1, *each.shape[2:]).permute(1, 3, 0, 2, 4) for each in tensors
+    ]  # (cp, S/cp, B, heads/cp, d)
     ranked = _all_to_all(cut, torch.cat([part.flatten(3) for part in parts], dim=-1)).flatten(0, 1)
-    ordered = in_sample_order(ranked, joined).split([part.shape[3] * part.shape[4] for part in parts], dim=-1)
+    ordered = torch.split(in_sample_order(ranked, joined), [part.shape[3] * part.shape[4] for part in parts], dim=-1)
     return tuple(
-        each.unflatten(-1, part.shape[3:]).permute(1, 2, 0, 3).contiguous()
+        each.reshape(*each.shape[:-1], *part.shape[3:]).permute(1, 2, 0, 3).contiguous()
         for each, part in zip(ordered, parts, strict=True)
     )
 
@@ -121,10 +123,11 @@ def _to_tokens(tensors: Sequence[Tensor], cut: TokenCut, joined: Tensor) -> tupl
     """Exchange (B, heads/cp, S, d) for (B, heads, S/cp, d), this rank's tokens."""
     sizes = [(each.shape[1], each.shape[3]) for each in tensors]
     whole = torch.cat([each.permute(2, 0, 1, 3).flatten(2) for each in tensors], dim=-1)  # (S, B, F)
-    ranked = _all_to_all(cut, in_rank_order(whole, joined).unflatten(0, (cut.group.size, -1)))  # (cp, S/cp, B, F)
-    parts = ranked.split([heads * width for heads, width in sizes], dim=-1)
+    ranked = _all_to_all(cut, in_rank_order(whole, joined).view(cut.group.size, cut.share, *whole.shape[1:]))
+    parts = torch.split(ranked, [heads * width for heads, width in sizes], dim=-1)  # (cp, S/cp, B, heads/cp d)
     return tuple(
-        part.unflatten(-1, size).permute(2, 0, 3, 1, 4).flatten(1, 2) for part, size in zip(parts, sizes, strict=True)
+        part.reshape(*part.shape[:-1], *size).permute(2, 0, 3, 1, 4).flatten(1, 2)
+        for part, size in zip(parts, sizes, strict=True)
     )
 
 

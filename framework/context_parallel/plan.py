@@ -203,4 +203,5 @@ def _give_heads(name: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ..
             f"{name} returns {shape or type(output).__name__}, not (samples, heads, {cut.length} tokens, head_dim) as "
             f'parallel.cp_exchange = "heads" needs: use parallel.cp_exchange = "keys"',
         )
-    return heads_to_tokens(output, cut)
+    found: Tensor = heads_to_tokens(output, cut)
+    return found

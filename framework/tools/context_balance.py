@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.context_parallel.balance import batch_imbalance
 from meshwright.context_parallel.cut import STARTS
 from meshwright.context_parallel.order import ORDERS
-from meshwright.data.sources import CorpusSource
+from meshwright.data.sources import causal_corpora
 from meshwright.parts import Parts
 from meshwright.step import StepFeed
 
@@ -19,7 +19,7 @@ def describe_balance(parts: Parts) -> str:
     Reads samples of this rank's next step from a corpus. No communication. A model's window is not looked at.
     """
     cut, config = parts.blueprint.cut, parts.config
-    if cut.group.size == 1 or not config.data.document_boundaries or not isinstance(parts.source, CorpusSource):
+    if cut.group.size == 1 or not config.data.document_boundaries or not causal_corpora(parts.source):
         return ""
     feed, size = StepFeed(parts, parts.source, parts.state.samples_seen), config.batch.micro_batch_size or 1
     number = max(1, min(parts.executor.schedule.chunks, MOST_SAMPLES // size))
