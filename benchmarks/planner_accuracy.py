@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from families import rank, table
 from published import DATA, Bench, Case, case, memory_bytes, memory_is_comparable, read, step_s
 from pydantic import ValidationError
 from report import conclude, environment
@@ -365,12 +366,16 @@ def main() -> int:
     scored = [predict(row, sets.get(paper(row), sets[""])) for row in rows]
     lines = show(scored, console, each=bool(options.only))
     context = show_context(scored, console)
+    rankings = rank([(row.case.row, one.predicted_s) for row, one in zip(rows, scored, strict=True)])
+    if rankings:
+        console.print(table(rankings))
     missed = [line["source"] for line in lines if not line["met"] and not line["guessed"]]
     report = {
         "environment": environment("python benchmarks/planner_accuracy.py " + " ".join(sys.argv[1:])),
         "constants": {name: values._asdict() for name, values in sets.items()},
         "sources": lines,
         "context": context,
+        "families": [each._asdict() for each in rankings],
         "rows": [one._asdict() | {"error": one.error if one.step_s else None} for one in scored],
         "left_out": left_out,
         "problems": [f"{source}: misses its bar" for source in missed],

@@ -43,6 +43,7 @@ SCHEDULES = {
 GPUS = {
     "A100-SXM-80GB": "a100",
     "A100-80GB": "a100",
+    "A100-SXM-80GB-OPA": "a100-opa",
     "A100-SXM": "a100-40gb",
     "A100-SXM-40GB": "a100-40gb",
     "H100-SXM-80GB": "h100",
@@ -192,6 +193,7 @@ SYSTEMS: dict[str, System] = {
     "megascale-MegaScale": System(FUSED, MEGATRON_CORE._replace(overlaps_tp=True), whole=False),
     "fms": System(COMPILED, FSDP),
     "pythia": System(ExecutionOptions(fused=False, recomputes_whole=True), NEOX),
+    "bigscience": System(UNFUSED_ATTENTION._replace(drops_probabilities=False), MEGATRON_2021, whole=False),
     "simumax": System(TRANSFORMER_ENGINE, MEGATRON_CORE_PLAIN._replace(overlaps_tp_with_weight_gradients=False)),
     "alpa": System(UNFUSED_ATTENTION._replace(drops_probabilities=False), MEGATRON_2021),
     "mlm": System(
@@ -368,6 +370,8 @@ def case(row: Row) -> Case:
         traits = traits._replace(product_dtype="float8")
     if "rowwise" in row.precision:
         traits = traits._replace(casts=1.0, cast_product_speed=ROWWISE_SPEED)
+    if head == "bigscience" and row.precision == "bf16":  # DeepSpeed's first BF16 optimizer adds gradients in float32
+        traits = traits._replace(wide_gradient_bytes=4)
     if "mp_mode=PURE" in row.notes:
         traits = traits._replace(wide_gradient_bytes=2)
     if row.id.startswith("zb") and row.schedule.startswith("ZB"):
@@ -504,11 +508,21 @@ def memory_bytes(of: Case, layout: LayoutModel) -> int:
     ranks = range(layout.schedule.pp)
     if "LAST rank only" in of.row.notes:
         ranks = ranks[-1:]
-    most = max(layout.memory(rank, NCCL).total for rank in ranks)
+    memories = [layout.memory(rank, NCCL) for rank in ranks]
+    most = max(each.total + round(each.gradients * (_held_gradient_bytes(of) / 4 - 1)) for each in memories)
     if not of.execution.accumulates:
         return most
     blocks = [layer for layer in layout.layers if layer.name.startswith("block")]
     return most + 2 * blocks[0].num_parameters
+
+
+def _held_gradient_bytes(of: Case) -> int:
+    """Return the bytes per element of the gradients that a rank holds; the planner's own are 4.
+
+    DeepSpeed's first BF16 optimizer held those of autograd besides their float32 sums.
+    """
+    both = family(of.row) == "bigscience" and of.row.precision == "bf16"
+    return of.traits.wide_gradient_bytes + (2 if both else 0)
 
 
 def memory_is_comparable(row: Row) -> bool:

@@ -14,6 +14,8 @@ import torch
 from meshwright.config import RunConfig, given_keys, load, to_toml
 from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError
+from meshwright.launch.comparisons import answers, read_wanted
+from meshwright.launch.sweeps import run_sweep
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.system.atomic import check_place, write_out
@@ -50,6 +52,7 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
         UserError: an invalid configuration or hardware, or no layout fits; names the nearest that would.
     """
     nodes, out = options.nodes, options.out
+    wanted = read_wanted(options.why) if options.why is not None else {}
     gc.disable()  # a search creates millions of small tuples, without cycles
     check_place(out, folder=True, example="plan")
     if out is not None:
@@ -71,10 +74,12 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     pins = {axis: degree for axis in ("pp", "dp", "cp", "tp") if (degree := getattr(options, axis)) is not None}
     cache = ModelCache(config, execution_options(config, hardware), pins=pins)
     warned = warn_of_alignment(cache, hardware, config)
-    found = search_with_offload(cache, hardware, nodes, options.best or BEST)
+    if options.sweep_nodes or options.sweep_batch:
+        return run_sweep(options, cache, hardware)
+    found = search_with_offload(cache, hardware, nodes, options.best or BEST, settles=True)
     if not found.best:
         raise ConfigError("MW-LAUNCH-038", _nothing_fits(cache, hardware, nodes, found))
-    put(describe(cache, found))
+    put("\n".join([describe(cache, found), *answers(options.config, overrides, wanted, cache, found)]))
     warn_of_alignment(cache, hardware, found.best[0].config, warned)
     if out is not None:
         best = found.best[0]

@@ -92,7 +92,7 @@ class Grid(NamedTuple):
 
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """Return all groups of an axis, by their first rank: a partition of the ranks."""
-        return sorted({self.group(axis, rank) for rank in range(self.size)})
+        return [self.group(axis, n) for n in range(self.size) if not getattr(self.coordinates(n), f"{axis}_rank")]
 
     def check_placement(self, nodes: Sequence[str], *, tp_across_nodes: bool = False) -> None:
         """Raise :class:`MeshError` if a tp group straddles nodes; ``nodes[rank]`` is the name of the rank's node."""

@@ -103,6 +103,16 @@ def parse_count_from_0(text: str) -> int:
     return _number(int, text, lambda number: number >= 0, "a whole number from 0 up")
 
 
+def counts(text: str) -> list[int]:
+    """Parse whole numbers from 1 up, separated by commas; return them in order, each once."""
+    return sorted({count(part.strip()) for part in text.split(",")})
+
+
+def price(text: str) -> float:
+    """Parse a finite number above 0."""
+    return _number(float, text, lambda number: 0.0 < number < float("inf"), "a number above 0")
+
+
 def share(text: str) -> float:
     """Parse a number above 0 and at most 1."""
     return _number(float, text, lambda number: 0.0 < number <= 1.0, "above 0 and at most 1")

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.launch.arguments.common import Added, command, config_file, count, nodes_of_job, trust_code
+from meshwright.launch.arguments.common import (
+    Added,
+    command,
+    config_file,
+    count,
+    counts,
+    nodes_of_job,
+    price,
+    trust_code,
+)
 
 
 def init(added: Added) -> None:
@@ -107,8 +116,11 @@ def plan(added: Added) -> None:
         "search for the fastest layout of a model on a cluster",
         "Searches all layouts (degrees, schedule, micro-batch size, ZeRO stage, recompute), rejects those that break a "
         "rule or exceed the memory, ranks the others by predicted step time and explains the first. Needs no GPU. "
-        "--out writes plan.toml, for `meshwright train`, and plan.html, a page with pictures.",
-        "meshwright plan configs/llama3-70b.toml --cluster h100 --nodes 64 --out runs/plan",
+        "--out writes plan.toml, for `meshwright train`, and plan.html, a page with pictures. With --sweep-nodes or "
+        "--sweep-batch it writes one picture of time, MFU and cost instead.",
+        "meshwright plan configs/llama3-70b.toml --cluster h100 --nodes 64 --out runs/plan\n"
+        "  meshwright plan configs/llama3-8b.toml --cluster h100 --nodes 4 --why tp=8,pp=1\n"
+        "  meshwright plan configs/llama3-8b.toml --cluster h100 --nodes 4 --sweep-nodes 2,4,8 --out runs/sweep",
     )
     config_file(parser)
     parser.add_argument(
@@ -122,7 +134,20 @@ def plan(added: Added) -> None:
         pinned = parser.add_mutually_exclusive_group()
         pinned.add_argument(f"--{axis}", type=count, metavar="N", help=f"search layouts with this {axis} alone")
         pinned.add_argument(f"--no-{axis}", dest=axis, action="store_const", const=1, help=f"the same as --{axis} 1")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for plan.toml and plan.html")
+    parser.add_argument(
+        "--why",
+        metavar="FIELDS",
+        help="compare the best layout with these values, such as tp=8,schedule=1f1b, with the first, or name the rules "
+        "against all of them",
+    )
+    parser.add_argument(
+        "--sweep-nodes", type=counts, metavar="LIST", help="plan for each of these numbers of nodes, such as 2,4,8"
+    )
+    parser.add_argument("--sweep-batch", type=counts, metavar="LIST", help="plan for each of these global batches")
+    parser.add_argument(
+        "--device-hour", type=price, metavar="COST", help="cost of a device for an hour: a sweep then prints costs"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for plan.toml and plan.html, or sweep.svg")
     trust_code(parser)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +22,11 @@ SCHEDULES = (
     ("interleaved_1f1b", 2),
     ("interleaved_1f1b", 3),
     ("interleaved_1f1b", 4),
+    ("interleaved_1f1b", 5),
+    ("interleaved_1f1b", 6),
     ("interleaved_1f1b", 8),
+    ("interleaved_1f1b", 10),
+    ("interleaved_1f1b", 12),
     ("zb_h1", 1),
     ("zb_h2", 1),
     ("zb_v", 2),
@@ -29,7 +34,11 @@ SCHEDULES = (
     ("v_min", 2),
 )
 """Schedules with their stages per rank. GPipe is never better than 1f1b."""
-MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+EFFORTS = ("none", "pointwise", "selective", "half", "full")
+"""Kinds of recompute, the cheapest first; "half" recomputes every second layer whole."""
+EVERY_SECOND = "*[02468]"
+"""Pattern of every second layer's name, by its last digit."""
 MAX_CHUNKS = 1024
 
 
@@ -60,14 +69,23 @@ class Choice(NamedTuple):
         return self.pp, self.dp, self.cp, self.tp, self.schedule, self.interleave, self.micro_batch_size
 
     @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """Degrees of pp, dp, cp and tp."""
+        return self.pp, self.dp, self.cp, self.tp
+
+    @property
     def num_replicas(self) -> int:
         """Number of ranks with the same weights."""
         return self.dp * self.cp
 
     @property
     def effort(self) -> int:
-        """Amount of recompute: 0 none, 1 pointwise, 2 selective, 3 full."""
-        return ("none", "pointwise", "selective", "full").index(self.recompute)
+        """Amount of recompute, from 0 for none."""
+        return EFFORTS.index(self.recompute)
+
+    def has(self, pins: Mapping[str, int | str]) -> bool:
+        """Check that the layout has pinned values of fields."""
+        return all(getattr(self, name) == value for name, value in pins.items())
 
     def __str__(self) -> str:
         pipeline = f", {self.schedule}" if self.pp > 1 else ""
@@ -117,7 +135,8 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
         "schedule": choice.schedule,
         "schedule_file": None,
         "interleave": choice.interleave if choice.schedule == "interleaved_1f1b" or ":" in choice.schedule else None,
-        "recompute": choice.recompute,
+        "recompute": "full" if choice.recompute == "half" else choice.recompute,
+        "recompute_layers": [EVERY_SECOND] if choice.recompute == "half" else base.pipeline.recompute_layers,
         "balance": base.pipeline.balance if isinstance(base.pipeline.balance, str) else "time",
     }
     batch = {"micro_batch_size": choice.micro_batch_size, "chunks": choice.chunks}
@@ -138,7 +157,7 @@ def choice_of(config: RunConfig) -> Choice:
         parallel.zero,
         shard_factor(config),
         parallel.sequence,
-        pipeline.recompute,
+        "half" if pipeline.recompute == "full" and pipeline.recompute_layers == [EVERY_SECOND] else pipeline.recompute,
         parallel.offload,
         parallel.cp,
     )
@@ -152,7 +171,8 @@ def choices(
     unit = math.gcd(*(phase.global_batch for phase in phases(cache.config.batch)))
     num_layers = len(cache.names)
     parts = ["pointwise", *(["selective"] if cache.model.selective_recompute else [])]
-    recomputes = ["none", *([] if cache.config.train.compile is True else parts), "full"]
+    half = ["half"] if any(fnmatchcase(name, EVERY_SECOND) for name in cache.names) else []
+    recomputes = ["none", *([] if cache.config.train.compile is True else parts), *half, "full"]
     pins = cache.pins
     for tp in divisors(size):
         if tp != pins.get("tp", tp):
@@ -162,7 +182,9 @@ def choices(
                 rule = f"tp across nodes: tp {tp} does not divide the {hardware.devices_per_node} devices of a node"
                 yield Rejection(rule, f"tp {tp}", 1)
             continue
-        tried = degrees_to_try(cache.config, cache.model, divisors(size // tp), pins.get("cp"))
+        pinned = pins.get("cp")
+        only = pinned if isinstance(pinned, int) else None
+        tried = degrees_to_try(cache.config, cache.model, divisors(size // tp), only)
         for cp in tried:
             sequence, refusal = _sequence(cache, tp, cp)
             if refusal:
@@ -184,7 +206,7 @@ def choices(
                 else:
                     in_node = max(1, hardware.devices_per_node // tp)
                     for each in _of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node):
-                        if isinstance(each, Rejection) or unit % (dp * each.micro_batch_size) == 0:
+                        if isinstance(each, Rejection) or (unit % (dp * each.micro_batch_size) == 0 and each.has(pins)):
                             yield each
 
 
@@ -230,7 +252,7 @@ def _of_degrees(
                 if zero == 3 and pp > 1 and chunks > 1 and interleave > 2:
                     continue
                 factors = [replicas] if zero else [1]
-                if zero == 3 and 1 < in_node < replicas and replicas % in_node == 0:
+                if zero and 1 < in_node < replicas and replicas % in_node == 0:
                     factors.append(in_node)
                 for factor, recompute in itertools.product(factors, recomputes):
                     yield of_degrees(

@@ -9,31 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
-from meshwright.blueprint import DTYPES, batch_numbers
-from meshwright.config import bucket_bytes, reduces_each_microbatch, shard_factor
-from meshwright.schedule.action import COMPUTE, Action, Kind, Placement, Schedule
+from meshwright.blueprint import batch_numbers
+from meshwright.config import shard_factor
+from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.matrix_step import matrix_step_s
 from meshwright.tools.planner.rates import OWN_BYTES, FrameworkTraits, GroupLink, PerformanceModel
-
-
-class StageTime(NamedTuple):
-    """Seconds of one micro-batch of one stage."""
-
-    forward: float
-    backward: float
-    weight_half: float
-    message: float
-    """Seconds of the message to the next stage."""
-    tp: float
-    """Seconds of tensor-parallel messages in forward and backward."""
-    cp: float = 0.0
-    """Seconds of context-parallel messages in forward and backward."""
+from meshwright.tools.planner.replica_time import replicas_s
+from meshwright.tools.planner.stage_time import StageTime, stages_by_rank
 
 
 class StepTime(NamedTuple):
@@ -86,17 +73,29 @@ def step_time(
         pipeline = _pipeline_s(timeline, traits)
         if more_chunks := batch_numbers(layout.config).chunks - schedule.chunks:
             pipeline += more_chunks * seconds_per_micro_batch(timeline, schedule)
+            busiest = max(sum(costs[at].f + costs[at].b for at in own) for own in stages_by_rank(schedule))
+            pipeline = max(pipeline, batch_numbers(layout.config).chunks * busiest)
     else:
         pipeline = formula_s(layout, costs, traits)
     if on_cpu and pp > 1:  # idle ranks leave their core to others, but the busy ones cannot use more than all cores
         pipeline = max(pipeline, _all_cores_s(layout, stages, replicas * tp / sharing, hardware.processors))
-    reduce, gather = _replicas_s(layout, performance, stages)
-    optimizer = max(_optimizer_s(layout, performance, rank) for rank in range(schedule.pp)) * sharing
+    reduce, gather = replicas_s(layout, performance, stages)
+    optimizer = max(_optimizer_s(layout, performance, rank) for rank in _ranks_by_elements(layout)) * sharing
     total = pipeline + (reduce + gather) * sharing + optimizer
     num_nodes = max(layout.grid.size / hardware.devices_per_node, 1.0)
     total = total * (1 + fractions.waits * math.log2(num_nodes)) + fractions.step_s
     bubble = bubble_share(timeline) if simulated else 0.0
     return StepTime(total, pipeline, reduce, gather, optimizer, bubble, timeline, tuple(stages))
+
+
+def _ranks_by_elements(layout: LayoutModel) -> list[int]:
+    """Return one pipeline rank of each number of parameters; all ranks if the optimizer steps whole parameters."""
+    if layout.config.optimizer.steps_wholes:
+        return list(range(layout.schedule.pp))
+    by_rank = stages_by_rank(layout.schedule)
+    return list(
+        {sum(layout.elements[stage].trained for stage in own): rank for rank, own in enumerate(by_rank)}.values()
+    )
 
 
 def _all_cores_s(layout: LayoutModel, stages: Sequence[StageTime], ranks: float, num_cores: int) -> float:
@@ -127,19 +126,6 @@ def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: Gr
         message_s = _message_s(layout, index, pp_link, tp_link, performance.traits)
         stages.append(StageTime(forward, backward, half, message_s, messages, exchange))
     return stages
-
-
-@lru_cache(maxsize=1024)
-def _by_rank(pp: int, num_stages: int, placement: Placement) -> list[list[int]]:
-    stages: list[list[int]] = [[] for _ in range(pp)]
-    for stage in range(num_stages):
-        stages[placement.pp_rank(stage, pp)].append(stage)
-    return stages
-
-
-def stages_by_rank(schedule: Schedule) -> list[list[int]]:
-    """Return the stages of each pipeline rank."""
-    return _by_rank(schedule.pp, schedule.num_stages, schedule.placement)
 
 
 BUBBLES = {"zb_h1": 0.5, "zb_h2": 0.2, "zb_v": 0.2, "v_half": 0.75, "v_min": 1.05}
@@ -209,76 +195,6 @@ def formula_s(layout: LayoutModel, costs: Sequence[Costs], traits: FrameworkTrai
         return schedule.chunks * max(per_rank)
     bubble = (sum(per_rank) - max(per_rank)) * BUBBLES.get(schedule.name, 1 / schedule.interleave)
     return schedule.chunks * max(per_rank) + bubble + messages
-
-
-def _replicas_s(layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime]) -> tuple[float, float]:
-    """Return the exposed seconds of gradient reduction and of weight all-gathers, on the slowest rank."""
-    if layout.grid.num_replicas == 1:
-        return 0.0, 0.0
-    by_rank = stages_by_rank(layout.schedule)
-    fullest = max(by_rank, key=lambda own: sum(layout.elements[stage].trained for stage in own))
-    candidates = [_replica_s(layout, performance, stages, own) for own in (by_rank[0], by_rank[-1], fullest)]
-    return max(candidates, key=sum)
-
-
-def _replica_s(
-    layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime], own: Sequence[int]
-) -> tuple[float, float]:
-    """Return the exposed seconds of gradient reduction and of weight all-gathers, on a rank with the stages ``own``."""
-    config, tp, traits = layout.config, layout.grid.tp, performance.traits
-    replicas = layout.grid.num_replicas
-    shards = shard_factor(config)
-    weight_bytes, gradient_bytes = DTYPES[config.train.dtype].itemsize, traits.wide_gradient_bytes
-    if weight_bytes != 2:
-        gradient_bytes = max(gradient_bytes, weight_bytes)
-    near = performance.group_link(shards, tp)
-    far = performance.group_link(replicas // shards, tp * shards)
-    ring, across = (shards - 1) / shards, 2 * (replicas // shards - 1) / (replicas // shards)
-    elements = sum(layout.elements[stage].trained for stage in own)
-
-    def reduce_scatter_s(calls: int) -> float:
-        return near.seconds(elements * gradient_bytes * ring, calls, "reduce_scatter")
-
-    def all_reduce_s(calls: int) -> float:
-        return far.seconds(elements * gradient_bytes / shards * across, calls, "all_reduce")
-
-    def all_gather_s(calls: int) -> float:
-        return near.seconds(elements * weight_bytes * ring, calls, "all_gather")
-
-    def exposed_s(seconds: float, compute_s: float, overlaps: bool) -> float:
-        hidden = performance.fractions.hidden
-        return max(seconds - hidden * compute_s, (1 - hidden) * min(seconds, compute_s)) if overlaps else seconds
-
-    forward_s = sum(stages[stage].forward for stage in own)
-    backward_s = sum(stages[stage].backward + stages[stage].weight_half for stage in own)
-    chunks = batch_numbers(config).chunks
-    if config.parallel.zero == 3:
-        layers = sum(len(layout.stages[stage]) for stage in own)
-        copy_s, add_s = _host_shards_s(layout, performance, elements / shards)
-        sums = reduce_scatter_s(layers) + (all_reduce_s(layers) if replicas > shards else 0.0)
-        in_forward = max(all_gather_s(layers), copy_s)
-        in_backward = in_forward + sums
-        reduce = chunks * (exposed_s(in_backward, backward_s, traits.overlaps_reduce) + add_s)
-        return reduce, chunks * exposed_s(in_forward, forward_s, traits.overlaps_gather)
-    calls = max(1, math.ceil(elements * gradient_bytes / bucket_bytes(config)))
-    sums = reduce_scatter_s(calls) + all_reduce_s(calls)
-    times = chunks if reduces_each_microbatch(config) else 1
-    reduce = times * exposed_s(sums, backward_s, traits.overlaps_reduce)
-    gathers = all_gather_s(calls) if shards > 1 else 0.0
-    return reduce, exposed_s(gathers, forward_s, traits.overlaps_gather)
-
-
-def _host_shards_s(layout: LayoutModel, performance: PerformanceModel, shard: float) -> tuple[float, float]:
-    """Return the seconds of one copy of float32 shards over the host link, and of a sum of gradients on the host.
-
-    ZeRO-3 with offload copies each shard (``shard`` elements) to the device for forward, again for backward, and its
-    gradient back: in each micro-batch. The link carries both directions at once. The host then adds the gradients.
-    """
-    hardware = performance.hardware
-    if not layout.config.parallel.offload or hardware.kind == "cpu":
-        return 0.0, 0.0
-    copy_s = shard * 4.0 / hardware.host_link.bytes_per_s
-    return copy_s, shard * 12.0 * hardware.devices_per_node / hardware.host_memory_bytes_per_s
 
 
 def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) -> float:

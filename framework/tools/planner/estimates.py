@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from meshwright.schedule.action import Placement, Schedule
 from meshwright.schedule.analysis import peak_activations
 from meshwright.schedule.build import build
 from meshwright.schedule.load import lowered_schedule as build_lowered
 from meshwright.tools.planner.choices import Choice, with_choice
-from meshwright.tools.planner.cost import stages_by_rank, step_time
+from meshwright.tools.planner.cost import step_time
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.rates import PerformanceModel
-from meshwright.tools.summary import held_at_rest
+from meshwright.tools.planner.stage_time import stages_by_rank
+from meshwright.tools.summary import Elements, held_at_rest
 
 SHORT_PP = 8
 """Pipeline ranks of the shorter pipeline; longer ones are extrapolated from this size and twice it."""
@@ -86,8 +88,16 @@ def _cached_schedule(cache: ModelCache, choice: Choice, builder: Callable[[str, 
     return cache.cached((builder, *numbers), lambda: builder(*numbers))
 
 
+def _unsharded(choice: Choice) -> Choice:
+    """Return the choice without what changes neither profiles nor stages."""
+    return choice._replace(zero=0, shard_factor=1, offload=False)
+
+
 def _approximate_layout(cache: ModelCache, choice: Choice) -> LayoutModel:
-    return cache.layout(with_choice(cache.config, choice), empty_schedule(choice), approximate=True)
+    config = with_choice(cache.config, choice)
+    schedule = empty_schedule(choice)
+    key = ("approximate layout", _unsharded(choice))
+    return replace(cache.cached(key, lambda: cache.layout(config, schedule, approximate=True)), config=config)
 
 
 def _extrapolated(choice: Choice, value: Callable[[Choice], float]) -> float:
@@ -113,16 +123,21 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
     num_in_flight = in_flight(cache, choice)
     ranks = sorted({0, choice.pp // 2, choice.pp - 1})
 
-    def peak(of: Choice) -> float:
-        layout, most = _approximate_layout(cache, of), 0.0
+    def held(of: Choice) -> list[tuple[list[Elements], float]]:
+        """Return (elements of each stage, bytes besides those at rest) of each of the ranks."""
+        layout, found = _approximate_layout(cache, of), []
         by_rank = stages_by_rank(layout.schedule)
         for rank in ranks:
             stages = by_rank[rank]
-            at_rest = sum(sum(held_at_rest(layout.config, layout.elements[stage])[:3]) for stage in stages)
             kept = sum(layout.footprints[s].kept + layout.footprints[s].inputs for s in stages) / len(stages)
             temporary = max(max(p.bytes for p in layout.footprints[s].backward) for s in stages)
-            most = max(most, at_rest + kept * num_in_flight[rank] + max(temporary, 0))
-        return most
+            found.append(([layout.elements[s] for s in stages], kept * num_in_flight[rank] + max(temporary, 0)))
+        return found
+
+    def peak(of: Choice) -> float:
+        key = ("held", _unsharded(of)._replace(chunks=0), tuple(num_in_flight[rank] for rank in ranks))
+        by_rank, config = cache.cached(key, lambda: held(of)), with_choice(cache.config, of)
+        return max(sum(sum(held_at_rest(config, each)[:3]) for each in elements) + rest for elements, rest in by_rank)
 
     def cached_peak(of: Choice) -> float:
         key = ("needed", of._replace(chunks=0), tuple(num_in_flight[rank] for rank in ranks))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.terminal.format import format_size
-from meshwright.tools.planner.cost import stages_by_rank
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, usable_bytes
+from meshwright.tools.planner.stage_time import stages_by_rank
+from meshwright.tools.planner.standing import TIE_SHARE, is_tie
 
 ALIKE_SHARE = 1e-4
 """Fraction of a step's time below which two layouts count as equally fast."""
@@ -49,22 +50,34 @@ def strategy(cache: ModelCache, plan: Plan) -> list[str]:
 
 
 def why(first: RankedLayout, other: RankedLayout) -> str:
-    """Explain why the first layout is faster than the other, in seconds by cause."""
-    parts = {
-        "in bubble and messages between stages": _idle(other) - _idle(first),
-        "in computation": _busy(other) - _busy(first),
-        "in tensor-parallel messages": _tp(other) - _tp(first),
-        "in context-parallel messages": _cp(other) - _cp(first),
-        "in gradient reduction and weight all-gathers": _dp(other) - _dp(first),
-        "in the optimizer": other.time.optimizer - first.time.optimizer,
-    }
+    """Explain the lead of the first layout over the other, in seconds by cause."""
+    ours, theirs = parts(first), parts(other)
+    lead = {what: theirs[what] - seconds for what, seconds in ours.items() if what != "waiting"}
     lost = other.time.total - first.time.total
-    if lost < ALIKE_SHARE * first.time.total:
+    if abs(lost) < ALIKE_SHARE * first.time.total:
         return f"the first and the second take the same time, {duration(first.time.total)} per step"
-    what, most = max(parts.items(), key=lambda each: each[1])
-    gain, least = min(parts.items(), key=lambda each: each[1])
-    text = f"the first beats the second by {duration(lost, 3)}: {_signed(most)} {what}"
-    return text + (f", {_signed(least)} {gain}" if least < -0.05 * abs(most) else "")
+    if lost < 0:
+        what, least = min(lead.items(), key=lambda each: each[1])
+        text = f"the second is predicted to be {duration(-lost, 3)} faster ({_signed(least)} in {what})"
+        return f"{text}, a tie (below {TIE_SHARE:.0%}): the first is simpler"
+    what, most = max(lead.items(), key=lambda each: each[1])
+    gain, least = min(lead.items(), key=lambda each: each[1])
+    text = f"the first beats the second by {duration(lost, 3)}: {_signed(most)} in {what}"
+    text += f", {_signed(least)} in {gain}" if least < -0.05 * abs(most) else ""
+    return text + (f", a tie (below {TIE_SHARE:.0%})" if is_tie(first.time.total, other.time.total) else "")
+
+
+def parts(layout: RankedLayout) -> dict[str, float]:
+    """Split the seconds of a step by cause."""
+    found = {
+        "computation": _busy(layout),
+        "tensor-parallel messages": _tp(layout),
+        "context-parallel messages": _cp(layout),
+        "bubble and messages between stages": _idle(layout),
+        "gradient reduction and weight all-gathers": _dp(layout),
+        "the optimizer": layout.time.optimizer,
+    }
+    return found | {"waiting": layout.time.total - sum(found.values())}
 
 
 def duration(seconds: float, digits: int = 4) -> str:

@@ -56,8 +56,8 @@ class ModelCache:
     """Function that returns the schedule of a layout; the default also checks it, as for a run."""
     results: dict[Any, Any] = field(default_factory=dict)
     """Cache of results that layouts share, by the values on which they depend."""
-    pins: Mapping[str, int] = field(default_factory=dict)
-    """Degrees (pp, dp, cp, tp) that a search keeps; it varies the others."""
+    pins: Mapping[str, int | str] = field(default_factory=dict)
+    """Degrees (pp, dp, cp, tp) and other fields of a layout that a search keeps; it varies the others."""
     _layers: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, compute: Callable[[], T]) -> T:
@@ -221,14 +221,16 @@ class ModelCache:
     def layout(self, config: RunConfig, schedule: Schedule | None = None, *, approximate: bool = False) -> LayoutModel:
         """Build the layout model; ``config`` is resolved, and differs from the cache's own only in layout and batch.
 
-        ``schedule``: None draws and checks one. ``approximate``: stages are cut as for micro-batches of one sample.
+        ``schedule``: None draws and checks one. ``approximate``: stages are cut as for micro-batches of one sample
+        without recompute.
 
         Raises:
             UserError: the layout cannot be run, for the reason that a launch would give.
         """
         schedule = schedule or self.draw(config)
         layers = self.profiles(config, splits_backward=schedule.splits_backward)
-        cut_config = config.replace(batch={"micro_batch_size": 1}) if approximate else config
+        alike = config.replace(batch={"micro_batch_size": 1}, pipeline={"recompute": "none", "recompute_layers": ["*"]})
+        cut_config = alike if approximate else config
         stages = self.cut(cut_config, schedule.num_stages)
         tp = config.parallel.tp
         parameters = self.split(tp, config.parallel.sequence and tp > 1).parameters

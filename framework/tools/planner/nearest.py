@@ -25,15 +25,15 @@ TRIED = 2
 """Most candidates of one kind to try; a candidate keeps the rules but may not fit into memory."""
 
 
-def search_with_offload(cache: ModelCache, hardware: Hardware, nodes: int, best: int) -> Plan:
+def search_with_offload(cache: ModelCache, hardware: Hardware, nodes: int, best: int, *, settles: bool = False) -> Plan:
     """Search, and if nothing fits into memory, search again with the optimizer offloaded to the host.
 
-    Optimizers of whole parameters are never offloaded.
+    Optimizers of whole parameters are never offloaded. ``settles``: as in :func:`search`.
     """
-    plan = search(cache, hardware, nodes, best=best)
+    plan = search(cache, hardware, nodes, best=best, settles=settles)
     if plan.best or plan.closest is None or cache.config.optimizer.steps_wholes:
         return plan
-    offloaded = search(cache, hardware, nodes, best=best, offload=True)
+    offloaded = search(cache, hardware, nodes, best=best, offload=True, settles=settles)
     return offloaded if offloaded.best or offloaded.closest is not None else plan
 
 
@@ -86,7 +86,8 @@ def nearest(cache: ModelCache, hardware: Hardware, nodes: int, failed: Plan) -> 
 
 def _width(per_replica: int) -> int | None:
     """Return the smallest micro-batch size that splits ``per_replica`` samples into at most ``MAX_CHUNKS``."""
-    return next((size for size in MICRO_BATCH_SIZES if per_replica <= size * MAX_CHUNKS), None)
+    sizes = (size for size in MICRO_BATCH_SIZES if size & (size - 1) == 0)
+    return next((size for size in sizes if per_replica <= size * MAX_CHUNKS), None)
 
 
 def _batches(request: _Request, way: int) -> list[int]:

@@ -15,7 +15,8 @@ from meshwright.tools.planner.figures import memory_bars, trade_off
 from meshwright.tools.planner.memory import CATEGORIES
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, tokens_per_second, usable_bytes
-from meshwright.tools.planner.text import memory_rows
+from meshwright.tools.planner.standing import error_share
+from meshwright.tools.planner.text import memory_rows, notes
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"
 MAX_DRAWN = 4096
@@ -25,7 +26,7 @@ MAX_DRAWN = 4096
 def page(cache: ModelCache, plan: Plan) -> str:
     """Return the page as HTML text. The plan must have at least one layout that fits."""
     first, room = plan.best[0], usable_bytes(plan.hardware)
-    timeline = first.time.timeline
+    timeline, share = first.time.timeline, error_share(plan.hardware)
     return render(
         TEMPLATE,
         title=f"{plan.base.run.name} on {plan.size:,} x {plan.hardware.name}",
@@ -33,7 +34,7 @@ def page(cache: ModelCache, plan: Plan) -> str:
         first=first,
         facts=[
             ("model", f"{plan.base.model.builder}, {len(cache.names)} layers, {plan.base.train.dtype}"),
-            ("step", f"{duration(first.time.total)} predicted, {first.mfu:.1%} MFU"),
+            ("step", f"{duration(first.time.total)} ± {share:.1%} predicted, {first.mfu:.1%} MFU"),
             ("rate", f"{tokens_per_second(first, cache):,.0f} {cache.example(1).unit} a second"),
             ("memory", f"{format_size(first.peak_bytes)} of {format_size(room)} on the fullest rank"),
         ],
@@ -41,6 +42,7 @@ def page(cache: ModelCache, plan: Plan) -> str:
         strategy=strategy(cache, plan),
         rows=_rows(cache, plan),
         why=why(first, plan.best[1]) if len(plan.best) > 1 else "",
+        notes=notes(plan),
         sanity=sanity(cache, first),
         categories=CATEGORIES,
         memory=memory_rows(first),
@@ -59,11 +61,11 @@ def _rows(cache: ModelCache, plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             str(number),
-            duration(each.time.total),
+            f"{duration(each.time.total)} ± {duration(each.time.total * error_share(plan.hardware), 2)}",
             f"{each.mfu:.1%}",
             format_size(each.peak_bytes),
             f"{each.time.bubble_share:.1%}",
-            str(each.choice),
+            str(each.choice) + (f" (+{len(plan.alike[each.choice])} alike)" if each.choice in plan.alike else ""),
         )
         for number, each in enumerate(plan.best, start=1)
     ]

@@ -47,7 +47,7 @@ class Plan:
     hardware: Hardware
     nodes: int
     best: list[RankedLayout]
-    """Best layouts, ordered by predicted time."""
+    """Best layouts, ordered by predicted time; in a settled plan, the simplest that ties with the fastest is first."""
     rejected: list[Rejection]
     num_choices: int
     """Number of layouts that the rules allow."""
@@ -57,6 +57,8 @@ class Plan:
     """(seconds, bytes, choice) of fitting layouts, by formula."""
     closest: tuple[int, Choice] | None = None
     """(bytes, choice) of the layout that needs the least memory, if nothing fits."""
+    alike: dict[Choice, tuple[Choice, ...]] = field(default_factory=dict)
+    """Near-duplicates of each of the best layouts, in a settled plan."""
 
     @property
     def size(self) -> int:

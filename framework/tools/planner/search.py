@@ -29,9 +29,12 @@ from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, backend_of, evaluate, ranked_layout, usable_bytes
 from meshwright.tools.planner.rates import PerformanceModel
+from meshwright.tools.planner.standing import complexity, fold, is_tie, settle
 
 BEST = 10
 MAX_EVALUATED = 40
+FASTEST, SIMPLEST = 3, 3
+"""Numbers of layouts of the same degrees that are evaluated before their near-duplicates."""
 UNKNOWN_BYTES = 2**62
 
 
@@ -44,13 +47,29 @@ class _Estimate(NamedTuple):
     choice: Choice
 
 
-def search(cache: ModelCache, hardware: Hardware, nodes: int, *, best: int = BEST, offload: bool = False) -> Plan:
-    """Search all layouts of the cache's model and batch on ``nodes`` nodes."""
+def search(
+    cache: ModelCache,
+    hardware: Hardware,
+    nodes: int,
+    *,
+    best: int = BEST,
+    offload: bool = False,
+    settles: bool = False,
+) -> Plan:
+    """Search all layouts of the cache's model and batch on ``nodes`` nodes.
+
+    ``settles``: near-duplicates are one of the ``best``, and the simplest that ties with the fastest comes first.
+    """
     hardware.check_dtype(cache.config.train.dtype)
     plan = Plan(cache.config, hardware, nodes, [], [], 0, 0)
     run = _Search(cache, hardware, plan, usable_bytes(hardware))
     run.estimate_all(offload)
-    plan.best = run.rank(best)
+    if settles:
+        lines = settle(run.rank(best, distinct=True), best, run.lowered)
+        plan.best = [line.layout for line in lines]
+        plan.alike = {line.layout.choice: tuple(each.choice for each in line.alike) for line in lines if line.alike}
+    else:
+        plan.best = run.rank(best)[:best]
     plan.num_fitting -= len(run.failed)
     plan.trade_off = [(e.seconds, e.bytes, e.choice) for e in run.estimates if e.choice not in run.failed]
     for reason, large in run.too_large.items():
@@ -152,14 +171,16 @@ class _Search:
     def _estimate_of(self, choice: Choice, num_bytes: int) -> _Estimate:
         return _Estimate(estimate_s(self.cache, self.performance, choice), choice.zero, num_bytes, choice)
 
-    def rank(self, number: int) -> list[RankedLayout]:
-        """Return up to ``number`` layouts that fit, ordered by time."""
-        waiting = sorted(self.estimates)
+    def rank(self, number: int, *, distinct: bool = False) -> list[RankedLayout]:
+        """Return layouts that fit, ordered by time, the best ``number`` among them; ``distinct``: near-duplicates are
+        one."""
+        waiting = sorted(_postponed(self.estimates) if distinct else self.estimates)
         ranked: list[RankedLayout] = []
         fitting: dict[Shape, list[Choice]] = defaultdict(list)
         num_evaluated = 0
         while True:
-            slowest = ranked[number - 1].time.total if len(ranked) >= number else math.inf
+            best = [line.fastest_s for line in fold(ranked)] if distinct else [each.time.total for each in ranked]
+            slowest = best[number - 1] if len(best) >= number else math.inf
             if waiting and waiting[0].seconds <= slowest and (num_evaluated < MAX_EVALUATED or not ranked):
                 choice = heapq.heappop(waiting).choice
                 if _is_skipped(choice, fitting[choice.shape]):
@@ -176,7 +197,7 @@ class _Search:
                 first = ranked.pop(0).choice
                 fitting[first.shape].remove(first)
                 self._drop(first, waiting)
-        return ranked[:number]
+        return ranked
 
     def _evaluate(self, choice: Choice) -> RankedLayout | None:
         """Evaluate a layout: time from its computations, memory from a walk with approximate message positions.
@@ -191,15 +212,21 @@ class _Search:
 
     def _first_fits(self, ranked: list[RankedLayout]) -> bool:
         """Lower the fastest layout as it will run, and replace its estimate if it still fits."""
-        first = ranked[0]
-        if first.layout.schedule.is_lowered:
-            return True
-        schedule = lowered_schedule(self.cache, first.choice)
-        whole = evaluate(self.cache, self.hardware, first.config, first.choice, schedule)
-        if self._is_too_large(first.choice, whole.peak_bytes):
-            return False
-        ranked[0] = whole
-        return True
+        whole = self.lowered(ranked[0])
+        if whole is not None:
+            ranked[0] = whole
+        return whole is not None
+
+    def lowered(self, layout: RankedLayout) -> RankedLayout | None:
+        """Return a layout with its schedule as it will run; None if it does not fit."""
+        if layout.layout.schedule.is_lowered:
+            return layout
+        schedule = lowered_schedule(self.cache, layout.choice)
+        whole = evaluate(self.cache, self.hardware, layout.config, layout.choice, schedule)
+        if self._is_too_large(layout.choice, whole.peak_bytes):
+            self.failed.add(layout.choice)
+            return None
+        return whole
 
     def _is_too_large(self, choice: Choice, needed: int) -> bool:
         if needed > self.room:
@@ -217,6 +244,29 @@ class _Search:
                 self.estimates.append(estimate)
 
 
+def _postponed(estimates: Sequence[_Estimate]) -> list[_Estimate]:
+    """Return the estimates with most near-duplicates behind other layouts: with the time at the end of their tie.
+
+    Of layouts of the same degrees that tie, the ``FASTEST`` and the ``SIMPLEST`` ones keep their place.
+    """
+    by_degrees: dict[tuple[int, ...], list[_Estimate]] = defaultdict(list)
+    for each in sorted(estimates):
+        by_degrees[each.choice.degrees].append(each)
+    found: list[_Estimate] = []
+    for left in by_degrees.values():
+        while left:
+            tied = [each for each in left if is_tie(left[0].seconds, each.seconds)]
+            simple = sorted(tied, key=lambda each: complexity(each.choice))[:SIMPLEST]
+            kept = {each.choice for each in (*tied[:FASTEST], *simple)}
+            last = tied[-1].seconds
+            found += [each if each.choice in kept else each._replace(seconds=last) for each in tied]
+            left = left[len(tied) :]
+    return found
+
+
 def _is_skipped(choice: Choice, fitting: Sequence[Choice]) -> bool:
-    """Check if a layout that shards or recomputes less, and so is never slower, fits."""
-    return any(other.zero <= choice.zero and other.effort <= choice.effort for other in fitting)
+    """Check if a layout that shards or recomputes less, in equal groups, and so is never slower, fits."""
+    return any(
+        other.zero <= choice.zero and other.effort <= choice.effort and other.shard_factor == choice.shard_factor
+        for other in fitting
+    )

@@ -12,6 +12,7 @@ from meshwright.tools.planner.explanation import sanity, strategy, why
 from meshwright.tools.planner.memory import CATEGORIES
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
+from meshwright.tools.planner.standing import TIE_SHARE, error_share
 
 MAX_RULES = 14
 WIDTH = 110
@@ -35,7 +36,7 @@ def describe(cache: ModelCache, plan: Plan) -> str:
     if not plan.best:
         return "\n".join([*lines, "", "no layout fits"])
     first = plan.best[0]
-    lines += ["", *table(cache, plan.best), ""]
+    lines += ["", *table(cache, plan.best, plan), *notes(plan), ""]
     if len(plan.best) > 1:
         lines += [why(first, plan.best[1]), ""]
     lines += [first.layout.grid.draw(nodes_of(plan.nodes, hardware.devices_per_node)), ""]
@@ -45,13 +46,16 @@ def describe(cache: ModelCache, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def table(cache: ModelCache, layouts: Sequence[RankedLayout]) -> list[str]:
-    """Format one line per layout."""
+def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> list[str]:
+    """Format one line per layout, with the error bar of its time and the number of its near-duplicates."""
+    share = error_share(plan.hardware)
     has_context = any(each.choice.cp > 1 for each in layouts)
     degrees = ("pp", "dp", "cp", "tp") if has_context else ("pp", "dp", "tp")
     rows: list[tuple[str, ...]] = [
         ("", "step s", "MFU", "tokens/s", "memory", *degrees, "schedule", "batch", "ZeRO", "sp", "recompute")
     ]
+    if plan.alike:
+        rows[0] += ("alike",)
     for number, each in enumerate(layouts, start=1):
         c = each.choice
         schedule = "-" if c.pp == 1 else c.schedule + (f" x{c.interleave}" if c.schedule == "interleaved_1f1b" else "")
@@ -59,7 +63,7 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout]) -> list[str]:
         rows.append(
             (
                 str(number),
-                f"{each.time.total:.4g}",
+                f"{each.time.total:.4g} ±{each.time.total * share:.2g}",
                 f"{each.mfu:.1%}",
                 f"{tokens_per_second(each, cache):,.0f}",
                 format_size(each.peak_bytes),
@@ -69,9 +73,22 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout]) -> list[str]:
                 zero + (" offload" if c.offload else ""),
                 "yes" if c.sequence else "-",
                 c.recompute if c.recompute != "none" else "-",
+                *([f"+{len(plan.alike.get(c, ()))}" if c in plan.alike else ""] if plan.alike else []),
             )
         )
-    return format_table(rows, ">" * (5 + len(degrees)) + "<><<<")
+    return format_table(rows, ">" * (5 + len(degrees)) + "<><<<>"[: len(rows[0]) - 5 - len(degrees)])
+
+
+def notes(plan: Plan) -> list[str]:
+    """Explain the error bars, and the near-duplicates and the tie of a settled plan."""
+    share = error_share(plan.hardware)
+    lines = [f"±: mean error of predicted times, {share:.1%} (docs/planner-accuracy.md)"]
+    if plan.alike:
+        lines.append(f"alike: more layouts of these degrees within {TIE_SHARE:.0%}, of which the simplest is shown")
+    first, fastest = plan.best[0], min(plan.best, key=lambda each: each.time.total)
+    if first is not fastest:
+        lines.append(f"the first is the simplest of a tie, within {TIE_SHARE:.0%} of the fastest: {fastest.choice}")
+    return lines
 
 
 def memory_rows(layout: RankedLayout) -> list[tuple[str, ...]]:

@@ -92,7 +92,7 @@ def test_those_that_were_spared_take_part_when_the_last_one_does_not_fit_as_draw
     bench, box = cache(), hardware(devices_per_node=2)
     one = next(c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.pp == c.dp == 1)
     alike = [c for c in choices(bench, box, 1) if isinstance(c, Choice) and c.shape == one.shape]
-    assert {c.recompute for c in alike} == {"none", "pointwise", "selective", "full"}
+    assert {c.recompute for c in alike} == {"none", "pointwise", "selective", "half", "full"}
 
     def grown(of: ModelCache, box: Hardware, config: RunConfig, choice: Choice, *more: Any) -> RankedLayout:
         found = evaluate(of, box, config, choice, *more)
@@ -201,7 +201,7 @@ def test_what_a_long_pipeline_holds_is_seen_from_short_ones() -> None:
 
 
 def test_the_ranks_that_are_walked_are_enough() -> None:
-    bench = cache(samples=16, num_layers=29)
+    bench = cache(samples=16, num_layers=45)
     for schedule, interleave in SCHEDULES:
         choice = Choice(4, 1, 1, schedule, interleave, 1, 16, 0, 1, False, "none", False)
         layout = bench.layout(with_choice(bench.config, choice), compute_schedule(bench, choice))

@@ -1,0 +1,107 @@
+"""Standing of layouts within the model's error: error bars, ties, the simplest of equals, near-duplicates.
+
+ERROR_SHARE              mean error of a step's time                   the bar beside each time
+TIE_SHARE                lead that is hardly better than chance        a tie, which goes to the simplest layout
+same degrees and a tie                                                 one line, of the simplest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from meshwright.tools.planner.choices import Choice
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.plan import RankedLayout
+
+ERROR_SHARE = 0.065
+"""Mean error of predicted times on published runs of three sources that no constant was fitted on."""
+MEASURED_ERROR_SHARE = 0.125
+"""Mean error after ``calibrate`` (16 layouts on CPUs)."""
+TIE_SHARE = 0.02
+"""Predicted lead below which the order of two layouts is hardly better than chance: right in 58 % of the pairs of
+published runs of one model on one cluster; 74 % from 2 to 4 %, 78 % from 4 to 10 %, 91 % beyond."""
+SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
+
+
+class Line(NamedTuple):
+    """One line of a ranking: a layout, and the near-duplicates that it stands for."""
+
+    layout: RankedLayout
+    alike: tuple[RankedLayout, ...]
+
+    @property
+    def fastest_s(self) -> float:
+        """Predicted seconds of the fastest among the layout and its near-duplicates."""
+        return min(each.time.total for each in (self.layout, *self.alike))
+
+
+def error_share(hardware: Hardware) -> float:
+    """Return the mean relative error of predicted times on a hardware."""
+    return MEASURED_ERROR_SHARE if hardware.measured or hardware.products else ERROR_SHARE
+
+
+def complexity(choice: Choice) -> tuple[float, ...]:
+    """Return what a layout needs beyond plain data parallelism, the costliest to understand first: less is simpler."""
+    degrees = (choice.pp, choice.cp, choice.tp)
+    splits = choice.schedule in SPLIT_SCHEDULES
+    return (
+        choice.offload,
+        sum(degree > 1 for degree in degrees),
+        splits,
+        choice.zero == 3,
+        choice.pp * choice.cp * choice.tp,
+        choice.interleave if choice.pp > 1 else 1,
+        choice.zero,
+        choice.zero > 0 and choice.shard_factor < choice.num_replicas,
+        choice.effort,
+    )
+
+
+def simplest(layouts: Sequence[RankedLayout]) -> RankedLayout:
+    """Return the simplest layout; among equally simple ones the fastest."""
+    return min(layouts, key=lambda each: (*complexity(each.choice), each.time.total))
+
+
+def is_tie(first_s: float, other_s: float) -> bool:
+    """Check that the lead of one time over the other is too small to rank the two layouts."""
+    return max(first_s, other_s) <= (1 + TIE_SHARE) * min(first_s, other_s)
+
+
+def fold(ranked: Sequence[RankedLayout], shown: RankedLayout | None = None) -> list[Line]:
+    """Fold near-duplicates into lines of their simplest, ordered by time; ``shown`` represents its own line.
+
+    ``ranked``: ordered by time.
+    """
+    lines: list[Line] = []
+    left = list(ranked)
+    while left:
+        fastest, degrees = left[0], left[0].choice.degrees
+        alike = [
+            each for each in left if each.choice.degrees == degrees and is_tie(fastest.time.total, each.time.total)
+        ]
+        chosen = next((each for each in alike if each is shown), None) or simplest(alike)
+        lines.append(Line(chosen, tuple(each for each in alike if each is not chosen)))
+        left = [each for each in left if each not in alike]
+    return lines
+
+
+def settle(
+    ranked: Sequence[RankedLayout], number: int, lowered: Callable[[RankedLayout], RankedLayout | None]
+) -> list[Line]:
+    """Return up to ``number`` lines by time, but first the simplest that ties with the fastest.
+
+    Args:
+        ranked: layouts that fit, ordered by time.
+        lowered: returns a layout with its schedule as it will run, or None if it does not fit.
+    """
+    left = list(ranked)
+    while left:
+        first = simplest([each for each in left if is_tie(left[0].time.total, each.time.total)])
+        whole = lowered(first)
+        if whole is not None:
+            lines = fold(left, first)
+            (line,) = (line for line in lines if line.layout is first)
+            return [line._replace(layout=whole), *(other for other in lines if other is not line)][:number]
+        left.remove(first)
+    return []

@@ -1,0 +1,39 @@
+"""Command ``meshwright plan`` with ``--sweep-nodes`` or ``--sweep-batch``: the best layout of each combination."""
+
+from __future__ import annotations
+
+import argparse
+
+from meshwright.errors import ConfigError
+from meshwright.system.atomic import write_out
+from meshwright.terminal.output import put
+from meshwright.tools.page.render import svg_of
+from meshwright.tools.planner.hardware import Hardware
+from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.standing import error_share
+from meshwright.tools.planner.sweep import sweep, sweep_figure, sweep_table
+
+MAX_POINTS = 64
+
+
+def run_sweep(options: argparse.Namespace, cache: ModelCache, hardware: Hardware) -> int:
+    """Print the best layout of each number of nodes and global batch; with ``--out`` also draw them.
+
+    Raises:
+        ConfigError: more points than are searched in a few minutes.
+    """
+    nodes = options.sweep_nodes or [options.nodes]
+    batches = options.sweep_batch or [cache.config.batch.global_batch]
+    if len(nodes) * len(batches) > MAX_POINTS:
+        raise ConfigError(
+            "MW-LAUNCH-081",
+            f"--sweep-nodes and --sweep-batch: {len(nodes)} x {len(batches)} searches, and {MAX_POINTS} at most: name "
+            f"fewer numbers",
+        )
+    points = sweep(cache, hardware, nodes, batches)
+    put("\n".join(sweep_table(points, options.device_hour, error_share(hardware))))
+    if options.out is not None:
+        drawn = sweep_figure(points, hardware, options.device_hour)
+        write_out(options.out / "sweep.svg", svg_of(drawn, "time, MFU and cost against devices"))
+        put(f"\nwritten: {options.out / 'sweep.svg'}")
+    return 0 if any(each.layout is not None for each in points) else 2
