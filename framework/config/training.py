@@ -63,7 +63,7 @@ class Optimizer(Section):
     scale: Literal["match_rms_adamw", "spectral"] = "match_rms_adamw"
     """Factor on Muon's updates of m x n matrices. match_rms_adamw: 0.2 sqrt(max(m, n)), for the learning rate of AdamW;
     spectral: sqrt(max(1, m/n))."""
-    beta2_decay: float = Field(default=-0.8, le=0, ge=-10)
+    beta2_decay: float = Field(default=-0.8, le=0, ge=-1)
     """Adafactor's mean squares move by step ** beta2_decay of the way."""
     clip_threshold: float = Field(default=1.0, ge=1)
     """Adafactor: root mean square of a weight's update above which it is scaled down."""

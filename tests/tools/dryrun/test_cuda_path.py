@@ -60,6 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4 zero2": {"dp": 4, "zero": 2},
     "tp2": {"tp": 2, "model": "llama"},
     "dp2 tp2 muon": {"dp": 2, "tp": 2, "model": "llama", "optimizer": "muon"},
+    "dp2 tp2 adafactor": {"dp": 2, "tp": 2, "model": "llama", "optimizer": "adafactor"},
     "pp2 dp2 zero3 muon": {"pp": 2, "dp": 2, "zero": 3, "num_layers": 2, "optimizer": "muon"},
 }
 

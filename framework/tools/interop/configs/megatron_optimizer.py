@@ -113,7 +113,11 @@ def optimizer(draft: Draft, rate: float | None) -> None:
     if name == "sgd":
         draft.put("optimizer.momentum", draft.number("sgd-momentum", 0.9))
     else:
-        if name not in ("adam", "adamw"):
+        if name in ("muon", "dist_muon", "lion"):
+            own = name.removeprefix("dist_")
+            why = f'{own} has other flags there: import with adam, then set optimizer.name = "{own}" and its keys'
+            draft.refuse("optimizer", f"{why}, docs/optimizers.md")
+        elif name not in ("adam", "adamw"):
             draft.refuse("optimizer", "no such optimizer here, only adam (AdamW) and sgd")
         draft.put("optimizer.betas", [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)])
         draft.put("optimizer.eps", draft.number("adam-eps", 1e-8))
