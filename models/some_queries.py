@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -66,11 +67,12 @@ def attend(
     else:
         size = max(1, min(QUERY_BLOCK, most // k.shape[-2]))
         blocks = [slice(at, min(at + size, q.shape[-2])) for at in range(0, q.shape[-2], size)]
+    # a compiled layer has no such modes, and torch.compile takes no context of another kind
+    context: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _same_modes}
     mixed = []
     for block in blocks:
         arguments = q[:, :, block], k, v, places[:, block], first[:, block], scale, reads
-        again = checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_same_modes)
-        mixed.append(again)
+        mixed.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False, **context))
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
 
 

@@ -43,11 +43,9 @@ class Trained(NamedTuple):
 def train(rank: int, world_size: int, config: RunConfig) -> Trained:
     from torch._dynamo.utils import counters
 
-    parallel = config.parallel
-    assert isinstance(parallel.dp, int)
     torch._dynamo.reset()
     counters.clear()
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
+    mesh = open_mesh(Grid(*config.parallel.degrees), config.train.device)
     parts = build(config, mesh, (open_verify_source(config, random_tokens=True), None))
     found = Trained([], [], [])
     for _ in range(STEPS):
@@ -61,11 +59,12 @@ def train(rank: int, world_size: int, config: RunConfig) -> Trained:
 def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
     """``layout``: as for verify, with ``fp8`` for float8 in all linears but the head."""
     layout, in_fp8, _ = layout.partition(",fp8")
-    options = GPT2 if "gpt2" in builder else LLAMA
+    options, by_documents = GPT2 if "gpt2" in builder else LLAMA, layout.endswith("documents")
+    options = options | {"dropout": 0.0} if "cp" in layout else options  # attention without its probabilities
     config = RunConfig.model_validate(
         {
             "model": {"builder": builder, "options": options},
-            "data": {"train": "none", "sequence_length": 16},
+            "data": {"train": "none", "sequence_length": 16, "document_boundaries": by_documents},
             "batch": {"micro_batch_size": 1, "chunks": 4},
         }
     )
@@ -85,6 +84,9 @@ def laid_out(builder: str, layout: str, *, compiled: bool) -> RunConfig:
         pytest.param("meshwright.models.llama:build", "dp2,pp2,zb_h1,full,zero3", marks=pytest.mark.torture),
         pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence,zb_v", marks=pytest.mark.torture),
         pytest.param("meshwright.models.llama:build", "pp2,zb_v,fp8", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.llama:build", "cp2", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.llama:build", "cp2,heads", marks=pytest.mark.torture),
+        pytest.param("meshwright.models.llama:build", "cp2,documents", marks=pytest.mark.torture),
         pytest.param("meshwright.models.llama:build", "pp2,tp2,sequence,zb_h1,fp8", marks=pytest.mark.torture),
     ],
 )

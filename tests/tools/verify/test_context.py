@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +14,14 @@ from torch import Tensor
 import meshwright.context_parallel.plan
 from meshwright.config import RunConfig
 from meshwright.context_parallel import exchange
-from meshwright.context_parallel.cut import TokenCut
+from meshwright.context_parallel.cut import HeadCut, SampleTokens, TokenCut
 from meshwright.launch.pool import RankPool
 from meshwright.models import some_queries
 from meshwright.models.attention import AttentionCore
 from meshwright.models.rotary import Rotary
+from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.pipeline.stage import Stage
-from meshwright.seeding import SeededDropout
+from meshwright.seeding import Draw, SeededDropout
 from meshwright.tools.verify import Layout, compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
@@ -220,6 +223,41 @@ def labels_rolled_over_the_cut(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TokenCut, "take_labels", lambda cut, labels, tokens: take(cut, labels, tokens).roll(1, -1))
 
 
+def order_from_documents_shifted_by_one(patch: pytest.MonkeyPatch) -> None:
+    """The second rank deals the tokens by starts that are one token late."""
+    tokens_of = TokenCut.tokens_of
+
+    def shifted(cut: TokenCut, inputs: Any, device: torch.device) -> SampleTokens | None:
+        starts = inputs["starts"]
+        return tokens_of(cut, {"starts": starts.roll(1, -1) if cut.group.rank == 1 else starts}, device)
+
+    patch.setattr(TokenCut, "tokens_of", shifted)
+
+
+def recompute_with_the_tokens_of_another_microbatch(patch: pytest.MonkeyPatch) -> None:
+    """Recompute restores the samples of the dropouts alone."""
+    restored = RecomputeContext._restored
+
+    def forgetful(context: RecomputeContext, then: Draw) -> Any:
+        @contextmanager
+        def entered() -> Iterator[None]:
+            with restored(context, replace(then, tokens=context.draw.tokens)):
+                yield
+
+        return entered()
+
+    patch.setattr(RecomputeContext, "_restored", forgetful)
+
+
+def dropout_by_local_head(patch: pytest.MonkeyPatch) -> None:
+    """Every rank draws the mask of the first heads."""
+
+    def local(cut: HeadCut, device: torch.device, parts: int = 1) -> Tensor:
+        return torch.arange(cut.length * parts // 2, device=device)[None]
+
+    patch.setattr(HeadCut, "places", local)
+
+
 LOSS, GRADIENTS = "loss of step 1 is", "gradients of step 1 differ"
 INITIAL = "initial weights differ"
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -232,6 +270,9 @@ TRAPS: list[tuple[Break, str, tuple[str, ...], tuple[str, ...]]] = [
     (keys_without_the_gradients_of_others, "cp2", (GRADIENTS,), (LOSS,)),
     (keys_in_the_order_of_the_ranks, "cp2", (LOSS, GRADIENTS), (INITIAL,)),
     (labels_rolled_over_the_cut, "cp2,contiguous", (LOSS, GRADIENTS), (INITIAL,)),
+    (order_from_documents_shifted_by_one, "cp2,documents", (LOSS, GRADIENTS), (INITIAL,)),
+    (recompute_with_the_tokens_of_another_microbatch, "cp2,pp2,documents,full", (GRADIENTS,), (LOSS,)),
+    (dropout_by_local_head, "cp2,heads", (LOSS, GRADIENTS), (INITIAL,)),
 ]
 BREAKS = {trap[0].__name__: trap[0] for trap in TRAPS}
 
