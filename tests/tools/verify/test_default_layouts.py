@@ -102,6 +102,10 @@ def test_the_table_is_sound() -> None:
         ("dropout", "selective"),
         ("padded vocabulary", "tp > 2"),
         ("padded vocabulary", "sequence"),
+        ("cp", "zero3"),
+        ("cp", "V"),
+        ("cp", "sequence"),
+        ("cp", "full"),
     ],
 )
 def test_pairs_behind_which_faults_were_found_are_covered(pair: tuple[str, str]) -> None:
