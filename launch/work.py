@@ -43,7 +43,15 @@ from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tools.context_balance import describe_balance
 from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
-from meshwright.tracking.observer import Records, find_sinks, gpu_metrics, has_perplexity, loss_unit, open_tracker
+from meshwright.tracking.observer import (
+    Records,
+    expert_load,
+    find_sinks,
+    gpu_metrics,
+    has_perplexity,
+    loss_unit,
+    open_tracker,
+)
 from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
@@ -167,6 +175,7 @@ def observe(
         Validation(validate, lambda loss: log(describe_validation(parts, loss))),
         *own,  # the user's, of train.callbacks and of a script; they may add metrics to the record
         *gpu_metrics(parts),  # utilization, power, temperature and more of all GPUs, sampled in the background
+        *expert_load(parts, files.directory),  # tokens of each expert, where a router counts them
         Records(tracker),  # metrics.jsonl, console, wandb
         DriftCheck(),  # equality of replicas, also after callbacks, before they are saved
         PeakMemory(files.directory),  # memory.json

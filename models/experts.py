@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.expert_balance import Balance, add_loss, count_tokens, loss_sum
 from meshwright.models.feed_forward import Activation
 
 SCORES = ("softmax", "sigmoid")
@@ -57,14 +58,26 @@ class Router(nn.Module):
     """Linear scores of the experts, and the k experts of each token: (B, S, D) -> ids and weights, each (B, S, k).
 
     ``weight`` is (E, D). Logits, scores and weights are float32 at least, whatever the dtype of x. ``bias`` (E,), a
-    buffer, keeps its dtype when the model is cast.
+    buffer, keeps its dtype when the model is cast. ``counts`` (E,) int64 adds up the tokens of each expert until
+    :meth:`end_step`.
+
+    Under parallelism the framework sets two attributes: ``gradient_scale``, the factor of a loss in the objective, and
+    ``sum_tokens``, a sum of counts over the ranks with other tokens of the same samples.
     """
 
     bias: Tensor | None
+    counts: Tensor
 
-    def __init__(self, hidden_size: int, routing: Routing) -> None:
+    def __init__(self, hidden_size: int, routing: Routing, balance: Balance | None = None) -> None:
         super().__init__()
         self.routing = routing
+        self.balance = balance
+        self.gradient_scale = 1.0
+        self.sum_tokens: Callable[[Tensor], Tensor] = unchanged
+        self.step_sums = ("counts",) if balance is not None else ()
+        self.couples_samples = balance is not None and balance.batch_loss != 0.0
+        if balance is not None:
+            self.register_buffer("counts", torch.zeros(routing.num_experts, dtype=torch.int64, device="cpu"))
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
         self.register_buffer("bias", torch.zeros(routing.num_experts, device="cpu") if routing.has_bias else None)
         self.reset_parameters()
@@ -78,17 +91,36 @@ class Router(nn.Module):
 
         Of experts with equal scores the one with the lowest id comes first.
         """
-        return self.choose(self.logits(x))
+        logits = self.logits(x)
+        scores = self.scores(logits)
+        ids, weights = self.choose(scores)
+        if self.balance is not None and self.training:
+            with torch.no_grad():
+                self.counts += count_tokens(ids.unsqueeze(0), self.routing.num_experts)[0]
+            if self.balance.has_losses and weights.requires_grad:
+                added = loss_sum(self.balance, logits, scores, ids, self.sum_tokens)
+                weights = add_loss(weights, added, lambda: self.gradient_scale)
+        return ids, weights
+
+    def end_step(self) -> None:
+        """Update the bias by the counts of a step, and begin to count anew. After each step of the optimizer."""
+        if self.bias is not None and self.balance is not None:
+            counts = self.counts.double()
+            self.bias += (self.balance.bias_rate * (counts.mean() - counts).sign()).to(self.bias.dtype)
+        self.counts.zero_()
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits (..., E), float32 at least. x: (..., D)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(dtype), self.weight.to(dtype))
 
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and weights, each (..., k), of logits (..., E)."""
+    def scores(self, logits: Tensor) -> Tensor:
+        """Return the scores of logits, both (..., E)."""
+        return logits.softmax(-1) if self.routing.scores == "softmax" else logits.sigmoid()
+
+    def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ids and weights, each (..., k), of scores (..., E)."""
         routing = self.routing
-        scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
         ids = self._highest(scores.detach())
         weights = scores.gather(-1, ids)
         if routing.normalise:
@@ -115,6 +147,11 @@ class Router(nn.Module):
         if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
             self.bias = bias.to(self.bias.device)
         return self
+
+
+def unchanged(counts: Tensor) -> Tensor:
+    """Return the counts of a rank that has all tokens of its samples."""
+    return counts
 
 
 class Experts(nn.Module):

@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.models.expert_balance import Balance
 from meshwright.models.experts import GROUP_SCORES, SCORES, Experts, MoE, Router, Routing
 from meshwright.models.feed_forward import GatedMlp
 
 BALANCES = ("none", "bias")
+LOSSES = ("sequence_loss", "batch_loss", "router_z_loss")
+NOT_NEGATIVE = ("shared_ffn_size", "first_dense", "count_tokens", *LOSSES)
+"""Options whose least value is 0."""
 
 
 class MoeOptions(NamedTuple):
@@ -48,14 +52,23 @@ class MoeOptions(NamedTuple):
     """See :class:`~meshwright.models.experts.Routing`, for these three."""
     balance: str = "none"
     """"bias": a buffer of the router is added to the scores for the choice (DeepSeek-V3)."""
+    bias_rate: float = 0.001
+    """Change of the bias per step."""
+    sequence_loss: float = 0.0
+    batch_loss: float = 0.0
+    router_z_loss: float = 0.0
+    """Coefficients of losses that are added in training, see :mod:`~meshwright.models.expert_balance`; 0: none."""
+    count_tokens: bool = False
+    """The tokens of each expert are counted and recorded; with any balance or loss they are anyway."""
 
     def check(self, ffn_size: int, num_layers: int) -> None:
         """Raise ValueError for options without a meaning."""
         problems = [
             f"{name}={value} must be positive"
             for name, value in self._asdict().items()
-            if type(value) in (int, float) and value <= 0 and name not in ("shared_ffn_size", "first_dense")
+            if type(value) in (int, float) and value <= 0 and name not in NOT_NEGATIVE
         ]
+        problems += [f"{name}={value} must not be negative" for name in LOSSES if (value := getattr(self, name)) < 0]
         if self.top_k > self.num_experts:
             problems.append(f"top_k={self.top_k} of num_experts={self.num_experts}: at most all of them")
         if self.shared_ffn_size < 0 or not 0 <= self.first_dense < num_layers:
@@ -98,6 +111,12 @@ class MoeOptions(NamedTuple):
         chosen = self.num_experts, self.top_k, self.router, self.normalise, self.scaling
         return Routing(*chosen, *groups, has_bias=self.balance == "bias")
 
+    def balancing(self) -> Balance | None:
+        """Return the balance that the options describe; None: nothing is added or counted."""
+        rate = self.bias_rate if self.balance == "bias" else 0.0
+        found = Balance(rate, self.sequence_loss, self.batch_loss, self.router_z_loss, self.count_tokens)
+        return found if any(found) else None
+
 
 def moe_of(options: Mapping[str, Any] | None) -> MoeOptions | None:
     """Return the options of a table ``moe``; None: every block is dense.
@@ -133,7 +152,7 @@ class FeedForwards(NamedTuple):
         moe = self.moe
         if moe is None or index < moe.first_dense:
             return self._gated(self.ffn_size)
-        router = Router(self.hidden_size, moe.routing())
+        router = Router(self.hidden_size, moe.routing(), moe.balancing())
         experts = Experts(moe.num_experts, self.hidden_size, moe.expert_ffn_size or self.ffn_size, activation=F.silu)
         shared = self._gated(moe.shared_ffn_size) if moe.shared_ffn_size else None
         return MoE(router, experts, shared, nn.Linear(self.hidden_size, 1, bias=False) if moe.shared_gate else None)

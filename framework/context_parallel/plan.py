@@ -30,9 +30,10 @@ from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.context_parallel.exchange import gather_keys, heads_to_tokens, tokens_to_heads
 from meshwright.context_parallel.mixing import check_mixing
 from meshwright.errors import ModelError
+from meshwright.mesh.comm import sum_tokens_over
 from meshwright.seeding import SeededDropout
 
-CORE, POSITIONS, SEQUENCE, VOCAB, HEADS = "context", "positions", "sequence", "vocab", "heads"
+CORE, POSITIONS, SEQUENCE, VOCAB, HEADS, ROUTER = "context", "positions", "sequence", "vocab", "heads", "router"
 PLACES = "places"
 """Keyword of an attention core: positions of its queries among the keys."""
 TOKEN_DIM = -2
@@ -110,6 +111,8 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, head_cut: Head
         before = partial(_own_ids, cut)
     elif kind == POSITIONS:
         before = partial(_lengthen, cut)
+    elif kind == ROUTER:
+        sum_tokens_over(module, cut.group)
     if before is not None:
         module.register_forward_pre_hook(before, with_kwargs=True)
     if kind in (POSITIONS, SEQUENCE):

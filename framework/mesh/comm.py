@@ -21,9 +21,19 @@ from meshwright.mesh.activity import Activity, Waits
 from meshwright.mesh.handles import BlockingCollective, CollectiveHandle, TransferHandle
 from meshwright.mesh.messages import MAX_BYTES, decode, encode
 from meshwright.mesh.staged import Transfer, through_host
+from meshwright.mesh.token_sums import sum_tokens_over
 from meshwright.mesh.traffic import Traffic
 
-__all__ = ["CollectiveHandle", "Group", "Transfer", "TransferHandle", "place_of", "rows_per_chunk", "tensor_bytes"]
+__all__ = [
+    "CollectiveHandle",
+    "Group",
+    "Transfer",
+    "TransferHandle",
+    "place_of",
+    "rows_per_chunk",
+    "sum_tokens_over",
+    "tensor_bytes",
+]
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -95,6 +95,11 @@ class StepState:
         self.sums: dict[str, Tensor] = {}
         """Sums over the global batch of the last step, float64, by name: those of all stages."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the summed buffers of all stages."""
+        return tuple(self._slots)
+
     def _is_summed(self, name: str) -> bool:
         owner, _, attribute = name.rpartition(".")
         module = self._layers.get_submodule(owner)

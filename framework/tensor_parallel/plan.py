@@ -37,7 +37,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.mesh.comm import Group
+from meshwright.mesh.comm import Group, sum_tokens_over
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.seeding import SeededDropout
 from meshwright.tensor_parallel.check import SPLITTING, PlannedModule, ShardingKind, check_plan
@@ -98,6 +98,8 @@ def apply(
             module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
         if sequence and name in placements and kind is ShardingKind.SEQUENCE:
             module.register_forward_hook(partial(_cut_output, group))
+        if sequence and name in placements and kind is ShardingKind.ROUTER:
+            sum_tokens_over(module, group)
         if isinstance(module, SeededDropout) and kind is not ShardingKind.OWN:
             whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)  # the sequence is cut after these modules
             split = kind in ON_HEADS or (sequence and not whole)

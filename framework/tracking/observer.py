@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.model.meter import causal_share
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.tracking.console import ConsoleSink
+from meshwright.tracking.expert_load import COUNTS, ExpertLoad
 from meshwright.tracking.gpu import GpuMetrics
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord, perplexity
@@ -82,6 +83,11 @@ class Records(Observer):
 def gpu_metrics(parts: Parts) -> list[Observer]:
     """Return the observer of the ranks' GPUs, if the run has GPUs and ``tracking.gpu_metrics``."""
     return [GpuMetrics()] if parts.config.tracking.gpu_metrics and parts.mesh.device.type == "cuda" else []
+
+
+def expert_load(parts: Parts, directory: Path) -> list[Observer]:
+    """Return the observer of the experts' load, if the model counts it."""
+    return [ExpertLoad(directory)] if any(name.endswith(COUNTS) for name in parts.step_state.names) else []
 
 
 def has_perplexity(blueprint: Blueprint) -> bool:

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from meshwright.system.bounded import parse_json
 
 GIB = 2**30
+EXPERT_LOAD = "expert-load.jsonl"
+"""File with the tokens of each expert in some steps."""
 
 Number = int | float
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from meshwright.system.bounded import (
     parse_json,
     read_bytes,
 )
+from meshwright.terminal.format import format_gib
 
 MAX_SAVED_AT_S = 2**37
 """Bound of the time of saving, as in a manifest: a year that clocks can show."""
@@ -28,6 +30,10 @@ class CheckpointInfo(NamedTuple):
     """Number of weight elements."""
     at_s: float
     """Time of saving, in seconds since 1970."""
+
+    def cells(self, clock: Callable[[float], str]) -> tuple[str, ...]:
+        """Return the cells of its row on the page. ``clock``: text of a time."""
+        return f"{self.step:,}", clock(self.at_s), self.layout, f"{self.samples_seen:,}", format_gib(self.size)
 
 
 def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInfo, ...]:

@@ -25,8 +25,8 @@ from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.text import text
 from meshwright.tools.report.account import PARTS, account, mean_account, measured_costs, without_early_steps
-from meshwright.tools.report.checkpoints import CheckpointInfo
 from meshwright.tools.report.curves import axes_of, comparison_charts, final_figures, layout_of, of_run
+from meshwright.tools.report.experts import heat_maps
 from meshwright.tools.report.run import Attempt, RunContents, clock
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
@@ -100,6 +100,7 @@ def view(run: RunContents, name: str, index: int) -> dict[str, Any]:
         "facts": list(facts(run)),
         "remarks": run.remarks,
         "charts": of_run(run, index),
+        "experts": heat_maps(run.directory),
         "placement": run.placement,
         "schedule": schedule_of(run),
         "memory": memory_of(run),
@@ -109,7 +110,7 @@ def view(run: RunContents, name: str, index: int) -> dict[str, Any]:
         "stragglers": stragglers(run),
         "attempts": shortened([row if has_jobs else row[:-1] for row in attempts]),
         "has_jobs": has_jobs,
-        "checkpoints": shortened([_checkpoint_row(saved) for saved in run.checkpoints]),
+        "checkpoints": shortened([saved.cells(clock) for saved in run.checkpoints]),
         "hang": run.hang,
         "config": config_text(run),
     }
@@ -134,10 +135,6 @@ def facts(run: RunContents) -> Iterator[tuple[str, str]]:
         yield "time in steps", figures["time in steps"]
     yield "starts", f"{len(run.attempts)}"
     yield "checkpoints", f"{len(run.checkpoints)}"
-
-
-def _checkpoint_row(saved: CheckpointInfo) -> tuple[str, ...]:
-    return f"{saved.step:,}", clock(saved.at_s), saved.layout, f"{saved.samples_seen:,}", format_gib(saved.size)
 
 
 def memory_of(run: RunContents) -> Memory | None:

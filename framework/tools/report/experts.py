@@ -1,0 +1,94 @@
+"""Heat maps of the experts' load: experts x steps, one for each layer, from ``expert-load.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from markupsafe import Markup, escape
+
+from meshwright.system.bounded import MIB, lines, open_regular, parse_json
+from meshwright.tracking.record import EXPERT_LOAD
+
+MAX_LAYERS, MAX_STEPS, MAX_ROWS = 6, 60, 32
+"""Most layers, columns and rows of the maps. Neighbouring experts share a row, which has the fullest one."""
+CELL = 9
+"""Width and height of a cell in pixels."""
+MAX_COUNT = 2**53
+
+
+class HeatMap(NamedTuple):
+    """Map of one layer."""
+
+    title: str
+    picture: Markup
+
+
+def read_loads(run: Path) -> dict[int, dict[str, list[int]]]:
+    """Return step -> router -> tokens of each expert; what cannot be read is left out. A repeated step counts once."""
+    found: dict[int, dict[str, list[int]]] = {}
+    try:
+        with open_regular(run / EXPERT_LOAD) as file:
+            for _, line in lines(file, MIB):
+                load = _parse(line)
+                if load is not None:
+                    found[load[0]] = load[1]
+    except (OSError, ValueError):
+        pass
+    return dict(sorted(found.items()))
+
+
+def _parse(line: bytes) -> tuple[int, dict[str, list[int]]] | None:
+    """Return the step and the counts of a line; None for any other text."""
+    try:
+        content = parse_json(line.decode(errors="replace"))
+    except ValueError:
+        return None
+    step, counts = (content.get("step"), content.get("counts")) if isinstance(content, dict) else (None, None)
+    if type(step) is not int or not 0 <= step < MAX_COUNT or not isinstance(counts, dict):
+        return None
+    for layer in counts.values():
+        if not isinstance(layer, list) or any(type(count) is not int or not 0 <= count < MAX_COUNT for count in layer):
+            return None
+    return step, counts
+
+
+def evenly(values: Sequence[str] | Sequence[int], most: int) -> list[int]:
+    """Return up to ``most`` positions of a sequence, evenly spaced, with the first and the last."""
+    last = len(values) - 1
+    return sorted({round(i * last / max(1, most - 1)) for i in range(min(most, len(values)))}) if values else []
+
+
+def heat_maps(run: Path) -> list[HeatMap]:
+    """Return the maps of a run, of some of its layers; none without the file."""
+    loads = read_loads(run)
+    names = [name for name, layer in (next(iter(loads.values())) if loads else {}).items() if layer]
+    maps = []
+    for position in evenly(names, MAX_LAYERS):
+        name = names[position]
+        columns = [(step, load[name]) for step, load in loads.items() if len(load.get(name, [])) > 0]
+        columns = [columns[at] for at in evenly([step for step, _ in columns], MAX_STEPS)]
+        title = f"{name}: {len(columns[0][1])} experts, steps {columns[0][0]} to {columns[-1][0]}"
+        maps.append(HeatMap(title, _draw(title, columns)))
+    return maps
+
+
+def _draw(title: str, columns: Sequence[tuple[int, list[int]]]) -> Markup:
+    """Return an SVG: a column for each step, a row for each expert; the mean load has half of the full colour."""
+    num_experts = len(columns[0][1])
+    group = -(-num_experts // MAX_ROWS)
+    rows = -(-num_experts // group)
+    cells = []
+    for x, (step, counts) in enumerate(columns):
+        mean = max(1e-9, sum(counts) / len(counts))
+        for y in range(rows):
+            load = max(counts[y * group : (y + 1) * group], default=0) / mean
+            hint = f"step {step}, expert {y * group}: {load:.2f} x mean"
+            cells.append(
+                f'<rect x="{x * CELL}" y="{y * CELL}" width="{CELL}" height="{CELL}" fill="#2f6fb0" '
+                f'fill-opacity="{min(1.0, load / 2):.2f}"><title>{hint}</title></rect>'
+            )
+    width, height = len(columns) * CELL, rows * CELL
+    head = f'<svg role="img" aria-label="{escape(title)}" width="{width}" height="{height}" '
+    return Markup(f'{head}viewBox="0 0 {width} {height}">{"".join(cells)}</svg>')

@@ -1,0 +1,70 @@
+"""Load of a model's experts: metrics of each step, and a file with the counts of each expert for the report.
+
+The counts are the step sums called ``counts`` (tokens of each expert of one router, over the global batch). Every rank
+has those of all layers, because they travel with the step's loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from meshwright.parts import Observer, Parts, StepEvent
+from meshwright.tracking.record import EXPERT_LOAD
+
+COUNTS = ".counts"
+MAX_LINES = 200
+"""About so many steps of a run have a line in the file, evenly spaced."""
+
+
+def counts_of(sums: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Return the tokens of each expert, by the name of its router, from the sums of a step."""
+    found = {name.removesuffix(COUNTS): sums[name] for name in sums if name.endswith(COUNTS) and sums[name].dim() == 1}
+    return {name: [round(count) for count in counts.tolist()] for name, counts in found.items()}
+
+
+def load_metrics(counts: Mapping[str, list[int]]) -> dict[str, float]:
+    """Return the metrics of a step.
+
+    ``experts/skew``: the fullest expert's tokens over the mean, of the worst layer; 1 is balanced.
+    ``experts/entropy``: of the load, a mean over the layers; 1 is balanced, 0 one expert.
+    ``experts/idle_share``: share of the experts of all layers without a token.
+    """
+    layers = [layer for layer in counts.values() if sum(layer) and len(layer) > 1]
+    if not layers:
+        return {}
+    shares = [[count / sum(layer) for count in layer] for layer in layers]
+    entropies = [-sum(s * math.log(s) for s in layer if s) / math.log(len(layer)) for layer in shares]
+    idle = sum(share == 0.0 for layer in shares for share in layer)
+    return {
+        "experts/skew": max(max(layer) * len(layer) for layer in shares),
+        "experts/entropy": sum(entropies) / len(entropies),
+        "experts/idle_share": idle / sum(map(len, shares)),
+    }
+
+
+class ExpertLoad(Observer):
+    """Metrics of the experts' load in each step, and lines of ``expert-load.jsonl``, written by rank 0."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / EXPERT_LOAD
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Add the metrics of the step. A skipped step has none."""
+        counts = {} if event.stats.skipped else counts_of(parts.step_state.sums)
+        event.metrics |= load_metrics(counts)
+        every = max(1, parts.config.train.steps // MAX_LINES)
+        is_due = event.is_first or event.is_last or parts.state.step % every == 0
+        if counts and is_due and parts.mesh.rank == 0:
+            self._append(json.dumps({"step": parts.state.step, "counts": counts}))
+
+    def _append(self, line: str) -> None:
+        try:
+            with self._path.open("a") as file:
+                file.write(line + "\n")
+        except OSError:  # the run goes on without a picture; metrics.jsonl has the figures
+            return

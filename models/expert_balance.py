@@ -1,0 +1,98 @@
+"""Balance of the experts' load: what a router adds to the loss and to its state, in plain torch.
+
+    bias           each step adds rate for experts with fewer tokens than the mean of the global batch, - rate for the
+                   others (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
+    sequence loss  sum over e of f_e P_e of each sample, f_e = E / (k T) x its tokens that chose e, P_e the mean of the
+                   normalised scores (the same, equations 17 to 20)
+    batch loss     E x sum over e of f_e P_e of each micro-batch, f_e = tokens that chose e / T (Fedus et al. 2021,
+                   "Switch Transformers", equations 4 to 6; Mixtral and OLMoE, for each layer by itself)
+    z-loss         mean over the tokens of logsumexp(logits)^2 (Zoph et al. 2022, "ST-MoE", equation 5)
+
+Each loss is counted once per token, as the label's loss is: the objective of a step is (sum of the labels' losses + sum
+over tokens of coefficient x loss) / labels that count. So it does not depend on how samples are grouped into
+micro-batches and ranks, but for the batch loss, which is defined on a micro-batch.
+
+The losses never leave the layer: :class:`AddLoss` gives them a gradient where the router's weights get theirs. The
+gradient of a sum of losses is 1; a loop that divides its loss by n sets ``router.gradient_scale = 1 / n``.
+
+Shapes: B samples, S tokens, T tokens of a sample or micro-batch, E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Balance(NamedTuple):
+    """Options of the balance. A coefficient of 0 turns its loss off."""
+
+    bias_rate: float = 0.0
+    """Change of the bias per step."""
+    sequence_loss: float = 0.0
+    batch_loss: float = 0.0
+    z_loss: float = 0.0
+    counts: bool = False
+    """The tokens of each expert are counted even if nothing else needs it."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True if a loss is added in training."""
+        return any((self.sequence_loss, self.batch_loss, self.z_loss))
+
+
+class AddLoss(torch.autograd.Function):
+    """Identity of a tensor whose backward gives a loss, a sum, the gradient ``scale()`` of the objective."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, loss_sum: Tensor, scale: Callable[[], float]) -> Tensor:
+        ctx.scale, ctx.like = scale, loss_sum.detach()
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradients[0], torch.full_like(ctx.like, ctx.scale()), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def add_loss(weights: Tensor, loss: Tensor, scale: Callable[[], float]) -> Tensor:
+    """Return the weights, whose backward adds the gradient of a loss (). Never compiled: the scale may change."""
+    added: Tensor = AddLoss.apply(weights, loss, scale)
+    return added
+
+
+def count_tokens(ids: Tensor, num_experts: int) -> Tensor:
+    """Return the number of tokens of each expert, (B, E) int64, of ids (B, ..., k)."""
+    chosen = ids.reshape(ids.shape[0], -1)
+    zeros = torch.zeros((ids.shape[0], num_experts), dtype=torch.int64, device=ids.device)
+    return zeros.scatter_add_(1, chosen, torch.ones_like(chosen))
+
+
+def loss_sum(
+    balance: Balance, logits: Tensor, scores: Tensor, ids: Tensor, sum_tokens: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return the sum over these tokens of coefficient x loss, (), without a gradient of the counts.
+
+    Args:
+        logits: (B, S, E). scores: (B, S, E), of softmax or sigmoid. ids: (B, S, k).
+        sum_tokens: sum of integer counts (B, E) over the ranks that have other tokens of the same samples.
+    """
+    num_experts, top_k = scores.shape[-1], ids.shape[-1]
+    total = logits.new_zeros(())
+    if balance.z_loss:
+        total = total + balance.z_loss * logits.logsumexp(-1).square().sum()
+    if not (balance.sequence_loss or balance.batch_loss):
+        return total
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(1, -2).sum(1)  # (B, E): T x P_e, of these tokens
+    with torch.no_grad():
+        counts = sum_tokens(count_tokens(ids, num_experts)).to(shares.dtype)
+        of_samples = num_experts * counts / counts.sum(-1, keepdim=True)  # E / (k T) x tokens of a sample
+        of_batch = num_experts * top_k * counts.sum(0) / counts.sum()
+    if balance.sequence_loss:
+        total = total + balance.sequence_loss * (of_samples * shares).sum()
+    if balance.batch_loss:
+        total = total + balance.batch_loss * (of_batch * shares).sum()
+    return total

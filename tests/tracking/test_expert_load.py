@@ -1,0 +1,45 @@
+"""Load of the experts: figures of a step, lines of the file, and the maps of the report."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.tools.report.experts import MAX_LAYERS, MAX_ROWS, MAX_STEPS, evenly, heat_maps, read_loads
+from meshwright.tracking.expert_load import counts_of, load_metrics
+from meshwright.tracking.record import EXPERT_LOAD
+
+
+def test_figures_of_a_step() -> None:
+    sums = {"block0.mlp.router.counts": torch.tensor([3.0, 1.0, 0.0, 0.0], dtype=torch.float64)}
+    sums |= {"block1.mlp.router.counts": torch.full((4,), 2.0), "norm.running_mean": torch.zeros(4)}
+    counts = counts_of(sums)
+    assert counts == {"block0.mlp.router": [3, 1, 0, 0], "block1.mlp.router": [2, 2, 2, 2]}
+    found = load_metrics(counts)
+    assert found["experts/skew"] == 3.0 and found["experts/idle_share"] == 0.25
+    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    assert found["experts/entropy"] == pytest.approx((entropy + 1) / 2)
+    assert load_metrics({}) == load_metrics({"a": [0, 0]}) == {}
+
+
+def test_maps_of_a_run(tmp_path: Path) -> None:
+    assert heat_maps(tmp_path) == []
+    line = {"step": 1, "counts": {f"block{i}.mlp.router": [4, 0, *[2] * 62] for i in range(9)}}
+    steps = [json.dumps(line | {"step": step}) for step in range(100)]
+    (tmp_path / EXPERT_LOAD).write_text("\n".join([*steps, steps[3], "torn", '{"step": 5, "counts": {"a": [-1]}}', ""]))
+    assert len(read_loads(tmp_path)) == 100
+    maps = heat_maps(tmp_path)
+    assert len(maps) == MAX_LAYERS and maps[0].title == "block0.mlp.router: 64 experts, steps 0 to 99"
+    assert maps[0].picture.count("<rect") == MAX_ROWS * MAX_STEPS
+    assert 'fill-opacity="1.00"><title>step 0, expert 0: 2.00 x mean' in maps[0].picture
+    assert evenly([1], 5) == [0] and evenly([], 5) == [] and evenly(range(10), 3) == [0, 4, 9]
+
+
+def test_names_of_layers_are_text(tmp_path: Path) -> None:
+    (tmp_path / EXPERT_LOAD).write_text(json.dumps({"step": 1, "counts": {'"><script>': [1, 2]}}) + "\n")
+    (found,) = heat_maps(tmp_path)
+    assert "<script" not in found.picture
