@@ -100,6 +100,14 @@ class StepState:
         """Names of the summed buffers of all stages."""
         return tuple(self._slots)
 
+    def step_sums(self) -> dict[str, Tensor]:
+        """Return the step sums of the last step, those of all stages, without BatchNorm's terms."""
+        return {name: total for name, total in self.sums.items() if not self._is_statistic(name)}
+
+    def _is_statistic(self, name: str) -> bool:
+        owner = name.rpartition(".")[0]
+        return isinstance(self._layers.get_submodule(owner), BatchNorm)
+
     def _is_summed(self, name: str) -> bool:
         owner, _, attribute = name.rpartition(".")
         module = self._layers.get_submodule(owner)

@@ -55,7 +55,7 @@ class ExpertLoad(Observer):
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Add the metrics of the step. A skipped step has none."""
-        counts = {} if event.stats.skipped else counts_of(parts.step_state.sums)
+        counts = {} if event.stats.skipped else counts_of(parts.step_state.step_sums())
         event.metrics |= load_metrics(counts)
         every = max(1, parts.config.train.steps // MAX_LINES)
         is_due = event.is_first or event.is_last or parts.state.step % every == 0

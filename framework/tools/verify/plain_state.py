@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -16,10 +17,27 @@ def begin_state(layers: nn.Module, running: Iterable[str], scale: float) -> dict
     return {name: layers.get_buffer(name).clone() for name in running}
 
 
-def end_state(layers: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """End a step: call ``end_step`` of each module with ``step_sums``; of a skipped step, restore ``before``."""
+def end_state(layers: nn.Module, before: Mapping[str, Tensor]) -> dict[str, float]:
+    """End a step: call ``end_step`` of each module with ``step_sums``; of a skipped step, restore ``before``.
+
+    Return :func:`digests` of the sums.
+    """
+    ending: dict[str, Any] = {name: module for name, module in layers.named_modules() if has_sums(module)}
+    sums = {f"{name}.{each}": module.get_buffer(each) for name, module in ending.items() for each in module.step_sums}
+    found = digests(sums)
     for name, buffer in before.items():
         layers.get_buffer(name).copy_(buffer)
-    ending: list[Any] = [module for module in layers.modules() if getattr(module, "step_sums", ())]
-    for module in ending if not before else ():
+    for module in ending.values() if not before else ():
         module.end_step()
+    return found
+
+
+def has_sums(module: nn.Module) -> bool:
+    """Return whether a module declares step sums."""
+    return bool(getattr(module, "step_sums", ()))
+
+
+def digests(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return one number for each sum, compared as a metric of the step: element i counts i + 1 times."""
+    flat = {name: total.detach().double().cpu().reshape(-1) for name, total in sums.items()}
+    return {f"of sums {name}": float((each * torch.arange(1, each.numel() + 1)).sum()) for name, each in flat.items()}

@@ -21,6 +21,7 @@ from meshwright.model.build import configured_model
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.step import take_step, total_loss
+from meshwright.tools.verify.plain_state import digests
 from meshwright.tools.verify.reference import RunNumbers, checksum, validated_after, widened
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
 
@@ -99,7 +100,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
         findings.tokens.append(recorder.seen)
         findings.losses.append(stats.loss)
         findings.grad_norms.append(stats.grad_norm)
-        findings.metrics.append(dict(stats.metrics))
+        findings.metrics.append(dict(stats.metrics) | digests(parts.step_state.step_sums()))
         if step in validated_after(steps):
             recorder.seen = {}
             with parts.optimizer.evaluating():

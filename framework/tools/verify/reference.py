@@ -193,7 +193,7 @@ class PlainRun:
             rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
             group["lr"] = rate * group.get("rate_factor", 1.0)
         self.scaler.step(self.optimizer)  # without float16 a plain step
-        end_state(self.layers, before if math.isinf(norm) or math.isnan(norm) else {})
+        sums = end_state(self.layers, {} if math.isfinite(norm) else before)
         self.scaler.update()
         if self.masters is not self.parameters:
             with torch.no_grad():
@@ -201,7 +201,7 @@ class PlainRun:
                     parameter.copy_(self.masters[name])
         findings.losses.append(total / num_tokens)
         findings.grad_norms.append(float(norm))
-        findings.metrics.append(_metrics(recorder))
+        findings.metrics.append(_metrics(recorder) | sums)
         findings.tokens.append(checksums(batch))
 
     def _accumulate(self) -> None:

@@ -66,8 +66,8 @@ FAULTS = {
     "loss / dp": ("dp2", "gradients of step 1 differ"),
     "loss not attached": ("dp2", "gradients of step 1 differ"),
     "tokens of one rank": ("tp2,sequence", "gradients of step 1 differ"),
-    "not summed over tp": ("tp2,sequence", "weights after 3 steps differ"),
-    "counted again": ("dp2,full", "weights after 3 steps differ"),
+    "not summed over tp": ("tp2,sequence", "of sums block0.mlp.router.counts of step 1"),
+    "counted again": ("dp2,full", "of sums block0.mlp.router.counts of step 1"),
 }
 
 
