@@ -129,16 +129,31 @@ class Router(nn.Module):
 
     def _highest(self, scores: Tensor) -> Tensor:
         """Return the ids (..., k) of the highest scores (..., E), bias added, in the chosen groups."""
+        scores, _ = self._selectable(scores)
+        return scores.argsort(dim=-1, descending=True, stable=True)[..., : self.routing.top_k]
+
+    def _selectable(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scores (..., E) for the choice, -inf outside the chosen groups, and those of groups (..., G)."""
         routing = self.routing
         if self.bias is not None:
             scores = scores + self.bias
-        if routing.groups_per_token < routing.num_groups:
-            grouped = scores.unflatten(-1, (routing.num_groups, -1))  # (..., groups, E / groups)
-            of_groups = grouped.topk(GROUP_SCORES[routing.group_score], dim=-1).values.sum(-1)
-            chosen = of_groups.argsort(dim=-1, descending=True, stable=True)[..., : routing.groups_per_token]
-            is_chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(-1, chosen, True)
-            scores = grouped.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(-2)
-        return scores.argsort(dim=-1, descending=True, stable=True)[..., : routing.top_k]
+        if routing.groups_per_token == routing.num_groups:
+            return scores, None
+        grouped = scores.unflatten(-1, (routing.num_groups, -1))  # (..., groups, E / groups)
+        of_groups = grouped.topk(GROUP_SCORES[routing.group_score], dim=-1).values.sum(-1)
+        chosen = of_groups.argsort(dim=-1, descending=True, stable=True)[..., : routing.groups_per_token]
+        is_chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(-1, chosen, True)
+        return grouped.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(-2), of_groups
+
+    @torch.no_grad()
+    def choice_gap(self, x: Tensor) -> Tensor:
+        """Return the least difference between the last chosen score and the next, over tokens, (). x: (..., D).
+
+        Of experts, and of groups. An error of that size in x could change a choice; infinity where nothing is left out.
+        """
+        scores, of_groups = self._selectable(self.scores(self.logits(x)))
+        gap = least_gap(scores, self.routing.top_k)
+        return gap if of_groups is None else torch.minimum(gap, least_gap(of_groups, self.routing.groups_per_token))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Move with the module between devices, but keep the dtype of the bias."""
@@ -147,6 +162,14 @@ class Router(nn.Module):
         if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
             self.bias = bias.to(self.bias.device)
         return self
+
+
+def least_gap(scores: Tensor, num_chosen: int) -> Tensor:
+    """Return the least difference of the scores at ``num_chosen`` - 1 and ``num_chosen``, highest first. (..., n)."""
+    if num_chosen >= scores.shape[-1]:
+        return scores.new_full((), torch.inf)
+    ordered = scores.sort(dim=-1, descending=True).values
+    return (ordered[..., num_chosen - 1] - ordered[..., num_chosen]).min()
 
 
 def unchanged(counts: Tensor) -> Tensor:

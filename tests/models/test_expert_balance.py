@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -88,6 +90,19 @@ def test_the_bias_follows_the_counts_of_training_alone() -> None:
     balanced.end_step()
     assert torch.equal(balanced.bias, 0.5 * (counts.double().mean() - counts).sign().to(balanced.bias.dtype))
     assert balanced.counts.sum() == 0
+
+
+def test_the_nearest_tie_of_a_choice() -> None:
+    plain = router(None)
+    x = samples()
+    ordered = plain.scores(plain.logits(x)).sort(-1, descending=True).values
+    assert float(plain.choice_gap(x)) == float((ordered[..., K - 1] - ordered[..., K]).detach().min()) > 0
+    with torch.no_grad():
+        plain.weight[2] = plain.weight[1]
+    assert plain.choice_gap(x) <= 1e-15
+    assert math.isinf(Router(D, Routing(E, E)).choice_gap(x.float()))
+    grouped = Router(D, Routing(E, 1, num_groups=2, group_score="max")).double()
+    assert float(grouped.choice_gap(x)) > 0
 
 
 def test_options() -> None:

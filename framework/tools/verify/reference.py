@@ -30,6 +30,7 @@ from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import seeded
 from meshwright.tools.verify.dropout import KeyedDropout
+from meshwright.tools.verify.near_ties import NearestTie, TieWatch
 from meshwright.tools.verify.plain_adapter import use_adapters
 from meshwright.tools.verify.plain_formulas import averaged
 from meshwright.tools.verify.plain_fp8 import use_fp8
@@ -59,6 +60,8 @@ class RunNumbers(NamedTuple):
     """Loss in eval mode on one global batch, after the first step and after the last."""
     metrics: list[dict[str, float]]
     """Metrics that layers and the loss recorded: per step, each followed by those of its validation."""
+    nearest_tie: NearestTie = NearestTie()
+    """The closest choice of a router; of the plain run alone."""
 
 
 def checksum(inputs: Any, labels: Tensor) -> int:
@@ -123,6 +126,7 @@ class PlainRun:
         cast_statistics(self.layers, dtype)
         self.dropout = KeyedDropout(self.layers, config.run.seed)
         self.loss = getattr(self.layers, "loss", None)
+        self.ties = TieWatch(self.layers)
         self.parameters = {model.canonical(n): p for n, p in self.layers.named_parameters() if p.requires_grad}
         self.frozen = {model.canonical(n): p for n, p in self.layers.named_parameters() if not p.requires_grad}
         self.labels_per_step = self.global_batch * outline.labels_per_sample
@@ -295,4 +299,4 @@ def run_reference(
     findings.weights.update(run.values())
     if run.masters is not run.parameters:
         findings.masters.update({name: p.detach().clone() for name, p in run.masters.items()})
-    return findings
+    return findings._replace(nearest_tie=run.ties.nearest)

@@ -73,6 +73,8 @@ class Report(NamedTuple):
     rows: list[VerdictRow]
     problems: list[str] = []
     """Failed checks of the model itself, which hold for every layout."""
+    notes: tuple[str, ...] = ()
+    """Remarks about the plain run."""
 
     @property
     def passed(self) -> bool:
@@ -86,7 +88,7 @@ class Report(NamedTuple):
         lines = format_table([HEADER, rule, *cells], "<" * len(HEADER))
         for row in self.rows:
             lines += [f"{row.layout}: {problem}" for problem in (*row.problems, *[row.failure] * bool(row.failure))]
-        return "\n".join([self.title, "", *lines, *self.problems, "", self._verdict()])
+        return "\n".join([self.title, "", *lines, *self.problems, *self.notes, "", self._verdict()])
 
     def _verdict(self) -> str:
         different = sum(bool(row.problems) for row in self.rows)

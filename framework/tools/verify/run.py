@@ -18,6 +18,7 @@ from meshwright.model.build import configured_model
 from meshwright.tools.verify.compare import ROUNDING_MARGIN, SAME_ROUNDING, compare, relative_distances, tolerance_of
 from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config
+from meshwright.tools.verify.near_ties import NearestTie
 from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.report import Report, VerdictRow
@@ -156,12 +157,15 @@ class Verification:
         self.traits = probe_coupling(traits_of(self.plain), self.plain, self.source)
         model = configured_model(self.plain)
         self.problems, self.tied = initial_problems(self.plain, model), {names[0] for names in model.tied}
+        self.nearest_tie = NearestTie()
         self._reference = functools.cache(self._run_reference)
         self._rounding = functools.cache(self._measure_rounding)
 
     def _run_reference(self, micro_batch_size: int) -> Reference:
         others = () if self.traits.couples_samples else micro_batch_sizes_of(self.global_batch)
-        return reference_of(self.plain, self.source, self.steps, self.dtype, micro_batch_size, others)
+        found = reference_of(self.plain, self.source, self.steps, self.dtype, micro_batch_size, others)
+        self.nearest_tie = min(self.nearest_tie, found.findings.nearest_tie)
+        return found
 
     def _measure_rounding(self, micro_batch_size: int) -> Rounding:
         """Measure the rounding of a float64 reference, which takes three more plain runs."""
@@ -208,7 +212,7 @@ class Verification:
             f"{self.config.model.builder}, {self.traits.num_parameters:,} parameters, {self.dtype}, {self.steps} steps "
             f"of {self.global_batch} samples{length}, against one plain process"
         )
-        return Report(title, rows, self.problems)
+        return Report(title, rows, self.problems, tuple(filter(None, [self.nearest_tie.sentence(self.dtype)])))
 
 
 def verify(

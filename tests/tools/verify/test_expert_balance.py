@@ -11,6 +11,7 @@ import torch
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
 from meshwright.tools.verify import Verification, layout_config, parse_layout, run_layout
+from meshwright.tools.verify.near_ties import NearestTie
 from meshwright.tools.verify.rank import merge
 from tests.tools.verify.cases import LATER
 
@@ -59,6 +60,15 @@ def test_losses_and_bias_are_those_of_one_process(losses: str, text: str, pool: 
         name = f"block{block}.mlp.router.bias"
         assert torch.equal(found.weights[name], expected.weights[name]), "integers are summed exactly"
         assert 0 < found.weights[name].abs().max() < 0.031
+
+
+def test_near_ties_are_reported() -> None:
+    tie = proof("sequence")._reference(1).findings.nearest_tie
+    assert 0 < tie.gap < 0.01 and tie.router.startswith("block")
+    assert f"nearest tie of a router: {tie.gap:.1e}" in proof("sequence").report([]).table()
+    assert "try another run.seed" in tie._replace(gap=1e-14).sentence("float64") and not NearestTie().sentence(
+        "float64"
+    )
 
 
 FAULTS = {
