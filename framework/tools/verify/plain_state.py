@@ -1,4 +1,4 @@
-"""Step state in the plain run: as the user's training loop would have it, from the modules' own methods."""
+"""Step state and metrics of the plain run: as the user's training loop would have it, from the modules' own methods."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from meshwright.model.metrics import Recorder
 
 
 def begin_state(layers: nn.Module, running: Iterable[str], scale: float) -> dict[str, Tensor]:
@@ -41,3 +43,9 @@ def digests(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return one number for each sum, compared as a metric of the step: element i counts i + 1 times."""
     flat = {name: total.detach().double().cpu().reshape(-1) for name, total in sums.items()}
     return {f"of sums {name}": float((each * torch.arange(1, each.numel() + 1)).sum()) for name, each in flat.items()}
+
+
+def metrics_of(recorder: Recorder) -> dict[str, float]:
+    """Return the recorded metrics of all samples."""
+    pairs = {name: sums.tolist() for name, sums in recorder.sums.items()}
+    return {name: value / count for name, (value, count) in pairs.items() if count}

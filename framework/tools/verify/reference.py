@@ -36,7 +36,7 @@ from meshwright.tools.verify.plain_formulas import averaged
 from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
-from meshwright.tools.verify.plain_state import begin_state, end_state
+from meshwright.tools.verify.plain_state import begin_state, end_state, metrics_of
 
 
 class RunNumbers(NamedTuple):
@@ -205,7 +205,7 @@ class PlainRun:
                     parameter.copy_(self.masters[name])
         findings.losses.append(total / num_tokens)
         findings.grad_norms.append(float(norm))
-        findings.metrics.append(_metrics(recorder) | sums)
+        findings.metrics.append(metrics_of(recorder) | sums)
         findings.tokens.append(checksums(batch))
 
     def _accumulate(self) -> None:
@@ -230,13 +230,7 @@ class PlainRun:
         num_tokens = sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch)
         findings.validation.append(total / max(num_tokens, 1))
         findings.tokens.append(checksums(batch))
-        findings.metrics.append(_metrics(recorder))
-
-
-def _metrics(recorder: Recorder) -> dict[str, float]:
-    """Return the recorded metrics of all samples."""
-    pairs = {name: sums.tolist() for name, sums in recorder.sums.items()}
-    return {name: value / count for name, (value, count) in pairs.items() if count}
+        findings.metrics.append(metrics_of(recorder))
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
