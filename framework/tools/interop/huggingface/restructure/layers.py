@@ -15,7 +15,7 @@ A model that cannot be restructured is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,13 @@ from meshwright.model.build import parameters_on_meta
 from meshwright.tools.interop.huggingface.files import CONFIG
 from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
 from meshwright.tools.interop.huggingface.restructure.directory import configuration
+from meshwright.tools.interop.huggingface.restructure.experts import (
+    has_experts,
+    implementation,
+    is_experts,
+    tables_of,
+    without_parameters,
+)
 from meshwright.tools.interop.huggingface.restructure.initial import ParameterInitialiser
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.interop.huggingface.restructure.plans import gathered_beside, kinds_of, sharding_of
@@ -92,7 +99,7 @@ def build(
         _transformers_name(name, planned): name for name, _ in layers.named_modules() if _is_inside(name, planned)
     }
     own_names |= {theirs: name for name, theirs in parameters.items()}
-    kinds, problems = kinds_of(model._tp_plan, own_names)
+    kinds, problems = kinds_of(without_parameters(model._tp_plan, own_names, layers), own_names)
     observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config)
     sharding = sharding_of(kinds, problems, layers, tied, observations)
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
@@ -123,7 +130,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
             f"{place}: transformers has no causal language model of this architecture (AutoModelForCausalLM): only "
             f"those are restructured; write this one as code, see docs/huggingface-models.md",
         )
-    kinds = {str(value.get("rope_type")) for value in _tables(getattr(config, "rope_parameters", None) or {})}
+    kinds = {str(value.get("rope_type")) for value in tables_of(getattr(config, "rope_parameters", None) or {})}
     changing = sorted(kinds & set(CHANGING_ROTARY))
     if changing:
         raise ModelError(
@@ -136,7 +143,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
         raise ModelError(
             "MW-INTEROP-070", f'model.options.attention = {attention!r}: use "sdpa" or "eager", or leave it out'
         )
-    chosen = {} if attention is None else {"attn_implementation": attention}
+    chosen = implementation(config) | ({} if attention is None else {"attn_implementation": attention})
     try:
         with parameters_on_meta():
             model = transformers.AutoModelForCausalLM.from_config(
@@ -150,29 +157,21 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
     return model.train()
 
 
-def _tables(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield a table and all tables nested in it."""
-    if isinstance(value, dict):
-        yield value
-        for inner in value.values():
-            yield from _tables(inner)
-
-
 def _check_experts(model: Any, place: str) -> None:
-    """Check that no parameter holds the fused weights of several experts.
+    """Check that fused weights of several experts belong to modules whose implementation can be chosen.
 
     Raises:
-        ModelError: one has three dims, and the configuration has keys about experts.
+        ModelError: others have three dims, and the configuration has keys about experts.
     """
-    if not any("expert" in str(key) for table in _tables(model.config.to_dict()) for key in table):
+    if not has_experts(model.config):
         return
     for name, parameter in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
-        if parameter.dim() > 2 and not isinstance(owner, nn.modules.conv._ConvNd):
+        if parameter.dim() > 2 and not isinstance(owner, nn.modules.conv._ConvNd) and not is_experts(owner):
             raise ModelError(
                 "MW-INTEROP-078",
                 f"{place}: {name} holds the weights of {len(parameter)} experts, {list(parameter.shape)}: a mixture of "
-                f"experts, which routes each token by its values, is not restructured",
+                f"experts whose computation transformers fixes (no use_experts_implementation) is not restructured",
             )
 
 

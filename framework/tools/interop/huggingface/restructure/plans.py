@@ -8,6 +8,7 @@
     embedding_rowwise                   vocab
     replicated_with_grad_allreduce      heads: replicated, applied to this rank's heads; gradients are summed over tp
     replicate, sequence_parallel        replicate: the same as no entry
+    moe_tp_experts, ep_dispatch_experts experts: whole on every tp rank; entries for parameters inside are left out
     moe_*, ep_*, packed_*, mla_*, ...   not supported: the model trains with tp = 1 only
 
 A tied embedding and head must be sharded alike, or not at all. Weights without an entry in the plan are replicated. If
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from meshwright.tools.interop.huggingface.restructure.experts import STYLES, around_experts
 from meshwright.tools.interop.huggingface.restructure.probe import ProbeResult
 
 KINDS = {
@@ -37,6 +39,7 @@ KINDS = {
     "replicated_with_grad_allreduce": "heads",
     "replicate": "replicate",
     "sequence_parallel": "replicate",
+    **dict.fromkeys(STYLES, "experts"),
 }
 GROUPS = "num_key_value_groups"
 """Attribute of an attention of transformers: query heads of each key-value head."""
@@ -187,15 +190,18 @@ def _sequence_gathers(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[
     These modules begin with columns and end with a row. Their code takes the sequence length from their input, so that
     the input must be whole.
     """
-    head = list(layers._modules)[-1]
+    head, around = list(layers._modules)[-1], around_experts(layers)
     columns = [name for name, kind in kinds.items() if kind in ("column", "column_whole")]
     parents = list(dict.fromkeys(name.rpartition(".")[0] for name in columns if not name.startswith(f"{head}.")))
+    flat = next((parent for parent in parents if parent.rpartition(".")[0] in around), None)
+    if flat is not None:
+        return [], f"{flat} lies beside experts, whose code may join samples and tokens in one dim: nothing is gathered"
     for parent in parents:
         has_row = any(name.startswith(f"{parent}.") for name, kind in kinds.items() if kind in ("row", "row_whole"))
         if parent.count(".") < 2 or not has_row:
             return [], f"{parent} has column-wise linears and no row-wise one: there is no place to gather the sequence"
     for name, layer in layers.named_children():
-        mixer = next(_token_mixers(layer, name, parents) if name != head else iter(()), None)
+        mixer = next(_token_mixers(layer, name, parents, around) if name != head else iter(()), None)
         if mixer is not None:
             return [], (
                 f"{mixer} ({type(layers.get_submodule(mixer)).__name__}) may work on several tokens at a time, and has "
@@ -204,14 +210,17 @@ def _sequence_gathers(layers: nn.Sequential, kinds: Mapping[str, str]) -> tuple[
     return parents, None
 
 
-def _token_mixers(module: nn.Module, name: str, parents: Sequence[str]) -> Iterator[str]:
-    """Yield modules outside ``parents`` that may mix tokens: convolutions, and modules whose children have weights."""
+def _token_mixers(module: nn.Module, name: str, parents: Sequence[str], around: set[str]) -> Iterator[str]:
+    """Yield modules outside ``parents`` that may mix tokens: convolutions, and modules whose children have weights.
+
+    Those ``around`` experts do not.
+    """
     for child, inner in module.named_children():
         place = f"{name}.{child}"
-        if place in parents or not any(True for _ in inner.parameters()):
+        if place in parents or place in around or not any(True for _ in inner.parameters()):
             continue
         if any(parent.startswith(f"{place}.") for parent in parents):
-            yield from _token_mixers(inner, place, parents)
+            yield from _token_mixers(inner, place, parents, around)
         elif isinstance(inner, nn.modules.conv._ConvNd) or any(
             True for part in inner.children() for _ in part.parameters()
         ):

@@ -1,0 +1,67 @@
+"""Mixtures of experts of transformers as layers: the numbers of the unmodified model, in one process and in layouts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.launch.pool import RankPool
+from meshwright.model.build import build_model
+from meshwright.tools.verify import parse_layout, verify
+from tests.support.plain import plain_layers
+from tests.tools.interop.huggingface.architectures import directory, run_config
+from tests.tools.interop.huggingface.test_restructure import gradients, unmodified
+
+LATER = partial(pytest.param, marks=pytest.mark.all_layouts)
+KINDS = ("olmoe", "qwen3_moe", "deepseek_v2", "granitemoe", "phimoe", "hunyuan_v1_moe", "ernie4_5_moe", "jamba")
+LAYOUTS = ("dp2,zero3", "pp2", "tp2", "pp2,tp2,sequence", "dp2,pp2,full", "pp2,zb_h1")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_oss", *map(LATER, KINDS)])
+def test_logits_loss_and_gradients_are_those_of_the_unmodified_model(kind: str, tmp_path: Path) -> None:
+    path = directory(kind, tmp_path)
+    model = build_model(f"hf:{path}", {}, 1)
+    layers = plain_layers(model, torch.float32).eval()
+    whole = unmodified(path, model, layers).eval()
+    whole.set_experts_implementation("eager")
+    ids = torch.randint(3, 67, (2, 12), generator=torch.Generator().manual_seed(0))
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    logits, theirs = layers(ids), whole(input_ids=ids)
+    assert (logits - theirs.logits).norm() < 1e-6 * logits.norm()
+    loss, expected_loss = (F.cross_entropy(each.flatten(0, 1), labels.flatten()) for each in (logits, theirs.logits))
+    ours, expected = gradients(loss, layers), gradients(expected_loss, whole)
+    names = model.layers.names_in_transformers
+    assert isinstance(names, dict)
+    for name, gradient in ours.items():
+        other = expected.get(names[name], torch.zeros(()))  # of a block's experts that no token reaches
+        assert float((gradient - other).norm()) <= 2e-5 * float(gradient.norm()) + 1e-8, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [
+        ("mixtral", ("pp2,tp2,sequence",)),
+        ("ernie4_5_moe", ("dp2,tp2",)),
+        *[LATER(kind, LAYOUTS) for kind in ("mixtral", "gpt_oss", "qwen2_moe", *KINDS)],
+    ],
+)
+def test_every_layout_gives_the_numbers_of_one_process(
+    kind: str, layouts: tuple[str, ...], tmp_path: Path, pool: RankPool
+) -> None:
+    path = directory(kind, tmp_path)
+    wanted = [parse_layout(text) for text in layouts]
+    impossible = build_model(f"hf:{path}", {}, 1).impossible
+    possible = [each for each in wanted if not (each.sequence and "sequence" in impossible)]
+    possible = [each for each in possible if not (each.tp > 1 and "tp" in impossible)]
+    report = verify(run_config(path), possible, pool, global_batch=4, steps=2, random_tokens=True)
+    assert report.passed, report.table()
+
+
+def test_experts_are_in_the_plan_and_their_inner_entries_are_not(tmp_path: Path) -> None:
+    model = build_model(f"hf:{directory('qwen3_moe', tmp_path)}", {}, 1)
+    assert model.plan["block*.layer.mlp.experts"] == "experts" and not model.impossible
+    assert not [name for name in model.plan if name.startswith("block*.layer.mlp.experts.")]
