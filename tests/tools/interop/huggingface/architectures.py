@@ -28,6 +28,9 @@ SMALL: dict[str, Any] = {
     "attn_pdrop": 0.0,
     "activation_dropout": 0.0,
     "layerdrop": 0.0,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 24),
 }
 WINDOW = {"sliding_window": 5}
 LATENT = {
