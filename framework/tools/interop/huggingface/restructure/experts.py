@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.tools.interop.huggingface.restructure.library import register_experts
+
 IMPLEMENTATION = "meshwright"
 STYLES = ("moe_tp_experts", "ep_dispatch_experts")
 """Words of transformers' plans for a module of experts."""
@@ -26,13 +28,11 @@ STYLES = ("moe_tp_experts", "ep_dispatch_experts")
 def implementation(config: Any) -> dict[str, str]:
     """Return the argument of ``from_config`` that chooses :func:`experts_forward`, for a configuration with experts.
 
-    Registers the function in transformers, which must be imported before.
+    Registers the function in transformers.
     """
     if not has_experts(config):
         return {}
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
+    register_experts(IMPLEMENTATION, experts_forward)
     return {"experts_implementation": IMPLEMENTATION}
 
 
@@ -82,7 +82,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
-    """Multiply x (.., I) with a weight (O, I), or (I, O) if it is transposed."""
+    """Return the product of x (.., I) with a weight (O, I), or (I, O) if it is transposed."""
     return F.linear(x, weight.t() if is_transposed else weight, bias)
 
 
@@ -106,7 +106,7 @@ def _rows_of(chosen: Tensor, num_experts: int) -> list[int]:
 def without_parameters(theirs: Mapping[str, str], names: Mapping[str, str], layers: nn.Module) -> dict[str, str]:
     """Return a plan of transformers without its entries for parameters inside modules of experts.
 
-    These say how tensor parallelism would cut each expert. Here experts are whole, and only their number is divided.
+    Tensor parallelism of transformers cuts each expert by them. Here every expert is whole.
 
     Args:
         theirs: pattern of names in transformers -> kind.

@@ -54,6 +54,13 @@ def _install(transformers: Any, masking_utils: Any) -> None:
     setattr(transformers.PreTrainedModel, warning, lambda *_: None)
 
 
+def register_experts(name: str, function: Any) -> None:
+    """Register a computation of modules of experts (``experts_implementation``) in transformers."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+
+
 @contextmanager
 def whole_rows(are_whole: bool = True) -> Iterator[None]:
     """Declare for the block that each row of positions is one sequence; ``are_whole`` = False: it may hold several."""
