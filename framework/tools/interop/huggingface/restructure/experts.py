@@ -67,7 +67,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     rows = hidden_states.unsqueeze(1).expand(-1, top_k, -1).reshape(num_tokens * top_k, -1).index_select(0, order)
     biases = _biases(self, len(first))
     found = []
-    parts = rows.split(_rows_of(chosen, len(first)))
+    parts = torch.split(rows, _rows_of(chosen, len(first)))
     for part, up, down, (up_bias, down_bias) in zip(
         parts, first.unbind(), self.down_proj.unbind(), biases, strict=True
     ):
