@@ -2,7 +2,7 @@
 
     python benchmarks/long_sample.py [--length N] [--cp N] [--document N] [--out FILE]
 
-A Llama of 1 layer, 8 heads of 4 features, in float32; documents of 1,024 tokens, so that the attention of a CPU takes
+A Llama of 2 layers, 8 heads of 4 features, in float32; documents of 1,024 tokens, so that the attention of a CPU takes
 seconds. Live bytes of a rank are those of all storages that any tensor operation has made and that still live; its
 activations are their peak in a second step less those before the step. The bar is 1.15 / cp of one process'
 activations, for the exchange of keys with the keys and values that it keeps: 2 S G d b bytes an attention.
@@ -38,7 +38,7 @@ from meshwright.step import take_step
 from meshwright.tools.dryrun.fake_step import grid_of
 
 BAR = 1.15
-LAYERS, HEADS, HEAD_DIM, VOCAB = 1, 8, 4, 64
+LAYERS, HEADS, HEAD_DIM, VOCAB = 2, 8, 4, 64
 TIMEOUT_S = 1800.0
 WAYS = (("heads", "zigzag"), ("keys", "documents"))
 """Exchanges and orders that are measured."""

@@ -53,7 +53,7 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
         cut = ctx.cut
-        whole = in_rank_order(torch.cat([dk, dv], dim=-1).movedim(-2, 0), ctx.joined)  # (S, B, G, 2 d)
+        whole = in_rank_order([dk.movedim(-2, 0), dv.movedim(-2, 0)], ctx.joined)  # (S, B, G, 2 d)
         part = whole.new_empty(cut.share, *whole.shape[1:])
         cut.group.reduce_scatter(part, whole).wait()
         part = part.movedim(0, -2)
@@ -122,8 +122,8 @@ def _to_heads(tensors: Sequence[Tensor], cut: TokenCut, joined: Tensor) -> tuple
 def _to_tokens(tensors: Sequence[Tensor], cut: TokenCut, joined: Tensor) -> tuple[Tensor, ...]:
     """Exchange (B, heads/cp, S, d) for (B, heads, S/cp, d), this rank's tokens."""
     sizes = [(each.shape[1], each.shape[3]) for each in tensors]
-    whole = torch.cat([each.permute(2, 0, 1, 3).flatten(2) for each in tensors], dim=-1)  # (S, B, F)
-    ranked = _all_to_all(cut, in_rank_order(whole, joined).view(cut.group.size, cut.share, *whole.shape[1:]))
+    whole = in_rank_order([each.permute(2, 0, 1, 3).flatten(2) for each in tensors], joined)  # (S, B, F)
+    ranked = _all_to_all(cut, whole.view(cut.group.size, cut.share, *whole.shape[1:]))
     parts = torch.split(ranked, [heads * width for heads, width in sizes], dim=-1)  # (cp, S/cp, B, heads/cp d)
     return tuple(
         part.reshape(*part.shape[:-1], *size).permute(2, 0, 3, 1, 4).flatten(1, 2)
@@ -147,12 +147,16 @@ def in_sample_order(whole: Tensor, joined: Tensor) -> Tensor:
     return whole.gather(0, _expanded(joined, whole))
 
 
-def in_rank_order(whole: Tensor, joined: Tensor) -> Tensor:
-    """Return tokens (S, B, ...) of the sample's order in that of rank 0, rank 1, ..: contiguous."""
-    ranked = torch.empty_like(whole, memory_format=torch.contiguous_format)
-    if len(joined) == 1:
-        return ranked.index_copy_(0, joined[0], whole)
-    return ranked.scatter_(0, _expanded(joined, whole), whole)
+def in_rank_order(parts: Sequence[Tensor], joined: Tensor) -> Tensor:
+    """Return tokens (S, B, .., d) of the sample's order in that of rank 0, rank 1, .., joined along d: contiguous."""
+    widths = [part.shape[-1] for part in parts]
+    ranked = parts[0].new_empty(*parts[0].shape[:-1], sum(widths))
+    for part, place in zip(parts, torch.split(ranked, widths, dim=-1), strict=True):
+        if len(joined) == 1:
+            place.index_copy_(0, joined[0], part)
+        else:
+            place.scatter_(0, _expanded(joined, part), part)
+    return ranked
 
 
 def _expanded(joined: Tensor, whole: Tensor) -> Tensor:

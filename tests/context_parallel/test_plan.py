@@ -16,6 +16,7 @@ from meshwright.context_parallel.cut import TokenCut
 from meshwright.errors import UserError
 from meshwright.mesh.comm import Group
 from meshwright.seeding import Draw
+from meshwright.tools.dryrun.fake_step import profile_rank
 from meshwright.tools.summary import summarise
 
 LENGTH = 32
@@ -214,3 +215,15 @@ def test_the_summary_draws_the_tokens_of_each_rank() -> None:
     drawn = [line.split()[-1] for line in lines if " cp0  " in line or " cp1  " in line][-2:]
     assert drawn == ["########................########", "........################........"]
     assert any("16 tokens a rank, zigzag: of one document the busiest sees 0.0% more keys" in line for line in lines)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "documents"])
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_a_dry_run_has_no_documents(order: str, exchange: str) -> None:
+    """Each sample is one document: as many bytes and messages for all orders."""
+    config = config_of("meshwright.models.llama:build", LLAMA, document_boundaries=True)
+    config = config.replace(parallel={"cp_order": order, "cp_exchange": exchange})
+    assert (
+        profile_rank(config, 1).both_bytes
+        == profile_rank(config.replace(parallel={"cp_order": "contiguous"}), 1).both_bytes
+    )
