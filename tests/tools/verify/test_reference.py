@@ -144,7 +144,7 @@ def test_a_declared_tie_is_one_parameter() -> None:
 def test_only_labels_that_count_are_in_the_loss() -> None:
     """Of an own loss that is not zero at the others, too."""
     config_ = config("own_loss")
-    _, labels, _ = samples(open_verify_source(config_, True), 1, 1)
+    labels = samples(open_verify_source(config_, True), 1, 1).labels
     assert (labels == IGNORED_LABEL).any()
     model = models.around(VOCAB, models.Body())
     assert not hasattr(model, "loss")
