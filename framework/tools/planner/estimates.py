@@ -123,7 +123,7 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
     num_in_flight = in_flight(cache, choice)
     ranks = sorted({0, choice.pp // 2, choice.pp - 1})
 
-    def held(of: Choice) -> list[tuple[list[Elements], float]]:
+    def held(of: Choice) -> list[tuple[tuple[Elements, ...], float]]:
         """Return (elements of each stage, bytes besides those at rest) of each of the ranks."""
         layout, found = _approximate_layout(cache, of), []
         by_rank = stages_by_rank(layout.schedule)
@@ -131,13 +131,20 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
             stages = by_rank[rank]
             kept = sum(layout.footprints[s].kept + layout.footprints[s].inputs for s in stages) / len(stages)
             temporary = max(max(p.bytes for p in layout.footprints[s].backward) for s in stages)
-            found.append(([layout.elements[s] for s in stages], kept * num_in_flight[rank] + max(temporary, 0)))
+            elements = tuple(layout.elements[s] for s in stages)
+            found.append((elements, kept * num_in_flight[rank] + max(temporary, 0)))
         return found
+
+    def at_rest(of: Choice, elements: tuple[Elements, ...]) -> int:
+        def count() -> int:
+            config = with_choice(cache.config, of)
+            return sum(sum(held_at_rest(config, each)[:3]) for each in elements)
+
+        return cache.cached(("at rest", of.degrees, of.zero, of.shard_factor, of.offload, elements), count)
 
     def peak(of: Choice) -> float:
         key = ("held", _unsharded(of)._replace(chunks=0), tuple(num_in_flight[rank] for rank in ranks))
-        by_rank, config = cache.cached(key, lambda: held(of)), with_choice(cache.config, of)
-        return max(sum(sum(held_at_rest(config, each)[:3]) for each in elements) + rest for elements, rest in by_rank)
+        return max(at_rest(of, elements) + rest for elements, rest in cache.cached(key, lambda: held(of)))
 
     def cached_peak(of: Choice) -> float:
         key = ("needed", of._replace(chunks=0), tuple(num_in_flight[rank] for rank in ranks))
