@@ -31,13 +31,18 @@ LARGE = 4_000_000
 """Number of parameters above which the builder is called 3 times instead of 5, and on suspicion 6 instead of 20."""
 
 
-def builder_values(config: RunConfig, draw: int) -> dict[str, Tensor]:
-    """Return the initial values of the untouched module under one seed, by name, without parameters on meta."""
+def builder_values(config: RunConfig, draw: int, model: PlainModel) -> dict[str, Tensor]:
+    """Return the initial values of the untouched module under one seed, by name, without parameters on meta.
+
+    A tied weight has one value, under its canonical name in ``model``.
+    """
     with seeded(config.run.seed, "verify initial values", draw):
         layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
         initialise = getattr(layers, "initialise", None)
         values: dict[str, Tensor] = {}
         for name, parameter in layers.named_parameters(remove_duplicate=False):
+            if model.canonical(name) != name:
+                continue
             if initialise is not None:
                 full = torch.empty(parameter.shape, dtype=torch.float32)
                 with torch.no_grad():
@@ -57,15 +62,13 @@ def initial_problems(config: RunConfig, model: PlainModel) -> list[str]:
     """Return a sentence for each parameter whose initial value does not match the builder's."""
     size = sum(parameter.numel() for parameter in model.layers.parameters())
     few, many = (3, 6) if size > LARGE else (5, 20)
-    draws = [builder_values(config, draw) for draw in range(few)]
+    draws = [builder_values(config, draw, model) for draw in range(few)]
     problems = []
     for name in draws[0]:
-        if model.canonical(name) != name:
-            continue
         found = _real(model.initial(name))
         problem = difference(found, [draw[name] for draw in draws])
         if problem and len(draws) < many:  # a random sign can be equal in five draws by chance
-            draws += [builder_values(config, draw) for draw in range(few, many)]
+            draws += [builder_values(config, draw, model) for draw in range(few, many)]
             problem = difference(found, [draw[name] for draw in draws])
         if problem:
             problems.append(

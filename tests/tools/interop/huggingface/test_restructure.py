@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.launch.pool import RankPool
-from meshwright.model.build import PlainModel, build_model
+from meshwright.model.build import PlainModel, build_model, configured_model
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.verify import parse_layout, verify
+from meshwright.tools.verify.initial import initial_problems
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
@@ -160,6 +161,12 @@ def test_first_values_are_the_model_s_own_rule_drawn_by_name(tmp_path: Path) -> 
     assert not torch.equal(weight, build_model(f"hf:{path}", {}, 2).initial("block1.layer.mlp.up_proj.weight"))
     assert torch.equal(first.initial("block0.layer.self_attn.q_proj.bias"), torch.zeros(32))
     assert torch.equal(first.initial("norm.norm.weight"), torch.ones(32))
+
+
+def test_a_tied_head_has_no_weights_of_its_own_in_the_directory(tmp_path: Path) -> None:
+    """``verify`` compares first values by canonical name: the file has the embedding alone."""
+    config = run_config(directory("qwen3", tmp_path, weights=True, tie_word_embeddings=True))
+    assert initial_problems(config, configured_model(config)) == []
 
 
 def test_training_begins_with_the_weights_that_are_there(tmp_path: Path) -> None:
