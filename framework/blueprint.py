@@ -21,6 +21,7 @@ from meshwright.config import RunConfig, dump, is_meant_for_gpu, phases
 from meshwright.context_parallel import plan as context
 from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.data.sources import example
+from meshwright.expert_parallel import plan as experts
 from meshwright.fp8.convert import check_sizes
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
@@ -56,6 +57,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+Ranks = Group | None
+"""Group of this rank on an axis, or None for the first rank of one that does not exist yet."""
 
 
 @dataclass(frozen=True)
@@ -155,11 +160,11 @@ def batch_numbers(config: RunConfig, samples_seen: int | None = None) -> BatchNu
     return BatchNumbers(batch.micro_batch_size, batch.chunks * size // batch.global_batch, size)
 
 
-def draw_blueprint(config: RunConfig, tp: Group | None = None, cp: Group | None = None) -> Blueprint:
+def draw_blueprint(config: RunConfig, tp: Ranks = None, cp: Ranks = None, ep: Ranks = None) -> Blueprint:
     """Draw the blueprint of a resolved config: describe the model, check it, shard it, plan its stages.
 
     Args:
-        tp: this rank's tensor-parallel group; None stands for tp rank 0, without any process. ``cp``: of tokens.
+        tp: this rank's tensor-parallel group; None: rank 0, without any process. ``cp``: of tokens. ``ep``: of experts.
 
     Raises:
         UserError: whatever cannot work, before any process group exists.
@@ -192,7 +197,7 @@ def draw_blueprint(config: RunConfig, tp: Group | None = None, cp: Group | None 
     )
     stages = cut_layers(config, costs, schedule.num_stages)
     cut = cut_tokens(config, model, shapes, cp or Group("cp", tuple(range(grid.cp)), 0))
-    infos = shard(config, model, whole, Group("tp", tuple(range(grid.tp)), 0) if tp is None else tp)
+    infos = shard(config, model, whole, tp, ep)
     boundaries, local = describe_boundaries(model.layers, stages, shapes.cast(dtype).inputs)
     for part, full in zip(local.leaves, whole.output.leaves, strict=True):
         of_rank = cut.shape_of(full.shape)
@@ -226,18 +231,22 @@ def cut_tokens(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch, cp:
     return cut
 
 
-def shard(config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Group) -> dict[str, ParameterInfo]:
+def shard(
+    config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Ranks, ep: Ranks
+) -> dict[str, ParameterInfo]:
     """Apply the sharding plan and the training dtype to the model, in place; return its parameters by name."""
-    dtype, optimizer = DTYPES[config.train.dtype], config.optimizer
+    dtype, optimizer, parallel = DTYPES[config.train.dtype], config.optimizer, config.parallel
     infos = sharding.apply(
         model.layers,
         plan=model.plan,
         tied=model.tied,
-        group=tp,
-        sequence=config.parallel.sequence,
+        group=tp or Group("tp", tuple(range(parallel.tp)), 0),
+        sequence=parallel.sequence,
         divisible=model.divisible,
         shared=model.shared_units,
     )
+    of_experts = ep or Group("ep", tuple(range(parallel.ep)), 0)
+    infos = experts.apply(config.model.builder, model.layers, model.plan, infos, of_experts, model.tied)
     if is_meant_for_gpu(config.train.device, config.train.dtype):
         check_sizes(model.layers)
     cast_model(model.layers, whole.running, dtype)

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
-from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
+from meshwright.config import RunConfig, bucket_bytes, expert_shard_factor, reduces_each_microbatch, shard_factor
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.members import holders_of, matrix_shard, members_of, shard_place
-from meshwright.data_parallel.replica import Replica, StageReplica
-from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
+from meshwright.data_parallel.replica import ExpertStage, Replica, StageReplica
+from meshwright.data_parallel.sharding import Sharding, StageParameter, StageSharding, Tie
 from meshwright.errors import MeshError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
@@ -76,14 +76,17 @@ def build(
         blueprint: this rank's own, if it exists already. Its layers become the rank's layers, so no other rank may use
         it.
     """
-    blueprint = draw_blueprint(config, mesh.tp, mesh.cp) if blueprint is None else blueprint
+    blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
     training, validation = open_sources(config) if sources is None else sources
     for source in (training, validation):
         open_files(source)
     tied = tied_groups(blueprint, mesh)
     losses = pick_loss(blueprint, mesh.tp, training=True), pick_loss(blueprint, mesh.tp, training=False)
-    sharding = Sharding(*mesh.split_dp(shard_factor(config)))
+    sharding = StageSharding(
+        Sharding(*mesh.split(mesh.dp, shard_factor(config))),
+        Sharding(*mesh.split(mesh.expert_replicas, expert_shard_factor(config) if mesh.ep.size > 1 else 1)),
+    )
     host, offload = host_memory(config, mesh.device), activation_offload(config, mesh.device)
     replicas: dict[int, Replica] = {}
     stages: dict[int, Stage] = {}
@@ -92,10 +95,8 @@ def build(
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
         stages[index].offload = offload
-    holders = mesh.over_tp(sharding.shard) if config.optimizer.steps_wholes else None
-    optimizer = make_optimizer(
-        config, replicas, mesh.at.tp_rank, owns_copy=sharding.copies.rank == 0, host=host, holders=holders
-    )
+    holders = mesh.over_tp(sharding.dense.shard) if config.optimizer.steps_wholes else None
+    optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, host=host, holders=holders)
     executor = Executor(
         blueprint.schedule,
         mesh.open_links(links_of((blueprint.schedule, *blueprint.ramp))),
@@ -120,13 +121,11 @@ def make_optimizer(
     replicas: Mapping[int, Replica],
     tp_rank: int,
     *,
-    owns_copy: bool,
     host: HostMemory | None,
     holders: Group | None,
 ) -> FlatOptimizer:
     """Build the optimizer over this rank's shards of all buckets; stepped and gathered in the order of forward.
 
-    ``owns_copy``: this rank is the one that counts its shard in the gradient norm, among those with copies of it.
     ``holders``: the ranks with the other parts of weights that tp cuts; None if the optimizer needs no whole weights.
     """
     buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
@@ -136,7 +135,7 @@ def make_optimizer(
             bucket.shard_gradient,
             bucket.kind.decays,
             bucket.kind.in_blocks,
-            bucket.kind.owns(tp_rank) and owns_copy,
+            bucket.kind.owns(tp_rank) and bucket.sharding.copies.rank == 0,
             bucket.fetch_gradient,
             bucket.gather,
             bucket.kind.settings,
@@ -177,7 +176,7 @@ def _replica(
     blueprint: Blueprint,
     stage: int,
     mesh: Mesh,
-    sharding: Sharding,
+    sharding: StageSharding,
     tied: Mapping[str, Group],
     host: HostMemory | None,
 ) -> tuple[nn.Sequential, Replica]:
@@ -186,24 +185,28 @@ def _replica(
     trains = any(parameter.requires_grad for parameter in blueprint.stage_layers(stage).parameters())
     of_stage = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
     ranks = mesh.dp, mesh.tp, mesh.device
-    if parallel.zero == 3 and sharding.shard.size > 1 and trains:
-        layers = materialise(*of_stage, torch.device("cpu"), ranks=ranks)
-        members = stage_members(blueprint, stage, layers, tied)
-        offload = host is not None
-        return layers, FullyShardedStage(members, sharding, mesh.tp, layers, dtype, mesh.device, offload=offload)
-    layers = materialise(*of_stage, mesh.device, ranks=ranks)
-    members = stage_members(blueprint, stage, layers, tied)
     optimizer = blueprint.config.optimizer
-    replica = StageReplica(
-        members,
-        sharding,
-        mesh.tp,
+    make_replica = partial(
+        StageReplica,
+        sharding=sharding,
+        tp=mesh.tp,
         bucket_bytes=bucket_bytes(blueprint.config),
         keeps_gradient=parallel.zero < 2,
         host=host,
         block_size=optimizer.block_size if optimizer.name == "adamw8bit" else 1,
     )
-    return layers, replica
+    if parallel.zero == 3 and sharding.dense.shard.size > 1 and trains:
+        layers = materialise(*of_stage, torch.device("cpu"), ranks=ranks)
+        members = stage_members(blueprint, stage, layers, tied)
+        of_experts = [member for member in members if member.info.over == "ep"]
+        dense = [member for member in members if member.info.over != "ep"]
+        of_fsdp = sharding.dense, mesh.tp, layers, dtype, mesh.device
+        fully = FullyShardedStage(dense, *of_fsdp, offload=host is not None)
+        for member in of_experts:
+            member.parameter.data = member.parameter.data.to(mesh.device)
+        return layers, ExpertStage(fully, make_replica(of_experts)) if of_experts else fully
+    layers = materialise(*of_stage, mesh.device, ranks=ranks)
+    return layers, make_replica(stage_members(blueprint, stage, layers, tied))
 
 
 def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:

@@ -8,7 +8,7 @@ padding: present in memory, always zero, never counted, never written to a check
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ class ParameterInfo(NamedTuple):
     name: str
     global_shape: tuple[int, ...]
     slice: Slice | None = None
-    """Shard of this rank; None: it holds the whole parameter (replicated over tp)."""
+    """Part of this rank; None: it holds the whole parameter (replicated over tp)."""
     sum_over_tp: bool = False
     """True: each tp rank's gradient is a partial sum (it saw a part of the tokens, or of the heads)."""
     in_blocks: bool = False
@@ -62,6 +62,8 @@ class ParameterInfo(NamedTuple):
     matrix: tuple[int, ...] | None = None
     """Rows of the parts of a unit that repeats along dim 0, each part one matrix of a whole-matrix optimizer; (): the
     weight is one matrix; None: it has none."""
+    over: Literal["tp", "ep"] = "tp"
+    """Ranks that hold the other slices. "ep": replicas are the ranks with the same experts, not those along dp x cp."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

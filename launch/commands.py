@@ -17,7 +17,7 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
     Raises:
         MeshError: the nodes hold no whole number of replicas, or a tensor-parallel group would straddle nodes.
     """
-    from meshwright.config import default_world_size, load
+    from meshwright.config import check_expert_ranks, default_world_size, load
     from meshwright.mesh.grid import Grid, nodes_of
 
     config, per_node = load(options.config, overrides), options.devices_per_node
@@ -36,8 +36,9 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
     else:
         nodes = nodes_of(math.ceil(num_ranks / per_node), per_node)[:num_ranks]
         num_replicas = num_ranks // parallel.ranks_per_batch
-    grid = Grid(parallel.pp, num_replicas, parallel.tp, parallel.cp)
-    grid.check_placement(nodes, tp_across_nodes=parallel.tp_across_nodes)
+    check_expert_ranks(parallel, num_replicas)
+    grid = Grid(parallel.pp, num_replicas, parallel.tp, parallel.cp, parallel.ep)
+    grid.check_placement(nodes, tp_across_nodes=parallel.tp_across_nodes, ep_across_nodes=parallel.ep_across_nodes)
     if parallel.known_dp not in (None, grid.dp):
         put(
             f"{options.config} has parallel.dp = {parallel.dp}, which is {num_ranks} ranks; these {len(nodes)} hold "

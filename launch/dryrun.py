@@ -44,7 +44,8 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     config = resolve(config, num_nodes * per_node if num_nodes else None)
     grid = Grid(*config.parallel.degrees)
     nodes = nodes_of(-(-grid.size // per_node), per_node)[: grid.size]
-    grid.check_placement(nodes, tp_across_nodes=config.parallel.tp_across_nodes)
+    across = {key: getattr(config.parallel, key) for key in ("tp_across_nodes", "ep_across_nodes")}
+    grid.check_placement(nodes, **across)
     hardware = _hardware(config, options.cluster, per_node)
     faults = options.seed_fault or []
     parsed = [parse_fault(fault, grid, config.pipeline) for fault in faults]
@@ -92,6 +93,14 @@ def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware
 
     if cluster is None and not reference(config.train.device, config.train.dtype).fused:
         return None
+    if config.parallel.ep > 1:
+        if cluster is None:
+            return None
+        raise ConfigError(
+            "MW-LAUNCH-083",
+            f"--cluster predicts seconds, and has no model of expert parallelism: leave it out, or set "
+            f"--parallel.ep=1 instead of {config.parallel.ep}",
+        )
     hardware = read_hardware(cluster or "h100").model_copy(update={"devices_per_node": per_node})
     hardware.check_dtype(config.train.dtype)
     return hardware

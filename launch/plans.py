@@ -176,6 +176,12 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     Raises:
         ConfigError: the number of samples per step is not given.
     """
+    if config.parallel.ep > 1:
+        raise ConfigError(
+            "MW-LAUNCH-082",
+            f"parallel.ep = {config.parallel.ep}: a plan compares layouts in which every rank has all experts, as it "
+            f"has no model of their exchange: set --parallel.ep=1, or examine this layout with `meshwright dryrun`",
+        )
     batch, dp = config.batch, config.parallel.known_dp
     samples = global_batch or batch.global_batch
     if samples is None and batch.micro_batch_size and batch.chunks and dp is not None:

@@ -38,7 +38,7 @@ from meshwright.terminal.output import print_lines
 from meshwright.tools.inference.evaluate import EvaluationJob, EvaluationResult
 from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
-from meshwright.tools.inference.sample import WHOLE_SAMPLES
+from meshwright.tools.inference.prompts import WHOLE_SAMPLES
 from meshwright.tools.inference.sample import sample as sample_text
 
 

@@ -87,7 +87,8 @@ def resolve_for_nodes(config: RunConfig, num_nodes: int, per_node: int) -> tuple
             "MW-LAUNCH-043", f"{num_nodes} nodes x {per_node} devices = {num_ranks} ranks: {error.message}"
         ) from None
     grid, nodes = Grid(*resolved.parallel.degrees), nodes_of(num_nodes, per_node)
-    grid.check_placement(nodes, tp_across_nodes=resolved.parallel.tp_across_nodes)
+    across = {key: getattr(resolved.parallel, key) for key in ("tp_across_nodes", "ep_across_nodes")}
+    grid.check_placement(nodes, **across)
     return resolved, grid.draw(nodes)
 
 

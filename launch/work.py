@@ -93,6 +93,7 @@ def open_run_mesh(config: RunConfig) -> Mesh:
         config.train.device,
         timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
         tp_across_nodes=config.parallel.tp_across_nodes,
+        ep_across_nodes=config.parallel.ep_across_nodes,
         share_devices=config.launch.share_devices,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshwright.config import batch
 from meshwright.config.layout_rules import MAX_FORWARDS
 from meshwright.config.schema import RunConfig
@@ -63,6 +65,10 @@ def resolve(config: RunConfig, world_size: int | None = None) -> RunConfig:
                 "MW-CONFIG-005", f"parallel.shard_factor = {factor} does not divide {of}: choose one of {choices}"
             )
         )
+    try:
+        check_expert_ranks(parallel, dp)
+    except ConfigError as error:
+        problems.append(error)
     numbers = config.batch
     try:
         numbers = batch.derive(config.batch, dp)
@@ -91,6 +97,32 @@ def _too_many_sizes(config: RunConfig, numbers: Batch, dp: int) -> str | None:
 def shard_factor(config: RunConfig) -> int:
     """Return the number of shards of the optimizer state; 1: every replica has all of it. ``config``: resolved."""
     return (config.parallel.shard_factor or config.parallel.num_replicas) if config.parallel.zero else 1
+
+
+def check_expert_ranks(parallel: Parallel, dp: int) -> None:
+    """Check that ``parallel.ep`` divides the ranks of a stage.
+
+    Raises:
+        ConfigError: names the degrees that do.
+    """
+    stage = dp * parallel.cp * parallel.tp
+    if stage % parallel.ep:
+        of = f"dp {dp} x " + (f"cp {parallel.cp} x " if parallel.cp > 1 else "") + f"tp {parallel.tp}"
+        choices = ", ".join(str(each) for each in batch.divisors(stage) if each == 1 or each % parallel.tp == 0)
+        raise ConfigError(
+            "MW-CONFIG-077",
+            f"parallel.ep = {parallel.ep} does not divide {of} = {stage}, the ranks of a stage: choose one of "
+            f"{choices}",
+        )
+
+
+def expert_shard_factor(config: RunConfig) -> int:
+    """Return the number of shards of the optimizer state of experts, which parallel.ep ranks share.
+
+    It divides ``parallel.shard_factor`` and the dp x cp x tp / ep replicas of an expert. ``config``: resolved.
+    """
+    parallel = config.parallel
+    return math.gcd(shard_factor(config), parallel.num_replicas * parallel.tp // parallel.ep)
 
 
 def is_meant_for_gpu(device: str, dtype: str) -> bool:

@@ -92,6 +92,32 @@ def _context(config: RunConfig) -> str | None:
     )
 
 
+def _experts(config: RunConfig) -> str | None:
+    parallel = config.parallel
+    if parallel.ep == 1:
+        return (
+            "parallel.ep_across_nodes = true has no effect with parallel.ep = 1: set parallel.ep, or leave it out"
+            if parallel.ep_across_nodes
+            else None
+        )
+    if parallel.ep % parallel.tp:
+        return (
+            f"parallel.ep = {parallel.ep} is not a multiple of parallel.tp = {parallel.tp}: experts are shared by "
+            f"whole tensor-parallel groups; set parallel.ep to 1 or to a multiple of {parallel.tp}"
+        )
+    if parallel.tp > 1 and not parallel.sequence:
+        return (
+            f"parallel.ep = {parallel.ep} with parallel.tp = {parallel.tp} needs parallel.sequence = true, so that "
+            f"each rank sends tokens of its own to the experts: set it, or parallel.tp = 1"
+        )
+    if config.optimizer.name == "adafactor":
+        return (
+            f'optimizer.name = "adafactor" steps whole parameters, and parallel.ep = {parallel.ep} cuts experts: set '
+            f"parallel.ep = 1, or choose another optimizer"
+        )
+    return None
+
+
 def _shard_factor(config: RunConfig) -> str | None:
     factor = config.parallel.shard_factor
     if factor is None or factor == 1 or config.parallel.zero:
@@ -187,6 +213,11 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-040", _sequence, ("parallel.sequence", "parallel.tp")),
     Rule(
         "MW-CONFIG-069", _context, ("parallel.cp", "parallel.cp_order", "parallel.cp_exchange", "data.sequence_length")
+    ),
+    Rule(
+        "MW-CONFIG-076",
+        _experts,
+        ("parallel.ep", "parallel.tp", "parallel.sequence", "parallel.ep_across_nodes", "optimizer.name"),
     ),
     Rule("MW-CONFIG-041", _shard_factor, ("parallel.shard_factor", "parallel.zero")),
     Rule("MW-CONFIG-042", _reduce, ("parallel.reduce", "parallel.zero")),

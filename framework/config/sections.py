@@ -186,6 +186,9 @@ class Parallel(Section):
     cp_exchange: Literal["keys", "heads"] = "keys"
     """Exchange of an attention: gather the keys and values of all tokens; or of heads (Ulysses): each rank attends with
     all tokens of 1/cp of the heads, which cp x tp must divide."""
+    ep: Count = 1
+    """Expert-parallel degree: neighbouring ranks of a stage that share the experts of each layer, over tp, cp and dp.
+    `docs/mixture-of-experts.md` has the details."""
     sequence: bool = False
     """Sequence parallelism: split activations between tensor-parallel regions along the sequence over tp."""
     zero: Literal[0, 1, 2, 3] = 1
@@ -205,6 +208,8 @@ class Parallel(Section):
     (``auto``: with a 16-bit dtype) at least 160 MiB."""
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
+    ep_across_nodes: bool = False
+    """Allow an expert-parallel group to straddle nodes."""
 
     @property
     def known_dp(self) -> int | None:
@@ -212,10 +217,10 @@ class Parallel(Section):
         return None if self.dp == "auto" or self.dp == -1 else self.dp
 
     @property
-    def degrees(self) -> tuple[int, int, int, int]:
-        """Degrees (pp, dp, tp, cp) of a resolved configuration, as :class:`~meshwright.mesh.grid.Grid` takes them."""
+    def degrees(self) -> tuple[int, int, int, int, int]:
+        """Degrees (pp, dp, tp, cp, ep) of a resolved configuration, as :class:`~meshwright.mesh.grid.Grid` has them."""
         assert self.known_dp is not None, "resolve the configuration first"
-        return self.pp, self.known_dp, self.tp, self.cp
+        return self.pp, self.known_dp, self.tp, self.cp, self.ep
 
     @property
     def num_replicas(self) -> int:

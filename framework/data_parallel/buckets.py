@@ -136,12 +136,13 @@ class Bucket(ShardedParameters):
         2 M/n (r-1)/r; not sharded 2 M (r-1)/r.
 
         Args:
-            last: this is the step's last reduction of the bucket. Here it makes no difference; an offloaded bucket then
-                copies the result to the host.
+            last: this is the step's last reduction of the bucket: one without shards is reduced in this alone, and an
+                offloaded bucket then copies the result to the host.
         """
         gradient = self.open_gradient()
         if not self.is_sharded:
-            self.pending = self.sharding.copies.all_reduce(gradient)
+            if last:
+                self.pending = self.sharding.copies.all_reduce(gradient)
             return
         part = self.shard_gradient
         if self._has_sum and not self.keeps_gradient:

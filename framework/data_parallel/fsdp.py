@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -60,12 +60,19 @@ class FsdpLayers:
     """Layers of a stage under FSDP: gathered and freed unit by unit, reduced by the mesh's groups."""
 
     def __init__(
-        self, layers: nn.Sequential, shard: Group, dtype: torch.dtype, device: torch.device, *, offload: bool
+        self,
+        layers: nn.Sequential,
+        shard: Group,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        offload: bool,
+        ignored: Set[nn.Parameter],
     ) -> None:
         """Shard ``layers``, which must be on the CPU, over the ranks of ``shard``, and move the shards to ``device``.
 
-        It does so unit by unit, so that the device never holds the full stage. Parameters that need no gradient stay
-        as they are.
+        It does so unit by unit, so that the device never holds the full stage. Parameters in ``ignored`` stay as they
+        are.
 
         Args:
             dtype: dtype in which the weights are gathered; shards and gradients are float32 (float64 for float64).
@@ -74,7 +81,7 @@ class FsdpLayers:
         self.dtype = dtype
         options: dict[str, Any] = {
             "mesh": shard.device_mesh(device.type),
-            "ignored_params": {parameter for parameter in layers.parameters() if not parameter.requires_grad},
+            "ignored_params": set(ignored),
         }
         self.copies_gradients = offload and device.type == "cuda"
         """True when FSDP copies reduced gradients to pinned memory, where the stage adds them up."""
@@ -192,7 +199,7 @@ def _shard_units(layers: nn.Sequential, dtype: torch.dtype, options: dict[str, A
         *([layer] for layer in layers),
     ]:
         own = {parameter for module in modules for parameter in module.parameters()}
-        whole = {parameter for parameter in own if parameter.requires_grad and not isinstance(parameter, DTensor)}
+        whole = {each for each in own if each not in options["ignored_params"] and not isinstance(each, DTensor)}
         for parameter in whole:
             parameter.data = parameter.data.to(dtype)
         if own and not isinstance(modules[0], FSDPModule):

@@ -99,7 +99,7 @@ class FullyShardedStage:
         *,
         offload: bool = False,
     ) -> None:
-        """Shard the parameters of ``layers``, which must be on the CPU, and move the shards to ``device``.
+        """Shard ``members``, parameters of ``layers``, which must be on the CPU, and move the shards to ``device``.
 
         Args:
             dtype: dtype of the computation. The shards are float32 (float64 for float64).
@@ -120,7 +120,8 @@ class FullyShardedStage:
         }
         for member in self.frozen:
             member.parameter.data = member.parameter.data.to(device)
-        self.fsdp = FsdpLayers(layers, sharding.shard, dtype, device, offload=offload)
+        ignored = {parameter for parameter in layers.parameters() if id(parameter) not in trained}
+        self.fsdp = FsdpLayers(layers, sharding.shard, dtype, device, offload=offload, ignored=ignored)
         shards = [parameter.padded_rows for parameter in self.fsdp.parameters]
         sizes = [shard.numel() for shard in shards]
         self._gradient = torch.zeros(sum(sizes), dtype=shards[0].dtype, device=shards[0].device)

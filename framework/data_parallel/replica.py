@@ -20,11 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.data_parallel.buckets import Bucket
+from meshwright.data_parallel.expert_stage import ExpertStage as ExpertStage
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.offload import OffloadedBucket
 from meshwright.data_parallel.products import add_product, adds_products
-from meshwright.data_parallel.sharding import Sharding, StageParameter, sum_over_tp
+from meshwright.data_parallel.sharding import StageParameter, StageSharding, sum_over_tp
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.offload import HostMemory
 from meshwright.parameters import GradientSum, WeightProduct
@@ -47,7 +48,7 @@ class StageReplica:
     def __init__(
         self,
         members: Sequence[StageParameter],
-        sharding: Sharding,
+        sharding: StageSharding,
         tp: Group,
         *,
         bucket_bytes: int,
@@ -62,7 +63,7 @@ class StageReplica:
         trained = [member for member in members if member.parameter.requires_grad]
         make_bucket = Bucket if host is None else partial(OffloadedBucket, host)
         self.buckets: list[Bucket] = [
-            make_bucket(group, sharding, keeps_gradient=keeps_gradient, block_size=block_size)
+            make_bucket(group, sharding.of(group[0]), keeps_gradient=keeps_gradient, block_size=block_size)
             for group in plan_buckets(trained, bucket_bytes)
         ]
         self._buckets_of_layer: dict[str, list[Bucket]] = defaultdict(list)
@@ -201,8 +202,8 @@ class StageReplica:
             bucket.wait()
 
 
-Replica = StageReplica | FullyShardedStage
-"""A stage's parameters on one replica, for any ZeRO stage: both classes have the same methods."""
+Replica = StageReplica | FullyShardedStage | ExpertStage
+"""A stage's parameters on one replica, for any ZeRO stage: the classes have the same methods."""
 
 
 def _call_alive(

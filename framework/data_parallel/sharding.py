@@ -30,10 +30,28 @@ class Sharding(NamedTuple):
         """Number of data-parallel replicas."""
         return self.shard.size * self.copies.size
 
+    @property
+    def is_first(self) -> bool:
+        """True on the first of the replicas, which saves and reports what all of them hold."""
+        return self.shard.rank == 0 and self.copies.rank == 0
+
     def range_of(self, numel: int) -> tuple[int, int]:
         """Return this rank's [start, stop) in a flat tensor of ``numel`` elements; shards divide ``numel`` evenly."""
         per_shard = numel // self.shard.size
         return self.shard.rank * per_shard, (self.shard.rank + 1) * per_shard
+
+
+class StageSharding(NamedTuple):
+    """Sharding of a stage's parameters by the ranks that hold copies of them."""
+
+    dense: Sharding
+    """Over the dp x cp replicas."""
+    experts: Sharding
+    """Over the dp x cp x tp / ep ranks with the same experts, of parameters that are sliced over ep."""
+
+    def of(self, member: StageParameter) -> Sharding:
+        """Return the sharding of a parameter."""
+        return self.experts if member.info.over == "ep" else self.dense
 
 
 class Tie(NamedTuple):
@@ -57,6 +75,8 @@ class BucketKind(NamedTuple):
     tied: Tie | None
     settings: GroupSettings = GroupSettings()
     is_matrix: bool = False
+    over: str = "tp"
+    """"ep": slices of experts, which have replicas of their own."""
 
     def owns(self, tp_rank: int) -> bool:
         """Return whether this tp rank counts the bucket in gradient norms and parameter numbers.
@@ -81,7 +101,8 @@ class StageParameter(NamedTuple):
         """Bucket kind. Only parameters of the same kind share a bucket."""
         info = self.info
         whole, is_matrix = info.slice is None, info.matrix is not None
-        return BucketKind(info.decays, info.in_blocks, whole, info.sum_over_tp, self.tied, info.settings, is_matrix)
+        shared = whole, info.sum_over_tp, self.tied
+        return BucketKind(info.decays, info.in_blocks, *shared, info.settings, is_matrix, info.over)
 
 
 class BucketSlot(NamedTuple):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import CommunicationError
 from meshwright.mesh.activity import Activity, Waits
+from meshwright.mesh.chunks import rows_per_chunk
 from meshwright.mesh.handles import BlockingCollective, CollectiveHandle, TransferHandle
 from meshwright.mesh.messages import MAX_BYTES, decode, encode
 from meshwright.mesh.staged import Transfer, through_host
@@ -40,16 +41,6 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 # torch 2.13 renames both and warns of the old names, which are all that 2.11 and 2.12 have
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-CPU_CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS = 2**22, 2**26
-"""Elements of a matrix that a loss converts to float32 at a time: 16 MiB suit a CPU's cache, 256 MiB hide launches."""
-
-
-def rows_per_chunk(matrix: Tensor) -> int:
-    """Return the rows of a chunk of a matrix (rows, columns) for its device; meta, of predictions, counts as CUDA."""
-    elements = CPU_CHUNK_ELEMENTS if matrix.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
-    return max(1, elements // max(1, matrix.shape[1]))
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -193,6 +184,12 @@ class Group:
         self._count("all_to_all", tensor_bytes(whole))
         work = dist.all_to_all_single(out, whole, list(out_sizes), list(sizes), group=self.process_group, async_op=True)
         return self._handle(work, f"all-to-all of {tuple(whole.shape)}", [out, whole])
+
+    def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
+        """Return counts (rows, n) on the host, each row summing up to at most every rank's ``total``. On CUDA the host
+        waits."""
+        found: list[list[int]] = counts.tolist()
+        return found
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> CollectiveHandle:
         """Broadcast ``tensor`` from group position ``source``, in place. Does not block. Wire: M (n-1)/n bytes."""

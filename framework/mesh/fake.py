@@ -40,6 +40,11 @@ class FakeGroup(Group):
         """Return this rank's value once per rank of the group."""
         return [value] * self.size
 
+    def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
+        """Share out ``total`` evenly in each row, the rest to the first ranks."""
+        each, rest = divmod(total, self.size)
+        return [[each + (rank < rest) for rank in range(self.size)] for _ in counts]
+
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the DeviceMesh, built from a real tensor of rank numbers even under FakeTensorMode."""
         with unset_fake_temporarily():
@@ -75,7 +80,7 @@ class CountingGroup(Group):
         return CollectiveHandle(finish=finish)
 
 
-class PlaceholderGroup(Group):
+class PlaceholderGroup(FakeGroup):
     """Group of a rank that is chosen later: layers are sharded for it before any mesh exists."""
 
     def become(self, other: Group) -> None:
@@ -142,9 +147,12 @@ def fake_mesh(
         everybody = dist.group.WORLD if grid.size > 1 else None
         world = FakeGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
         pp, dp, tp = axes[Axis.PP], axes[Axis.DP], axes[Axis.TP]
+        shared = {"ep": grid.expert_group(rank), "experts": grid.expert_replicas(rank) if grid.ep > 1 else (rank,)}
+        made_of = {n: dist.new_group(r, use_local_synchronization=True) if r[1:] else None for n, r in shared.items()}
+        ep, same = (FakeGroup(n, r, r.index(rank), made_of[n], traffic, activity) for n, r in shared.items())
         nodes = ["node0"] * grid.size
         place = grid, rank, torch.device(device)
-        yield FakeMesh(*place, pp, dp, tp, world, traffic, nodes, activity=activity, cp=axes[Axis.CP])
+        yield FakeMesh(*place, pp, dp, tp, world, traffic, nodes, 600.0, activity, axes[Axis.CP], ep, same)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

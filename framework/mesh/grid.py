@@ -44,9 +44,12 @@ class Grid(NamedTuple):
     dp: int = 1
     tp: int = 1
     cp: int = 1
+    ep: int = 1
+    """No axis: the ranks of a stage that share its experts, neighbours over tp, then cp, then dp."""
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {self.degree(axis)}" for axis in self.axes)
+        experts = f", ep {self.ep}" if self.ep > 1 else ""
+        return " x ".join(f"{axis} {self.degree(axis)}" for axis in self.axes) + experts
 
     @property
     def size(self) -> int:
@@ -90,15 +93,29 @@ class Grid(NamedTuple):
         first = rank - rank % (self.num_replicas * self.tp) + rank % self.tp
         return tuple(range(first, first + self.num_replicas * self.tp, self.tp))
 
+    def expert_group(self, rank: int) -> tuple[int, ...]:
+        """Return the ep ranks that hold the experts of a layer together, in order; contains ``rank``."""
+        first = rank - rank % self.ep  # ep divides the ranks of a stage
+        return tuple(range(first, first + self.ep))
+
+    def expert_replicas(self, rank: int) -> tuple[int, ...]:
+        """Return the dp x cp x tp / ep ranks with the experts of ``rank``, in order; contains ``rank``."""
+        of_stage = self.num_replicas * self.tp
+        first = rank - rank % of_stage
+        return tuple(range(first + rank % self.ep, first + of_stage, self.ep))
+
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """Return all groups of an axis, by their first rank: a partition of the ranks."""
         return [self.group(axis, n) for n in range(self.size) if not getattr(self.coordinates(n), f"{axis}_rank")]
 
-    def check_placement(self, nodes: Sequence[str], *, tp_across_nodes: bool = False) -> None:
-        """Raise :class:`MeshError` if a tp group straddles nodes; ``nodes[rank]`` is the name of the rank's node."""
+    def check_placement(
+        self, nodes: Sequence[str], *, tp_across_nodes: bool = False, ep_across_nodes: bool = False
+    ) -> None:
+        """Raise :class:`MeshError` if a tp or ep group straddles nodes; ``nodes[rank]`` is the name of a rank's
+        node."""
         from meshwright.mesh.placement import check_placement
 
-        check_placement(self, nodes, tp_across_nodes=tp_across_nodes)
+        check_placement(self, nodes, tp_across_nodes=tp_across_nodes, ep_across_nodes=ep_across_nodes)
 
     def draw(self, nodes: Sequence[str]) -> str:
         """Draw the ranks on their nodes, as text of many lines; ``nodes[rank]`` is the name of the rank's node."""

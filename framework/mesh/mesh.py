@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,20 +12,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.errors import ConfigError, MeshError
+from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group
+from meshwright.mesh.device import peak_memory_bytes as peak_memory_bytes
+from meshwright.mesh.device import pick_device as pick_device
+from meshwright.mesh.device import prepare_allocator as prepare_allocator
+from meshwright.mesh.device import prepare_recorder as prepare_recorder
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 from meshwright.mesh.links import LinkedGroup, open_links
 from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
 from meshwright.mesh.store import NoteStore
 from meshwright.mesh.traffic import Traffic
 from meshwright.system.host import node_name
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables that torch's CUDA allocator reads, of which the first is not deprecated."""
-RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""Variables with the size of torch's flight recorder, of which the first is not deprecated."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +47,23 @@ class Mesh:
     """Present activity of this rank."""
     cp: Group = field(default_factory=lambda: Group("cp", (0,), 0))
     """Ranks with the other tokens of this rank's samples."""
+    ep: Group = field(default_factory=lambda: Group("ep", (0,), 0))
+    """Ranks that hold the experts of a layer together."""
+    expert_replicas: Group = field(default_factory=lambda: Group("experts", (0,), 0))
+    """Ranks with the same experts; this rank alone with ep = 1, where experts are like other weights."""
 
     @property
     def at(self) -> Coordinates:
         """Coordinates of this rank."""
         return self.grid.coordinates(self.rank)
+
+    def replicas(self, over: str) -> Group:
+        """Return the ranks with copies of this rank's weights. ``over``: of those sliced over tp, or "ep"."""
+        return self.expert_replicas if over == "ep" else self.dp
+
+    def is_first(self, over: str) -> bool:
+        """Return True on the first of :meth:`replicas`, which saves and reports for all."""
+        return self.replicas(over).rank == 0
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory of this rank's device, or on CPU of this process."""
@@ -64,23 +73,24 @@ class Mesh:
         """Open a store for small notes between ranks, over a connection of its own. None for a mesh of one rank."""
         return NoteStore(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
-    def split_dp(self, shard_factor: int) -> tuple[Group, Group]:
+    def split(self, replicas: Group, shard_factor: int) -> tuple[Group, Group]:
         """Return (replicas that cut a state into ``shard_factor`` shards, replicas that hold copies of this rank's
         shard).
 
-        Replicas d .. d + shard_factor - 1 shard together: dp is laid out so that they share a node before they span
-        two. With all of dp or with 1 it is (dp, this rank alone) or (this rank alone, dp). Collective over all ranks.
+        Replicas d .. d + shard_factor - 1 shard together: they are laid out so that these share a node before they span
+        two. With all of them or with 1 it is (replicas, this rank alone) or (this rank alone, replicas). Collective
+        over all ranks.
         """
-        alone = self._group("dp", (self.rank,))
-        if shard_factor == self.dp.size:
-            return self.dp, alone
+        name, alone = replicas.name, self._group(replicas.name, (self.rank,))
+        if shard_factor == replicas.size:
+            return replicas, alone
         if shard_factor == 1:
-            return alone, self.dp
-        assert self.dp.size % shard_factor == 0, (self.dp.size, shard_factor)
-        first = self.dp.rank - self.dp.rank % shard_factor
-        shard = self.dp.ranks[first : first + shard_factor]
-        copies = self.dp.ranks[self.dp.rank % shard_factor :: shard_factor]
-        return self._subgroup("dp_shard", shard), self._subgroup("dp_replicate", copies)
+            return alone, replicas
+        assert replicas.size % shard_factor == 0, (replicas.size, shard_factor)
+        first = replicas.rank - replicas.rank % shard_factor
+        shard = replicas.ranks[first : first + shard_factor]
+        copies = replicas.ranks[replicas.rank % shard_factor :: shard_factor]
+        return self._subgroup(f"{name}_shard", shard), self._subgroup(f"{name}_replicate", copies)
 
     def over_tp(self, shard: Group) -> Group:
         """Return the ranks of ``shard``, some replicas, and of their tp groups; tp innermost. Collective over all."""
@@ -127,18 +137,6 @@ class Mesh:
         return Group(name, ranks, rank, process_group, self.traffic, self.activity)
 
 
-def peak_memory_bytes(device_type: str) -> int:
-    """Return the peak memory in bytes since the process began, or since the CUDA peak was reset.
-
-    CUDA: the most that torch allocated on the current device (``torch.cuda.max_memory_allocated``), without NCCL and
-    the driver. CPU: the peak resident set of this process, interpreter and libraries included.
-    """
-    if device_type == "cuda":
-        return int(torch.cuda.max_memory_allocated())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB on Linux
-
-
 def environment_rank() -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from torchrun's environment variables; a lone process is rank 0 of 1."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -170,51 +168,6 @@ def check_size(grid: Grid, world_size: int) -> None:
         )
 
 
-def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.device:
-    """Return the device: with ``auto`` this process's GPU if there is one, else the CPU.
-
-    ``share``: ranks take the GPUs in turns, so that several may have the same one.
-    """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "MW-MESH-010",
-            "train.device = 'cuda', but torch sees no GPU here: use 'auto' or 'cpu', or a CUDA build of torch",
-        )
-    prepare_allocator()
-    prepare_recorder()
-    count = torch.cuda.device_count()
-    if count == 1 and "SLURM_PROCID" in os.environ:  # srun --gpus-per-task=1 shows each task its own, as number 0
-        local_rank = 0
-    if share:
-        local_rank %= count
-    if local_rank >= count:
-        raise MeshError(
-            "MW-MESH-011",
-            f"local rank {local_rank} has no GPU of its own: {count} visible. Start at most {count} processes on this "
-            f"node (launch.processes), set CUDA_VISIBLE_DEVICES, or let ranks share: launch.share_devices = true",
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def prepare_allocator() -> None:
-    """Set torch's CUDA allocator to grow its segments, against fragmentation; a setting of the user's wins.
-
-    torch reads the variable at its first allocation, and warns of the older name for CUDA.
-    """
-    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
-
-
-def prepare_recorder() -> None:
-    """Turn on torch's flight recorder, which a report of a hang reads; a setting of the user's wins."""
-    if not any(name in os.environ for name in RECORDER_VARIABLES):
-        os.environ[RECORDER_VARIABLES[0]] = "2000"
-
-
 def open_store(grid: Grid, timeout_s: float) -> Any:
     """Wait until all ranks have reached rank 0, and return the store that they share; blocks.
 
@@ -237,6 +190,7 @@ def open_mesh(
     *,
     timeout_s: float = 600.0,
     tp_across_nodes: bool = False,
+    ep_across_nodes: bool = False,
     share_devices: bool = False,
     store: Any = None,
 ) -> Mesh:
@@ -247,7 +201,7 @@ def open_mesh(
     have one GPU, and communicate by gloo instead of NCCL.
 
     Raises:
-        MeshError: the world's size is not the grid's, ranks do not come, or a tp group straddles nodes.
+        MeshError: the world's size is not the grid's, ranks do not come, or a tp or ep group straddles nodes.
     """
     rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
@@ -263,15 +217,21 @@ def open_mesh(
     for axis in Axis:
         ranks = grid.replicas(rank) if axis is Axis.DP else grid.group(axis, rank)
         groups[axis] = Group(axis, ranks, ranks.index(rank), process_groups.get(axis), traffic, activity)
+    shared = [grid.expert_group(rank), grid.expert_replicas(rank) if grid.ep > 1 else (rank,)]
+    made = [dist.new_group(ranks, timeout, use_local_synchronization=True) if ranks[1:] else None for ranks in shared]
+    ep, same = (
+        Group(name, ranks, ranks.index(rank), process_group, traffic, activity)
+        for name, ranks, process_group in zip(("ep", "experts"), shared, made, strict=True)
+    )
     everybody = dist.group.WORLD if grid.size > 1 else None
     world = Group("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
     if chosen.type == "cuda":  # NCCL needs every rank of a group in its first call, which an exchange is not
-        for group in groups.values():
+        for group in (*groups.values(), ep, same):
             group.barrier()
     nodes = world.gather_objects(node_name())
-    grid.check_placement(nodes, tp_across_nodes=tp_across_nodes)
+    grid.check_placement(nodes, tp_across_nodes=tp_across_nodes, ep_across_nodes=ep_across_nodes)
     pp, dp, cp, tp = groups.values()
-    return Mesh(grid, rank, chosen, pp, dp, tp, world, traffic, nodes, timeout_s, activity, cp)
+    return Mesh(grid, rank, chosen, pp, dp, tp, world, traffic, nodes, timeout_s, activity, cp, ep, same)
 
 
 def _init_process_group(rank: int, backend: str, device: torch.device, timeout: timedelta, store: Any) -> None:

@@ -25,11 +25,13 @@ MOST_STAGES = 4
 Item = TypeVar("Item")
 
 
-def check_placement(grid: Grid, nodes: Sequence[str], *, tp_across_nodes: bool = False) -> None:
-    """Check that no tp group straddles nodes.
+def check_placement(
+    grid: Grid, nodes: Sequence[str], *, tp_across_nodes: bool = False, ep_across_nodes: bool = False
+) -> None:
+    """Check that no tp group and no ep group straddles nodes.
 
     Raises:
-        MeshError: the first tp group that does, with the drawn mesh; or a number of nodes' ranks unlike the grid's.
+        MeshError: the first group that does, with the drawn mesh; or a number of nodes' ranks unlike the grid's.
     """
     if len(nodes) != grid.size:
         raise MeshError(
@@ -37,9 +39,7 @@ def check_placement(grid: Grid, nodes: Sequence[str], *, tp_across_nodes: bool =
             f"the mesh {grid} has {grid.size} ranks, the nodes have {len(nodes)}: "
             f"change a degree or the number of processes so that both agree",
         )
-    if tp_across_nodes:
-        return
-    for ranks in grid.groups(Axis.TP):
+    for ranks in [] if tp_across_nodes else grid.groups(Axis.TP):
         found = list(dict.fromkeys(nodes[rank] for rank in ranks))
         if len(found) > 1:
             raise MeshError(
@@ -47,6 +47,16 @@ def check_placement(grid: Grid, nodes: Sequence[str], *, tp_across_nodes: bool =
                 f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes {', '.join(found)}: "
                 f"its traffic is in every layer and belongs inside a node. Choose parallel.tp so that it divides the "
                 f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw(grid, nodes)}",
+            )
+    for first in [] if ep_across_nodes else range(0, grid.size, grid.ep):
+        found = list(dict.fromkeys(nodes[first : first + grid.ep]))
+        if len(found) > 1:
+            raise MeshError(
+                "MW-MESH-018",
+                f"the expert-parallel group of ranks {first}..{first + grid.ep - 1} straddles the nodes "
+                f"{', '.join(found)}: every layer of experts exchanges tokens in it. Choose parallel.ep so that it "
+                f"divides the ranks of a node, or allow it with --parallel.ep_across_nodes=true\n\n"
+                f"{draw(grid, nodes)}",
             )
 
 
@@ -71,6 +81,7 @@ def draw(grid: Grid, nodes: Sequence[str]) -> str:
     groups = [
         *_tensor_parallel(grid, nodes),
         *_context_parallel(grid, nodes),
+        *_expert_parallel(grid, nodes),
         *_data_parallel(grid, nodes),
         *_pipelines(grid, nodes),
     ]
@@ -162,6 +173,15 @@ def _tensor_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
 
 def _context_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
     return [] if grid.cp == 1 else [f"context parallel   {_groups(grid, Axis.CP, nodes)}"]
+
+
+def _expert_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
+    if grid.ep == 1:
+        return []
+    most = max(_num_nodes(range(first, first + grid.ep), nodes) for first in range(0, grid.size, grid.ep))
+    where = "each inside one node" if most == 1 else f"across up to {most:,} nodes"
+    held = f"{_count(len(grid.expert_replicas(0)), 'replica')} of each expert"
+    return [f"expert parallel    {_count(grid.size // grid.ep, 'group')} of {grid.ep} neighbours, {held}; {where}"]
 
 
 def _data_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:

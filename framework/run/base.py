@@ -37,7 +37,7 @@ def _total(parts: Parts) -> Tensor:
     mesh = parts.mesh
     members = [member for replica in parts.replicas.values() for member in replica.frozen]
     members = [member for member in members if not is_adapter(member.info.name)]
-    owned = [each for each in members if mesh.dp.rank == 0 and each.kind.owns(mesh.at.tp_rank)]
+    owned = [each for each in members if mesh.is_first(each.info.over) and each.kind.owns(mesh.at.tp_rank)]
     total = base_sum((member.info, member.parameter.detach()) for member in owned).to(mesh.device)
     mesh.world.all_reduce(total).wait()
     return total

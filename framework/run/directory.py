@@ -43,15 +43,15 @@ class Peaks(BaseModel):
     step: NonNegativeInt
     """Step after which the peaks were gathered."""
     device: str
-    grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=4)]
-    """Degrees (pp, dp, tp, cp); without cp in files of older versions."""
+    grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=5)]
+    """Degrees (pp, dp, tp, cp, ep); files of older versions lack the last."""
     peaks: tuple[Annotated[int, Field(ge=0, lt=2**60)], ...]
     """Peak bytes of each rank since its start."""
 
     @model_validator(mode="after")
     def _one_for_each_rank(self) -> Peaks:
-        if len(self.peaks) != math.prod(self.grid):
-            raise ValueError(f"{len(self.peaks)} peaks of {math.prod(self.grid)} ranks")
+        if len(self.peaks) != math.prod(self.grid[:4]):
+            raise ValueError(f"{len(self.peaks)} peaks of {math.prod(self.grid[:4])} ranks")
         return self
 
 

@@ -23,7 +23,7 @@ from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
-from meshwright.run.tensors import checkpoint_metadata, pieces, shard_name
+from meshwright.run.tensors import checkpoint_metadata, pieces, shard_names
 from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
@@ -90,17 +90,17 @@ class Saver:
                 raise CheckpointError("MW-RUN-020", result.problem)
             self._report_failure(head.step, [result.problem])
             return
-        grid = mesh.grid
+        names = shard_names(mesh.grid)
         self._attempt = SaveAttempt(
             self.directory,
             head,
             result.attempt,
-            frozenset(shard_name(pp, tp) for pp in range(grid.pp) for tp in range(grid.tp)),
+            frozenset(name for name in names if name is not None),
         )
         checkpoint = parts.config.checkpoint
         self.writer.start(
             self._attempt,
-            shard_name(mesh.at.pp_rank, mesh.at.tp_rank) if mesh.dp.rank == 0 else None,
+            names[mesh.rank],
             self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, parts.running(), saves_frozen(parts))),
             is_first=mesh.rank == 0,
             before_publishing=lambda: sync_run_files(self.directory, self._warn),

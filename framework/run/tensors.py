@@ -17,6 +17,7 @@ from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.errors import CheckpointError
+from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer.flat import GRADIENT_POINT, FlatOptimizer, factor_infos
 from meshwright.parameters import ParameterInfo
@@ -64,9 +65,17 @@ def checkpoint_metadata(
     )
 
 
-def shard_name(pp_rank: int, tp_rank: int) -> str:
-    """Return the name of the shard that the ranks of one pp and tp rank write."""
-    return f"pp{pp_rank}-tp{tp_rank}"
+def shard_names(grid: Grid) -> list[str | None]:
+    """Return the name of the shard that each rank writes; None: other ranks have all that it holds.
+
+    The first replica writes for all, and of a stage's experts the first ep ranks.
+    """
+    found: list[str | None] = []
+    for rank in range(grid.size):
+        at, in_stage = grid.coordinates(rank), rank % (grid.num_replicas * grid.tp)
+        of_experts = "" if in_stage < grid.tp else f"-ep{in_stage}"
+        found.append(f"pp{at.pp_rank}-tp{at.tp_rank}{of_experts}" if in_stage < max(grid.tp, grid.ep) else None)
+    return found
 
 
 def load_weights(bucket: ShardedParameters, weights: Tensor, master: Tensor | None) -> None:
@@ -93,8 +102,9 @@ def pieces(
 ) -> Iterator[TensorPiece]:
     """Yield this rank's pieces of a checkpoint. Collective over dp: every rank must exhaust it, to all-gather shards.
 
-    One rank yields each piece (dp rank 0; tp rank 0 for replicated parameters; the first stage for tied weights), and
-    its replicas nothing. ``running``: buffers that forward changes, by name. ``with_frozen``: frozen weights too.
+    One rank yields each piece (the first replica; tp rank 0 for replicated parameters; the first stage for tied
+    weights), and its replicas nothing. ``running``: buffers that forward changes, by name.
+    ``with_frozen``: frozen weights too.
     """
     if mesh.dp.rank == 0 and mesh.at.tp_rank == 0:
         for name, buffer in running.items():
@@ -105,7 +115,7 @@ def pieces(
         for member in replica.frozen:
             if not with_frozen and not is_adapter(member.info.name):
                 continue
-            if mesh.dp.rank == 0 and member.kind.owns(mesh.at.tp_rank):
+            if mesh.is_first(member.info.over) and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
             number, index = index, index + 1
@@ -119,12 +129,12 @@ def pieces(
                 shards[TensorKind.MASTER] = evaluated
             is_own = evaluated is bucket.master
             weights = full_weights(bucket) if is_own else full_tensor(bucket, evaluated.to(bucket.dtype))
-            if mesh.dp.rank == 0:
+            if bucket.sharding.is_first:
                 yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights)
             del weights
             for kind, shard in shards.items():
                 flat = full_tensor(bucket, shard)
-                if mesh.dp.rank == 0:
+                if bucket.sharding.is_first:
                     yield from flat_pieces(kind, bucket, flat)
             if mesh.dp.rank == 0 and mesh.at.tp_rank == 0:
                 for name, info, tensor in optimizer.factors(number):

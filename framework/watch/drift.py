@@ -1,7 +1,7 @@
 """Replica drift: comparison of tensors that must be bitwise equal on several ranks, and a report of differing copies.
 
     tensor                      equal on all ranks of           a difference comes from
-    weights                     dp                              a bit flipped in memory, a faulty link, a kernel that
+    weights                     dp (experts: their replicas)    a bit flipped in memory, a faulty link, a kernel that
       replicated over tp        dp, tp                          adds in another order on one rank
       tied                      dp, tied stages (, tp)
     moments, fp32 masters       dp with zero = 0, else the groups that have their own shards (, tp, tied)
@@ -26,6 +26,7 @@ from meshwright.data_parallel.sharding import ShardedParameters, Tie
 from meshwright.errors import DriftError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import Mesh
 from meshwright.parts import Parts
 from meshwright.watch.ranks import numbers, ranks_at
 
@@ -47,6 +48,8 @@ class ReplicatedTensor(NamedTuple):
     tied: Tie | None
     shard: int = 0
     """Index of the optimizer state's shard; 0 for tensors that are not sharded."""
+    over: str = "tp"
+    """"ep" for experts that ranks share."""
 
 
 class NamedPiece(NamedTuple):
@@ -54,8 +57,8 @@ class NamedPiece(NamedTuple):
 
     what: str
     name: str
-    tp_rank: int | None
-    """tp rank of the part; None when all tp ranks hold it."""
+    first: int | None
+    """tp rank of the part, or the first rank with the same experts; None when all tp ranks hold it."""
     shard: int
 
 
@@ -80,7 +83,7 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
             index += 1
             moments = {f"{_moment_name(name)} of ": state for name, state in states.items()} if steps else {}
             if bucket.flat is not None:
-                yield _of_bucket("", bucket, bucket.flat, parts.mesh.dp)
+                yield _of_bucket("", bucket, bucket.flat, parts.mesh.replicas(bucket.kind.over))
             if bucket.flat is None or bucket.is_mixed_precision:
                 moments["" if bucket.flat is None else "the master of "] = bucket.master
             for what, tensor in moments.items():
@@ -88,7 +91,8 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
         for member in replica.frozen:
             kind, parameter = member.kind, member.parameter.detach()
             named = ((member.info.name, parameter),)
-            yield ReplicatedTensor("", parameter, named, parts.mesh.dp, kind.replicated_over_tp, kind.tied)
+            replicas = parts.mesh.replicas(kind.over)
+            yield ReplicatedTensor("", parameter, named, replicas, kind.replicated_over_tp, kind.tied, over=kind.over)
     for name, buffer in parts.running().items():
         yield ReplicatedTensor("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
 
@@ -108,7 +112,7 @@ def _of_bucket(
         if start < stop:
             pieces.append((slot.member.info.name, tensor[start - begin : stop - begin]))
     return ReplicatedTensor(
-        what, tensor, tuple(pieces), over_dp, bucket.kind.replicated_over_tp, bucket.kind.tied, shard
+        what, tensor, tuple(pieces), over_dp, bucket.kind.replicated_over_tp, bucket.kind.tied, shard, bucket.kind.over
     )
 
 
@@ -193,8 +197,7 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
     for each in replicated_tensors(parts):
         for name, tensor in each.pieces:
             if (each.what, name) in suspects:
-                tp_rank = None if each.over_tp else mesh.at.tp_rank
-                own.append((NamedPiece(each.what, name, tp_rank, each.shard), int(bits(tensor))))
+                own.append((NamedPiece(each.what, name, _part(mesh, each), each.shard), int(bits(tensor))))
     copies: dict[NamedPiece, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, hashes in enumerate(mesh.world.gather_objects(own, NamedPiece)):
         for piece, number in hashes:
@@ -215,6 +218,13 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
         f"{text}. This step is not saved: the same command resumes from the last checkpoint. Copies drift apart by "
         f"faults of memory, device or network: if it recurs, exclude the machines of these ranks"
     )
+
+
+def _part(mesh: Mesh, each: ReplicatedTensor) -> int | None:
+    """Return the number of a tensor's part, the same on all ranks with a copy of it."""
+    if each.over_tp:
+        return None
+    return mesh.expert_replicas.ranks[0] if each.over == "ep" else mesh.at.tp_rank
 
 
 def differing_pieces(grid: Grid, copies: Sequence[Sequence[int]]) -> str:

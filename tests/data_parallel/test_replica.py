@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from meshwright.data_parallel.members import members_of
 from meshwright.data_parallel.replica import StageReplica
-from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
+from meshwright.data_parallel.sharding import Sharding, StageParameter, StageSharding, Tie
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
@@ -51,7 +51,7 @@ def replica_of(
         StageParameter(ParameterInfo(name, tuple(parameter.shape), **info), parameter, layer, tied)
         for name, parameter, layer in members_of(layers)
     ]
-    sharding = Sharding(dp, copies)
+    sharding = StageSharding(Sharding(dp, copies), Sharding(dp, copies))
     return StageReplica(members, sharding, tp, bucket_bytes=bucket_bytes, keeps_gradient=keeps_gradient, host=host)
 
 
@@ -178,7 +178,7 @@ def reduced(rank: int, dp: int, how: str, bucket_bytes: int, last_names: list[st
     mesh = open_mesh(Grid(1, dp, 1), "cpu")
     layers = layers_of()
     factor, _, keeps_gradient, each = HOWS[how]
-    shard, copies = mesh.split_dp(factor or dp)
+    shard, copies = mesh.split(mesh.dp, factor or dp)
     replica = replica_of(
         layers, shard, mesh.tp, copies=copies, bucket_bytes=bucket_bytes, keeps_gradient=keeps_gradient
     )
@@ -300,7 +300,7 @@ def brought(rank: int, dp: int, how: str, kind: str) -> list[Copies]:
     mesh = open_mesh(Grid(1, dp, 1), "cpu")
     layers, host = layers_of(), Apart()
     factor, _, keeps_gradient, each = HOWS[how]
-    shard, copies = mesh.split_dp(factor or dp)
+    shard, copies = mesh.split(mesh.dp, factor or dp)
     special: dict[str, Any] = {
         "plain": {},
         "tied": {"tied": Tie("a.weight", ALONE, True)},

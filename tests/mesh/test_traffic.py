@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.errors import MeshError
-from meshwright.mesh.mesh import ALLOCATOR_VARIABLES, RECORDER_VARIABLES, pick_device
+from meshwright.mesh.device import ALLOCATOR_VARIABLES, RECORDER_VARIABLES, pick_device
 from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 from meshwright.system import host
 from meshwright.terminal.output import abridge

@@ -34,6 +34,7 @@ ROOMS = {
     "CHECKPOINT": "checkpoints: the file format, reading, writing",
     "CONFIG": "the configuration: file, keys, rules between keys",
     "CP": "context parallelism",
+    "EP": "expert parallelism",
     "DATA": "corpora, tokenizers, data preparation",
     "DOCTOR": "`meshwright doctor`",
     "DP": "data parallelism and ZeRO",

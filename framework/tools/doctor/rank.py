@@ -61,7 +61,8 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
     store, is_connected = _rendezvous(grid, directory)
     if not is_connected:
         return
-    mesh = open_mesh(grid, config.train.device, timeout_s=TIMEOUT_S, tp_across_nodes=True, store=store)
+    across = {"tp_across_nodes": True, "ep_across_nodes": True}
+    mesh = open_mesh(grid, config.train.device, timeout_s=TIMEOUT_S, store=store, **across)
     if mesh.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
     facts, links, sums = gather_facts(mesh, directory), measure_links(mesh), measure_all_reduces(mesh)

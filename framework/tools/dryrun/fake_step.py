@@ -112,9 +112,8 @@ class SharedBlueprint(NamedTuple):
     """Blueprint drawn before any rank exists, for all ranks of one tp coordinate."""
 
     blueprint: Blueprint
-    tp: PlaceholderGroup
-    """Tensor-parallel group in its layers; it becomes the group of each rank in turn."""
-    cp: PlaceholderGroup
+    groups: tuple[PlaceholderGroup, ...]
+    """Groups in its layers, of tp, cp and ep; they become those of each rank in turn."""
 
     def for_rank(self, pp_rank: int) -> Blueprint:
         """Return the blueprint with private copies of the layers of a pipeline rank; other layers are shared."""
@@ -137,12 +136,13 @@ def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:
 
 
 def share_blueprint(config: RunConfig, at: Coordinates | None = None) -> SharedBlueprint:
-    """Draw the blueprint of many ranks once: those at the tp and cp coordinates of ``at``."""
+    """Draw the blueprint of many ranks once: those at the tp, cp and ep coordinates of ``at``."""
     at = at or Coordinates(0, 0, 0)
     states_of(config.optimizer)  # an optimizer of one's own is tried once per process, on real tensors
-    tp = PlaceholderGroup("tp", tuple(range(config.parallel.tp)), at.tp_rank)
-    cp = PlaceholderGroup("cp", tuple(range(config.parallel.cp)), at.cp_rank)
-    return SharedBlueprint(draw_blueprint(without_offload_directory(config), tp, cp), tp, cp)
+    grid = grid_of(config)
+    ranks = {"tp": at.tp_rank, "cp": at.cp_rank, "ep": grid.rank(at) % grid.ep}
+    groups = [PlaceholderGroup(name, tuple(range(getattr(grid, name))), rank) for name, rank in ranks.items()]
+    return SharedBlueprint(draw_blueprint(without_offload_directory(config), *groups), tuple(groups))
 
 
 def without_offload_directory(config: RunConfig) -> RunConfig:
@@ -192,8 +192,8 @@ def record_step(
     config = without_offload_directory(config).replace(train={"compile": False})
     with fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
         shared = share_blueprint(config, mesh.at) if shared is None else shared
-        shared.tp.become(mesh.tp)
-        shared.cp.become(mesh.cp)
+        for group, of_rank in zip(shared.groups, (mesh.tp, mesh.cp, mesh.ep), strict=True):
+            group.become(of_rank)
         blueprint = shared.for_rank(mesh.at.pp_rank)
         with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants:
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)

@@ -19,7 +19,8 @@ def folded(grid: Grid) -> Grid:
 
 
 def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False) -> str:
-    """Return the axis along which a group extends: pp, dp, tp, ``tied`` (copies of a weight) or ``world``."""
+    """Return the axis along which a group extends: pp, dp, tp, ``ep`` (unless it is an axis), ``tied`` (copies of a
+    weight) or ``world``."""
     if to_peer:
         return Axis.PP
     if len(group) == grid.size and sum(degree > 1 for degree in folded(grid)) > 1:
@@ -28,6 +29,8 @@ def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False) -> str:
     varies = [axis for axis in grid.axes if len({getattr(each, f"{axis}_rank") for each in at}) > 1]
     if set(varies) == {Axis.DP, Axis.CP}:
         return Axis.DP
+    if len(varies) > 1 and grid.ep > 1 and tuple(group) == grid.expert_group(group[0]):
+        return "ep"
     return "world" if len(varies) != 1 else "tied" if varies[0] is Axis.PP else varies[0]
 
 

@@ -172,7 +172,7 @@ def _traffic_rows(job: Job, nodes: Sequence[str], busy: Sequence[float]) -> list
     """Format one row of FLOPs and bytes on the wire per pipeline rank, below a header; unused axes have no column."""
     on_wire = [wire_bytes(job, profile, nodes) for profile in job.profiles]
     columns = {}
-    for axis in ("tp", "cp", "pp", "dp", "tied", "world"):
+    for axis in ("tp", "cp", "ep", "pp", "dp", "tied", "world"):
         traffic = [each.get(axis, WireTraffic(0.0, 0.0)) for each in on_wire]
         columns[f"{axis} inside"] = [each.inside for each in traffic]
         columns[f"{axis} between"] = [each.between for each in traffic]

@@ -148,6 +148,7 @@ def open_inference_mesh(config: RunConfig) -> Mesh:
         config.train.device,
         timeout_s=config.launch.timeout_s + GROUP_TIMEOUT_MARGIN_S,
         tp_across_nodes=parallel.tp_across_nodes,
+        ep_across_nodes=parallel.ep_across_nodes,
     )
 
 
@@ -165,7 +166,7 @@ def open_trained(
     Raises:
         CheckpointError: on every rank; no checkpoint is sound, or it belongs to another model.
     """
-    blueprint = draw_blueprint(config, mesh.tp, mesh.cp) if blueprint is None else blueprint
+    blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep) if blueprint is None else blueprint
     compare_digests(blueprint, mesh)
     path = newest_sound(place.run, mesh, print_warning, only=place.checkpoints)
     assert path is not None, place
@@ -197,11 +198,11 @@ def _owned_base(
     blueprint: Blueprint, stages: Mapping[int, Stage], mesh: Mesh
 ) -> Iterator[tuple[ParameterInfo, Tensor]]:
     """Yield the weights beside adapters that this rank counts among those with copies of them."""
-    for stage in stages.values() if mesh.dp.rank == 0 else ():
+    for stage in stages.values():
         for name, parameter in stage.layers.named_parameters():
             info = blueprint.infos[name]
             is_owned = blueprint.model.canonical(name) == name and (info.slice is not None or mesh.at.tp_rank == 0)
-            if is_owned and not is_adapter(name):
+            if is_owned and mesh.is_first(info.over) and not is_adapter(name):
                 yield info, parameter.detach()
 
 

@@ -11,6 +11,11 @@ from torch import Tensor
 from meshwright.data.fingerprint import Fingerprint
 from meshwright.data.tokenizer import begin_id, ending_ids
 
+WHOLE_SAMPLES = tuple(
+    f"--parallel.{key}" for key in ("cp=1", "cp_order=zigzag", "cp_exchange=keys", "ep=1", "ep_across_nodes=false")
+)
+"""Overrides with which every rank has whole samples, and all experts."""
+
 
 def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
     """Return the inputs that ``data.document_boundaries`` gives a model in training: (B, S) ids and (B, S) bool starts.

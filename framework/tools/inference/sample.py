@@ -38,11 +38,10 @@ from meshwright.system.process import GiveUp, end_process
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size
 from meshwright.terminal.output import print_lines
 from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_inference_mesh, open_trained
-from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, with_starts
+from meshwright.tools.inference.prompts import WHOLE_SAMPLES, encode_prompt, ends_of_document, with_starts
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
-WHOLE_SAMPLES = ("--parallel.cp=1", "--parallel.cp_order=zigzag", "--parallel.cp_exchange=keys")
 SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false", *WHOLE_SAMPLES)
 """Overrides of the run's configuration; with bfloat16, rounding would let layouts choose different tokens."""
 
@@ -157,7 +156,7 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: Sampl
     tokenizer = load(Path(config.data.tokenizer))
     known = fingerprint.read(Path(config.data.tokenizer).parent)
     ends = ends_of_document(Path(config.data.tokenizer), tokenizer, known)
-    blueprint = draw_blueprint(config, mesh.tp, mesh.cp)
+    blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep)
     windows = _windows(blueprint, len(request.prompts))
     logits = _LastLogits(
         mesh.tp, split_vocab_size(blueprint.model.layers, blueprint.infos), max(tokenizer.get_vocab().values()) + 1

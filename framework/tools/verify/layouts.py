@@ -14,7 +14,7 @@ from meshwright.tools.verify.traits import Traits
 
 SCHEDULES: tuple[str, ...] = get_args(get_args(Pipeline.model_fields["schedule"].annotation)[0])
 LAYOUT_WORDS = (
-    "dpN, ppN, tpN, cpN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
+    "dpN, ppN, tpN, cpN, epN, mbsN (micro_batch_size), interleaveN, zero0, zero1, zero2, zero3, shardN (shard_factor), "
     "step (parallel.reduce), offload, sequence, contiguous or documents (parallel.cp_order), heads "
     "(parallel.cp_exchange), pointwise, selective or full (recompute), "
     + ", ".join(SCHEDULES)
@@ -47,6 +47,7 @@ class Layout(NamedTuple):
     """Value of ``parallel.cp_order``."""
     exchange: str = "keys"
     """Value of ``parallel.cp_exchange``."""
+    ep: int = 1
 
     @property
     def size(self) -> int:
@@ -62,6 +63,7 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         words = [f"dp{self.dp}", f"pp{self.pp}", f"tp{self.tp}", *[f"cp{self.cp}"] * (self.cp > 1)]
+        words += [f"ep{self.ep}"] if self.ep > 1 else []
         words += [self.schedule, f"zero{self.zero}", *[self.order] * (self.cp > 1 and self.order != "zigzag")]
         words += [self.exchange] if self.cp > 1 and self.exchange != "keys" else []
         words += ["sequence"] if self.sequence else []
@@ -81,7 +83,7 @@ def parse_layout(text: str) -> Layout:
     """
     layout = Layout()
     for word in filter(None, re.split(r"[,\s]+", text)):
-        numbered = re.fullmatch(r"(dp|pp|tp|cp|mbs|zero|interleave|shard)(\d+)", word)
+        numbered = re.fullmatch(r"(dp|pp|tp|cp|ep|mbs|zero|interleave|shard)(\d+)", word)
         if numbered:
             key = {"mbs": "micro_batch_size"}.get(numbered[1], numbered[1])
             value = int(numbered[2])
@@ -133,6 +135,12 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "MW-VERIFY-005",
             f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose one of {divisors}",
         )
+    stage = layout.dp * layout.cp * layout.tp
+    if stage % layout.ep or layout.ep % (layout.tp if layout.ep > 1 else 1):
+        raise ConfigError(
+            "MW-VERIFY-011",
+            f"layout {layout}: ep{layout.ep} must divide dp x cp x tp = {stage} and be a multiple of tp {layout.tp}",
+        )
     if layout.offload and config.optimizer.steps_wholes:
         name = config.optimizer.name
         raise ConfigError(
@@ -144,6 +152,8 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "pp": layout.pp,
             "tp": layout.tp,
             "cp": layout.cp,
+            "ep": layout.ep,
+            "ep_across_nodes": config.parallel.ep_across_nodes and layout.ep > 1,
             "cp_order": layout.order if layout.cp > 1 else "zigzag",
             "cp_exchange": layout.exchange if layout.cp > 1 else "keys",
             "zero": layout.zero,
@@ -246,4 +256,5 @@ def own_layout(config: RunConfig, global_batch: int) -> Layout:
         own.cp,
         own.cp_order,
         own.cp_exchange,
+        own.ep,
     )

@@ -83,7 +83,12 @@ class RecordingSource:
 def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
     """Train one rank of one layout through the same parts and steps as a training run, and return its numbers."""
     config = parse(config_json)
-    mesh = open_mesh(Grid(*config.parallel.degrees), config.train.device, share_devices=config.launch.share_devices)
+    mesh = open_mesh(
+        Grid(*config.parallel.degrees),
+        config.train.device,
+        ep_across_nodes=True,
+        share_devices=config.launch.share_devices,
+    )
     recorder = RecordingSource(open_verify_source(config, random_tokens))
     parts = build(config, mesh, (recorder, None))
     findings = RankFindings([], [], [], [], [], [], [], [], [])
@@ -116,7 +121,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
 
 def _slices(parts: Parts, bucket: ShardedParameters, flat: Tensor) -> list[TensorSlice]:
     """Return the slices of a full flat tensor that this rank contributes: none if another rank holds the same."""
-    if parts.mesh.dp.rank != 0 or not bucket.kind.owns(parts.mesh.at.tp_rank):
+    if not bucket.sharding.is_first or not bucket.kind.owns(parts.mesh.at.tp_rank):
         return []
     views = [(slot.member.info, flat[slot.start : slot.stop]) for slot in bucket.slots]
     return [(info, _copy(info.unpadded(view.view(info.local_shape)))) for info, view in views]
@@ -130,7 +135,7 @@ def _weights(parts: Parts) -> list[TensorSlice]:
         for bucket in replica.buckets:
             slices += _slices(parts, bucket, full_weights(bucket))
         for member in replica.frozen:
-            if parts.mesh.dp.rank == 0 and member.kind.owns(parts.mesh.at.tp_rank):
+            if parts.mesh.is_first(member.info.over) and member.kind.owns(parts.mesh.at.tp_rank):
                 slices.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
     if parts.mesh.dp.rank == 0 and parts.mesh.at.tp_rank == 0:
         buffers = widened(parts.running())

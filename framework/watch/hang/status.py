@@ -43,7 +43,7 @@ class Status(StatusModel):
     run: str
     at_s: NonNegativeFloat
     tick_s: PositiveFloat
-    grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=4)]
+    grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=5)]
     """Degrees (pp, dp, tp)."""
     step: NonNegativeInt
     steps: PositiveInt

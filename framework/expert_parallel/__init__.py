@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of a layer shared by neighbouring ranks, tokens exchanged between them."""

@@ -1,0 +1,76 @@
+"""Exchange of rows between the ranks that share experts, and its backward: that of a dispatch is a combine.
+
+    dispatch   (N, D) of each rank   -- k copies, sorted, all-to-all -->   (R, D), rows for this rank's experts
+    combine    (R, D)                -- all-to-all, back in place -->      (S, D), a row for each slot of this rank
+
+Each blocks (on CUDA: the stream), and is collective over the ep group. Bytes on the wire of a rank in forward, and the
+same in backward: 2 S D b (n-1)/n if the rows are shared out evenly, b bytes an element.
+
+No sum depends on the order in which rows arrive: rows are moved by indices without duplicates, and the k gradients of a
+token are added in the order of its experts.
+
+Shapes: see dispatch.py; D features of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.expert_parallel.dispatch import Route
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def dispatch(x: Tensor, route: Route) -> Tensor:
+    """Send each token to its experts: (N, D) -> (R, D), by source rank, then by expert. Collective over ep; blocks."""
+    found: Tensor = _Dispatch.apply(x, route)  # type: ignore[no-untyped-call]
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def combine(y: Tensor, route: Route) -> Tensor:
+    """Return the rows to their tokens: (R, D) -> (S, D), k rows for each token. Collective over ep; blocks."""
+    found: Tensor = _Combine.apply(y, route)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _move(rows: Tensor, route: Route, to: Sequence[int], of: Sequence[int]) -> Tensor:
+    """Exchange rows, ``to`` each rank, ``of`` each rank: (sum of to, D) -> (sum of ``of``, D). Blocks."""
+    width = rows.shape[1]
+    out = rows.new_empty(sum(of), width)
+    sizes = [rows_of * width for rows_of in of], [rows_to * width for rows_to in to]
+    route.group.all_to_all(out.view(-1), rows.contiguous().view(-1), *sizes).wait()
+    return out
+
+
+class _Dispatch(torch.autograd.Function):
+    """Dispatch; backward returns the gradients of the rows and adds those of each token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        rows = x.index_select(0, route.order.div(route.top_k, rounding_mode="floor"))
+        return _move(rows, route, route.sent, route.received)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        route = ctx.route
+        rows = _move(g, route, route.received, route.sent).index_select(0, route.inverse)
+        return rows.view(-1, route.top_k, rows.shape[1]).sum(1), None
+
+
+class _Combine(torch.autograd.Function):
+    """Combine; backward sends the gradient of each row to its expert."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return _move(y, route, route.received, route.sent).index_select(0, route.inverse)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        route = ctx.route
+        return _move(g.index_select(0, route.order), route, route.sent, route.received), None

@@ -1,0 +1,144 @@
+"""Expert parallelism of a plain model: each module of kind ``experts`` in its sharding plan keeps E/ep experts.
+
+    x, ids, weights --> dispatch --> the module's own forward on its experts --> combine --> sum of weight * y
+
+The own forward gets rows with one expert each and no weights. The weights multiply at the token's home rank: so the
+router gets its gradient there, and nothing but rows goes over the wire. It works for any module called with (x, ids,
+weights) whose parameters count the experts in dim 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from inspect import signature
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ModelError
+from meshwright.expert_parallel.dispatch import find_route
+from meshwright.expert_parallel.exchange import combine, dispatch
+from meshwright.mesh.comm import Group
+from meshwright.parameters import ParameterInfo, Slice
+from meshwright.seeding import SeededDropout
+
+EXPERTS = "experts"
+
+
+def apply(
+    builder: str,
+    model: nn.Sequential,
+    plan: Mapping[str, Any],
+    infos: Mapping[str, ParameterInfo],
+    group: Group,
+    tied: Sequence[tuple[str, ...]] = (),
+) -> dict[str, ParameterInfo]:
+    """Share the experts of each layer over the ep group, in place; return the parameters' metadata. No communication.
+
+    Call it after tensor parallelism is applied, which leaves experts whole.
+
+    Raises:
+        ModelError: the plan names no experts, or ep does not divide their number.
+    """
+    found = dict(infos)
+    if group.size == 1:
+        return found
+    names = [
+        name
+        for name, _ in model.named_modules(remove_duplicate=False)
+        if name and any(kind == EXPERTS and fnmatchcase(name, pattern) for pattern, kind in plan.items())
+    ]
+    if not names:
+        raise ModelError(
+            "MW-EP-001",
+            f"{builder}: parallel.ep = {group.size} shares experts, and the model's sharding_plan names none (kind "
+            f'"{EXPERTS}"): use parallel.ep = 1, or name the module that is called with (x, ids, weights)',
+        )
+    parts: dict[int, nn.Module] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name in names:
+        plain = model.get_submodule(name)
+        for path, whole in plain.named_parameters(remove_duplicate=False):
+            part = _slice(builder, f"{name}.{path}", whole, group)
+            info = found[f"{name}.{path}"]._replace(slice=part, sum_over_tp=False, over="ep")
+            found[f"{name}.{path}"] = info
+            local = nn.Parameter(info.take(whole.detach()), whole.requires_grad)
+            parameters.setdefault(id(whole), local)
+        if id(plain) not in parts:
+            parts[id(plain)] = _share(plain, group, parameters)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, parts[id(plain)])
+    _check_ties(builder, found, tied)
+    return found
+
+
+def _slice(builder: str, name: str, whole: Tensor, group: Group) -> Slice:
+    num_experts, part = whole.shape[0], whole.shape[0] // group.size
+    if num_experts % group.size:
+        divisors = ", ".join(str(ep) for ep in range(1, num_experts + 1) if num_experts % ep == 0)
+        raise ModelError(
+            "MW-EP-002",
+            f"{builder}: {name} has {num_experts} experts, and parallel.ep = {group.size} does not divide them: choose "
+            f"one of {divisors}",
+        )
+    return Slice(0, group.rank * part, (group.rank + 1) * part, part)
+
+
+def _check_ties(builder: str, infos: Mapping[str, ParameterInfo], tied: Sequence[tuple[str, ...]]) -> None:
+    for names in tied:
+        if len({infos[name].over for name in names if name in infos}) > 1:
+            raise ModelError(
+                "MW-EP-003",
+                f"{builder}: the tied weights {', '.join(names)} are experts in one place alone, and parallel.ep cuts "
+                f"those: untie them, or use parallel.ep = 1",
+            )
+
+
+def _share(plain: nn.Module, group: Group, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
+    """Return a copy of a module of experts that has this rank's part of them and exchanges rows."""
+    draws = {id(module.draw): module.draw for module in plain.modules() if isinstance(module, SeededDropout)}
+    module = copy.deepcopy(plain, draws)
+    num_experts = next(plain.parameters()).shape[0]
+    for path, whole in plain.named_parameters(remove_duplicate=False):
+        owner, _, attribute = path.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, parameters[id(whole)])
+    given: dict[str, Any] = vars(module)
+    given["expert_exchange"] = ExpertExchange(group, num_experts, type(plain))
+    given["forward"] = MethodType(_forward, module)
+    return module
+
+
+class ExpertExchange:
+    """Exchange of one module of experts: its group and the number of its experts."""
+
+    def __init__(self, group: Group, num_experts: int, kind: type[nn.Module]) -> None:
+        self.group = group
+        self.num_experts = num_experts
+        third = list(signature(kind.forward).parameters.values())[3:4]
+        self.takes_none = any(parameter.default is None for parameter in third)
+        """True if the module's forward takes None instead of weights of one."""
+
+
+def _forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Send rows to their experts, wherever these are, and add up: x (.., D), ids and weights (.., k) -> (.., D).
+
+    Collective over the ep group; blocks.
+    """
+    exchange: Any = vars(module)["expert_exchange"]
+    own = type(module).forward
+    if x.is_meta:  # shapes alone
+        meta: Tensor = own(module, x, ids, weights)
+        return meta
+    route = find_route(ids, exchange.num_experts, exchange.group)
+    rows = dispatch(x.reshape(-1, x.shape[-1]), route)
+    ones = None if exchange.takes_none else torch.ones_like(route.local_ids, dtype=x.dtype).unsqueeze(-1)
+    y = combine(own(module, rows, route.local_ids.unsqueeze(-1), ones), route)
+    y = y.view(*ids.shape, y.shape[-1])
+    if weights is not None:
+        y = y * weights.unsqueeze(-1)
+    total: Tensor = y.sum(-2) if ids.shape[-1] > 1 else y.squeeze(-2)
+    return total.to(x.dtype)

@@ -1,0 +1,83 @@
+"""Runs of shared experts: any ep resumes any other, bit-equal on the same one; drift of an expert is named."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.build import build
+from meshwright.config import RunConfig, resolve
+from meshwright.errors import DriftError
+from meshwright.launch.pool import RankPool
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import close_mesh, open_mesh
+from meshwright.run.directory import run_directory
+from meshwright.watch.drift import check_drift
+from tests.end_to_end.driving import differing, layout, load_rank, run_config, size, tensors, train
+
+LLAMA = {"vocab_size": 512, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24}
+LLAMA |= {"max_sequence_length": 32, "moe": {"num_experts": 4, "top_k": 2}}  # type: ignore[dict-item]
+MODEL = {"builder": "meshwright.models.llama:build", "options": LLAMA}
+
+
+def of_layout(corpus: Path, runs: Path, text: str, steps: int = 2) -> RunConfig:
+    settings: dict[str, Any] = {"model": MODEL, "train": {"steps": steps, "dtype": "float64", "validate_steps": 1}}
+    return run_config(corpus, runs, parallel=layout(text), **settings)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp4,ep4,zero2", "dp2,tp2,ep2,sequence"),
+        pytest.param("dp2,pp2,ep2,zero3", "tp2", marks=pytest.mark.torture),
+        pytest.param("tp2", "dp2,tp2,ep4,sequence,zero3", marks=pytest.mark.torture),
+    ],
+)
+def test_a_run_goes_on_with_another_ep(before: str, after: str, corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    first = of_layout(corpus, tmp_path, before)
+    train(pool, first)
+    saved, losses = run_directory(first), {}
+    for name, text in (("before", before), ("after", after)):
+        config = of_layout(corpus, tmp_path, text)
+        ranks = pool.run(load_rank, size(config), config, str(saved), str(tmp_path / name), 2)
+        assert not differing(tensors(tmp_path / name), tensors(saved))
+        losses[name] = ranks[0].losses
+    for ours, theirs in zip(losses["after"], losses["before"], strict=True):
+        assert math.isclose(ours, theirs, rel_tol=1e-11), losses
+
+
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    for name, stops in (("unbroken", (3,)), ("resumed", (2, 3))):
+        for steps in stops:
+            config = of_layout(corpus, tmp_path / name, "dp4,ep2,zero2", steps)
+            train(pool, config.replace(optimizer={"schedule": "constant"}))
+    found = [tensors(run_directory(of_layout(corpus, tmp_path / name, ""))) for name in ("unbroken", "resumed")]
+    assert not differing(*found)
+
+
+def drift(rank: int, world_size: int, config: RunConfig, spoilt: int | None) -> str:
+    """The message of a check after the expert weights of one rank have changed."""
+    config = resolve(config, world_size)
+    mesh = open_mesh(Grid(*config.parallel.degrees), "cpu")
+    parts = build(config, mesh)
+    for replica in parts.replicas.values():
+        for bucket in replica.buckets:
+            if rank == spoilt and bucket.kind.over == "ep" and bucket.flat is not None:
+                bucket.flat[3] += 1e-9
+    try:
+        check_drift(parts)
+        return ""
+    except DriftError as error:
+        return error.message
+    finally:
+        close_mesh(mesh)
+
+
+def test_replicas_of_experts_are_compared_among_themselves(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    config = of_layout(corpus, tmp_path, "dp4,ep2")
+    assert set(pool.run(drift, 4, config, None)) == {""}
+    (message,) = set(pool.run(drift, 4, config, 3))
+    assert "mlp.experts" in message and "rank 1" in message and "rank 3" in message and "rank 0" not in message

@@ -1,0 +1,184 @@
+"""Experts that ranks share have the numbers of one process; each mistake that loses them is seen and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import meshwright.build
+import meshwright.expert_parallel.plan
+from meshwright.config import RunConfig
+from meshwright.data_parallel.buckets import Bucket
+from meshwright.data_parallel.sharding import StageSharding
+from meshwright.errors import ConfigError
+from meshwright.expert_parallel.dispatch import Route
+from meshwright.expert_parallel.exchange import _Combine, _move
+from meshwright.launch.pool import RankPool
+from meshwright.optimizer.flat import OptimizerShard
+from meshwright.parameters import ParameterInfo, Slice
+from meshwright.tools.verify import compare, layout_config, parse_layout
+from meshwright.tools.verify.compare import TOLERANCES
+from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from tests.tools.verify.cases import LATER, References, config_of, prove
+
+LENGTH = 8
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_experts": 4, "top_k": 2},
+    "deepseek": {"num_experts": 8, "top_k": 3, "expert_ffn_size": 12, "shared_ffn_size": 24, "first_dense": 1}
+    | {"router": "sigmoid", "scaling": 2.5, "num_groups": 4, "groups_per_token": 2, "balance": "bias"},
+    "all": {"num_experts": 4, "top_k": 4},
+    "sparse": {"num_experts": 16, "top_k": 1, "normalise": False},
+}
+"""Name -> its options. The third sends each token to all experts, the last leaves some experts without a token."""
+
+
+def model(name: str, num_layers: int = 2) -> RunConfig:
+    """A Llama of 4 heads whose feed-forward networks are a mixture of experts."""
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_layers": num_layers, "max_sequence_length": LENGTH}
+    sizes |= {"num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "dropout": 0.1, "moe": MIXTURES[name]}
+    return config_of("meshwright.models.llama:build", sizes, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """Shared by the rows of this module."""
+    return References()
+
+
+LAYOUTS = [
+    ("mixtral", "dp2,ep2"),
+    ("sparse", "dp4,ep4,zero2"),
+    ("deepseek", "dp2,pp2,ep2,zb_v,zero0"),
+    ("mixtral", "tp2,ep2,sequence"),
+    ("deepseek", "dp2,tp2,ep4,sequence,full"),
+    ("mixtral", "dp4,ep2,zero3"),
+    ("all", "cp2,ep2,mbs2"),
+    LATER("all", "dp2,ep2,pp2,zb_h1"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_layouts_agree(name: str, layout: str, pool: RankPool, references: References) -> None:
+    row = prove(model(name), parse_layout(layout), pool, references, global_batch=8, steps=2, twice=False)
+    assert row.problems == []
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+
+def norm_without_experts(patch: pytest.MonkeyPatch) -> None:
+    """Slices of experts are counted on no rank."""
+    make = meshwright.build.OptimizerShard
+
+    def uncounted(*args: Any) -> OptimizerShard:
+        shard = make(*args)
+        assert shard.place is not None
+        return shard._replace(is_counted=shard.is_counted and shard.place.slots[0][0].over != "ep")
+
+    patch.setattr(meshwright.build, "OptimizerShard", uncounted)
+
+
+def gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
+    """A mean over the ep group is undone, though gradients are sums."""
+    reduce = Bucket.reduce
+
+    def scaled(bucket: Bucket, *, last: bool = True) -> None:
+        if bucket.kind.over == "ep":
+            bucket.open_gradient().mul_(2)
+        reduce(bucket, last=last)
+
+    patch.setattr(Bucket, "reduce", scaled)
+
+
+def summed_over_all_replicas(patch: pytest.MonkeyPatch) -> None:
+    """Gradients of experts are summed over dp, in which other ranks have other experts."""
+    patch.setattr(StageSharding, "of", lambda shardings, member: shardings.dense)
+
+
+def router_detached(patch: pytest.MonkeyPatch) -> None:
+    """Weights are applied without their history."""
+    forward = meshwright.expert_parallel.plan._forward
+    patch.setattr(
+        meshwright.expert_parallel.plan, "_forward", lambda m, x, ids, weights: forward(m, x, ids, weights.detach())
+    )
+
+
+def slices_numbered_from_0(patch: pytest.MonkeyPatch) -> None:
+    """Every rank takes its experts for the first ones."""
+    part = meshwright.expert_parallel.plan._slice
+
+    def first(*args: Any) -> Slice:
+        found = part(*args)
+        return found._replace(start=0, stop=found.padded)
+
+    patch.setattr(meshwright.expert_parallel.plan, "_slice", first)
+
+
+def experts_of_rank_0_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """Every rank holds the values of the first experts under its own numbers."""
+    take = ParameterInfo.take
+
+    def first(info: ParameterInfo, full: Tensor) -> Tensor:
+        if info.over == "ep" and info.slice is not None:
+            info = info._replace(slice=info.slice._replace(start=0, stop=info.slice.padded))
+        return take(info, full)
+
+    patch.setattr(ParameterInfo, "take", first)
+
+
+def order_lost_in_combine(patch: pytest.MonkeyPatch) -> None:
+    """Rows stay in the order in which they come back."""
+
+    def sorted_by_expert(ctx: Any, y: Tensor, route: Route) -> Tensor:
+        ctx.route = route
+        return _move(y, route, route.received, route.sent)
+
+    patch.setattr(_Combine, "forward", staticmethod(sorted_by_expert))
+
+
+LOSS, GRADIENTS, NORM = "loss of step 1 is", "gradients of step 1 differ", "gradient norm of step 1 is"
+INITIAL = "initial weights differ"
+Break = Callable[[pytest.MonkeyPatch], None]
+TRAPS: list[tuple[Break, tuple[str, ...], tuple[str, ...]]] = [
+    (norm_without_experts, (NORM,), (LOSS, GRADIENTS)),
+    (gradient_times_ep, (GRADIENTS, "it is 2 times the reference's"), (LOSS,)),
+    (summed_over_all_replicas, (GRADIENTS,), (LOSS,)),
+    (router_detached, (GRADIENTS, NORM), (LOSS,)),
+    (slices_numbered_from_0, (INITIAL,), ()),
+    (experts_of_rank_0_everywhere, (INITIAL,), ()),
+    (order_lost_in_combine, (LOSS, GRADIENTS), (INITIAL,)),
+]
+BREAKS = {trap[0].__name__: trap[0] for trap in TRAPS}
+
+
+def run_broken(rank: int, world_size: int, broken: str, config_json: str) -> RankFindings:
+    with pytest.MonkeyPatch.context() as patch:
+        BREAKS[broken](patch)
+        return run_layout(rank, world_size, config_json, 1, True)
+
+
+@pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap[0].__name__)
+def test_verify_sees_the_mistake(
+    trap: tuple[Break, tuple[str, ...], tuple[str, ...]], pool: RankPool, references: References
+) -> None:
+    broken, said, unsaid = trap
+    config, parsed = model("mixtral"), parse_layout("dp2,ep2")
+    expected = references.expected(config, 8, 1, "float64")
+    text = layout_config(config, parsed, 8, "float64").model_dump_json()
+    found = merge(pool.run(run_broken, parsed.size, broken.__name__, text))
+    told = "\n".join(compare("dp2,ep2", found, None, expected.findings, TOLERANCES["float64"]).problems)
+    for words in said:
+        assert words in told, told
+    for words in unsaid:
+        assert words not in told, told
+
+
+def test_words_of_a_layout() -> None:
+    layout = parse_layout("dp2,tp2,ep4,sequence")
+    assert layout.ep == 4 and layout.size == 4
+    assert str(layout) == "dp2,pp1,tp2,ep4,1f1b,zero1,sequence,mbs1" and parse_layout(str(layout)) == layout
+    with pytest.raises(ConfigError, match=r"ep4 must divide dp x cp x tp = 2"):
+        layout_config(model("mixtral"), parse_layout("dp2,ep4"), 8, "float64")
