@@ -88,13 +88,15 @@ def _ranks(draft: Draft) -> int | None:
 
 def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
     tp, pp = draft.count("tensor-model-parallel-size", 1), draft.count("pipeline-model-parallel-size", 1)
-    context = draft.optional_count("context-parallel-size") or 1
-    if context > 1:
-        draft.drop("context-parallel-size", DropReason.NONE, "no context parallelism")
+    cp = draft.optional_count("context-parallel-size") or 1
+    exchange = draft.value("cp-comm-type", None)
+    if cp > 1:
+        draft.put("parallel.cp", cp)
+        draft.put("parallel.cp_exchange", "heads" if exchange in ("a2a", ["a2a"]) else None)
     draft.put("parallel.tp", tp)
     draft.put("parallel.pp", pp)
     dp: int | None = None
-    replica = tp * pp * context
+    replica = tp * pp * cp
     if size is None or {"tensor-model-parallel-size", "pipeline-model-parallel-size"} & draft.unset.keys():
         draft.put("parallel.dp", "auto", "fills the ranks; --ranks N fixes it")
     elif not size or size % replica:
@@ -104,7 +106,7 @@ def _layout(draft: Draft, size: int | None, num_layers: int | None) -> None:
         )
     else:
         dp = size // replica
-        axes = f"tp {tp} x pp {pp}" + (f" x cp {context}" if context > 1 else "")
+        axes = f"tp {tp} x pp {pp}" + (f" x cp {cp}" if cp > 1 else "")
         draft.put("parallel.dp", dp, f"{size} ranks / ({axes})")
     if draft.boolean("sequence-parallel"):
         if tp > 1:

@@ -40,11 +40,7 @@ REST = (
     DropRule("fp16-lm-cross-entropy", DropReason.DIFFERS, "the loss is computed in float32"),
     DropRule("*loss-scale* hysteresis", DropReason.NEEDLESS, "without --fp16"),
     DropRule("grad-reduce-in-bf16", DropReason.DIFFERS, "gradients are summed in float32"),
-    DropRule(
-        "context-parallel-size hierarchical-context-parallel-sizes cp-comm-type",
-        DropReason.NONE,
-        "no context parallelism",
-    ),
+    DropRule("hierarchical-context-parallel-sizes", DropReason.NONE, "context-parallel exchanges have one level"),
     DropRule("expert-*", DropReason.NONE, "no expert parallelism"),
     DropRule("moe-*", DropReason.NEEDLESS, "without --num-experts"),
     DropRule("lr-warmup-init", DropReason.NEEDLESS),

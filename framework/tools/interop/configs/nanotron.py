@@ -208,10 +208,12 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     degrees = {axis: draft.count(f"parallelism.{axis}", 1) for axis in ("dp", "pp", "tp")}
     for axis, degree in degrees.items():
         draft.put(f"parallel.{axis}", degree)
-    size = degrees["dp"] * degrees["pp"] * degrees["tp"]
+    cp = draft.count("parallelism.context_parallel_size", 1)
+    draft.put("parallel.cp", cp if cp > 1 else None)
+    size = degrees["dp"] * degrees["pp"] * degrees["tp"] * cp
     if ranks is not None and ranks != size:
         raise ConfigError(
-            "MW-INTEROP-010", f"--ranks {ranks}, but the file's dp x pp x tp is {size}: leave --ranks out"
+            "MW-INTEROP-010", f"--ranks {ranks}, but the file's dp x pp x cp x tp is {size}: leave --ranks out"
         )
     mode = (draft.text("parallelism.tp_mode", "ALL_REDUCE") or "").upper()
     if degrees["tp"] > 1 and mode == "REDUCE_SCATTER":

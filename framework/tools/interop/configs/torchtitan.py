@@ -41,10 +41,8 @@ def _layout(draft: Draft, ranks: int | None) -> None:
     shards = draft.integer("parallelism.data_parallel_shard_degree", -1)
     tp, pp = (draft.count(f"parallelism.{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline"))
     assert shards is not None
-    context = draft.integer("parallelism.context_parallel_degree", 1) or 1
-    if context > 1:
-        draft.drop("parallelism.context_parallel_degree", DropReason.NONE, "no context parallelism")
-    one = replicas * tp * pp * context
+    cp = draft.count("parallelism.context_parallel_degree", 1)
+    one = replicas * tp * pp * cp
     if shards == -1 and ranks is not None:
         shards, rest = divmod(ranks, one)
         if rest or not shards:
@@ -54,6 +52,7 @@ def _layout(draft: Draft, ranks: int | None) -> None:
             )
     draft.put("parallel.tp", tp)
     draft.put("parallel.pp", pp)
+    draft.put("parallel.cp", cp if cp > 1 else None)
     if tp > 1:
         sequence = draft.boolean("parallelism.enable_sequence_parallel", True)
         draft.put(
@@ -66,10 +65,11 @@ def _layout(draft: Draft, ranks: int | None) -> None:
             draft.drop("parallelism.data_parallel_replicate_degree", DropReason.BY_HAND, note)
     else:
         draft.put("parallel.dp", replicas * shards)
-    _zero(draft, replicas, shards, pp)
+    _zero(draft, replicas, shards if shards == -1 else shards * cp, pp)
 
 
 def _zero(draft: Draft, replicas: int, shards: int, pp: int) -> None:
+    """Translate FSDP, whose shards are those of ``shards`` replicas, cp ranks counted; -1: all of them."""
     policy = draft.text("parallelism.fsdp_reshard_after_forward") or "default"
     if shards == 1:
         draft.put("parallel.zero", 0, "DDP: nothing is sharded")

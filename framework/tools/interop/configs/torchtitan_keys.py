@@ -79,7 +79,7 @@ REST = (
     ),
     DropRule("training.mixed_precision_reduce", DropReason.NEEDLESS, "gradients are accumulated in float32"),
     DropRule("training.dataset_path", DropReason.BY_HAND, CORPUS),
-    DropRule("parallelism.context_parallel_*", DropReason.NONE, "no context parallelism"),
+    DropRule("parallelism.context_parallel_*", DropReason.NEEDLESS, "the order of tokens changes no number"),
     DropRule(
         "parallelism.expert_* parallelism.pipeline_parallel_expert_parallel_overlap",
         DropReason.NONE,

@@ -323,6 +323,21 @@ def test_documents_that_are_kept_apart_stay_apart(adopted: Callable[..., Importe
     assert not adopted("nanotron.yaml").config.data.document_boundaries
 
 
+def test_context_parallelism_comes_along(adopted: Callable[..., ImportedConfig]) -> None:
+    """Of torchtitan and Megatron-LM the data-parallel degree is the ranks that cp leaves."""
+    keys = ("parallel.dp", "parallel.cp", "parallel.cp_exchange", "parallel.shard_factor")
+    titan = FILES["torchtitan.toml"].replace("context_parallel_degree = 1", "context_parallel_degree = 2")
+    assert tuple(values(adopted("torchtitan.toml", text=titan, ranks=64), *keys).values()) == (8, 2, "keys", 8)
+    flags = "--context-parallel-size 2 --cp-comm-type a2a --sequence-parallel " + FILES["flags.txt"]
+    megatron, without = (
+        values(adopted("flags.txt", text=text, ranks=64), *keys) for text in (flags, FILES["flags.txt"])
+    )
+    assert megatron["parallel.dp"] * 2 == without["parallel.dp"]
+    assert (megatron["parallel.cp"], megatron["parallel.cp_exchange"]) == (2, "heads")
+    tron = FILES["nanotron.yaml"].replace("  expert_parallel_size: 1", "  context_parallel_size: 2")
+    assert values(adopted("nanotron.yaml", text=tron), *keys)["parallel.cp"] == 2
+
+
 def test_flags_in_quotes_over_many_lines_have_their_own_line(adopted: Callable[..., ImportedConfig]) -> None:
     text = (
         'A="\n    --num-layers 2 \\\n    --hidden-size 32 --mock-data \\\n    --split 9,1\n"\nA="$A \\\n  --profile"\n'
