@@ -65,7 +65,10 @@ def show(
     tokenizer = load(tokenizer_file)
     vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
     whole = Corpus(prefix, 1)
-    length = sequence_length if packing == "documents" else min(sequence_length, max(1, len(whole.stream) - 1))
+    context = context or ContextReport()
+    length, most = sequence_length, max(1, len(whole.stream) - 1)
+    if length > most and packing != "documents":  # a small corpus: one sample, which cp cuts into equal parts
+        length = max(1, most // context.cp * context.cp)
     corpus = Corpus(prefix, length, rules=DocumentRules(packing, boundaries=True))
     console = Console(highlight=False, soft_wrap=True)
     known, documents = corpus.known, len(corpus.documents)
@@ -76,7 +79,7 @@ def show(
     console.print(
         Text(f'  as samples of {length:,} tokens, packing = "{packing}": {corpus.num_samples:,}{cut}', style="bold")
     )
-    balance = describe_balance(corpus, context or ContextReport())
+    balance = describe_balance(corpus, context)
     for line in (describe_lengths(corpus.documents, length), *balance):
         console.print(Text(f"  {line}", style="bold"))
     for number in range(min(num_samples, corpus.num_samples)):
