@@ -9,6 +9,7 @@ must end with those of the reset. The comparison needs no values, because parame
 from __future__ import annotations
 
 import copy
+import math
 import sys
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ GIVEN = "_given_value"
 """Attribute of a parameter that had values when registered: the number if all elements are equal, or DRAWN."""
 DRAWN = "drawn"
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+MAX_EMPTY = 2**31
+"""Elements of an uninitialised tensor that a builder may get in memory: more could not be allocated on a small host."""
 Write = tuple[Any, ...]
 """Name of an operation and its plain arguments."""
 
@@ -98,6 +101,8 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(args[0], (name, *filter(_is_plain, tree_leaves((args[1:], kwargs)))))
             else:
                 self._empty.discard(args[0].untyped_storage()._cdata)
+        if name == "empty" and math.prod(args[0]) > MAX_EMPTY:
+            kwargs = kwargs | {"device": torch.device("meta")}
         found = func(*args, **kwargs)
         if isinstance(found, Tensor) and not found.is_meta and not func._schema.is_mutable:
             key = found.untyped_storage()._cdata
