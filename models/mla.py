@@ -16,7 +16,6 @@ Shapes: B samples, S tokens, D hidden, H heads (H/tp under tp), d = nope + rope 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from meshwright.models.attention import AttentionCore, positions_of, rotate
+from meshwright.models.option_tables import read_table
 from meshwright.models.sizes import check_positive
 
 LATENT_PLAN: dict[str, Any] = {
@@ -114,21 +114,12 @@ def latent_of(options: Mapping[str, Any]) -> LatentOptions | None:
     """Return the sizes that a builder's table ``mla`` gives; None without one.
 
     Raises:
-        ValueError: a size is missing, unknown or not positive, or an option of other attentions is set.
+        ValueError: a size is missing, unknown or no positive whole number, or an option of other attentions is set.
     """
     given = options["mla"]
     if given is None:
         return None
-    names = LatentOptions._fields
-    for name in given:
-        if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-            raise ValueError(f"mla: there is no option {name}; {hint}")
-    missing = [name for name in names if name not in given and name not in LatentOptions._field_defaults]
-    if missing:
-        raise ValueError(f"mla: {', '.join(missing)} must be given")
-    sizes = LatentOptions(**given)
+    sizes = read_table("mla", given, LatentOptions)
     check_positive(**{f"mla.{name}": value for name, value in sizes._asdict().items()})
     if sizes.rope_dim % 2:
         raise ValueError(f"rotary positions need an even number of features, got mla.rope_dim={sizes.rope_dim}")

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch import nn
 from meshwright.models.expert_balance import Balance
 from meshwright.models.experts import GROUP_SCORES, SCORES, Experts, MoE, Router, Routing
 from meshwright.models.feed_forward import GatedMlp
+from meshwright.models.option_tables import read_table
 
 BALANCES = ("none", "bias")
 LOSSES = ("sequence_loss", "batch_loss", "router_z_loss")
@@ -122,19 +122,14 @@ def moe_of(options: Mapping[str, Any] | None) -> MoeOptions | None:
     """Return the options of a table ``moe``; None: every block is dense.
 
     Raises:
-        ValueError: there is no such option, or one is missing.
+        ValueError: an option is unknown, missing, of another type, or has no effect.
     """
     if options is None:
         return None
-    for name in options:
-        if name not in MoeOptions._fields:
-            close = difflib.get_close_matches(name, MoeOptions._fields, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(MoeOptions._fields)}"
-            raise ValueError(f"moe: there is no option {name}; {hint}")
-    missing = [name for name in ("num_experts", "top_k") if name not in options]
-    if missing:
-        raise ValueError(f"moe: {' and '.join(missing)} must be given")
-    return MoeOptions(**options)
+    moe = read_table("moe", options, MoeOptions)
+    if "bias_rate" in options and moe.balance != "bias":
+        raise ValueError(f'moe: bias_rate={moe.bias_rate} has no effect without balance="bias": leave it out')
+    return moe
 
 
 class FeedForwards(NamedTuple):

@@ -191,7 +191,7 @@ class Launch(Section):
     """Local ranks that ``meshwright train`` starts when no launcher has started it."""
 
     processes: Count | Literal["auto"] = "auto"
-    """Number of local ranks. auto: dp x pp x tp; with dp = "auto" one per device (on CPU pp x tp)."""
+    """Number of local ranks. auto: dp x pp x cp x tp; with dp = "auto" one per device (on CPU pp x cp x tp)."""
     devices: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = ""
     """GPUs: "2,0" gives local rank 0 the first, by nvidia-smi or position in CUDA_VISIBLE_DEVICES. "": all, by bus."""
     share_devices: bool = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from typing import Any
 
 import pytest
 import torch
@@ -137,9 +139,28 @@ def test_a_grouped_product_computes_the_loop(monkeypatch: pytest.MonkeyPatch) ->
         ({"num_experts": 8, "top_k": 3, "num_groups": 4}, ["1 groups of 2 experts", "top_k=3"]),
         ({"num_experts": 4, "top_k": 2, "first_dense": 1}, ["first_dense", "num_layers=1"]),
         ({"num_experts": 4, "top_k": 2, "shared_gate": True}, ["shared_ffn_size"]),
+        ({"num_experts": "4", "top_k": 2.0}, ["num_experts='4' must be a whole number; top_k=2.0 must be"]),
+        ({"num_experts": 4, "top_k": True}, ["top_k=True must be a whole number"]),
+        ({"num_experts": 4, "top_k": 2, "expert_ffn_size": "8"}, ["expert_ffn_size='8' must be a whole number"]),
+        ({"num_experts": 4, "top_k": 2, "batch_loss": math.nan}, ["batch_loss=nan must be a finite number"]),
+        ({"num_experts": 4, "top_k": 2, "normalise": "false"}, ["normalise='false' must be true or false"]),
+        ({"num_experts": 4, "top_k": 2, "router": ["softmax"]}, ["router=['softmax'] must be a text"]),
+        ({"num_experts": 4, "top_k": 2, "bias_rate": 0.1}, ["bias_rate=0.1", 'balance="bias"']),
+        (4, ["moe=4 must be a table", "num_experts"]),
     ],
 )
-def test_options_without_a_meaning_are_refused_with_their_values(moe: dict, words: list[str]) -> None:
+def test_options_without_a_meaning_are_refused_with_their_values(moe: Any, words: list[str]) -> None:
     with pytest.raises(ValueError, match="moe") as caught:
         llama.build(31, 16, 1, 2, 2, 24, 16, moe=moe)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_sizes_of_a_latent_attention_are_whole_numbers() -> None:
+    sizes = {"kv_rank": 8, "nope_dim": 8, "rope_dim": 4, "v_dim": 8}
+    for mla, words in (
+        (sizes | {"kv_rank": "8"}, "mla: kv_rank='8' must be a whole number"),
+        (sizes | {"q_rank": 4.0}, "mla: q_rank=4.0 must be a whole number"),
+        (True, "mla=True must be a table"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            llama.build(31, 16, 1, 2, 2, 24, 16, mla=mla)

@@ -155,7 +155,8 @@ class _Texts:
                 pairs = product(self.of(left, depth + 1), self.of(right, depth + 1))
                 return ["".join(pair) for pair in pairs]
             case ast.IfExp(body=body, orelse=orelse):
-                return self.of(body, depth + 1) + self.of(orelse, depth + 1)
+                forms = [form for form in (body, orelse) if not _is_none(form)]
+                return [text for form in forms for text in self.of(form, depth + 1)]
             case ast.Call(func=ast.Attribute(value=ast.Constant(), attr="join"), args=[listed]):
                 return self._elements(listed, depth)
             case ast.Call() if called(node) in self._functions:
@@ -183,8 +184,7 @@ class _Texts:
     def _results(self, depth: int) -> list[str]:
         assert self._around is not None
         values = [n.value for n in ast.walk(self._around) if isinstance(n, ast.Return) and n.value is not None]
-        shown = [value for value in values if not (isinstance(value, ast.Constant) and value.value is None)]
-        return [text for value in shown for text in self.of(value, depth + 1)]
+        return [text for value in values if not _is_none(value) for text in self.of(value, depth + 1)]
 
     def _returned(self, call: ast.Call, depth: int) -> list[str]:
         """Return what a helper returns, with the texts among its arguments put in."""
@@ -215,6 +215,10 @@ class _Texts:
         listed = isinstance(node, ast.GeneratorExp | ast.ListComp)
         texts = self._elements(node, depth + 1) if listed else self.of(node, depth + 1)
         return [text for text in texts if not re.fullmatch(r"\{[^{}]*\}|", text)]
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _is_plain(node: ast.expr) -> bool:

@@ -41,7 +41,7 @@ REST = (
     DropRule("*loss-scale* hysteresis", DropReason.NEEDLESS, "without --fp16"),
     DropRule("grad-reduce-in-bf16", DropReason.DIFFERS, "gradients are summed in float32"),
     DropRule("hierarchical-context-parallel-sizes", DropReason.NONE, "context-parallel exchanges have one level"),
-    DropRule("expert-*", DropReason.NONE, "no expert parallelism"),
+    DropRule("expert-*", DropReason.NONE, "experts are not imported"),
     DropRule("moe-*", DropReason.NEEDLESS, "without --num-experts"),
     DropRule("lr-warmup-init", DropReason.NEEDLESS),
     DropRule("split", DropReason.BY_HAND, "data.validation, the path of a separate .bin/.idx pair"),

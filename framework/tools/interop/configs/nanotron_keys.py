@@ -44,7 +44,7 @@ REST = (
     DropRule(f"{CONFIG}.rope_interleaved", DropReason.DIFFERS, HALVES),
     DropRule(f"{CONFIG}.flex_attention_mask", DropReason.BY_HAND, "data.document_boundaries separates documents"),
     DropRule("optimizer.accumulate_grad_in_fp32", DropReason.DIFFERS, "gradients are accumulated in float32"),
-    DropRule("parallelism.expert_parallel_size", DropReason.NONE, "no expert parallelism"),
+    DropRule("parallelism.expert_parallel_size", DropReason.NONE, "experts are not imported"),
     DropRule("profiler*", DropReason.NONE, TRACING),
     DropRule("tokenizer.tokenizer_name_or_path", DropReason.BY_HAND, TOKENIZER),
     DropRule("checkpoints.save_initial_state lighteval* tokens.limit_test_batches", DropReason.NONE),

@@ -83,7 +83,7 @@ REST = (
     DropRule(
         "parallelism.expert_* parallelism.pipeline_parallel_expert_parallel_overlap",
         DropReason.NONE,
-        "no expert parallelism",
+        "experts are not imported",
     ),
     DropRule("parallelism.disable_loss_parallel", DropReason.NONE, "the loss is always vocabulary-parallel"),
     DropRule(
