@@ -37,7 +37,7 @@ def read_table(name: str, given: Any, kind: type[Options]) -> Options:
             wrong.append(f"{option}={value!r} must be {TYPES[allowed[0]]}")
     if wrong:
         raise ValueError(f"{name}: {'; '.join(wrong)}")
-    return kind(**given)
+    return kind(**given)  # type: ignore[call-overload]
 
 
 def _is(value: Any, kind: type) -> bool:
