@@ -118,13 +118,13 @@ class MoeOptions(NamedTuple):
         return found if any(found) else None
 
 
-def moe_of(options: Mapping[str, Any] | None) -> MoeOptions | None:
-    """Return the options of a table ``moe``; None: every block is dense.
+def moe_of(options: Mapping[str, Any] | str | None) -> MoeOptions | None:
+    """Return the options of a table ``moe``; None, or "none" of a command line: every block is dense.
 
     Raises:
         ValueError: an option is unknown, missing, of another type, or has no effect.
     """
-    if options is None:
+    if options is None or options == "none":
         return None
     moe = read_table("moe", options, MoeOptions)
     if "bias_rate" in options and moe.balance != "bias":

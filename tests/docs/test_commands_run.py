@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"convert .*(peft|--merge)": "needs a run with adapters; a page of docs/tasks, and tests/adapters",
     r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
     r"(train|verify) run.toml": "needs a transformers directory; tests/tools/interop/huggingface/test_restructure.py",
+    r"train configs/moe-demo.toml": "minutes on eight ranks: tests/end_to_end/test_shared_experts.py, a smaller model",
     r"verify moe.toml": "minutes on eight ranks: tests/tools/verify/test_experts.py proves the same layouts",
     r"(eval|sample) runs/llama3-70b": "a model of 70 billion parameters",
     r"slurm .*--submit": "needs a cluster: `make slurm-test`; the script itself: tests/launch/test_slurm_script.py",
@@ -99,7 +100,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--data.sequence_length=32 --model.options.max_sequence_length=32 --tracking.wandb=off --train.device=cpu"
         )
         made(f"train configs/demo.toml {small} {one} {rest} --checkpoint.keep_last=4")
-        for name in ("llama", "deep", "other"):
+        for name in ("llama", "deep", "other", "moe-demo", "unbalanced", "dense"):
             shutil.copytree("runs/demo", f"runs/{name}")
         tokenizer = place / "runs/data/stdlib/tokenizer.json"
         for folder in TOKENIZERS:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright.models.gpt2
+import meshwright.models.llama
 
 
 class Trap(nn.Module):
@@ -72,6 +73,11 @@ def slow(pause_s: float, rank: int | None = None, of: str = "block", **options: 
 def trapped(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
     """GPT-2 with a trap in front of every block: whatever the stage, the rank meets one."""
     return in_front(meshwright.models.gpt2.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
+
+
+def trapped_llama(rank: int, at_call: int, killed: bool = False, once: str = "", **options: Any) -> nn.Sequential:
+    """The same of Llama, whose blocks may have experts."""
+    return in_front(meshwright.models.llama.build(**options), "block", lambda: Trap(rank, at_call, killed, once))
 
 
 def partly_frozen(source: str, **options: Any) -> nn.Sequential:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.build import build
+from meshwright.checkpoint import find
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import DriftError
 from meshwright.launch.pool import RankPool
@@ -16,7 +18,17 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.run.directory import run_directory
 from meshwright.watch.drift import check_drift
-from tests.end_to_end.driving import differing, layout, load_rank, run_config, size, tensors, train
+from tests.end_to_end.driving import (
+    differing,
+    exact_losses,
+    layout,
+    load_rank,
+    run_config,
+    size,
+    tensors,
+    train,
+)
+from tests.end_to_end.shell import Shell, written
 
 LLAMA = {"vocab_size": 512, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24}
 LLAMA |= {"max_sequence_length": 32, "moe": {"num_experts": 4, "top_k": 2}}  # type: ignore[dict-item]
@@ -56,6 +68,38 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(corpus: Path, tmp_path: P
             train(pool, config.replace(optimizer={"schedule": "constant"}))
     found = [tensors(run_directory(of_layout(corpus, tmp_path / name, ""))) for name in ("unbroken", "resumed")]
     assert not differing(*found)
+
+
+def test_a_run_whose_rank_is_killed_resumes_with_any_ep(
+    corpus: Path, tmp_path: Path, pool: RankPool, shell: Shell
+) -> None:
+    """Rank 5 is killed in step 4; with the same ep the losses are those of an unbroken run, bit for bit."""
+    trap = {"rank": 5, "at_call": 14, "killed": True, "once": str(tmp_path / "fired")}
+    moe = {"num_experts": 8, "top_k": 2, "router": "sigmoid", "balance": "bias", "batch_loss": 0.01}
+    options = {**LLAMA, "moe": moe, **trap}
+    keys: dict[str, Any] = {"train": {"steps": 6, "dtype": "float64"}, "checkpoint": {"every": 2}}
+    keys["model"] = {"builder": "tests.end_to_end.builders:trapped_llama", "options": options}
+
+    def of_ep(ep: int, runs: Path) -> RunConfig:
+        return run_config(corpus, runs, parallel=layout(f"dp2,pp2,tp2,ep{ep},sequence"), **keys)
+
+    killed = of_ep(4, tmp_path / "runs")
+    done = shell.run("-m", "meshwright.launch", "train", written(killed, tmp_path), "--trust-code")
+    assert done.returncode and "rank 5 was ended by SIGKILL" in done.stderr, done.stderr
+    assert find(run_directory(killed))[0].step == 2
+    for ep in (4, 2, 1):
+        shutil.copytree(tmp_path / "runs", tmp_path / f"ep{ep}")
+    same = of_ep(4, tmp_path / "same")
+    train(pool, same)  # the trap has fired
+    expected = exact_losses(same)
+    for ep in (4, 2, 1):
+        config = of_ep(ep, tmp_path / f"ep{ep}")
+        train(pool, config)
+        found = exact_losses(config)
+        assert ep != 4 or found == expected
+        assert ep != 4 or not differing(tensors(run_directory(config)), tensors(run_directory(same)))
+        for step, loss in expected.items():
+            assert math.isclose(float.fromhex(found[step]), float.fromhex(loss), rel_tol=1e-11), (ep, step)
 
 
 def drift(rank: int, world_size: int, config: RunConfig, spoilt: int | None) -> str:

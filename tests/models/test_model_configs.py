@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, load, resolve
 from meshwright.data.span_corruption import lengths
 from meshwright.tools.interop.huggingface.convert.families import FAMILIES
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 NAMED = {  # name -> ranks, parameters, chunks, tokens of one step (of the encoder)
     "demo": (8, None, 4, 32 * 128),
+    "moe-demo": (8, None, 4, 32 * 128),
     "t5-demo": (8, None, 4, 32 * 128),
     "gpt2-124m": (8, 124_439_808, 8, 512 * 1024),
     "llama3-8b": (64, 8_030_261_248, 16, 512 * 8192),
@@ -87,6 +89,18 @@ def test_the_demo_keeps_its_batch_in_other_layouts(layout: tuple[int, int, int])
     config = resolve(load(CONFIGS / "demo.toml", overrides), dp * pp * tp)
     assert config.batch.global_batch == 32
     assert all(units % tp == 0 for units in build_on_meta(config).divisible.values())
+
+
+def test_the_moe_demo_and_its_dense_model_have_the_same_flops() -> None:
+    """The words are those of docs/mixture-of-experts.md; the layers' FLOPs are measured, routers included."""
+    one = ["--parallel.dp=1", "--parallel.pp=1", "--parallel.tp=1", "--parallel.ep=1", "--parallel.sequence=false"]
+    dense = ["--model.options.moe=none", "--model.options.ffn_size=260"]
+    page = (ROOT / "docs" / "mixture-of-experts.md").read_text()
+    assert f"train configs/moe-demo.toml --run.name=dense {' '.join(dense)} --parallel.ep=1" in page
+    found = [
+        draw_blueprint(resolve(load(CONFIGS / "moe-demo.toml", one + words), 1)).flops_per_step for words in ([], dense)
+    ]
+    assert found[0] == found[1] > 0
 
 
 def test_the_t5_demo_has_room_for_just_its_sentinels() -> None:

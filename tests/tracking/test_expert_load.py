@@ -36,6 +36,7 @@ def test_maps_of_a_run(tmp_path: Path) -> None:
     assert len(maps) == MAX_LAYERS and maps[0].title == "block0.mlp.router: 64 experts, steps 0 to 99"
     assert maps[0].picture.count("<rect") == MAX_ROWS * MAX_STEPS
     assert 'fill-opacity="1.00"><title>step 0, expert 0: 2.00 x mean' in maps[0].picture
+    assert evenly(range(4), 6) == [0, 1, 2, 3]
     assert evenly([1], 5) == [0] and evenly([], 5) == [] and evenly(range(10), 3) == [0, 4, 9]
 
 

@@ -56,8 +56,8 @@ def _parse(line: bytes) -> tuple[int, dict[str, list[int]]] | None:
 
 def evenly(values: Sequence[str] | Sequence[int], most: int) -> list[int]:
     """Return up to ``most`` positions of a sequence, evenly spaced, with the first and the last."""
-    last = len(values) - 1
-    return sorted({round(i * last / max(1, most - 1)) for i in range(min(most, len(values)))}) if values else []
+    last, count = len(values) - 1, min(most, len(values))
+    return sorted({round(i * last / max(1, count - 1)) for i in range(count)})
 
 
 def heat_maps(run: Path) -> list[HeatMap]:
