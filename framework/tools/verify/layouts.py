@@ -115,6 +115,27 @@ FLOAT16_SCALE = {"fixed": None, "initial": 1024.0, "window": 4, "hysteresis": 1}
 """Loss scale of float16 in verify: no overflow in the first steps, some rises, and the rule of torch's GradScaler."""
 
 
+def _check_experts(config: RunConfig, layout: Layout) -> None:
+    """Raise :class:`ConfigError` if the layout's ep does not fit its other degrees or the optimizer."""
+    stage = layout.dp * layout.cp * layout.tp
+    if layout.ep == 1:
+        return
+    if stage % layout.ep or layout.ep % layout.tp:
+        raise ConfigError(
+            "MW-VERIFY-011",
+            f"layout {layout}: ep{layout.ep} must divide dp x cp x tp = {stage} and be a multiple of tp {layout.tp}",
+        )
+    if layout.tp > 1 and not layout.sequence:
+        raise ConfigError(
+            "MW-VERIFY-012", f"layout {layout}: ep{layout.ep} with tp{layout.tp} needs the word sequence: add it"
+        )
+    if config.optimizer.name == "adafactor":
+        raise ConfigError(
+            "MW-VERIFY-013",
+            f'layout {layout}: optimizer.name = "adafactor" steps whole experts: leave out ep{layout.ep}',
+        )
+
+
 def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str, device: str = "cpu") -> RunConfig:
     """Return the config with this layout, on the same global batch, in the given precision, without ``torch.compile``.
 
@@ -135,12 +156,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "MW-VERIFY-005",
             f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose one of {divisors}",
         )
-    stage = layout.dp * layout.cp * layout.tp
-    if stage % layout.ep or layout.ep % (layout.tp if layout.ep > 1 else 1):
-        raise ConfigError(
-            "MW-VERIFY-011",
-            f"layout {layout}: ep{layout.ep} must divide dp x cp x tp = {stage} and be a multiple of tp {layout.tp}",
-        )
+    _check_experts(config, layout)
     if layout.offload and config.optimizer.steps_wholes:
         name = config.optimizer.name
         raise ConfigError(

@@ -182,3 +182,8 @@ def test_words_of_a_layout() -> None:
     assert str(layout) == "dp2,pp1,tp2,ep4,1f1b,zero1,sequence,mbs1" and parse_layout(str(layout)) == layout
     with pytest.raises(ConfigError, match=r"ep4 must divide dp x cp x tp = 2"):
         layout_config(model("mixtral"), parse_layout("dp2,ep4"), 8, "float64")
+    with pytest.raises(ConfigError, match=r"ep4 with tp2 needs the word sequence"):
+        layout_config(model("mixtral"), parse_layout("dp2,tp2,ep4"), 8, "float64")
+    whole = model("mixtral").replace(optimizer={"name": "adafactor"})
+    with pytest.raises(ConfigError, match=r"leave out ep2"):
+        layout_config(whole, parse_layout("dp2,ep2"), 8, "float64")
