@@ -98,7 +98,7 @@ def rows_of(step: list[list[Microbatch]]) -> list[tuple[int, list[int], list[int
         (int(index), tokens.tolist(), labels.tolist())
         for replica in step
         for microbatch in replica
-        for tokens, labels, index in zip(*microbatch, strict=True)
+        for tokens, labels, index in zip(*microbatch[:3], strict=True)
     ]
 
 

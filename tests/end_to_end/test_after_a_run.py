@@ -55,7 +55,7 @@ def test_the_likeliest_tokens_are_those_of_the_plain_model(
 
 def test_the_memory_of_each_rank_is_written_down(trained: RunConfig) -> None:
     found = read_peaks(run_directory(trained))
-    assert found is not None and (found.step, found.grid, found.device) == (8, (2, 2, 2, 1), "cpu")
+    assert found is not None and (found.step, found.grid, found.device) == (8, (2, 2, 2, 1, 1), "cpu")
     assert min(found.peaks) > 50 * 2**20 and len(set(found.peaks)) > 1
 
 
