@@ -28,7 +28,7 @@ CASES: list[tuple[str, list[str]]] = [
     ("meshwright completion ", ["bash", "zsh", "fish"]),
     ("meshwright config import --from ", ["torchtitan", "nanotron", "megatron", "bridge"]),
     ("meshwright mesh configs/demo.toml --no", ["--nodes"]),
-    ("meshwright train configs/de", ["configs/demo.toml"]),
+    ("meshwright train configs/dem", ["configs/demo.toml"]),
     ("meshwright train tests/tr", ["tests/tracking"]),
     ("meshwright status tests/tr", ["tests/tracking"]),
     ("meshwright status configs/de", []),
@@ -39,7 +39,7 @@ CASES: list[tuple[str, list[str]]] = [
     (f"{TRAIN} --pipeline.schedule=zb", ["zb_h1", "zb_h2", "zb_v"]),
     (f"{TRAIN} --pipeline.schedule zb", ["zb_h1", "zb_h2", "zb_v"]),
     (f"{TRAIN} --train.compile=t", ["true"]),
-    (f"{TRAIN} --data.train=configs/de", ["configs/demo.toml"]),
+    (f"{TRAIN} --data.train=configs/dem", ["configs/demo.toml"]),
     ("meshwright plot runs/demo --parallel.", []),
     ("meshwright plan configs/demo.toml --nodes ", []),
 ]

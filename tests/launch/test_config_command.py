@@ -56,7 +56,7 @@ def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytes
         (["{theirs}", "--out", "{theirs}"], "exists: name another file, or add --replace"),
         (["{theirs}", "--from", "torchtitan"], "theirs.yaml: a file of nanotron, not of torchtitan: leave --from out"),
         (["{theirs}", "--parallel.tpp=2"], "did you mean parallel.tp"),
-        (["{theirs}", "--ranks", "7"], "--ranks 7, but the file's dp x pp x tp is 8"),
+        (["{theirs}", "--ranks", "7"], "--ranks 7, but the file's dp x pp x cp x tp is 8"),
         (
             ["{theirs}", "--pipeline.schedule=zb_v", "--pipeline.interleave=3"],
             "cannot be run here: pipeline.interleave=3",
