@@ -186,7 +186,7 @@ def test_a_shard_factor_is_left_out_where_dp_is_what_the_ranks_allow() -> None:
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"shard_factor": 4})})
     layouts = default_layouts(config, traits_of(config), 8).layouts
     assert {layout.shard for layout in layouts if layout.dp == 1} == {0}
-    assert any(layout.dp == 4 and layout.shard == 2 for layout in layouts)
+    assert any(layout.dp * layout.cp == 4 and layout.shard == 2 for layout in layouts)
 
 
 def test_a_batch_smaller_than_dp() -> None:
