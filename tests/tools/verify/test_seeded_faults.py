@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import RecomputeContext
-from meshwright.seeding import SeededDropout
+from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import StepFeed
 from meshwright.tools.verify import (
     Layout,
@@ -79,8 +80,8 @@ def recomputed_with_other_masks(patch: pytest.MonkeyPatch) -> None:
     as_it_was = RecomputeContext._restored
 
     @contextmanager
-    def shifted(again: RecomputeContext, sample_indices: Tensor) -> Iterator[None]:
-        with as_it_was(again, sample_indices + 1):
+    def shifted(again: RecomputeContext, then: Draw) -> Iterator[None]:
+        with as_it_was(again, replace(then, sample_indices=then.sample_indices + 1)):
             yield
 
     patch.setattr(RecomputeContext, "_restored", shifted)
@@ -282,49 +283,49 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(dropout_without_the_dp_rank, "dp2,pp2,tp1,zb_v,zero0,mbs1", is_quick=True),
-    Fault(zero3_not_summed_over_tp, "dp2,pp2,tp2,zb_h1,zero3,sequence,full,mbs2", is_quick=True),
-    Fault(recomputed_with_other_masks, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1", is_quick=True),
-    Fault(recomputed_with_other_masks, "dp2,pp2,tp2,zb_v,zero2,sequence,selective,step,offload,mbs2"),
-    Fault(recomputed_with_other_masks, "dp2,pp2,tp2,zb_h1,zero3,sequence,full,mbs2"),
+    Fault(zero3_not_summed_over_tp, "dp2,pp2,tp2,zb_h1,zero3,sequence,full,mbs1", is_quick=True),
+    Fault(recomputed_with_other_masks, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1", is_quick=True),
+    Fault(recomputed_with_other_masks, "dp1,pp2,tp2,cp2,zb_v,zero1,sequence,selective,offload,mbs2"),
+    Fault(recomputed_with_other_masks, "dp2,pp2,tp2,zb_h1,zero3,sequence,full,mbs1"),
     Fault(traps.padding_in_the_loss, "dp2,pp2,tp2,1f1b,zero1,mbs2", is_quick=True),
-    Fault(traps.padding_in_the_loss, "dp2,pp2,tp2,zb_v,zero2,sequence,selective,step,offload,mbs2"),
+    Fault(traps.padding_in_the_loss, "dp1,pp2,tp2,cp2,zb_v,zero1,sequence,selective,offload,mbs2"),
     Fault(dropout_without_the_micro_batch, "dp1,pp4,tp1,1f1b,zero1,mbs2"),
     Fault(dropout_of_the_first_heads, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
     Fault(traps.dropout_by_tp_rank, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
-    Fault(traps.dropout_repeats, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
-    Fault(traps.recomputed_with_the_masks_of_now, "dp2,pp4,tp1,gpipe,zero2,full,step,mbs1"),
-    Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,zb_v,zero1,sequence,full,mbs1"),
+    Fault(traps.dropout_repeats, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
+    Fault(traps.recomputed_with_the_masks_of_now, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1"),
+    Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,gpipe,zero1,sequence,mbs1"),
     Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,gpipe,zero2,sequence,selective,mbs1"),
-    Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,interleaved_1f1b,zero0,sequence,full,mbs1"),
-    Fault(traps.row_biases_not_summed_over_tp, "dp2,pp2,tp2,zb_v,zero2,sequence,selective,step,offload,mbs2"),
-    Fault(shard_groups_not_summed, "dp4,pp2,tp1,zb_v,zero2,shard2,mbs1"),
-    Fault(shard_groups_not_summed, "dp4,pp2,tp1,zb_v,zero3,selective,shard2,mbs1"),
-    Fault(ties_not_summed, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
+    Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,interleaved_1f1b,zero0,sequence,selective,mbs1"),
+    Fault(traps.row_biases_not_summed_over_tp, "dp1,pp2,tp2,cp2,zb_v,zero1,sequence,selective,offload,mbs2"),
+    Fault(shard_groups_not_summed, "dp2,pp2,tp1,cp2,zb_v,zero1,full,shard2,mbs1"),
+    Fault(shard_groups_not_summed, "dp2,pp2,tp1,cp2,1f1b,zero3,selective,shard2,mbs1"),
+    Fault(ties_not_summed, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
     Fault(ties_not_summed, "dp2,pp2,tp1,zb_v,zero0,mbs1"),
-    Fault(ties_not_summed, "dp2,pp2,tp1,1f1b,zero3,mbs1"),
+    Fault(ties_not_summed, "dp2,pp2,tp1,zb_v,zero3,mbs1"),
     Fault(one_stage_of_a_rank_not_reduced, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1"),
-    Fault(one_stage_of_a_rank_not_reduced, "dp2,pp2,tp2,zb_v,zero1,sequence,full,mbs1"),
+    Fault(one_stage_of_a_rank_not_reduced, "dp2,pp2,tp1,cp2,zb_v,zero1,full,shard2,mbs1"),
     Fault(zero2_keeps_the_last_sum, "dp2,pp2,tp1,1f1b,zero2,mbs1"),
-    Fault(zero3_scaled_by_shards, "dp2,pp2,tp1,1f1b,zero3,mbs1"),
+    Fault(zero3_scaled_by_shards, "dp2,pp2,tp1,zb_v,zero3,mbs1"),
     Fault(traps.reduced_per_microbatch, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
-    Fault(traps.only_the_last_microbatch, "dp4,pp2,tp1,gpipe,zero1,shard2,mbs1"),
+    Fault(traps.only_the_last_microbatch, "dp2,pp2,tp1,cp2,zb_v,zero1,full,shard2,mbs1"),
     Fault(traps.weight_gradients_forgotten, "dp2,pp2,tp1,zb_h1,zero1,mbs1"),
     Fault(traps.weight_gradients_forgotten, "dp2,pp2,tp1,zb_v,zero0,mbs1"),
-    Fault(traps.mean_per_microbatch, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
+    Fault(traps.mean_per_microbatch, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
     Fault(traps.norm_counts_tp_times, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
-    Fault(traps.norm_counts_ties_twice, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
-    Fault(traps.norm_misses_a_stage, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
-    Fault(norm_counts_every_shard_group, "dp4,pp2,tp1,interleaved_1f1b,zero1,selective,shard2,offload,mbs1"),
-    Fault(not_clipped, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
-    Fault(offload_not_copied_back, "dp4,pp2,tp1,interleaved_1f1b,zero1,selective,shard2,offload,mbs1"),
-    Fault(traps.everything_decays, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
+    Fault(traps.norm_counts_ties_twice, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
+    Fault(traps.norm_misses_a_stage, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
+    Fault(norm_counts_every_shard_group, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1"),
+    Fault(not_clipped, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
+    Fault(offload_not_copied_back, "dp1,pp2,tp2,cp2,zb_v,zero1,sequence,selective,offload,mbs2"),
+    Fault(traps.everything_decays, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
     Fault(traps.weights_not_gathered, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1"),
-    Fault(traps.learning_rate_of_the_next_step, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
-    Fault(traps.cursor_moves_too_far, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
-    Fault(traps.replicas_see_the_same_samples, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
-    Fault(validated_in_train_mode, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1", is_quick=True),
+    Fault(traps.learning_rate_of_the_next_step, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
+    Fault(traps.cursor_moves_too_far, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
+    Fault(traps.replicas_see_the_same_samples, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
+    Fault(validated_in_train_mode, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1", is_quick=True),
     Fault(left_in_eval_mode, "dp2,pp2,tp1,gpipe,zero3,mbs1"),
-    Fault(validated_on_one_replica, "dp2,pp2,tp1,1f1b,zero0,full,offload,mbs1"),
+    Fault(validated_on_one_replica, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
     Fault(stepped_without_master_weights, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1", "bfloat16", is_quick=True),
     Fault(gradients_summed_in_bfloat16, "dp2,pp2,tp1,zb_h1,zero1,mbs1", "bfloat16"),
     Fault(traps.accumulated_in_bfloat16, "dp2,pp2,tp1,zb_h1,zero1,mbs1", "bfloat16"),

@@ -306,7 +306,7 @@ def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def as_it_is(again: RecomputeContext) -> Iterator[None]:
-        with again._restored(again.draw.sample_indices):
+        with again._restored(replace(again.draw, is_recompute=True)):
             yield
 
     patch.setattr(RecomputeContext, "__call__", as_it_is)
