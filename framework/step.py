@@ -94,7 +94,7 @@ def take_step(parts: Parts) -> StepStats:
         replica.begin_step()
     for stage in parts.executor.stages.values():
         stage.step_scale = state.loss_scale.value
-        parts.step_state.begin(stage.loss_scale * stage.step_scale)
+    parts.step_state.begin(stage.loss_scale * stage.step_scale)  # the same for all stages
     feed = StepFeed(parts, parts.source, state.samples_seen)
     found: list[StepStats] = []
     parts.last = parts.executor.run(feed, lambda row: found.append(_optimizer_step(parts, row)))

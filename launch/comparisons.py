@@ -1,4 +1,4 @@
-"""Questions about a plan: the user's own layout among the best (by itself), and ``plan --why``."""
+"""Comparisons of a plan with other layouts: the configuration's own, and that of ``plan --why``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan
 
 OWN = {"parallel.pp", "parallel.dp", "parallel.cp", "parallel.tp", "parallel.zero", "pipeline.schedule"}
-"""Keys of which one at least makes a configuration one with a layout of its own."""
+"""Keys that choose a layout: a configuration with any of them has a layout of its own."""
 NUMBERS = ("pp", "dp", "cp", "tp", "micro_batch_size", "chunks", "interleave", "zero", "shard_factor")
 WORDS = {"schedule": tuple(dict.fromkeys(name for name, _ in SCHEDULES)), "recompute": EFFORTS}
 

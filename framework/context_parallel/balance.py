@@ -11,11 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.context_parallel.order import ORDERS, documents
-
-BY_DOCUMENTS = "documents"
-ORDER_NAMES = tuple(dict.fromkeys([*ORDERS, BY_DOCUMENTS]))
-"""Orders whose balance can be computed."""
+from meshwright.context_parallel.order import BY_DOCUMENTS, ORDERS, documents
 
 
 def seen_keys(starts: NDArray[np.bool_], window: int | None = None) -> NDArray[np.int64]:

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.context_parallel.order import ORDERS, documents, draw, imbalance, keys_seen
+from meshwright.context_parallel.balance import imbalance_of, rank_loads
+from meshwright.context_parallel.order import BY_DOCUMENTS, ORDERS, documents, draw
 from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.seeding import Draw
@@ -44,7 +46,7 @@ class TokenCut:
         """Create the cut over ``group`` of samples with labels (B, S). ``draw``: of the micro-batch in the layers."""
         self.group = group
         self.order = order
-        self.by_sample = order == "documents" and group.size > 1
+        self.by_sample = order == BY_DOCUMENTS and group.size > 1
         """Samples are cut differently: see NOTE [order by documents]."""
         self._draw = draw or Draw()
         self._set_length(labels.shape[1] if labels.dim() > 1 else 1)
@@ -166,7 +168,7 @@ class TokenCut:
         if self.group.size == 1:
             return []
         ranks = ORDERS[self.order](self.length, self.group.size)
-        uneven = imbalance(ranks, keys_seen(self.length))
+        uneven = imbalance_of(rank_loads(self.order, self.group.size, np.zeros(self.length, dtype=np.bool_)))
         last = f"{self.share:,} tokens a rank, {self.order}: of one document the busiest sees {uneven:.1%} more keys"
         drawn = [*draw(ranks).splitlines(), last]
         return [f"{'' if at else 'context':<10} {line}" for at, line in enumerate(drawn)]

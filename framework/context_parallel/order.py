@@ -16,6 +16,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
+BY_DOCUMENTS = "documents"
+"""Order that is another one for each sample."""
 BLOCK = 128
 """Tokens of a block that is dealt as one by :func:`documents`."""
 
@@ -67,7 +69,7 @@ def documents(length: int, cp: int, starts: Iterable[int] = (), block: int | Non
 ORDERS: dict[str, Callable[[int, int], list[Places]]] = {
     "contiguous": contiguous,
     "zigzag": zigzag,
-    "documents": documents,
+    BY_DOCUMENTS: documents,
 }
 """Value of ``parallel.cp_order`` -> its places of all ranks; that by documents for one document."""
 
@@ -91,22 +93,6 @@ class KeyCount:
     def seen_by(self, queries: range) -> int:
         """Return the keys that these queries see in their documents, up to themselves."""
         return self._before(queries.stop) - self._before(queries.start)
-
-
-def keys_seen(length: int, starts: Iterable[int] = (), window: int | None = None) -> list[int]:
-    """Return the number of keys that each query sees: those of its document up to itself, ``window`` at most."""
-    begins, found, first = set(starts), [], 0
-    for place in range(length):
-        first = place if place in begins else first
-        seen = place + 1 - first
-        found.append(seen if window is None else min(seen, window))
-    return found
-
-
-def imbalance(ranks: Sequence[Places], seen: Sequence[int]) -> float:
-    """Return the keys seen by the busiest rank over the mean, minus 1. ``seen``: of each place, as by keys_seen."""
-    loads = [sum(seen[place] for place in places) for places in ranks]
-    return max(loads) * len(loads) / sum(loads) - 1
 
 
 def draw(ranks: Sequence[Places], columns: int = 64) -> str:

@@ -175,7 +175,8 @@ def _check_tokens(name: str, cut: TokenCut, q: Tensor, k: Tensor) -> None:
             "MW-CP-004",
             f"{name} is called with queries {tuple(q.shape)} and keys {tuple(k.shape)} instead of {cut.share} tokens "
             f"each: with parallel.cp = {cut.group.size} the embedding of token ids must be in the sharding_plan (kind "
-            f'"{VOCAB}"), so that each rank has its own tokens of the {cut.length}',
+            f'"{VOCAB}"), so that each rank has its own tokens of the {cut.length}, and the layer must take lengths '
+            f"from the outputs of its linears (q.shape[1]), not from its input",
         )
 
 

@@ -232,15 +232,15 @@ class ShardedAdafactor(torch.optim.Optimizer):
             weight.add_squares(parameter.grad, sums[index])
             squares[index] = _square_sum(weight.of(parameter))
         holders.all_reduce(flat).wait()
-        means = torch.tensor([weight.numel for _, weight in weights], dtype=torch.float64, device=flat.device)
-        sizes_of_weights, divided = squares.div(means).sqrt_(), torch.zeros_like(squares)
+        numels = torch.tensor([weight.numel for _, weight in weights], dtype=torch.float64, device=flat.device)
+        rms_of_weights, divided = squares.div(numels).sqrt_(), torch.zeros_like(squares)
         for index, (parameter, weight) in enumerate(weights):
             assert parameter.grad is not None
             weight.average(sums[index], self.taken**self._config.beta2_decay)
             divided[index] = weight.divide(parameter.grad, self._group_of[parameter]["eps"])
         holders.all_reduce(divided).wait()
-        clip = divided.div_(means).sqrt_().div_(self._config.clip_threshold).clamp_(min=1.0)
-        factors = sizes_of_weights.clamp_(min=SMALLEST_RMS).div_(clip)
+        clip = divided.div_(numels).sqrt_().div_(self._config.clip_threshold).clamp_(min=1.0)
+        factors = rms_of_weights.clamp_(min=SMALLEST_RMS).div_(clip)
         for index, (parameter, weight) in enumerate(weights):
             rate, decay = (self._group_of[parameter][key] for key in ("lr", "weight_decay"))
             assert parameter.grad is not None

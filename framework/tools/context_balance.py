@@ -10,13 +10,13 @@ from meshwright.parts import Parts
 from meshwright.step import StepFeed
 
 MOST_SAMPLES = 8
-"""Samples that are read for it."""
+"""Samples whose documents are read."""
 
 
 def describe_balance(parts: Parts) -> str:
     """Return the imbalance of each order of tokens, in a line; empty without context parallelism or documents.
 
-    Reads samples of this rank's next step from a corpus. No communication. A model's window is not looked at.
+    Reads samples of this rank's next step from a corpus. No communication. Ignores the sliding window of a model.
     """
     cut, config = parts.blueprint.cut, parts.config
     if cut.group.size == 1 or not config.data.document_boundaries or not causal_corpora(parts.source):

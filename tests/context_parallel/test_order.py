@@ -10,17 +10,8 @@ import numpy as np
 import pytest
 
 from meshwright.context_parallel.balance import batch_imbalance
-from meshwright.context_parallel.order import (
-    ORDERS,
-    KeyCount,
-    Places,
-    contiguous,
-    documents,
-    draw,
-    imbalance,
-    keys_seen,
-    zigzag,
-)
+from meshwright.context_parallel.order import ORDERS, KeyCount, Places, contiguous, documents, draw, zigzag
+from tests.support.seen_keys import imbalance, keys_seen
 
 SIZES = [(8, 1), (8, 2), (12, 4), (20, 4), (21, 3), (64, 8), (7, 7)]
 

@@ -11,11 +11,12 @@ import torch
 
 from meshwright.config import RunConfig
 from meshwright.context_parallel.cut import TokenCut
-from meshwright.context_parallel.order import ORDERS, documents, imbalance, keys_seen
+from meshwright.context_parallel.order import ORDERS, documents
 from meshwright.data.sources import open_sources
 from meshwright.mesh.comm import Group
 from meshwright.tools.context_balance import describe_balance
 from tests.data.corpora import bytes_tokenizer, made, write_lines
+from tests.support.seen_keys import imbalance, keys_seen
 
 LENGTH, CP = 32, 4
 

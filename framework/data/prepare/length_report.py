@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.context_parallel.balance import ORDER_NAMES, mean_imbalance
+from meshwright.context_parallel.balance import mean_imbalance
+from meshwright.context_parallel.order import ORDERS
 from meshwright.data.corpus import Corpus
 from meshwright.data.token_files import Documents
 from meshwright.errors import DataError
@@ -70,7 +71,7 @@ def describe_balance(corpus: Corpus, of: ContextReport) -> list[str]:
     samples = [corpus.example(int(number)).starts for number in numbers]
     if not of.boundaries:
         samples = [np.zeros(length, dtype=np.bool_)]
-    orders = ORDER_NAMES if of.order is None else (of.order,)
+    orders = tuple(ORDERS) if of.order is None else (of.order,)
     uneven = ", ".join(f"{mean_imbalance(order, cp, samples):.1%} {order}" for order in orders)
     within = f"within documents, {len(samples):,} samples" if of.boundaries else "over whole samples"
     return [f"cp = {cp}, {within}: the busiest rank sees more keys than the mean by {uneven}"]

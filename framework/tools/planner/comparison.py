@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.schedule.action import Schedule
@@ -48,9 +46,7 @@ def verdict(first: RankedLayout, other: RankedLayout) -> str:
 def why_not(cache: ModelCache, plan: Plan, wanted: dict[str, int | str]) -> list[str]:
     """Compare the best layout that has the ``wanted`` fields with the first, or return the rules against all such."""
     asked = " ".join(f"{name}={value}" for name, value in wanted.items())
-    pinned = replace(cache, pins={**cache.pins, **wanted})
-    pinned.__dict__["model"] = cache.model
-    found = search_with_offload(pinned, plan.hardware, plan.nodes, 1)
+    found = search_with_offload(cache.replaced(pins={**cache.pins, **wanted}), plan.hardware, plan.nodes, 1)
     if found.best:
         other = found.best[0]
         said = f"the best with {asked}: {other.choice}: {verdict(plan.best[0], other)}"

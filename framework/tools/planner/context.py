@@ -44,11 +44,6 @@ LEAST_TOKENS = 8192
 """Tokens of a rank for which a search tries cp > 1 that no pin asks for."""
 
 
-def exchange_of(config: RunConfig) -> str:
-    """Return the exchange of a configuration: "keys" or "heads"."""
-    return config.parallel.cp_exchange
-
-
 def without_effect() -> dict[str, Any]:
     """Return the defaults of the keys that have no effect with cp = 1."""
     return {key: Parallel.model_fields[key].default for key in KEYS}
@@ -138,7 +133,7 @@ class KeyShares:
 
         Samples of a micro-batch add up on each rank before the ranks meet in the next attention.
         """
-        cp, order, heads = config.parallel.cp, config.parallel.cp_order, exchange_of(config) == "heads"
+        cp, order, heads = config.parallel.cp, config.parallel.cp_order, config.parallel.cp_exchange == "heads"
         key = (cp, order, heads, window)
         if key not in self._loads:
             self._loads[key] = [rank_loads(order, cp, starts, window, heads=heads) for starts in self._samples]
@@ -185,7 +180,7 @@ class ContextModel:
             cut = TokenCut(group, order, shapes.labels)
             cut.check(builder, shapes.inputs, parts=1, heads=len(self.model.loss_heads))
             layers = copy.deepcopy(self.model.layers)
-            head_cut = HeadCut(group) if exchange_of(self.config) == "heads" else None
+            head_cut = HeadCut(group) if self.config.parallel.cp_exchange == "heads" else None
             context.apply(builder, layers, self.model.plan, shapes.inputs, cut, head_cut)
             self._cuts[cp], self._layers[cp] = cut, layers
         if cp > 1:
@@ -204,7 +199,7 @@ class ContextModel:
         if cp == 1 and not self.shares.has_documents:
             return None
         group = CountingGroup(AXIS, tuple(range(cp)), 0, traffic=tp.traffic)
-        meter, plan = ContextMeter(group, exchange_of(self.config)), self.model.plan
+        meter, plan = ContextMeter(group, self.config.parallel.cp_exchange), self.model.plan
         for name, module in layers.named_modules():
             if any(fnmatchcase(name, pattern) and str(kind) == context.CORE for pattern, kind in plan.items()):
                 module.register_forward_pre_hook(meter.before, prepend=True, with_kwargs=True)

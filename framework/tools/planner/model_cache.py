@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -66,6 +66,12 @@ class ModelCache:
             self.results[key] = compute()
         result: T = self.results[key]
         return result
+
+    def replaced(self, **changes: Any) -> ModelCache:
+        """Return a cache with changed fields for the same model, which is not built again."""
+        other = replace(self, **changes)
+        other.__dict__["model"] = self.model
+        return other
 
     @cached_property
     def model(self) -> PlainModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -50,9 +49,7 @@ def _with_samples(cache: ModelCache, samples: int) -> ModelCache:
     if samples == cache.config.batch.global_batch:
         return cache
     config = cache.config.replace(batch={"chunks": samples, "global_batch": samples, "ramp": None})
-    other = dataclasses.replace(cache, config=config, results=dict(cache.results))
-    other.__dict__["model"] = cache.model
-    return other
+    return cache.replaced(config=config, results=dict(cache.results))
 
 
 def _point(cache: ModelCache, hardware: Hardware, nodes: int) -> SweepPoint:

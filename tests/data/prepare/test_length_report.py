@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.context_parallel.order import contiguous, documents, keys_seen, zigzag
+from meshwright.context_parallel.order import contiguous, documents, zigzag
 from meshwright.data import indexed
 from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.prepare import length_report
 from meshwright.data.prepare.length_report import ContextReport, describe_balance, describe_lengths, document_lengths
 from meshwright.errors import DataError
+from tests.support.seen_keys import keys_seen
 
 LENGTHS = [3, 300, 40, 1, 500, 7, 120, 60]
 S = 256

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
-from meshwright.context_parallel.order import ORDERS, documents, keys_seen
+from meshwright.context_parallel.order import ORDERS, documents
 from meshwright.launch.pool import RankPool
 from meshwright.tools.planner import context
 from meshwright.tools.planner.choices import Choice, Rejection, choice_of, choices, with_choice
@@ -22,6 +22,7 @@ from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.search import search
 from meshwright.tools.planner.text import describe
 from tests.support.processes import larger, measured
+from tests.support.seen_keys import keys_seen
 from tests.tools.planner.small import LENGTH, OPTIONS, cache, hardware
 
 HEADS, HEAD_DIM = OPTIONS["num_heads"], OPTIONS["hidden_size"] // OPTIONS["num_heads"]
@@ -57,11 +58,11 @@ def test_the_exchange_of_keys_is_that_of_the_formula() -> None:
     assert sorted(message.operation for message in again if message.axis == "cp") == ["all_gather", "reduce_scatter"]
 
 
-def test_the_exchange_of_heads_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exchange_of_heads_is_that_of_the_formula() -> None:
     """(2 H + 2 G) B S d b / cp x (cp-1)/cp each way."""
-    monkeypatch.setattr(context, "exchange_of", lambda config: "heads")
     cp, groups = 2, 2
-    of = block(cache(num_kv_heads=groups), choice(cp))
+    keys = cache(num_kv_heads=groups)
+    of = block(keys.replaced(config=keys.config.replace(parallel={"cp": cp, "cp_exchange": "heads"})), choice(cp))
     expected = (2 * HEADS + 2 * groups) * LENGTH * HEAD_DIM * 2 / cp * (cp - 1) / cp
     for way in (of.forward_messages, of.backward_messages):
         (message,) = [m for m in way if m.axis == "cp"]
