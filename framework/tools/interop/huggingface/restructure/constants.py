@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 LARGEST = 1 << 20
@@ -39,21 +39,26 @@ class MetaConstants(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         is_known = all(map(self._has_value, operands)) or name in OF_SHAPES
         if func is torch.ops.aten._local_scalar_dense.default and is_known:
-            return self._value(args[0]).item()
+            with _disable_current_modes():
+                return self._value(args[0]).item()
         result = func(*args, **kwargs)
         results = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.is_meta]
-        if not results:
-            return result
+        if results:
+            with _disable_current_modes():  # another mode would hash each value on the CPU, element by element
+                self._follow(func, args, kwargs, results, is_known and name not in UNFILLED)
+        return result
+
+    def _follow(self, func: Any, args: Any, kwargs: Mapping[str, Any], results: list[Tensor], is_known: bool) -> None:
+        """Compute the values of an operation's results on the CPU; without known operands, remove those it writes."""
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         values = None
-        if is_known and not is_random and name not in UNFILLED and all(each.numel() <= LARGEST for each in results):
+        if is_known and not is_random and all(each.numel() <= LARGEST for each in results):
             values = self._computed(func, args, kwargs)
         if values is None:
             self._forget(func, args, kwargs)
         else:
             for each, value in zip(results, values, strict=True):
                 self._store(each, value)
-        return result
 
     def _has_value(self, tensor: Tensor) -> bool:
         return not tensor.is_meta or tensor.untyped_storage()._cdata in self._values
