@@ -14,6 +14,7 @@ from meshwright.tools.dryrun.agreement import Disagreement
 from meshwright.tools.dryrun.groups import axis_of
 from meshwright.tools.dryrun.job import Job
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile
+from meshwright.tools.planner.matrix_step import count_sizes, newton_schulz_flops, sizes_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,11 +86,19 @@ def busy_shares(timeline: Timeline) -> list[float]:
 
 
 def flops_of(job: Job, pp_rank: int) -> float:
-    """Return the FLOPs of one rank in a step, recomputation included, divided evenly over cp and tp."""
+    """Return the FLOPs of one rank in a step, recomputation included, divided evenly over cp and tp.
+
+    Those of Newton-Schulz (Muon) are of the busiest home of the pipeline rank's matrices.
+    """
     stages = job.blueprint.schedule.stages_of(pp_rank)
     costs = [job.blueprint.layer_costs[index] for stage in stages for index in job.blueprint.stages[stage]]
     flops = sum(cost.forward.flops + cost.backward.flops for cost in costs)
-    return flops * batch_numbers(job.config).chunks / (job.grid.tp * job.grid.cp)
+    matrices = [
+        count_sizes(size for name, _ in layers.named_parameters() for size in sizes_of(job.blueprint.infos[name]))
+        for layers in map(job.blueprint.stage_layers, stages)
+    ]
+    products = flops * batch_numbers(job.config).chunks / (job.grid.tp * job.grid.cp)
+    return products + newton_schulz_flops(job.config, matrices)
 
 
 def num_parameters(job: Job, pp_rank: int) -> int:

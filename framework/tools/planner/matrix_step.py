@@ -110,6 +110,14 @@ def temporary_bytes(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
     return (elements + largest) * itemsize_of(config)
 
 
+def newton_schulz_flops(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
+    """Return the FLOPs of Newton-Schulz in a step of a pipeline rank with these stages, on its busiest home."""
+    return config.optimizer.ns_steps * sum(
+        max(sum(number * iteration_flops(size.rows, size.columns) for size, number in home) for home in exchange.homes)
+        for exchange in exchanges_of(config, stages)
+    )
+
+
 def matrix_step_s(config: RunConfig, stages: Sequence[MatrixCounts], performance: PerformanceModel) -> float:
     """Return the seconds of the exchanges and of Newton-Schulz, on the busiest rank."""
     total, itemsize = 0.0, itemsize_of(config)

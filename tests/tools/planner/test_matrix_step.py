@@ -6,9 +6,15 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config import RunConfig
+from meshwright.optimizer.matrix import newton_schulz
+from meshwright.tools.dryrun.fake_step import grid_of, share_blueprint
+from meshwright.tools.dryrun.job import Job
+from meshwright.tools.dryrun.report import flops_of
 from meshwright.tools.planner.choices import with_choice
 from meshwright.tools.planner.cost import step_time
 from meshwright.tools.planner.matrix_step import (
@@ -16,6 +22,7 @@ from meshwright.tools.planner.matrix_step import (
     MatrixSize,
     count_sizes,
     matrix_step_s,
+    newton_schulz_flops,
     newton_schulz_s,
     plan_exchanges,
     temporary_bytes,
@@ -99,6 +106,25 @@ def test_bytes_at_rest_are_half_for_matrices() -> None:
     assert (weights, gradients) == (2 * elements.trained, 4 * elements.trained)
     assert optimizer == 12 * elements.trained - 4 * elements.matrices
     assert stages.config.optimizer.name == "muon"
+
+
+def test_the_flops_of_the_busiest_home_are_those_that_torch_counts() -> None:
+    of = with_muon(config(), parallel={"dp": 2, "tp": 1, "zero": 1})
+    with FlopCounterMode(display=False) as counter:
+        for sides in ((64, 256), (256, 64), (64, 64)):
+            newton_schulz(torch.ones(sides), 5)
+    homes = count_sizes([LARGE, LARGE._replace(rows=256, columns=64), SMALL] * 2)
+    assert newton_schulz_flops(of, [homes]) == counter.get_total_flops()
+    assert newton_schulz_flops(of, [()]) == 0
+
+
+def test_a_dry_run_adds_them_to_the_flops_of_its_ranks() -> None:
+    def flops(of: RunConfig) -> float:
+        return flops_of(Job(of, grid_of(of), share_blueprint(of).blueprint, [], []), 0)
+
+    of = config().replace(parallel={"dp": 2, "tp": 1, "pp": 1, "zero": 1}, batch={"micro_batch_size": 1, "chunks": 4})
+    [matrices] = muon_cache().layout(with_muon(of)).matrices
+    assert flops(with_muon(of)) - flops(of) == newton_schulz_flops(with_muon(of), [matrices]) > 0
 
 
 def test_the_seconds_of_the_fullest_home() -> None:

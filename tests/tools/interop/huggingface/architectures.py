@@ -83,6 +83,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "opt": {"dropout": 0.0},
     "xglm": {"dropout": 0.0},
     "trocr": {"dropout": 0.0},
+    "roc_bert": {f"{part}_{size}": 67 for part in ("pronunciation", "shape") for size in ("vocab_size", "embed_dim")},
     "gptj": {"rotary_dim": 4},
     "codegen": {"rotary_dim": 4},
     "gpt_neo": {"attention_types": [[["global"], 3]]},
