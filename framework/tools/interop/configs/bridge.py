@@ -67,7 +67,8 @@ def translate(draft: Draft, ranks: int | None) -> None:
             draft.refuse(key, why)
     adapter = next((key for key in draft.items if key.partition(".")[0] == "peft" and draft.has(key)), None)
     if adapter is not None:
-        draft.refuse(adapter, "adapters (LoRA) are not trained here: every weight is", final=True)
+        why = "adapters are named by their targets here: import without it, then set adapter.rank, adapter.alpha and"
+        draft.refuse(adapter, f"{why} adapter.targets, docs/adapters.md")
     megatron.translate(draft, ranks, REST)
 
 

@@ -69,6 +69,9 @@ FLAGS = {
             *("lr", "min_lr", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "weight_decay"),
             *("clip_grad", "bf16", "fp16", "use_distributed_optimizer", "decoupled_lr", "decoupled_min_lr"),
             *("optimizer_cpu_offload", "optimizer_offload_fraction"),
+            *("muon_momentum", "muon_nesterov", "muon_use_nesterov", "muon_num_ns_steps", "muon_scale_mode"),
+            *("muon_extra_scale_factor", "muon_split_qkv", "muon_split_fc1", "muon_tp_mode", "muon_coefficient_type"),
+            *("muon_scalar_optimizer", "muon_fp32_matmul_prec"),
         )
     },
     **{

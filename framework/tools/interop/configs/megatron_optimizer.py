@@ -6,6 +6,7 @@ import math
 
 from meshwright.config import Batch, phases
 from meshwright.errors import ConfigError
+from meshwright.tools.interop.configs.megatron_muon import muon
 from meshwright.tools.interop.configs.translation import Draft
 
 
@@ -113,14 +114,16 @@ def optimizer(draft: Draft, rate: float | None) -> None:
     if name == "sgd":
         draft.put("optimizer.momentum", draft.number("sgd-momentum", 0.9))
     else:
-        if name in ("muon", "dist_muon", "lion"):
-            own = name.removeprefix("dist_")
-            why = f'{own} has other flags there: import with adam, then set optimizer.name = "{own}" and its keys'
+        if name in ("muon", "dist_muon"):
+            muon(draft)
+        elif name == "lion":
+            why = 'lion has other flags there: import with adam, then set optimizer.name = "lion" and its keys'
             draft.refuse("optimizer", f"{why}, docs/optimizers.md")
         elif name not in ("adam", "adamw"):
             draft.refuse("optimizer", "no such optimizer here, only adam (AdamW) and sgd")
         draft.put("optimizer.betas", [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)])
         draft.put("optimizer.eps", draft.number("adam-eps", 1e-8))
+    draft.skip("muon-*")  # of another optimizer, or refused above
     draft.put("optimizer.weight_decay", draft.number("weight-decay", 0.01))
     if draft.text("weight-decay-incr-style", "constant") != "constant":
         draft.refuse("weight-decay-incr-style", "the weight decay is constant here")

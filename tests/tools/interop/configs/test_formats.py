@@ -171,7 +171,7 @@ def test_the_run_config_of_megatron_bridge(tmp_path: Path) -> None:
         ),
         ("num_moe_experts: null", "num_moe_experts: 8", "model.num_moe_experts = 8: .*mixture of experts"),
         ("functional.silu", "functional.gelu", "the activation gelu"),
-        ("peft: null", "peft:\n  dim: 32", "peft.dim = 32: adapters"),
+        ("peft: null", "peft:\n  dim: 32", "peft.dim = 32: adapters are named by their targets"),
         ("start_weight_decay: 0.033", "start_weight_decay: 0.01", "the weight decay is constant here"),
         ("softmax_type: vanilla", "softmax_type: learnable", "one kind of softmax here"),
         ("rampup_batch_size: null", "rampup_batch_size: [2, 7, 100]", "no number of increments leads from"),

@@ -87,7 +87,7 @@ REFUSED = [
      "a factor here, on --lr and --min-lr alike"),
     ("a.sh", f"--fim-data {FLAGS}", "fim-data", "filling in the middle"),
     ("a.sh", f"--sft {FLAGS}", "sft", "conversation"),
-    ("a.sh", f"--optimizer dist_muon {FLAGS}", "optimizer", 'then set optimizer.name = "muon" and its keys'),
+    ("a.sh", f"--optimizer lion {FLAGS}", "optimizer", 'then set optimizer.name = "lion" and its keys'),
     ("a.sh", f"--optimizer soap {FLAGS}", "optimizer", "no such optimizer here, only adam"),
     ("a.sh", f"--weight-decay-incr-style cosine {FLAGS}", "weight-decay-incr-style", "the weight decay is constant"),
     ("a.sh", f"--lr-warmup-init 1e-5 {FLAGS}", "lr-warmup-init", "warm-up starts at 1/warmup_steps"),
