@@ -14,7 +14,7 @@ from meshwright.tools.interop.configs.translation import Draft
 SIZES = ("hidden-size", "num-attention-heads", "kv-channels")
 FLAGS = ("mup-base-hidden-size", "mup-output-mult", "mup-base-head-dim", "mup-attn-scale-power", "softmax-scale")
 SMALLEST = 1e-9
-SGD = "with SGD it scales the rates of embeddings, norms and biases; muP here is AdamW's"
+OTHER = "with {} it scales other rates there; muP here is AdamW's"
 MTP = "modules of multi-token prediction have no muP here"
 OWN_MUP = "a model of your own declares its learning-rate factors itself, as its attribute parameter_groups"
 
@@ -24,9 +24,9 @@ def mup(draft: Draft, hidden: int, heads: int) -> None:
     if not draft.boolean("use-mup"):
         draft.skip("mup-*")  # without effect
         return
-    has_modules = "model.options.mtp_layers" in draft.tree
-    if has_modules or draft.text("optimizer", "adam") == "sgd":
-        draft.refuse("use-mup", MTP if has_modules else SGD)
+    has_modules, name = "model.options.mtp_layers" in draft.tree, draft.text("optimizer", "adam")
+    if has_modules or name in ("sgd", "muon", "dist_muon"):
+        draft.refuse("use-mup", MTP if has_modules else OTHER.format(name))
         draft.skip("mup-*", "softmax-scale")
         return
     base = draft.optional_count("mup-base-hidden-size") or hidden

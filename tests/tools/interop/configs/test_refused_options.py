@@ -102,7 +102,8 @@ REFUSED = [
     ("a.yaml", samples.NANOTRON.replace("    std: 0.025", "    use_mup: true"), "model.init_method.use_mup",
      "spectral muP draws each matrix"),
     ("a.sh", LLAMA.replace("--swiglu", "--swiglu --use-mup --mtp-num-layers 1"), "use-mup", "modules of multi-token"),
-    ("a.sh", f"--use-mup --optimizer sgd {FLAGS}", "use-mup", "muP here is AdamW's"),
+    *(("a.sh", f"--use-mup --optimizer {name} --muon-extra-scale-factor 0.2 {FLAGS}", "use-mup", "muP here is AdamW's")
+      for name in ("sgd", "muon")),
     ("a.yaml", samples.NANOTRON.replace("resume_checkpoint_path: null", "resume_checkpoint_path: /w"),
      "checkpoints.resume_checkpoint_path", "would start from random weights"),
     ("a.yaml", samples.NANOTRON + "doremi:\n  domain_names: [a, b]\n", "doremi.domain_names", "weights of corpora"),
