@@ -38,6 +38,20 @@ def config_for(model: str, layout: str, **train: Any) -> tuple[RunConfig, int]:
 
 
 @pytest.mark.parametrize(
+    ("layout", "dtype", "num_kv_heads"),
+    [("tp2,sequence", "float64", 1), LATER("tp4", "bfloat16", 2), LATER("dp2,tp2,zero2", "float64", 1)],
+)
+def test_more_tp_ranks_than_key_value_heads(
+    layout: str, dtype: str, num_kv_heads: int, pool: RankPool, references: References
+) -> None:
+    chosen = parse_layout(layout)
+    size = size_for(chosen)
+    config = model_config("llama", size, num_kv_heads=num_kv_heads).replace(train=FP8)
+    row = prove(config, chosen, pool, references, global_batch=size.global_batch, steps=2, dtype=dtype, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
+@pytest.mark.parametrize(
     ("model", "layout", "dtype"),
     [
         ("gpt2", "pp2,tp2,zb_h1,sequence", "float64"),
