@@ -117,7 +117,11 @@ def prove(kind: str, place: Path, pool: RankPool, found: dict[str, Any]) -> None
     for text in LAYOUTS:
         if ("tp" in impossible and "tp" in text) or ("sequence" in impossible and "sequence" in text):
             continue
-        row = verification.compare_layout(parse_layout(text), pool, is_repeated=False)
+        try:
+            row = verification.compare_layout(parse_layout(text), pool, is_repeated=False)
+        except UserError as error:  # of the plain run
+            found["layouts"][text] = {"passed": False, "gradient": None, "problems": [_short(error, place)]}
+            continue
         problems = [*verification.problems, *row.problems, *[row.failure] * bool(row.failure)][:1]
         gradient = None if row.failure else row.gradient
         found["layouts"][text] = {"passed": not problems, "gradient": gradient, "problems": problems}

@@ -14,10 +14,12 @@ from meshwright.launch.checkpoints import find_checkpoint, size_of, table_of_fil
 from meshwright.terminal.format import format_duration, format_size
 from meshwright.terminal.output import put, tell
 from meshwright.tools.interop.huggingface.adapters import MergedWeights, export_adapter
+from meshwright.tools.interop.huggingface.convert.adapters import import_fused
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import CORPUS, ImportResult, import_model
 from meshwright.tools.interop.huggingface.export import ExportResult
-from meshwright.tools.interop.huggingface.restructure.adapters import ImportedAdapter, import_adapter
+from meshwright.tools.interop.huggingface.peft_files import ImportedAdapter
+from meshwright.tools.interop.huggingface.restructure.adapters import import_adapter
 from meshwright.tools.interop.huggingface.restructure.export import SCHEME
 from meshwright.tools.interop.huggingface.restructure.export import export as export_restructured
 from meshwright.tools.interop.huggingface.writing import SHARD_BYTES
@@ -36,7 +38,10 @@ def run_conversion(options: argparse.Namespace, overrides: list[str]) -> int:
         if target is None or target[0] != "hf":
             raise ConfigError("MW-LAUNCH-073", "--merge adds adapters to the weights of an export: give --to hf PATH")
         target = (MERGED, target[1])
-    put(convert(run, options.source, target, overrides, step, dtype, shard_bytes))
+    if options.base is not None:
+        put(convert_onto(options.base, run, options.source, overrides))
+    else:
+        put(convert(run, options.source, target, overrides, step, dtype, shard_bytes))
     return 0
 
 
@@ -107,6 +112,18 @@ def convert(
         merge=MergedWeights if form == MERGED else None,
     )
     return summarise_export(chosen, result)
+
+
+@_unreadable_paths_as_errors()
+def convert_onto(base: Path, run: Path, source: Sequence[str] | None, overrides: Sequence[str]) -> str:
+    """Import peft's adapters into ``run``, onto the weights of the run ``base``, and return a summary.
+
+    Raises:
+        UserError: the import is impossible; nothing is written then.
+    """
+    if source is None or source[0] != PEFT:
+        raise ConfigError("MW-LAUNCH-084", f"--base {base} is a run for --from peft PATH, whose adapters it gets")
+    return summarise_adapters(source[1], run, import_fused(Path(source[1]), run, base, overrides))
 
 
 def summarise_adapters(source: str, run: Path, done: ImportedAdapter) -> str:

@@ -236,6 +236,12 @@ def convert(added: Added) -> None:
     direction.add_argument(
         "--to", dest="target", nargs=2, metavar=("hf|peft", "PATH"), help="a directory to write; peft: of adapters"
     )
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="RUN",
+        help="with --from peft: a run of a model of meshwright's, such as an import, whose linears get the adapters",
+    )
     parser.add_argument("--step", type=parse_count_from_0, metavar="N", help="with --to: the checkpoint of this step")
     parser.add_argument(
         "--dtype",

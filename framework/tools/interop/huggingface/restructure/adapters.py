@@ -7,38 +7,25 @@ PATH/adapter_model.safetensors   -> checkpoints/step-00000000; the base stays in
 from __future__ import annotations
 
 import json
-import math
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from meshwright.checkpoint import CheckpointMetadata, TensorKind, TensorPiece, begin, publish, write_shard
+from meshwright.checkpoint import TensorKind, TensorPiece
 from meshwright.checkpoint.files import final_directory
-from meshwright.config import RunConfig, given_keys, load_saved, resolve, to_toml, write_snapshot
+from meshwright.config import given_keys, load_saved, resolve
 from meshwright.errors import ConfigError, ModelError
 from meshwright.model.build import build_model, configured_model
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.adapters import CONFIG, PREFIX, TENSORS
 from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
 from meshwright.tools.interop.huggingface.files import read_json
+from meshwright.tools.interop.huggingface.peft_files import ImportedAdapter, settings_of, write_run
 from meshwright.tools.interop.huggingface.restructure.export import SCHEME
 from meshwright.tools.interop.huggingface.restructure.layers import names_in_transformers
 from meshwright.tools.interop.huggingface.source import SafetensorsDirectory, open_source
-
-ONLY_VALUES = {"bias": "none", "use_dora": False, "modules_to_save": None, "layer_replication": None}
-ONLY_VALUES |= {"rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None, "lora_bias": False}
-"""Keys of adapter_config.json with the only value that is imported."""
-
-
-class ImportedAdapter(NamedTuple):
-    """Imported adapters: the checkpoint of step 0, the run's configuration, the number of targets."""
-
-    path: Path
-    config: RunConfig
-    num_targets: int
 
 
 def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> ImportedAdapter:
@@ -77,7 +64,6 @@ def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> Im
             f"{source / TENSORS}: {named.get(name, name)} does not fit {base.model.builder}: expected A and B of each "
             f"target in the shapes of rank {config.adapter.rank}; is it the model that they were trained on?",
         )
-    resolved = resolve(config)
 
     def pieces() -> Iterator[TensorPiece]:
         for name, theirs in named.items():
@@ -86,16 +72,8 @@ def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> Im
             yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, shapes[name]), tensor.contiguous())
 
     with published_directory(out, sum(map(found.num_bytes, named.values()))) as temporary:
-        shard = begin(temporary, 0, secrets.token_hex(4))
-        write_shard(shard, "pp0-tp0", pieces(), copied=True)
-        state = {"tokens_seen": 0, "optimizer_steps": 0, "skipped_in_a_row": 0}
-        head = CheckpointMetadata(0, 0, resolved.run.seed, resolved.model_dump(mode="json"), {}, state)
-        publish(shard, final_directory(temporary, 0), head)
-        write_snapshot(temporary, resolved)
-        (temporary / "config.toml").write_text(
-            f"# Adapters of {source.name}: training starts from them.\n\n{to_toml(config)}"
-        )
-    return ImportedAdapter(final_directory(out, 0), resolved, len(targets))
+        write_run(temporary, config, pieces(), f"Adapters of {source.name}")
+    return ImportedAdapter(final_directory(out, 0), resolve(config), len(targets))
 
 
 def _tree(fields: Mapping[str, Any], source: Path, out: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -104,19 +82,7 @@ def _tree(fields: Mapping[str, Any], source: Path, out: Path, overrides: Sequenc
     Raises:
         ModelError: the adapters are not plain LoRA. ConfigError: nothing names the base.
     """
-    problems = [f"peft_type = {json.dumps(fields.get('peft_type'))}"] if fields.get("peft_type") != "LORA" else []
-    for key, value in ONLY_VALUES.items():
-        if fields.get(key, value) != value and (fields[key] or value):
-            problems.append(f"{key} = {json.dumps(fields[key])}")
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and alpha > 0):
-        problems.append(f"r = {json.dumps(rank)} with lora_alpha = {json.dumps(alpha)}")
-    if problems:
-        raise ModelError(
-            "MW-INTEROP-104", f"{source / CONFIG}: {', '.join(problems)}: only LoRA of one rank and scale is imported"
-        )
-    assert isinstance(rank, int) and isinstance(alpha, int | float)
-    scaled = alpha * math.sqrt(rank) if fields.get("use_rslora") else alpha
+    settings = settings_of(fields, source)
     directory = fields.get("base_model_name_or_path")
     if ("model", "builder") not in {key[:2] for key in given_keys(overrides)} and not Path(str(directory)).is_dir():
         raise ConfigError(
@@ -127,7 +93,12 @@ def _tree(fields: Mapping[str, Any], source: Path, out: Path, overrides: Sequenc
     return {
         "run": {"name": out.name, "directory": str(out.parent)},
         "model": {"builder": f"{SCHEME}{directory}"},
-        "adapter": {"rank": rank, "alpha": float(scaled), "targets": ["*"], "dropout": fields.get("lora_dropout", 0.0)},
+        "adapter": {
+            "rank": settings.rank,
+            "alpha": settings.factor * settings.rank,
+            "targets": ["*"],
+            "dropout": settings.dropout,
+        },
         "batch": {"micro_batch_size": 1, "global_batch": 16},
         "optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0},
     }

@@ -1,0 +1,202 @@
+"""Import of peft's adapters onto a model of ours whose linears are fused (qkv, gate_up): a run directory.
+
+    theirs   q_proj B_q A_q, k_proj B_k A_k, v_proj B_v A_v            A (r, I), B (rows of each, r)
+    ours     qkv    [B_q  0   0 ; 0  B_k  0 ; 0   0  B_v] [A_q ; A_k ; A_v]     rank 3 r, the same function
+    or       qkv    [B_q ; B_k ; B_v] A                                if all have one A: rank r, as an export writes it
+
+The rows of B lie as those of the weight do. A run has one rank: the factors of other targets are filled up with zeros,
+which add nothing and have no gradient. The base is that of a run directory, most often ``convert --from hf``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.adapters.attach import A, B, is_adapter
+from meshwright.checkpoint import TensorKind, TensorPiece
+from meshwright.checkpoint.files import final_directory
+from meshwright.checkpoint.manifest import MANIFEST
+from meshwright.config import RunConfig, given_keys, load_saved, parse, resolve
+from meshwright.errors import ModelError
+from meshwright.model.build import build_model
+from meshwright.parameters import ParameterInfo
+from meshwright.tools.interop.huggingface.adapters import CONFIG, PREFIX, TENSORS
+from meshwright.tools.interop.huggingface.convert import side_files
+from meshwright.tools.interop.huggingface.convert.exporting import plan_export
+from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
+from meshwright.tools.interop.huggingface.export import open_verified
+from meshwright.tools.interop.huggingface.files import read_json
+from meshwright.tools.interop.huggingface.peft_files import (
+    AdapterSettings,
+    ImportedAdapter,
+    settings_of,
+    write_run,
+)
+from meshwright.tools.interop.huggingface.rules import TensorMapping
+from meshwright.tools.interop.huggingface.source import open_source
+
+Pairs = Mapping[str, tuple[Tensor, Tensor]]
+"""Module of transformers -> A (rank, I) and B (O, rank); of an embedding both turned."""
+
+
+class Fused(NamedTuple):
+    """Adapter of one module of ours."""
+
+    down: Tensor
+    """A (rank, I)."""
+    up: Tensor
+    """B (O, rank)."""
+
+    def widened(self, rank: int) -> Fused:
+        """Return the same product with a larger rank."""
+        more = rank - len(self.down)
+        return Fused(nn.functional.pad(self.down, (0, 0, 0, more)), nn.functional.pad(self.up, (0, more)))
+
+
+def import_fused(source: Path, out: Path, base: Path, overrides: Sequence[str] = ()) -> ImportedAdapter:
+    """Import the adapters in ``source`` as a run directory with the weights of ``base``.
+
+    Args:
+        source: directory that peft has written.
+        out: the run directory to write, new or empty.
+        base: a run directory or a checkpoint of a model of ours, without adapters.
+        overrides: configuration overrides, which go into its config.toml.
+
+    Raises:
+        ConfigError, ModelError, CheckpointError: the adapters are not supported, or do not fit the base. Nothing is
+            written then.
+    """
+    out, settings = check_output_directory(out), settings_of(read_json(source / CONFIG, "peft writes it"), source)
+    with open_verified(base) as checkpoint:
+        saved = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
+        names = checkpoint.parameters(TensorKind.WEIGHTS)
+        plan = plan_export(saved, checkpoint.path)
+        has_factors = any(factor != 1 for rule in plan.rules for factor in rule.factors)
+        if has_factors or any(map(is_adapter, names)):
+            why = "is scaled where it is exported (muP)" if has_factors else "has adapters already"
+            raise ModelError("MW-INTEROP-111", f"{checkpoint.path} {why}: --base takes a plain model")
+        layers = build_model(saved.model.builder, saved.model.options, saved.run.seed).layers
+        fused = dict(_fused(_pairs(source, settings), plan.rules, layers, source))
+        rank = max(len(each.down) for each in fused.values())
+        config = _config(saved, settings, sorted(fused), rank, out, overrides)
+        factors = {
+            f"{target}.{name}.weight": factor
+            for target, each in fused.items()
+            for name, factor in zip((A, B), each.widened(rank), strict=True)
+        }
+        tables = {f"{name}.{A}.weight" for name in fused if isinstance(layers.get_submodule(name), nn.Embedding)}
+
+        def pieces() -> Iterator[TensorPiece]:
+            for name in names:
+                info = ParameterInfo(name, checkpoint.shape(TensorKind.WEIGHTS, name))
+                weight = checkpoint.read(TensorKind.WEIGHTS, info)
+                assert weight is not None, name
+                yield TensorPiece(TensorKind.WEIGHTS, info, weight)
+            for name, factor in factors.items():
+                whole = (factor.t() if name in tables else factor).contiguous()
+                yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(whole.shape)), whole)
+
+        num_bytes = sum(file.stat().st_size for file in checkpoint.path.iterdir())
+        with published_directory(out, num_bytes + sum(each.nbytes for each in factors.values())) as temporary:
+            write_run(temporary, config, pieces(), f"Adapters of {source.name} beside the weights of {base}")
+            beside = side_files.side_file_directory(checkpoint.path.parent.parent, saved)
+            if beside is not None and beside.name == side_files.DIRECTORY:
+                shutil.copytree(beside, temporary / side_files.DIRECTORY)
+    return ImportedAdapter(final_directory(out, 0), resolve(config), len(fused))
+
+
+def _config(
+    saved: RunConfig, settings: AdapterSettings, targets: list[str], rank: int, out: Path, overrides: Sequence[str]
+) -> RunConfig:
+    """Return the configuration of the run: model and data of the base, the adapters, and defaults for the rest."""
+    dumped = saved.model_dump(mode="json", exclude_defaults=True)
+    tree: dict[str, Any] = {
+        "run": {"name": out.name, "directory": str(out.parent)},
+        "model": {name: dumped["model"][name] for name in ("builder", "options") if name in dumped["model"]},
+        "data": {} if ("data", "builder") in {key[:2] for key in given_keys(overrides)} else dumped.get("data", {}),
+        "adapter": {"rank": rank, "alpha": settings.factor * rank, "targets": targets, "dropout": settings.dropout},
+        "batch": {"micro_batch_size": 1, "global_batch": 16},
+        "optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0},
+        "train": {"dtype": saved.train.dtype},
+    }
+    return load_saved(tree, overrides, f"the run {out}")
+
+
+def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
+    """Return A and B of each module of transformers.
+
+    Raises:
+        ModelError: the file is missing, a factor has no partner, or they do not have the rank of the configuration.
+    """
+    found = open_source(source, single=TENSORS)
+    if found is None:
+        raise ModelError("MW-INTEROP-102", f"{source / TENSORS} is missing: the adapters themselves")
+    factors: dict[str, dict[str, Tensor]] = {}
+    for name in sorted(found.tensors):
+        module, _, which = name.removeprefix(PREFIX).partition(".lora_")
+        which = which.removesuffix(".weight").removeprefix("embedding_")
+        factors.setdefault(module, {})[which] = found.read(name)
+    for module, each in factors.items():
+        if set(each) != {"A", "B"} or len(each["A"]) != settings.rank or each["B"].shape[1] != settings.rank:
+            raise ModelError(
+                "MW-INTEROP-103",
+                f"{source / TENSORS}: {module} does not have A and B of rank {settings.rank}: is it the file that "
+                f"belongs to {CONFIG}?",
+            )
+    return {module: (each["A"], each["B"]) for module, each in factors.items()}
+
+
+def _fused(
+    pairs: Pairs, rules: Sequence[TensorMapping], layers: nn.Module, source: Path
+) -> Iterator[tuple[str, Fused]]:
+    """Yield the name and the adapter of each module of ours.
+
+    Raises:
+        ModelError: a module of theirs is no linear or embedding of the base, or has other sizes.
+    """
+    shapes = {name: tuple(each.shape) for name, each in layers.named_parameters(remove_duplicate=False)}
+    left = dict(pairs)
+    for rule in rules:
+        modules = [name.removesuffix(".weight") for name in rule.theirs]
+        present = {name: left.pop(name) for name in modules if name in left}
+        if not present:
+            continue
+        target = rule.ours.removesuffix(".weight")
+        is_table = isinstance(layers.get_submodule(target), nn.Embedding)
+        rows, columns = shapes[rule.ours][::-1] if is_table else shapes[rule.ours]
+        sizes = rule._replace(transposed=False).shapes((rows, 1))
+        for name, (down, up) in present.items():
+            if (down.shape[1], up.shape[0]) != (columns, rows if is_table else sizes[f"{name}.weight"][0]):
+                raise ModelError(
+                    "MW-INTEROP-103",
+                    f"{source / TENSORS}: A {list(down.shape)} and B {list(up.shape)} of {name} do not fit {rule.ours} "
+                    f"{list(shapes[rule.ours])}: is it the model that they were trained on?",
+                )
+        yield target, _joined(rule, present, rows)
+    if left:
+        raise ModelError("MW-INTEROP-106", f"{source / TENSORS}: {min(left)} belongs to no module of the base")
+
+
+def _joined(rule: TensorMapping, present: Pairs, rows: int) -> Fused:
+    """Return the adapter of a module of ours with ``rows`` rows, of those of the modules in it."""
+    first, _ = next(iter(present.values()))
+    width, is_one = len(first), all(torch.equal(down, first) for down, _ in present.values())
+    downs = [first] if is_one else [down for down, _ in present.values()]
+    places = {name: 0 if is_one else index * width for index, name in enumerate(present)}
+    straight = rule._replace(transposed=False)
+    shapes = straight.shapes((rows, len(downs) * width))
+
+    def read(theirs: str) -> Tensor:
+        name, whole = theirs.removesuffix(".weight"), torch.zeros(shapes[theirs], dtype=first.dtype)
+        if name in present:
+            whole[:, places[name] : places[name] + width] = present[name][1]
+        return whole
+
+    return Fused(torch.cat(downs), straight.join(read, (rows, len(downs) * width), first.dtype))
