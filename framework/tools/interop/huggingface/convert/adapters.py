@@ -137,7 +137,7 @@ def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
     """
     found = open_source(source, single=TENSORS)
     if found is None:
-        raise ModelError("MW-INTEROP-102", f"{source / TENSORS} is missing: the adapters themselves")
+        raise ModelError("MW-INTEROP-112", f"{source / TENSORS} is missing: the adapters themselves")
     factors: dict[str, dict[str, Tensor]] = {}
     for name in sorted(found.tensors):
         module, _, which = name.removeprefix(PREFIX).partition(".lora_")
@@ -146,7 +146,7 @@ def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
     for module, each in factors.items():
         if set(each) != {"A", "B"} or len(each["A"]) != settings.rank or each["B"].shape[1] != settings.rank:
             raise ModelError(
-                "MW-INTEROP-103",
+                "MW-INTEROP-113",
                 f"{source / TENSORS}: {module} does not have A and B of rank {settings.rank}: is it the file that "
                 f"belongs to {CONFIG}?",
             )
@@ -175,13 +175,13 @@ def _fused(
         for name, (down, up) in present.items():
             if (down.shape[1], up.shape[0]) != (columns, rows if is_table else sizes[f"{name}.weight"][0]):
                 raise ModelError(
-                    "MW-INTEROP-103",
+                    "MW-INTEROP-114",
                     f"{source / TENSORS}: A {list(down.shape)} and B {list(up.shape)} of {name} do not fit {rule.ours} "
                     f"{list(shapes[rule.ours])}: is it the model that they were trained on?",
                 )
         yield target, _joined(rule, present, rows)
     if left:
-        raise ModelError("MW-INTEROP-106", f"{source / TENSORS}: {min(left)} belongs to no module of the base")
+        raise ModelError("MW-INTEROP-115", f"{source / TENSORS}: {min(left)} belongs to no module of the base")
 
 
 def _joined(rule: TensorMapping, present: Pairs, rows: int) -> Fused:
