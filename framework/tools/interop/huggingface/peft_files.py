@@ -1,4 +1,4 @@
-"""What both imports of peft's adapters share: the settings they accept, and the run directory that they write."""
+"""Settings of adapters that both imports from peft accept, and the run directory that they write."""
 
 from __future__ import annotations
 
