@@ -148,15 +148,15 @@ class Group:
         """Reduce-scatter: ``part`` = this rank's slice of the sum of every rank's ``whole`` (n x part, dim 0). Does not
         block.
 
-        On CPU each rank sends every other its slice, and ``wait`` sums them in rank order: gloo's own reduce-scatter is
-        an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a slice of ``whole``.
+        By gloo each rank sends every other its slice, and ``wait`` sums them in rank order: gloo's own reduce-scatter
+        is an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a slice of ``whole``.
         """
         if self.size == 1:
             if place_of(part) != place_of(whole):
                 part.copy_(whole.view_as(part))
             return CollectiveHandle()
         self._count("reduce_scatter", tensor_bytes(whole))
-        if whole.device.type == "cpu":
+        if whole.device.type == "cpu" or dist.get_backend(self.process_group) == "gloo":
             slices = torch.empty_like(whole)
             work = dist.all_to_all_single(slices, whole, group=self.process_group, async_op=True)
             return self._handle(

@@ -37,8 +37,7 @@ from tests.watch.spoiling import Spoil, spoil
 def parts_of(config: RunConfig) -> Parts:
     """One rank's parts, fed with random tokens."""
     parallel = config.parallel
-    assert isinstance(parallel.dp, int)
-    mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
+    mesh = open_mesh(Grid(*parallel.degrees), config.train.device, share_devices=config.launch.share_devices)
     return build(config, mesh, (open_verify_source(config, random_tokens=True), None))
 
 
@@ -159,7 +158,7 @@ def device_for_megatron() -> tuple[object, object]:
     return on_cpu, torch.cuda.current_device()
 
 
-def findings_to_file(config: RunConfig) -> None:
+def findings_to_file(config: RunConfig, end: object) -> None:
     """One rank of a layout under the launcher: what verify's ranks report, in a file per rank."""
     import torch.distributed as dist
 
@@ -170,7 +169,7 @@ def findings_to_file(config: RunConfig) -> None:
     dist.destroy_process_group()
 
 
-def measured_by_ranks(config: RunConfig) -> None:
+def measured_by_ranks(config: RunConfig, end: object) -> None:
     """One rank under the launcher: its timeline, in a file per rank."""
     rank = int(os.environ["RANK"])
     parts = parts_of(config)

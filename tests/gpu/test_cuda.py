@@ -16,6 +16,7 @@ import torch
 
 from meshwright.config import Launch, Run, RunConfig
 from meshwright.launch.local import launch
+from meshwright.mesh.grid import Grid
 from meshwright.schedule.action import COMPUTE
 from meshwright.tools.verify import layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES, compare
@@ -148,7 +149,7 @@ def test_a_task_of_srun_that_sees_one_gpu_takes_it(on_device: Callable[..., Any]
 
 def by_ranks(work: Callable[[RunConfig], None], config: RunConfig, directory: Path) -> list[Any]:
     """What each rank of the launcher has written, by rank."""
-    size = config.parallel.dp * config.parallel.pp * config.parallel.tp  # type: ignore[operator]
+    size = Grid(*config.parallel.degrees).size
     update = {"run": Run(directory=str(directory)), "launch": Launch(processes=size)}
     launch(work, config.model_copy(update=update))
     return [pickle.loads((directory / f"{rank}.pickle").read_bytes()) for rank in range(size)]

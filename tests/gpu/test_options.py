@@ -22,6 +22,7 @@ from meshwright.tools.verify.rank import merge, run_layout
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 from tests.gpu import on_gpu
 from tests.tools.verify.cases import References, config_of, model_config, size_for
+from tests.tools.verify.test_expert_parallel import model as mixture
 
 DEVICE = os.environ.get("MESHWRIGHT_GPU_TESTS", "cuda")
 pytestmark = [
@@ -42,11 +43,26 @@ OPTIONS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "zero3": ("llama", "zero3,mbs2", "float32", {}),
     "zero3 offload": ("llama", "zero3,offload,mbs2", "float32", {}),
     "zero-bubble": ("gpt2", "zb_v,mbs2", "float32", {}),
+    "lion": ("gpt2", "mbs2", "bfloat16", {"optimizer": {"name": "lion"}}),
+    "adafactor": ("llama", "mbs2", "float32", {"optimizer": {"name": "adafactor"}}),
+    "activation offload": ("llama", "mbs2", "float32", {"pipeline": {"offload_activations": ["block*"]}}),
+    "activation offload, zero-bubble": ("gpt2", "zb_v,mbs2", "bfloat16", {"pipeline": {"offload_activations": ["*"]}}),
+    "lora": ("llama", "mbs2", "float32", {"adapter": {"rank": 2, "targets": ["block*.attention.*"]}}),
+    "experts": ("mixture:mixtral", "mbs2", "float64", {}),
+    "experts in groups": ("mixture:deepseek", "mbs2", "float32", {}),
+    "experts, one product": ("mixture:mixtral", "mbs2", "bfloat16", {}),
 }
 
 
 def with_sections(config: RunConfig, sections: dict[str, Any]) -> RunConfig:
     return config.replace(**sections) if sections else config
+
+
+def base_of(model: str, layout: str, sections: dict[str, Any]) -> RunConfig:
+    """The configuration of a model by name; ``mixture:NAME`` is one of test_expert_parallel.py."""
+    kind, _, name = model.partition(":")
+    base = mixture(name) if kind == "mixture" else model_config(model, size_for(parse_layout(layout)))
+    return with_sections(base, sections)
 
 
 def check_numbers(
@@ -68,8 +84,7 @@ def check_numbers(
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, on_device: Callable[..., Any], references: References) -> None:
     model, layout, dtype, sections = OPTIONS[name]
-    base = with_sections(model_config(model, size_for(parse_layout(layout))), sections)
-    check_numbers(base, layout, dtype, on_device, references)
+    check_numbers(base_of(model, layout, sections), layout, dtype, on_device, references)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])

@@ -37,7 +37,7 @@ TOLERANCES = {
     "float16": Tolerance(2e-3, 4e-3, None, 2e-3, 4e-3),
 }
 SAME_ROUNDING = Tolerance(1e-6, 1e-5, None, 1e-2, 2e-2)
-"""16-bit tolerances of layouts that round every activation as the plain run does (tp = 1, one sample at a time).
+"""16-bit tolerances of layouts that round every activation as the plain run does: one whole sample at a time.
 Gradients are summed in float32 on both sides, so a faulty sum in 16 bits (off by a percent) exceeds them.
 """
 ROUNDING_MARGIN = 4.0
@@ -48,7 +48,8 @@ MAX_ROUND = 0.5
 
 def tolerance_of(dtype: str, layout: Layout) -> Tolerance:
     """Return the tolerances of a precision, for a layout."""
-    if dtype in ("bfloat16", "float16") and layout.tp == 1 and layout.micro_batch_size == 1:
+    whole = layout.tp == layout.cp == layout.ep == layout.micro_batch_size == 1
+    if dtype in ("bfloat16", "float16") and whole:
         return SAME_ROUNDING
     return TOLERANCES[dtype]
 
