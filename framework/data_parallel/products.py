@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from meshwright.parameters import WeightProduct
+from meshwright.system.device_kind import device_kind
 
 
 def adds_products(parameter: Tensor, dtype: torch.dtype) -> bool:
     """Return whether this device's GEMM adds products of the parameter's 16-bit dtype to a sum in ``dtype``."""
-    if parameter.device.type != "cuda" or parameter.dim() != 2 or dtype != torch.float32:
+    if device_kind(parameter) != "cuda" or parameter.dim() != 2 or dtype != torch.float32:
         return False
     return parameter.dtype in (torch.bfloat16, torch.float16) and _has_kernel(parameter.device, parameter.dtype)
 
@@ -40,7 +41,7 @@ def add_product(total: Tensor, product: WeightProduct, *, first: bool) -> None:
     """
     gy, x = product.matrices()
     beta = 0 if first else 1
-    if total.device.type == "cpu":
+    if device_kind(total) == "cpu":
         total.addmm_(gy.t().to(total.dtype), x.to(total.dtype), beta=beta)
     else:
         torch.ops.aten.addmm.dtype_out(total, gy.t(), x, total.dtype, beta=beta, alpha=1, out=total)

@@ -25,10 +25,10 @@ def product(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
 
 def _scaled_mm(x: Quantised, weight: Quantised) -> Tensor:
     """Return the product by torch's float8 kernel with rowwise scales, in bfloat16."""
-    rows = x.codes.reshape(-1, x.codes.shape[-1]).contiguous()
+    rows = x.codes.reshape(-1, x.codes.shape[-1])
     y = torch._scaled_mm(
         rows,
-        weight.codes.contiguous().t(),  # column-major, as the kernel needs it
+        weight.codes.t(),  # column-major, as the kernel needs it
         scale_a=power_of_two(-x.exponents).reshape(-1, 1).contiguous(),
         scale_b=power_of_two(-weight.exponents).reshape(1, -1).contiguous(),
         out_dtype=torch.bfloat16,

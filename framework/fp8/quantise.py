@@ -5,8 +5,8 @@
     code      x 2^k, rounded to float8_e4m3fn
     value     code x 2^-k: exact in bfloat16 and wider, because a code has 4 significant bits
 
-Each pass over a tensor is one operator and, on CUDA, one kernel, compiled by torch: exponents read x, codes read x and
-write one byte per element, values read that byte. Elsewhere, and without Triton, plain torch code gives the same bits.
+Each pass over a tensor is one operator and, on CUDA, one kernel (kernels/float8.py). Contiguous rows that are whole
+here are read once, for exponents and codes. Elsewhere, and without Triton, plain torch code gives the same bits.
 
 A row's codes depend on that row alone. Micro-batches, data parallelism, pipeline stages, sequence parallelism and
 tensor parallelism therefore do not change them. A NaN or Inf stays one of the two.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from meshwright.kernels import float8, has_tools
 from meshwright.mesh.comm import Group
-from meshwright.system.host import missing_tools
 
 MOST = 126
 """Largest magnitude of an exponent: both 2^k and 2^-k are normal float32 numbers."""
@@ -53,8 +53,8 @@ def _exponents(x: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, exponents: Tensor) -> Tensor:
-    """Compute the codes of x (..., K) in plain torch."""
-    return to_codes(x.to(torch.promote_types(x.dtype, torch.float32)) * power_of_two(exponents))
+    """Compute the codes of x (..., K), contiguous, in plain torch."""
+    return to_codes(x.to(torch.promote_types(x.dtype, torch.float32)) * power_of_two(exponents)).contiguous()
 
 
 def _values(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -62,36 +62,42 @@ def _values(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.to(torch.promote_types(dtype, torch.float32)) * power_of_two(-exponents)).to(dtype)
 
 
-_row_exponents = custom_op("meshwright::row_exponents", _exponents, mutates_args=(), schema="(Tensor x) -> Tensor")
-_row_codes = custom_op(
-    "meshwright::row_codes", _codes, mutates_args=(), schema="(Tensor x, Tensor exponents) -> Tensor"
+_SCHEMAS = {
+    "row_exponents": "(Tensor x) -> Tensor",
+    "row_codes": "(Tensor x, Tensor exponents) -> Tensor",
+    "row_values": "(Tensor codes, Tensor exponents, ScalarType dtype) -> Tensor",
+    "quantise_rows": "(Tensor x) -> (Tensor, Tensor)",
+}
+
+
+def _operator(name: str, plain: Callable[..., Any], kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Return the operator ``meshwright::name``: a kernel on CUDA where Triton is, plain torch code elsewhere."""
+    operator = custom_op(f"meshwright::{name}", plain, mutates_args=(), schema=_SCHEMAS[name])
+    operator.register_kernel("cuda", lambda *arguments: (kernel if has_tools() else plain)(*arguments))
+    operator.register_fake(fake)
+    return operator
+
+
+def _quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute codes and exponents in plain torch."""
+    exponents = _exponents(x)
+    return _codes(x, exponents), exponents
+
+
+def _exponents_like(x: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], 1), dtype=torch.int8)
+
+
+def _codes_like(x: Tensor, exponents: Tensor) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+
+
+_row_exponents = _operator("row_exponents", _exponents, float8.exponents, _exponents_like)
+_row_codes = _operator("row_codes", _codes, float8.encode, _codes_like)
+_row_values = _operator(
+    "row_values", _values, float8.decode, lambda codes, exponents, dtype: codes.new_empty(codes.shape, dtype=dtype)
 )
-_row_values = custom_op(
-    "meshwright::row_values",
-    _values,
-    mutates_args=(),
-    schema="(Tensor codes, Tensor exponents, ScalarType dtype) -> Tensor",
-)
-_row_exponents.register_fake(lambda x: x.new_empty((*x.shape[:-1], 1), dtype=torch.int8))
-_row_codes.register_fake(lambda x, exponents: torch.empty_like(x, dtype=torch.float8_e4m3fn))
-_row_values.register_fake(lambda codes, exponents, dtype: torch.empty_like(codes, dtype=dtype))
-
-
-def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the function as one compiled kernel, or unchanged on a machine that cannot compile for CUDA."""
-    compiled: list[Callable[..., Tensor]] = []
-
-    def run(*arguments: Any) -> Tensor:
-        if not compiled:
-            compiled.append(function if missing_tools() else torch.compile(function, dynamic=True))
-        return compiled[0](*arguments)
-
-    return run
-
-
-_row_exponents.register_kernel("cuda", fused(_exponents))
-_row_codes.register_kernel("cuda", fused(_codes))
-_row_values.register_kernel("cuda", fused(_values))
+_rows = _operator("quantise_rows", _quantise_rows, float8.quantise, lambda x: (_codes_like(x, x), _exponents_like(x)))
 
 
 def exponents_of(x: Tensor) -> Tensor:
@@ -120,6 +126,8 @@ def encode(x: Tensor, exponents: Tensor) -> Quantised:
 
 def quantise(tensors: Sequence[Tensor], group: Group | None) -> list[Quantised]:
     """Quantise tensors (..., K), whose contracted dim the ranks of ``group`` share; None: K is whole here. Blocks."""
+    if group is None or group.size == 1:
+        return [Quantised(*_rows(each.detach())) for each in tensors]
     exponents = agree([exponents_of(each) for each in tensors], group)
     return [encode(each, mine) for each, mine in zip(tensors, exponents, strict=True)]
 

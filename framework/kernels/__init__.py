@@ -2,6 +2,7 @@
 
     dropout.py        operator meshwright::dropout          triton_dropout.py        its kernel
     adamw_8bit.py     operator meshwright::adamw_8bit       triton_adamw_8bit.py     its kernel
+    float8.py         launches of fp8/quantise.py           triton_float8.py         their kernels
 
 The operators hide the launch: fake tensors pass without one. Triton is imported at the first launch, never before. The
 plain torch code beside each caller runs on every other device, and on a machine that cannot make kernels.
@@ -14,6 +15,7 @@ from functools import cache
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from meshwright.system.device_kind import device_kind
 from meshwright.system.host import missing_tools
 
 DEVICES = {"cuda"}
@@ -22,7 +24,7 @@ DEVICES = {"cuda"}
 
 def can_launch(tensor: Tensor) -> bool:
     """Return whether kernels run where this tensor lies. A dry run, which launches nothing, needs no Triton."""
-    return tensor.device.type in DEVICES and (isinstance(tensor, FakeTensor) or has_tools())
+    return device_kind(tensor) in DEVICES and (isinstance(tensor, FakeTensor) or has_tools())
 
 
 @cache

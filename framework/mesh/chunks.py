@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from meshwright.system.device_kind import device_kind
+
 CPU_CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS = 2**22, 2**26
 """Elements of a matrix that a loss converts to float32 at a time: 16 MiB suit a CPU's cache, 256 MiB hide launches."""
 
 
 def rows_per_chunk(matrix: Tensor) -> int:
     """Return the rows of a chunk of a matrix (rows, columns) for its device; meta, of predictions, counts as CUDA."""
-    elements = CPU_CHUNK_ELEMENTS if matrix.device.type == "cpu" else CUDA_CHUNK_ELEMENTS
+    elements = CPU_CHUNK_ELEMENTS if device_kind(matrix) == "cpu" else CUDA_CHUNK_ELEMENTS
     return max(1, elements // max(1, matrix.shape[1]))

@@ -27,6 +27,7 @@ from meshwright.errors import ConfigError
 from meshwright.kernels import adamw_8bit
 from meshwright.kernels.adamw_8bit import StepNumbers
 from meshwright.parameters import ParameterInfo
+from meshwright.system.device_kind import device_kind
 
 DECADES = 7
 SMALLEST = 8
@@ -165,7 +166,7 @@ class AdamW8bit(torch.optim.AdamW):
             numbers = StepNumbers(1 - beta1, beta2, 1 - beta2, largest_root, group["eps"], shrink, -size)
             adamw_8bit.step_8bit(parameter.view(-1), gradient, moments, tables, numbers, self._block)
             return
-        together, flat = max(_TOGETHER[parameter.device.type] // self._block, 1) * self._block, parameter.view(-1)
+        together, flat = max(_TOGETHER[device_kind(parameter)] // self._block, 1) * self._block, parameter.view(-1)
         for start in range(0, parameter.numel(), together):
             weights = flat[start : start + together]
             gradients = gradient[start : start + together].to(_computed_in(parameter))

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.system.device_kind import device_kind
+
 TOGETHER = {"cpu": 2**20, "cuda": 2**26}
 """Elements updated at a time, by device: a CPU's cache holds few; on CUDA each piece costs some kernel launches."""
 
 
 def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield views of the same elements of tensors (numel,), :data:`TOGETHER` at a time."""
-    size = TOGETHER.get(tensors[0].device.type, TOGETHER["cpu"])
+    size = TOGETHER.get(device_kind(tensors[0]), TOGETHER["cpu"])
     yield from zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from meshwright.optimizer.pieces import ParameterwiseOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import derive, drawn_bits
+from meshwright.system.device_kind import device_kind
 
 TOGETHER = {"cpu": 2**18, "cuda": 2**24}
 """Elements updated at a time, by device: each takes about 40 bytes of temporaries."""
@@ -96,7 +97,7 @@ class RoundedAdamW(ParameterwiseOptimizer):
             state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in STATES}
         state["step"] = step + 1
         size, largest_root = rate / (1 - beta1 ** (step + 1)), (1 - beta2 ** (step + 1)) ** 0.5
-        together = TOGETHER.get(parameter.device.type, TOGETHER["cpu"])
+        together = TOGETHER.get(device_kind(parameter), TOGETHER["cpu"])
         for start in range(0, parameter.numel(), together):
             part = slice(start, min(start + together, parameter.numel()))
             weights, gradients = parameter.view(-1)[part], gradient.view(-1)[part]

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import meshwright.fp8.linear
 import meshwright.fp8.quantise
+import meshwright.tensor_parallel.fp8_layers
 from meshwright.config import RunConfig
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.fp8.quantise import Quantised
 from meshwright.launch.pool import RankPool
+from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
@@ -119,9 +122,15 @@ B, S, I, O = 2, 8, 32, 48  # noqa: E741
 def operands(module: nn.Module, x: Tensor, gradient: Tensor) -> list[Quantised]:
     """Run forward and backward; return what was quantised: x, W, dy, W^T."""
     found: list[Quantised] = []
-    encode = meshwright.fp8.quantise.encode
+    quantise = meshwright.fp8.linear.quantise
+
+    def recorded(tensors: list[Tensor], group: Group | None) -> list[Quantised]:
+        found.extend(quantise(tensors, group))
+        return found[-len(tensors) :]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshwright.fp8.quantise, "encode", lambda *a: found.append(encode(*a)) or found[-1])
+        patch.setattr(meshwright.fp8.linear, "quantise", recorded)
+        patch.setattr(meshwright.tensor_parallel.fp8_layers, "quantise", recorded)
         module(x.detach().clone().requires_grad_()).backward(gradient)
     assert len(found) == 4
     return found

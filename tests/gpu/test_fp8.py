@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.fp8.linear import Fp8Linear
-from meshwright.fp8.quantise import dequantise, quantise
+from meshwright.fp8.quantise import dequantise, encode, exponents_of, quantise
 from meshwright.tools.verify import layout_config, parse_layout
 from meshwright.tools.verify.rank import run_layout
 from tests.tensor_parallel.ranks_of_tp import drawn
@@ -41,17 +41,19 @@ def linear_on(device: str, tokens: int, width: int, height: int) -> list[Tensor]
     return [each.detach().cpu() for each in (y, x.grad, linear.weight.grad)]
 
 
-def quantised_on(device: str, transposed: bool) -> list[Tensor]:
-    """Codes as bytes, exponents and values of rows over many magnitudes, on CPU."""
-    x = (drawn(300, 512) * torch.exp2(drawn(300, 1, seed=1) * 20)).to(device, torch.bfloat16)
-    (found,) = quantise([x.t() if transposed else x], None)
-    values = dequantise(found, torch.bfloat16)
-    return [each.cpu() for each in (found.codes.view(torch.uint8), found.exponents, values)]
+def quantised_on(device: str, transposed: bool, width: int) -> list[Tensor]:
+    """Codes as bytes, exponents and values of rows over many magnitudes in one pass, codes in two, on CPU."""
+    x = (drawn(300, width) * torch.exp2(drawn(300, 1, seed=1) * 20)).to(device, torch.bfloat16)
+    x = x.t() if transposed else x
+    (found,) = quantise([x], None)
+    values, again = dequantise(found, torch.bfloat16), encode(x, exponents_of(x)).codes
+    return [each.cpu() for each in (found.codes.view(torch.uint8), again.view(torch.uint8), found.exponents, values)]
 
 
+@pytest.mark.parametrize("width", [300, 512, 20000])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_compiled_kernels_give_the_codes_of_the_cpu(transposed: bool, on_device: Callable[..., Any]) -> None:
-    found, expected = on_device(quantised_on, DEVICE, transposed), quantised_on("cpu", transposed)
+def test_kernels_give_the_codes_of_the_cpu(transposed: bool, width: int, on_device: Callable[..., Any]) -> None:
+    found, expected = on_device(quantised_on, DEVICE, transposed, width), quantised_on("cpu", transposed, width)
     assert all(map(torch.equal, found, expected))
 
 

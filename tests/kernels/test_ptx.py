@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from meshwright.kernels.triton_adamw_8bit import step_blocks
 from meshwright.kernels.triton_dropout import drop_block
+from meshwright.kernels import triton_float8
 
 def of(function, signature, constants, generation):
     names = function.arg_names
@@ -34,6 +35,16 @@ for generation in map(int, sys.argv[1:]):
         step = {"target": ("*fp32", dtype, "i32"), "moments": states, "tables": tables, "numbers": ("fp32",) * 7}
         for rows, columns, block in ((4, 256, 256), (1, 4096, 4096)):
             found.append(of(step_blocks, step, {"ROWS": rows, "COLUMNS": columns, "BLOCK": block}, generation))
+        if generation >= 90:
+            row = {"x": dtype, "codes": "*fp8e4nv", "exponents": "*i8", "row_stride": "i64", "length": "i32"}
+            found.append(of(triton_float8.quantise_row, row, {"LENGTH": 16384}, generation))
+            for rows, columns in ((4, 1024), (32, 128)):
+                tile, shape = {"ROWS": rows, "COLUMNS": columns}, {"shape": ("i32", "i32")}
+                read = {"x": dtype, "exponents": "*i8", "strides": ("i64", "i64")} | shape
+                write, values = read | {"codes": "*fp8e4nv"}, {"codes": "*fp8e4nv", "values": dtype, "exponents": "*i8"}
+                found.append(of(triton_float8.find_exponents, read, tile | {"TILES": 7}, generation))
+                found.append(of(triton_float8.encode_tile, write, tile, generation))
+                found.append(of(triton_float8.decode_tile, values | shape, tile, generation))
 print(json.dumps(found))
 """
 
@@ -47,4 +58,6 @@ def test_kernels_compile(generation: int) -> None:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 8 and all(each["cubin"] > 0 and each["local memory"] == 0 for each in found)
+    assert len(found) == (8 if generation < 90 else 22) and all(
+        each["cubin"] > 0 and each["local memory"] == 0 for each in found
+    )

@@ -5,7 +5,8 @@
                     +---- every operation: allocations, releases, communication ---> RankProfile
 
 The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are on CPU, so the
-kernels and their saved tensors are those of a CPU. Code that reads values is left out (the first forward's checks).
+kernels and their saved tensors are those of a CPU, but for kernels.py, unless the run is one on CPU. Code that reads
+values is left out (the first forward's checks).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
 from meshwright.mesh.grid import Coordinates, Grid
+from meshwright.model.meter import reference
 from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import RowResult
@@ -35,6 +37,7 @@ from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
 from meshwright.step import StepFeed, all_reduce_sums
+from meshwright.tools.dryrun.kernels import as_on_cuda
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import StepRecorder
 
@@ -195,7 +198,9 @@ def record_step(
         for group, of_rank in zip(shared.groups, (mesh.tp, mesh.cp, mesh.ep), strict=True):
             group.become(of_rank)
         blueprint = shared.for_rank(mesh.at.pp_rank)
-        with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants:
+        on_cuda = device == "cpu" and reference(config.train.device, config.train.dtype).fused
+        kernels = as_on_cuda() if on_cuda else nullcontext()
+        with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants, kernels:
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
                 stage.skip_first_checks()
