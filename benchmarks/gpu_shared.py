@@ -25,12 +25,16 @@ from meshwright.step import take_step
 
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
 MODEL, GLOBAL_BATCH, STEPS = "llama-1b", 4, 3
+NUM_LAYERS = 4
+"""Of the model: tensor parallelism sends 200 MiB per layer and micro-batch through host memory."""
 
 
 def run_rank(options: argparse.Namespace) -> None:
     """Take the steps of one rank; rank 0 writes the losses."""
     parallel = LAYOUTS[options.job]
     job = job_of(MODEL, GLOBAL_BATCH // parallel.get("dp", 1), options.tiny)
+    if not options.tiny:
+        job = job._replace(options=job.options | {"num_layers": NUM_LAYERS})
     config = config_of(job, options.device, **parallel)
     mesh = open_mesh(Grid(*config.parallel.degrees), options.device, share_devices=True)
     parts = build_on_device(config, mesh, job)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from meshwright.models.expert_balance import Balance, add_loss, count_tokens, loss_sum
 from meshwright.models.feed_forward import Activation
+from meshwright.models.row_order import FromExperts, ToExperts
 
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = {"max": 1, "top2": 2}
@@ -205,10 +206,10 @@ class Experts(nn.Module):
         top_k, hidden_size = ids.shape[-1], x.shape[-1]
         chosen = ids.reshape(-1)
         order = chosen.argsort(stable=True)  # (R,)
-        rows = x.unsqueeze(-2).expand(*ids.shape, hidden_size).reshape(-1, hidden_size)
-        # indices without duplicates: the backward of index_select has one order of sums on every device
-        y = self._by_expert(rows.index_select(0, order), chosen)
-        y = y.index_select(0, order.argsort()).view(*ids.shape, hidden_size)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        rows: Tensor = ToExperts.apply(x.reshape(-1, hidden_size), order, inverse, top_k)  # type: ignore[no-untyped-call]
+        y: Tensor = FromExperts.apply(self._by_expert(rows, chosen), order, inverse)  # type: ignore[no-untyped-call]
+        y = y.view(*ids.shape, hidden_size)
         if weights is not None:
             y = y * weights.unsqueeze(-1)
         return (y.sum(-2) if top_k > 1 else y.squeeze(-2)).to(x.dtype)
@@ -220,7 +221,8 @@ class Experts(nn.Module):
         """
         num_experts = self.gate_up.shape[0]
         if self.can_group(rows):
-            ends = chosen.bincount(minlength=num_experts).cumsum(0).to(torch.int32)
+            counts = chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+            ends = counts.cumsum(0).to(torch.int32)  # bincount would wait for the device
             gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
             return F.grouped_mm(self.activation(gate) * up, self.down.transpose(1, 2), offs=ends)
         parts = rows.split(rows_of(chosen, num_experts))

@@ -37,6 +37,7 @@ from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
 from meshwright.step import StepFeed, all_reduce_sums
+from meshwright.tensor_parallel.megatron import keeping_current_device
 from meshwright.tools.dryrun.kernels import as_on_cuda
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import StepRecorder
@@ -193,7 +194,7 @@ def record_step(
     """
     recorder = recorder or StepRecorder()
     config = without_offload_directory(config).replace(train={"compile": False})
-    with fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
+    with keeping_current_device(), fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
         shared = share_blueprint(config, mesh.at) if shared is None else shared
         for group, of_rank in zip(shared.groups, (mesh.tp, mesh.cp, mesh.ep), strict=True):
             group.become(of_rank)

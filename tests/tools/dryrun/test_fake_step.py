@@ -155,8 +155,9 @@ def test_with_zero_3_and_offload_no_gradient_is_on_the_device_after_its_backward
 
 
 def test_nothing_is_left_of_a_fake_mesh() -> None:
-    hook, resize = sys.excepthook, torch.UntypedStorage.resize_
+    hook, resize, device = sys.excepthook, torch.UntypedStorage.resize_, torch.cuda.current_device
     profile_rank(configured(dp=2, tp=2, zero=3), 3)
+    assert torch.cuda.current_device is device
     assert not dist.is_initialized()
     assert sys.excepthook is hook
     assert torch.UntypedStorage.resize_ is resize
