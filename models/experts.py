@@ -207,8 +207,8 @@ class Experts(nn.Module):
         chosen = ids.reshape(-1)
         order = chosen.argsort(stable=True)  # (R,)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        rows: Tensor = ToExperts.apply(x.reshape(-1, hidden_size), order, inverse, top_k)  # type: ignore[no-untyped-call]
-        y: Tensor = FromExperts.apply(self._by_expert(rows, chosen), order, inverse)  # type: ignore[no-untyped-call]
+        rows: Tensor = ToExperts.apply(x.reshape(-1, hidden_size), order, inverse, top_k)
+        y: Tensor = FromExperts.apply(self._by_expert(rows, chosen), order, inverse)
         y = y.view(*ids.shape, hidden_size)
         if weights is not None:
             y = y * weights.unsqueeze(-1)
