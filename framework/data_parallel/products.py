@@ -11,8 +11,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from meshwright.kernels import device_kind
 from meshwright.parameters import WeightProduct
-from meshwright.system.device_kind import device_kind
 
 
 def adds_products(parameter: Tensor, dtype: torch.dtype) -> bool:

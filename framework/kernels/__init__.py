@@ -10,16 +10,18 @@ plain torch code beside each caller runs on every other device, and on a machine
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.system.device_kind import device_kind
 from meshwright.system.host import missing_tools
 
 DEVICES = {"cuda"}
 """Types of the devices that kernels run on."""
+_of_cpu = "cpu"
 
 
 def can_launch(tensor: Tensor) -> bool:
@@ -31,3 +33,20 @@ def can_launch(tensor: Tensor) -> bool:
 def has_tools() -> bool:
     """Return whether this machine can make kernels; looked up once per process."""
     return not missing_tools()
+
+
+def device_kind(tensor: Tensor) -> str:
+    """Return ``tensor.device.type``; for a CPU tensor of a dry run that of the run's device."""
+    kind = tensor.device.type
+    return _of_cpu if kind == "cpu" else kind
+
+
+@contextmanager
+def taking_cpu_as(kind: str) -> Iterator[None]:
+    """Make CPU tensors stand for those of another device inside the context: their code, without its kernels."""
+    global _of_cpu
+    before, _of_cpu = _of_cpu, kind
+    try:
+        yield
+    finally:
+        _of_cpu = before

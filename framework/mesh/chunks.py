@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from meshwright.system.device_kind import device_kind
+from meshwright.kernels import device_kind
 
 CPU_CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS = 2**22, 2**26
 """Elements of a matrix that a loss converts to float32 at a time: 16 MiB suit a CPU's cache, 256 MiB hide launches."""

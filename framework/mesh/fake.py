@@ -135,6 +135,7 @@ def fake_mesh(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # replaced by torch, to put the rank before each line of a traceback
+    current_device = torch.cuda.current_device  # replaced for megatron-core's regions of CPU tensors
     traffic, activity = Traffic(), _ObservedActivity(on_begin)
     if grid.size > 1:
         dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())
@@ -156,7 +157,7 @@ def fake_mesh(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        sys.excepthook = hook
+        sys.excepthook, torch.cuda.current_device = hook, current_device
 
 
 Ranks = tuple[int, ...]

@@ -24,10 +24,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from meshwright.errors import ConfigError
-from meshwright.kernels import adamw_8bit
+from meshwright.kernels import adamw_8bit, device_kind
 from meshwright.kernels.adamw_8bit import StepNumbers
 from meshwright.parameters import ParameterInfo
-from meshwright.system.device_kind import device_kind
 
 DECADES = 7
 SMALLEST = 8

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.system.device_kind import device_kind
+from meshwright.kernels import device_kind
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**26}
 """Elements updated at a time, by device: a CPU's cache holds few; on CUDA each piece costs some kernel launches."""

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.kernels import device_kind
 from meshwright.optimizer.pieces import ParameterwiseOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import derive, drawn_bits
-from meshwright.system.device_kind import device_kind
 
 TOGETHER = {"cpu": 2**18, "cuda": 2**24}
 """Elements updated at a time, by device: each takes about 40 bytes of temporaries."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -23,16 +22,6 @@ _cuda_device = torch.cuda.current_device
 
 def _the_cpu() -> torch.device:
     return torch.device("cpu")
-
-
-@contextmanager
-def keeping_current_device() -> Iterator[None]:
-    """Restore ``torch.cuda.current_device``, which :func:`load_mappings` patches for CPU tensors, after the context."""
-    before = torch.cuda.current_device
-    try:
-        yield
-    finally:
-        torch.cuda.current_device = before
 
 
 class Mappings(NamedTuple):

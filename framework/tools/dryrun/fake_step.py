@@ -4,9 +4,8 @@
                     |            |              |                   |
                     +---- every operation: allocations, releases, communication ---> RankProfile
 
-The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are on CPU, so the
-kernels and their saved tensors are those of a CPU, but for kernels.py, unless the run is one on CPU. Code that reads
-values is left out (the first forward's checks).
+The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are on CPU, with the
+saved tensors of CUDA's kernels if the run is for GPUs (kernels.py). The first checks are left out: they read values.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +27,6 @@ from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
 from meshwright.mesh.grid import Coordinates, Grid
-from meshwright.model.meter import reference
 from meshwright.optimizer.flat import states_of
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import RowResult
@@ -37,8 +35,7 @@ from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
 from meshwright.step import StepFeed, all_reduce_sums
-from meshwright.tensor_parallel.megatron import keeping_current_device
-from meshwright.tools.dryrun.kernels import as_on_cuda
+from meshwright.tools.dryrun.kernels import kernels_of
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import StepRecorder
 
@@ -194,14 +191,12 @@ def record_step(
     """
     recorder = recorder or StepRecorder()
     config = without_offload_directory(config).replace(train={"compile": False})
-    with keeping_current_device(), fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
+    with fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
         shared = share_blueprint(config, mesh.at) if shared is None else shared
         for group, of_rank in zip(shared.groups, (mesh.tp, mesh.cp, mesh.ep), strict=True):
             group.become(of_rank)
         blueprint = shared.for_rank(mesh.at.pp_rank)
-        on_cuda = device == "cpu" and reference(config.train.device, config.train.dtype).fused
-        kernels = as_on_cuda() if on_cuda else nullcontext()
-        with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants, kernels:
+        with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants, kernels_of(config, device):
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
                 stage.skip_first_checks()
@@ -272,9 +267,7 @@ def _step(parts: Parts) -> None:
 
 def _roles(parts: Parts, recorder: StepRecorder) -> dict[int, Category]:
     """Return storage number -> category, for the storages that persist between steps."""
-    weights: list[Tensor] = []
-    gradients: list[Tensor] = []
-    optimizer: list[Tensor] = []
+    weights, gradients, optimizer = list[Tensor](), list[Tensor](), list[Tensor]()
     for stage in parts.executor.stages.values():
         for parameter in stage.layers.parameters():
             weights.append(_local(parameter).detach())

@@ -7,7 +7,7 @@ float32. On CUDA one kernel keeps the input and one number per row: 17 % of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.system.device_kind import taking_cpu_as
+from meshwright.config import RunConfig
+from meshwright.kernels import taking_cpu_as
+from meshwright.model.meter import reference
+
+
+def kernels_of(config: RunConfig, device: str) -> AbstractContextManager[None]:
+    """Return the context for fake tensors on ``device``: that of CUDA for those on CPU that stand for a run on GPUs."""
+    is_for_gpus = reference(config.train.device, config.train.dtype).fused
+    return as_on_cuda() if device == "cpu" and is_for_gpus else nullcontext()
 
 
 @contextmanager
