@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.kernels import device_kind
 from meshwright.parameters import WeightProduct
@@ -43,5 +44,7 @@ def add_product(total: Tensor, product: WeightProduct, *, first: bool) -> None:
     beta = 0 if first else 1
     if device_kind(total) == "cpu":
         total.addmm_(gy.t().to(total.dtype), x.to(total.dtype), beta=beta)
+    elif type(total) is FakeTensor and total.device.type == "cpu":
+        total.mul_(beta)  # in a dry run: torch 2.11 has no such product of fake tensors
     else:
         torch.ops.aten.addmm.dtype_out(total, gy.t(), x, total.dtype, beta=beta, alpha=1, out=total)
