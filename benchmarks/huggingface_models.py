@@ -3,6 +3,7 @@
     python -m benchmarks.huggingface_models                    every architecture of transformers, small and random
     python -m benchmarks.huggingface_models --kinds phi3 glm   these, and the list with what is known of the others
     python -m benchmarks.huggingface_models --verify phi3      in layouts over ranks, too
+    python -m benchmarks.huggingface_models --kinds --verify phi3 --layouts cp2    in this layout; others are kept
 
 An architecture is restructured, or refused with the reason. Its logits and gradients are compared with those of the
 unmodified model, with the same weights, in float32. ``--verify`` adds the layouts of ``meshwright verify`` in float64.
@@ -43,7 +44,7 @@ MOST_PARAMETERS = 20_000_000
 """Parameters of a small form at most: some architectures have their sizes under other keys, and stay large."""
 UNDRAWN = ("MW-INTEROP-065", "MW-INTEROP-110")
 """Refusals of fresh weights; such an architecture is examined with weights in its directory."""
-LAYOUTS = ("dp2", "pp2", "tp2", "pp2,tp2", "tp2,sequence")
+LAYOUTS = ("dp2", "pp2", "tp2", "pp2,tp2", "tp2,sequence", "cp2")
 
 
 def examine(kind: str, place: Path) -> dict[str, Any]:
@@ -105,17 +106,17 @@ def _compared(path: Path, layers: torch.nn.Sequential, names: dict[str, str]) ->
     return {"logits": float((logits - expected).abs().max()), "gradients": max(gradients)}
 
 
-def prove(kind: str, place: Path, pool: RankPool, found: dict[str, Any]) -> None:
-    """Verify each layout that the model supports against one process; store the results in ``found["layouts"]``."""
+def prove(kind: str, place: Path, pool: RankPool, found: dict[str, Any], layouts: Sequence[str]) -> None:
+    """Verify these layouts, as the model supports them, against one process; store results in ``found["layouts"]``."""
     impossible = found["impossible"]
     path = directory(kind, place, weights="fresh weights" in impossible)
     try:
         verification = Verification(run_config(path), global_batch=4, steps=2, random_tokens=True)
     except Exception as error:
-        found["layouts"][LAYOUTS[0]] = {"passed": False, "gradient": None, "problems": [_short(error, place)]}
+        found["layouts"][layouts[0]] = {"passed": False, "gradient": None, "problems": [_short(error, place)]}
         return
-    for text in LAYOUTS:
-        if ("tp" in impossible and "tp" in text) or ("sequence" in impossible and "sequence" in text):
+    for text in layouts:
+        if any(name in text for name in impossible):
             continue
         try:
             row = verification.compare_layout(parse_layout(text), pool, is_repeated=False)
@@ -219,6 +220,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="*", help="architectures, as config.json's model_type (default: all)")
     parser.add_argument("--verify", nargs="*", default=[], help="of which layouts are proven over ranks")
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=LAYOUTS, help="which layouts (default: all)")
     options = parser.parse_args(words)
     warnings.filterwarnings("ignore")
     results: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
@@ -231,8 +233,8 @@ def main(words: Sequence[str] | None = None) -> None:
             if found["state"] == "restructured":
                 found["layouts"] = before
                 if kind in options.verify:
-                    found["layouts"] = {}
-                    prove(kind, Path(folder), pool, found)
+                    found["layouts"] = {text: row for text, row in before.items() if text not in options.layouts}
+                    prove(kind, Path(folder), pool, found, options.layouts)
             print(kind, found["state"], found.get("why", ""), found.get("layouts", ""), flush=True)
             RESULTS.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
     write(results)

@@ -177,7 +177,7 @@ def draw_blueprint(config: RunConfig, tp: Ranks = None, cp: Ranks = None, ep: Ra
             shapes.inputs, parallel.tp, config.data.sequence_length if config.data.builder is None else None
         )
     model = configured_model(config)
-    check_supported(config.model.builder, model.impossible, tp=parallel.tp, sequence=parallel.sequence)
+    check_supported(config.model.builder, model.impossible, grid, sequence=parallel.sequence)
     whole = describe_model(config, model, shapes)
     check_recompute(config.pipeline, model, config.model.builder)
     offloaded_names(config.pipeline, model)  # refuses a pattern that fits nothing

@@ -30,10 +30,10 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
 
     words, dtype, whole = options.layouts or [], options.dtype, options.whole
     config = load(options.config, overrides)
-    with RankPool(MAX_RANKS) as pool:
-        from meshwright.tools.verify import Verification, parse_layout
+    from meshwright.tools.verify import Verification, parse_layout
 
-        layouts, repeated = [parse_layout(text) for text in words], None
+    layouts, repeated = [parse_layout(text) for text in words], None
+    with RankPool(MAX_RANKS) as pool:
         global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
         config = prepare(config, whole=whole)
         traits = probe_traits(config, global_batch, dtype, random_tokens=not whole)

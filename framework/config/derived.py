@@ -30,7 +30,8 @@ def _no_whole_replicas(parallel: Parallel, world_size: int) -> str:
     near = [one * replicas for replicas in (world_size // one, world_size // one + 1) if replicas]
     return (
         f'parallel.dp = "auto": {parallel.named_ranks} = {one} ranks for one replica, but {world_size} were started, '
-        f"{world_size / one:.3g} replicas: start {' or '.join(map(str, near))}, or change parallel.pp or parallel.tp"
+        f"{world_size / one:.3g} replicas: start {' or '.join(map(str, near))}, or change parallel.pp, "
+        f"parallel.cp or parallel.tp"
     )
 
 

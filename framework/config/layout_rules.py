@@ -83,7 +83,14 @@ def _context(config: RunConfig) -> str | None:
     cp, length = config.parallel.cp, config.data.sequence_length
     if cp == 1 and (others := non_defaults(config.parallel, "cp_order", "cp_exchange")):
         return f"parallel.{others[0]} has no effect with parallel.cp = 1: set parallel.cp to 2 or more, or leave it out"
-    if cp == 1 or config.data.builder is not None or length % cp == 0:
+    if cp == 1 or config.data.builder is not None:
+        return None
+    if config.parallel.cp_order == "documents" and not config.data.document_boundaries:
+        return (
+            'parallel.cp_order = "documents" deals the tokens by the documents of each sample, and '
+            "data.document_boundaries = false: set it to true, or use another order"
+        )
+    if length % cp == 0:
         return None
     nearest = " or ".join(str(near) for near in (length // cp * cp, (length // cp + 1) * cp) if near)
     return (
@@ -212,7 +219,15 @@ LAYOUT_RULES = (
     Rule("MW-CONFIG-039", _devices, ("launch.devices", "launch.share_devices", "train.device")),
     Rule("MW-CONFIG-040", _sequence, ("parallel.sequence", "parallel.tp")),
     Rule(
-        "MW-CONFIG-069", _context, ("parallel.cp", "parallel.cp_order", "parallel.cp_exchange", "data.sequence_length")
+        "MW-CONFIG-069",
+        _context,
+        (
+            "parallel.cp",
+            "parallel.cp_order",
+            "parallel.cp_exchange",
+            "data.sequence_length",
+            "data.document_boundaries",
+        ),
     ),
     Rule(
         "MW-CONFIG-076",

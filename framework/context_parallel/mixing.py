@@ -1,6 +1,7 @@
 """Search for layers that mix the tokens of a sample outside of attention cores, by one forward on the meta device.
 
-The samples of the search have p tokens per rank, for a prime p that no parameter has as a dim. An operation mixes
+The samples of the search have p tokens per rank, for a prime p that no parameter has as a dim. It is below a rank's
+share; if there is none, above it, and a model that takes no longer samples is not searched. An operation mixes
 tokens if it contracts, reduces, sorts, shifts or cuts a dim of p elements, or makes a second one; one that counts p
 positions counts from the rank's own tokens. What a kernel of the user's own does inside cannot be seen.
 """
@@ -17,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.context_parallel.cut import TokenCut
-from meshwright.errors import ModelError
+from meshwright.errors import ModelError, UserError
 
-SMALLEST = 10
-"""Shares of so many tokens, or fewer, are not searched."""
+SMALLEST, LARGEST = 10, 997
+"""The prime is larger than the first, and at most the second."""
 CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
 ALONG_DIMS = (
     *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "prod", "logsumexp"),
@@ -53,16 +54,15 @@ def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Colle
         ModelError: the first operation that does, by its module.
     """
     dims = {size for parameter in model.parameters() for size in parameter.shape}
-    prime = next((p for p in range(min(cut.share, 997), SMALLEST, -1) if p not in dims and _is_prime(p)), None)
-    if prime is None:  # a toy, whose numbers of heads are as large
-        return
+    sizes = (*range(min(cut.share, LARGEST), SMALLEST, -1), *range(max(cut.share, SMALLEST) + 1, LARGEST + 1))
+    prime = next(p for p in sizes if p not in dims and _is_prime(p))
     whole = prime * cut.group.size
 
-    def shorten(leaf: Tensor) -> Tensor:
-        leaf = leaf.narrow(0, 0, 1)
-        return leaf.narrow(1, 0, whole) if leaf.dim() > 1 and leaf.shape[1] == cut.length else leaf
+    def resize(leaf: Tensor) -> Tensor:
+        has_tokens = leaf.dim() > 1 and leaf.shape[1] == cut.length
+        return leaf.new_empty(1, *([whole] if has_tokens else leaf.shape[1:2]), *leaf.shape[2:])
 
-    search, shortened = _Search(prime), tree_map(shorten, inputs)
+    search, resized = _Search(prime), tree_map(resize, inputs)
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
@@ -71,8 +71,14 @@ def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Colle
                 stack.callback(module.register_forward_hook(enter.pop).remove)
         stack.enter_context(cut.of_length(whole))
         stack.enter_context(torch.no_grad())
-        with search:
-            model(shortened)
+        try:
+            with search:
+                model(resized)
+        except UserError:
+            raise
+        except Exception:  # a table of positions, as long as the samples
+            if prime <= cut.share:
+                raise
     if search.found is not None:
         where, operation = search.found
         raise ModelError(

@@ -6,6 +6,7 @@
     positions   as rotary embeddings: called with   its first input stands in with S tokens; this rank's rows of the
                 activations, of which it takes      outputs: (.., S, r) -> (.., S/cp, r)
                 the number of tokens alone
+    places      called with whole inputs            gets the keyword ``places``, (1 or B, S/cp): its tokens
     context     attention core (q, k, v, ...)       gets k and v of all S tokens, and the keyword ``places``, the
                 of shapes (B, heads, tokens, d)     positions (1 or B, S/cp) of its queries in the sample;
                                                     with the exchange of heads q, k and v of all S tokens, heads/cp
@@ -24,7 +25,7 @@ from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.context_parallel.exchange import gather_keys, heads_to_tokens, tokens_to_heads
@@ -35,7 +36,7 @@ from meshwright.seeding import SeededDropout
 
 CORE, POSITIONS, SEQUENCE, VOCAB, HEADS, ROUTER = "context", "positions", "sequence", "vocab", "heads", "router"
 PLACES = "places"
-"""Keyword of an attention core: positions of its queries among the keys."""
+"""Keyword of an attention core, positions of its queries among the keys; and a kind, of a module that takes it."""
 TOKEN_DIM = -2
 """Dim of tokens in queries, keys and values, and in outputs indexed by position."""
 
@@ -107,6 +108,8 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, head_cut: Head
                 f"are the positions of the queries among the keys (docs/long-context.md)",
             )
         before = partial(_exchange, name, cut)
+    elif kind == PLACES:
+        before = partial(_give_places, cut)
     elif kind == VOCAB and isinstance(module, nn.Embedding):
         before = partial(_own_ids, cut)
     elif kind == POSITIONS:
@@ -117,6 +120,14 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, head_cut: Head
         module.register_forward_pre_hook(before, with_kwargs=True)
     if kind in (POSITIONS, SEQUENCE):
         module.register_forward_hook(partial(_own_rows, name, kind, cut))
+
+
+def _give_places(
+    cut: TokenCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Add the places of this rank's tokens, (1 or B, S/cp)."""
+    device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    return args, {**kwargs, PLACES: cut.places(device)}
 
 
 def _own_ids(

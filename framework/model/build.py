@@ -14,7 +14,7 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     label_smoothing, z_loss   numbers: options of the default loss in training
     loss_heads      [(shift of the labels, weight), ...]: the last layer returns a tuple of so many logits
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
-    impossible      {"tp" | "sequence": reason why the model does not support it}
+    impossible      {"tp" | "cp" | "sequence": reason why the model does not support it}
     parameter_groups  as in the configuration; their factors multiply
     matrices        {pattern: how a weight splits into matrices}, for optimizer.name = "muon": see matrices.py
 

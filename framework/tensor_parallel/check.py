@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.errors import ModelError
 from meshwright.fp8.linear import Fp8Linear
+from meshwright.mesh.grid import Grid
 from meshwright.tensor_parallel.hints import close_word, nearest
 from meshwright.tensor_parallel.own_rule import Rule
 from meshwright.tensor_parallel.shared_units import SharedUnits, entry_of, unit_problems
@@ -36,6 +37,7 @@ class ShardingKind(StrEnum):
     GATHER = "gather"
     CONTEXT = "context"
     POSITIONS = "positions"
+    PLACES = "places"
     EXPERTS = "experts"
     ROUTER = "router"
     REPLICATE = "replicate"
@@ -290,11 +292,9 @@ def _way(placement: PlannedModule) -> str:
     return placement.kind
 
 
-def check_supported(builder: str, impossible: Mapping[str, str], *, tp: int, sequence: bool) -> None:
-    """Raise :class:`ModelError` for tp or sequence parallelism that the model of ``builder`` declares impossible."""
-    for key, wanted, instead in (
-        ("tp", tp > 1, f"parallel.tp = {tp}: use parallel.tp = 1"),
-        ("sequence", sequence, "parallel.sequence = true: set it to false"),
-    ):
-        if wanted and key in impossible:
-            raise ModelError("MW-RUN-004", f"{builder}: {impossible[key]}; this rules out {instead}")
+def check_supported(builder: str, impossible: Mapping[str, str], grid: Grid, *, sequence: bool) -> None:
+    """Raise :class:`ModelError` for a degree, or sequence parallelism, that the model of ``builder`` cannot have."""
+    wanted = {a: f"parallel.{a} = {n}: use parallel.{a} = 1" for a, n in (("tp", grid.tp), ("cp", grid.cp)) if n > 1}
+    wanted |= {"sequence": "parallel.sequence = true: set it to false"} if sequence else {}
+    for key in [key for key in wanted if key in impossible]:
+        raise ModelError("MW-RUN-004", f"{builder}: {impossible[key]}; this rules out {wanted[key]}")

@@ -12,14 +12,14 @@
     "*.position"       sequence    output cut under sequence parallelism          positions -> whole
     "*.drop_scores"    heads       parameters see some of the heads, dropouts     (B, H/tp, ...)
                                    draw their part of the mask along dim 1
-    "*.drop_hidden"    features    dropouts draw their part of the mask along      (B, S, F/tp)
-                                   the last dim
+    "*.drop_hidden"    features    dropouts draw their part along the last dim     (B, S, F/tp)
     "*.norm_of_q"      uncut       works on all features, between column_whole    full, not split
                                    and row_whole: all ranks compute it alike
     "*.attention"      gather      under sequence parallelism its first input is  cut -> whole for its columns, which
                                    gathered before it, and not by its columns     then do not communicate
     "*.core"           context     attention core (q, k, v, ...), on heads; of      (B, H/tp, ...)
-    "*.rotary"         positions   and outputs by position: context_parallel/plan   (.., S, r), the same on all ranks
+    "*.rotary"         positions   outputs by position, and a module that takes    (.., S, r), the same on all ranks
+    "block0"           places      its tokens' places: context_parallel/plan
     "*.experts"        experts     dim 0 of each parameter counts the experts,     whole -> whole, token by token
                                    forward(x, ids, weights); never cut by tp
     "*.router"         router      scores of the experts, also whole on each rank  whole -> whole, token by token

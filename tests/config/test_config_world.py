@@ -172,13 +172,13 @@ def test_resolve_touches_nothing_else() -> None:
             {"dp": "auto", "pp": 2, "tp": 2},
             6,
             'parallel.dp = "auto": pp 2 x tp 2 = 4 ranks for one replica, but 6 were started, 1.5 replicas: start 4 or '
-            "8, or change parallel.pp or parallel.tp",
+            "8, or change parallel.pp, parallel.cp or parallel.tp",
         ),
         (
             {"dp": -1, "pp": 2, "tp": 4},
             4,
             'parallel.dp = "auto": pp 2 x tp 4 = 8 ranks for one replica, but 4 were started, 0.5 replicas: start 8, '
-            "or change parallel.pp or parallel.tp",
+            "or change parallel.pp, parallel.cp or parallel.tp",
         ),
     ],
 )

@@ -163,6 +163,9 @@ def test_a_layer_that_mixes_tokens_is_refused_by_name(mixer: str) -> None:
     with pytest.raises(UserError, match=r"own_model: mixer.* mixes or counts the tokens.*MW-CP-009"):
         own(mixer=mixer)
     own(mixer="none")
+    with pytest.raises(UserError, match=r"mixer.*MW-CP-009"):  # shares of two tokens
+        own({**PLAN}, {"cp": 16}, mixer=mixer)
+    own({**PLAN}, {"cp": 16}, mixer="none")
 
 
 def test_with_an_exchange_of_heads_a_core_needs_no_places() -> None:
@@ -202,6 +205,13 @@ def test_lengths_that_cannot_be_cut(tmp_path: Any) -> None:
     place.write_text("[parallel]\ncp_exchange = 'heads'\n[data]\ntrain = 'x'\n")
     with pytest.raises(UserError, match=r"parallel.cp_exchange has no effect with parallel.cp = 1.*MW-CONFIG-069"):
         load(place, [])
+    place.write_text("[parallel]\ncp = 2\ncp_order = 'documents'\n[data]\ntrain = 'x'\nsequence_length = 8\n")
+    with pytest.raises(UserError, match=r"document_boundaries = false: set it to true, or use .*MW-CONFIG-069"):
+        load(place, [])
+    assert (
+        load(place, ["--data.document_boundaries", "--batch.micro_batch_size=1", "--batch.chunks=1"]).parallel.cp_order
+        == "documents"
+    )
     config = config_of("meshwright.models.gpt2:build", {**GPT2, "max_sequence_length": 10}, sequence_length=10)
     config = config.replace(parallel={"tp": 2, "sequence": True})
     with pytest.raises(UserError, match=r"10 tokens .*parallel.cp = 2 x tp 2 .*: make them 8 or 12, .*MW-CP-006"):

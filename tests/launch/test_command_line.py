@@ -152,6 +152,14 @@ def test_a_mesh_of_its_own_size_without_numbers(small: str, capsys: pytest.Captu
     assert "ACROSS up to 2 nodes" in capsys.readouterr().out
 
 
+def test_a_word_that_is_no_layout_starts_no_rank(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.launch.pool.RankPool", None)
+    assert main(["verify", small, "--layouts", "dp2", "dp2,banana"]) == 2
+    assert "banana" in capsys.readouterr().err
+
+
 NO_TEXT = "caf\udce9"
 """As Python has the argument when a terminal of Latin 1 sends an é."""
 

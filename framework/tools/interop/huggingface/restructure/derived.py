@@ -154,14 +154,16 @@ class DerivedSkeleton(ModelSkeleton):
         return {"position_ids": positions[:1]} if self.takes_positions else {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def call(self, position: int, value: Tensor, positions: Tensor, documents: bool) -> Arguments:
+    def call(
+        self, position: int, value: Tensor, positions: Tensor, documents: bool, places: Tensor | None = None
+    ) -> Arguments:
         """Return the arguments with which the model calls its block, or a later module, at index ``position``.
 
         ``value``: output of the module before, (B, S, D), or (B, S/tp, D); for the first block its input.
         """
         _, state = self._at(value.device)
         if position in state.direct or position == self.num_first:
-            return with_first_argument(self._all_arguments(value, positions, documents)[position], value)
+            return with_first_argument(self._all_arguments(value, positions, documents, places)[position], value)
         return self._run_to_mark(position, value, positions, documents, None)[-1]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -221,7 +223,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 class DerivedLayer(PipelineLayer):
     """Layer of a derived plan. The first one runs all modules before the first block, and sends the block's input."""
 
-    def _run_modules(self, value: dict[str, Tensor]) -> Any:
+    def _run_modules(self, value: dict[str, Tensor], places: Tensor | None) -> Any:
         frame = self.frame
         assert isinstance(frame, DerivedSkeleton)
         positions = value.get(POSITIONS)

@@ -17,18 +17,23 @@ the computations in front of it::
 Nothing here depends on a particular model: no names of arguments, no layout of masks. Between blocks a model passes the
 hidden states on unchanged. For such marks one run per micro-batch computes the other arguments of all of them, and they
 are cached until the next micro-batch: two small tensors of rotary angles, and a mask if windows or documents need one.
+
+Under context parallelism the run is of whole samples, too. What is indexed by token in the arguments, as angles are, is
+then cut to this rank's tokens (places.py), and masks are rules (attention.py).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
+from meshwright.tools.interop.huggingface.restructure.attention import registered
 from meshwright.tools.interop.huggingface.restructure.constants import constants_on
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import whole_rows
@@ -39,6 +44,7 @@ from meshwright.tools.interop.huggingface.restructure.marks import (
     first_argument,
     with_first_argument,
 )
+from meshwright.tools.interop.huggingface.restructure.places import at_places, own_arguments
 
 IDS, HIDDEN, POSITIONS, DOCUMENT_POSITIONS = "input_ids", "hidden_states", "position_ids", "document_position_ids"
 """Keys of the dict between layers. ``document_position_ids``: positions that restart with each document of a row."""
@@ -76,42 +82,51 @@ class ModelSkeleton:
         return len(self._copies[torch.device("cpu")][1].positions)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def call(self, position: int, value: Tensor, positions: Tensor, documents: bool) -> Arguments:
+    def call(
+        self, position: int, value: Tensor, positions: Tensor, documents: bool, places: Tensor | None = None
+    ) -> Arguments:
         """Return the arguments with which the model calls its module at index ``position``.
 
         Args:
             position: index of the module's mark.
             value: output of the module before, (B, S, D), or (B, S/tp, D) under sequence parallelism; at position 0
-                the token ids (B, S).
+                the token ids (B, S). With ``places`` those of this rank's tokens.
             positions: (B, S), the whole sequence.
             documents: rows may hold several documents.
+            places: (1 or B, S/cp), this rank's tokens under context parallelism.
         """
         _, state = self._at(value.device)
         if position in state.direct and position > 1:
-            return with_first_argument(self._all_arguments(value, positions, documents)[position], value)
-        if position != 1:
-            return self._run_to_mark(position, value, positions, documents, value if position == 0 else None)[-1]
-        # inputs_embeds replaces the output of the model's embedding
-        arguments = self._run_to_mark(position, value, positions, documents, value)[-1]
-        if value.shape[1] == positions.shape[1]:
+            return with_first_argument(self._all_arguments(value, positions, documents, places)[position], value)
+        if position > 1:
+            arguments = self._run_to_mark(position, value, positions, documents, None)[-1]
+            return own_arguments(arguments, places, positions.shape)
+        # at position 1 inputs_embeds replaces the output of the model's embedding
+        own = at_places(positions, places)
+        arguments = self._run_to_mark(position, value, own, documents, value)[-1]
+        if position == 0 or value.shape[1] == positions.shape[1]:
             return arguments
         # `value` is this rank's shard of the sequence, but masks are for the whole sequence
         hidden = first_argument(*arguments)
-        return with_first_argument(self._all_arguments(value, positions, documents)[position], hidden)
+        return with_first_argument(self._all_arguments(value, positions, documents, places)[position], hidden)
 
-    def _all_arguments(self, value: Tensor, positions: Tensor, documents: bool) -> list[Arguments]:
+    def _all_arguments(
+        self, value: Tensor, positions: Tensor, documents: bool, places: Tensor | None
+    ) -> list[Arguments]:
         """Return the arguments of every mark for these positions, with None for the hidden states.
 
-        The last result is cached, by identity and version of ``positions`` (B, S), dtype and mode.
+        The last result is cached, by identity of ``positions`` (B, S) and ``places``, version, dtype and mode.
         """
         version = 0 if positions.is_inference() else positions._version
-        key = (positions, version, value.dtype, documents, torch.is_inference_mode_enabled())
+        key = (positions, places, version, value.dtype, documents, torch.is_inference_mode_enabled())
         cached_key, calls = self._cache
-        if cached_key is None or cached_key[0] is not positions or cached_key[1:] != key[1:]:
+        is_cached = cached_key is not None and cached_key[0] is positions and cached_key[1] is places
+        if not is_cached or cached_key[2:] != key[2:]:
             calls = self._run_to_mark(self.num_marks - 1, value, positions, documents, None, of_all=True)
             # inputs_embeds replaces the model's embedding, so that its mark is not called
             calls = [((), {})] * (self.num_marks - len(calls)) + calls
-            self._cache = (key, [with_first_argument(call, None) if any(call) else call for call in calls])
+            calls = [with_first_argument(call, None) if any(call) else call for call in calls]
+            self._cache = (key, [own_arguments(call, places, positions.shape) for call in calls])
             calls = self._cache[1]
         return calls
 
@@ -199,7 +214,8 @@ class PipelineLayer(nn.Module):
     Input: token ids (B, S); or a dict of ``input_ids`` and ``position_ids``, or of ``tokens`` and ``starts`` (B, S)
     bool, True where a document begins; or the dict of the layer before. Output: a dict of hidden states (B, S, D) and
     positions (B, S). The last layer returns logits (B, S, V), or this rank's shard (B, S, V/tp). Under sequence
-    parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole.
+    parallelism hidden states are (B, S/tp, D), this rank's shard, and positions are whole. Under context parallelism
+    the ids of the first layer are whole, and ``places`` are this rank's tokens: hidden states are (B, S/cp, D).
     """
 
     def __init__(
@@ -212,22 +228,28 @@ class PipelineLayer(nn.Module):
         for name, module in modules.items():
             self.add_module(name, module)
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, value: Any, places: Tensor | None = None) -> Any:
         value = {IDS: value} if isinstance(value, Tensor) else value
         if "starts" in value:  # data.document_boundaries
             value = {IDS: value["tokens"], POSITIONS: positions_of(value["starts"])}
         dtype = (value[HIDDEN] if HIDDEN in value else next(self.parameters())).dtype
-        with keep_float64(dtype), constants_on(next(iter(value.values())).device):
-            return self._run_modules(value)
+        device = next(iter(value.values())).device
+        masks = (
+            nullcontext() if places is None else registered([*self.frame.copy_on(device).modules(), *self.modules()])
+        )
+        with keep_float64(dtype), constants_on(device), masks:
+            return self._run_modules(value, places)
 
-    def _run_modules(self, value: dict[str, Tensor]) -> Any:
+    def _run_modules(self, value: dict[str, Tensor], places: Tensor | None) -> Any:
         hidden = value[IDS] if IDS in value else value[HIDDEN]
         documents = DOCUMENT_POSITIONS in value or (IDS in value and POSITIONS in value)
         positions = value.get(DOCUMENT_POSITIONS, value.get(POSITIONS))
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).repeat(len(hidden), 1)
+        if IDS in value:
+            hidden = at_places(hidden, places)
         for position, name in enumerate(self.names, self.first):
-            args, kwargs = self.frame.call(position, hidden, positions, documents)
+            args, kwargs = self.frame.call(position, hidden, positions, documents, places)
             module = self.get_submodule(name)
             hidden = module(*args, **kwargs)
             if not isinstance(hidden, Tensor):

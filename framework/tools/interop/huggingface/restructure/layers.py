@@ -37,7 +37,7 @@ from meshwright.tools.interop.huggingface.restructure.experts import (
 )
 from meshwright.tools.interop.huggingface.restructure.initial import ParameterInitialiser
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
-from meshwright.tools.interop.huggingface.restructure.plans import gathered_beside, kinds_of, sharding_of
+from meshwright.tools.interop.huggingface.restructure.plans import context_plan, gathered_beside, kinds_of, sharding_of
 from meshwright.tools.interop.huggingface.restructure.probe import probe
 from meshwright.tools.interop.huggingface.source import open_source
 
@@ -103,11 +103,12 @@ def build(
     observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config)
     sharding = sharding_of(kinds, problems, layers, tied, observations)
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
+    of_tokens, impossible = context_plan(layers)
     attributes: dict[str, object] = {
-        "sharding_plan": sharding.plan,
+        "sharding_plan": sharding.plan | of_tokens,
         "divisible": sharding.divisible,
         "shared_units": dict(sharding.shared),
-        "impossible": sharding.impossible,
+        "impossible": sharding.impossible | impossible,
         "tied_weights": tied,
         "initialise": ParameterInitialiser(model, parameters, modules, source),
         "names_in_transformers": parameters,

@@ -61,6 +61,22 @@ def register_experts(name: str, function: Any) -> None:
     ALL_EXPERTS_FUNCTIONS.register(name, function)
 
 
+def register_attention(name: str, attention: Any, mask: Any) -> None:
+    """Register an attention (``attn_implementation``), and the creation of its masks, in transformers."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+
+
+def mask_function_of(implementation: str) -> Any:
+    """Return transformers' function that creates the masks of an attention."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation]
+
+
 @contextmanager
 def whole_rows(are_whole: bool = True) -> Iterator[None]:
     """Declare for the block that each row of positions is one sequence; ``are_whole`` = False: it may hold several."""

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from meshwright.tools.interop.huggingface.restructure.attention import REGISTRY, install_cores
+from meshwright.tools.interop.huggingface.restructure.derived import DerivedLayer
 from meshwright.tools.interop.huggingface.restructure.experts import STYLES, around_experts
 from meshwright.tools.interop.huggingface.restructure.probe import ProbeResult
 
@@ -129,6 +131,20 @@ def sharding_of(
     return TensorParallelPlan(
         merge_blocks(kinds), merge_blocks(heads), impossible, merge_blocks(_shared_heads(layers, heads, kinds))
     )
+
+
+def context_plan(layers: nn.Sequential) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the entries of the plan for context parallelism, or the reason why there are none, by "cp".
+
+    Attention that goes through transformers' registry gets a core. Layers of a derived plan take no positions.
+    """
+    if any(isinstance(layer, DerivedLayer) for layer in layers):
+        why = "the model declares no plan for a pipeline (base_model_pp_plan): its layers take no positions"
+        return {}, {"cp": why}
+    cores = install_cores(layers)
+    if not cores:
+        return {}, {"cp": f"no attention of the model goes through transformers' registry ({REGISTRY})"}
+    return merge_blocks(dict.fromkeys(cores, "context")) | dict.fromkeys(layers._modules, "places"), {}
 
 
 def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
