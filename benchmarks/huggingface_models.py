@@ -89,7 +89,7 @@ def _compared(path: Path, layers: torch.nn.Sequential, names: dict[str, str]) ->
     transformers = import_transformers()
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    theirs = dict(whole.named_parameters(remove_duplicate=False))
+    theirs = dict(whole.named_parameters(remove_duplicate=False)) | dict(whole.named_buffers())
     ours = dict(layers.named_parameters(remove_duplicate=False))
     for name, parameter in ours.items():
         theirs[names[name]].data.copy_(parameter.detach())

@@ -43,6 +43,8 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 """Attention by latent vectors (MLA): positions turn a part of each head."""
+GROUPED = {"n_group": 2, "topk_group": 1}
+"""Experts in groups, of which a token uses one."""
 DECODER = {
     "is_encoder_decoder": False,
     "decoder_layers": 3,
@@ -72,10 +74,17 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
     "starcoder2": WINDOW,
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
-    "minicpm3": LATENT,
-    "youtu": LATENT,
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT | {"first_k_dense_replace": 1},
+    **dict.fromkeys(("minicpm3", "youtu", "deepseek_v2", "axk2"), LATENT),
+    **dict.fromkeys(("axk1", "glm4_moe_lite"), LATENT | GROUPED),
+    "deepseek_v3": LATENT | GROUPED | {"first_k_dense_replace": 1},
+    "deepseek_v32": LATENT
+    | GROUPED
+    | {"first_k_dense_replace": 1, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    "bailing_hybrid": GROUPED,
+    "dots1": GROUPED | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "zamba2": {"layer_types": ["mamba", "hybrid", "mamba"]},
+    "xmod": {"default_language": "en_XX"},
     "bamba": {"mamba_n_heads": 8},
     "granitemoehybrid": {"mamba_n_heads": 8},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8},

@@ -21,6 +21,9 @@ from meshwright.tools.interop.huggingface.restructure.frame import ModelSkeleton
 from meshwright.tools.interop.huggingface.restructure.marks import ModulePlaceholder, RunState
 from meshwright.tools.interop.huggingface.restructure.proof import ForwardProof
 
+_PROVEN: set[tuple[str, frozenset[Any]]] = set()
+"""Description and forwards of each model whose derived cut this process has proven: the proof depends on these."""
+
 
 class LayerModules(NamedTuple):
     """One layer of the Sequential: its name, and child name -> name in transformers, in order of execution."""
@@ -62,6 +65,10 @@ def cut_by_trace(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]
             f"{refusal}has no module list to cut at: write it as code, see docs/huggingface-models.md",
         )
     planned, in_lists = _planned(model, plan, place)
+    known = (
+        f"{_description(model)} {model.config._attn_implementation}",
+        frozenset(type(module).forward for module in model.modules()),
+    )
     try:
         proof = ForwardProof(model, list(planned))
     except Exception as error:
@@ -76,7 +83,8 @@ def cut_by_trace(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]
     names, layers = _layers(frame, _order(frame, planned, place), planned, in_lists, DerivedLayer)
     frame.num_first = len(list(layers[0].children()))
     try:
-        problem = None if proof.holds_for(layers, frame, names) else "the logits are computed in another way"
+        holds = known in _PROVEN or proof.holds_for(layers, frame, names)
+        problem = None if holds else "the logits are computed in another way"
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
@@ -85,6 +93,7 @@ def cut_by_trace(model: Any, place: str) -> tuple[dict[str, str], nn.Sequential]
             f"{refusal}the cut at its module lists is not the same model, because one tensor between its layers is not "
             f"enough ({problem}): write it as code, see docs/huggingface-models.md",
         )
+    _PROVEN.add(known)
     return names, layers
 
 

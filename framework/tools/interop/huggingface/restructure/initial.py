@@ -9,9 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.source import SafetensorsDirectory
+
+
+class _SkipMeta(TorchFunctionMode):
+    """Function mode in which in-place methods of meta tensors, which have no values to change, return at once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, target = getattr(func, "__name__", ""), args[0] if args else kwargs.get("tensor")  # that of torch.nn.init
+        if name.endswith("_") and not name.endswith("__") and isinstance(target, Tensor) and target.is_meta:
+            return target
+        return func(*args, **kwargs)
 
 
 class ParameterInitialiser:
@@ -29,12 +41,15 @@ class ParameterInitialiser:
         names: Mapping[str, str],
         planned: Mapping[str, nn.Module],
         weights: SafetensorsDirectory | None,
+        constants: Mapping[str, Tensor],
     ) -> None:
         self._rules = model._init_weights
         self._names = names
         """Name of a parameter in the Sequential -> its name in transformers."""
         self._planned = {name: copy.deepcopy(module).to("meta") for name, module in planned.items()}
         self._weights = weights
+        self._constants = constants
+        """Name in transformers -> value of a frozen parameter as the model is built, which the rules may replace."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterInitialiser:
         return self
@@ -59,9 +74,11 @@ class ParameterInitialiser:
         owner, _, attribute = theirs.removeprefix(place + ".").rpartition(".")
         parameter = nn.Parameter(tensor, requires_grad=False)
         module.get_submodule(owner)._parameters[attribute] = parameter
+        if theirs in self._constants:
+            parameter.data.copy_(self._constants[theirs])
         before = tensor._version
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _SkipMeta():
                 module.apply(self._rules)
         except Exception as error:
             raise ModelError(
@@ -70,7 +87,8 @@ class ParameterInitialiser:
                 f"({type(error).__name__}: {error}): save a model with its weights into the directory "
                 f"(save_pretrained), and train from those",
             ) from error
-        if module.get_submodule(owner)._parameters[attribute] is not parameter or tensor._version == before:
+        is_written = tensor._version != before or theirs in self._constants
+        if module.get_submodule(owner)._parameters[attribute] is not parameter or not is_written:
             raise ModelError(
                 "MW-INTEROP-065",
                 f"{type(module.get_submodule(owner)).__name__} initialises {theirs} in __init__, and not in "

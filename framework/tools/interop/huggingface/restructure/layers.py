@@ -26,6 +26,7 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.model.build import parameters_on_meta
 from meshwright.tools.interop.huggingface.files import CONFIG
+from meshwright.tools.interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
 from meshwright.tools.interop.huggingface.restructure.directory import configuration
 from meshwright.tools.interop.huggingface.restructure.experts import (
@@ -79,6 +80,7 @@ def build(
         raise ModelError("MW-INTEROP-066", f"model.options.weights = true, but {directory} holds no *.safetensors")
     model = _skeleton(config, place, attention)
     _check_experts(model, place)
+    constants = freeze_buffers(model)
     planned, layers = (cut if config.get_text_config().base_model_pp_plan else cut_by_trace)(model, place)
     _check_parts(layers, model, place)
     tied = _ties(layers)
@@ -110,7 +112,7 @@ def build(
         "shared_units": dict(sharding.shared),
         "impossible": sharding.impossible | impossible,
         "tied_weights": tied,
-        "initialise": ParameterInitialiser(model, parameters, modules, source),
+        "initialise": ParameterInitialiser(model, parameters, modules, source, constants),
         "names_in_transformers": parameters,
     }
     for attribute, value in attributes.items():
@@ -180,7 +182,7 @@ def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
     """Check that a pipeline can reproduce the model.
 
     Raises:
-        ModelError: dropout between planned modules, or persistent buffers.
+        ModelError: dropout between planned modules, or a persistent buffer that is no number.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -192,7 +194,7 @@ def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
     if buffers:
         raise ModelError(
             "MW-INTEROP-079",
-            f"{place}: {buffers[0]} is a persistent buffer: such a state is not carried over",
+            f"{place}: {buffers[0]} is a persistent buffer of whole numbers: such a state is not carried over",
         )
 
 

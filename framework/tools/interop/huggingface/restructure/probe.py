@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import ModelError
+from meshwright.tools.interop.huggingface.restructure.buffers import check_unchanged, versions
 
 
 class FunctionalDropoutRecorder(TorchFunctionMode):
@@ -152,6 +153,7 @@ def probe(
 
     Raises:
         ModelError: functional dropout, which draws from the process-wide generator: its masks would depend on layout.
+            Or a frozen parameter that the forward writes.
     """
     first_of_kind: dict[str, str] = {}
     probed_layers = {
@@ -168,6 +170,7 @@ def probe(
     for name, module in on_meta.named_modules():
         if kinds.get(name) in ("column", "row"):
             tracker.watch(name, module, kinds[name])
+    before = versions(on_meta)
     with tracker, dropouts, torch.no_grad():
         try:
             on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
@@ -176,6 +179,7 @@ def probe(
         except Exception:  # a layer that fails on meta is reported, with its reason, when the stages are cut
             return ProbeResult(uncut, [], [])
     _check_dropout(dropouts.calls, place, config)
+    check_unchanged(on_meta, before, place)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
     unplanned = {name: shapes for name, shapes in tracker.weight_uses.items() if name.rpartition(".")[0] not in named}
     per_head_modules, problems = _classify_weights(on_meta, unplanned)
