@@ -79,7 +79,6 @@ def build(
     if weights and source is None:
         raise ModelError("MW-INTEROP-066", f"model.options.weights = true, but {directory} holds no *.safetensors")
     model = _skeleton(config, place, attention)
-    _check_experts(model, place)
     constants = freeze_buffers(model)
     planned, layers = (cut if config.get_text_config().base_model_pp_plan else cut_by_trace)(model, place)
     _check_parts(layers, model, place)
@@ -124,7 +123,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
     """Build the whole transformers model in training mode, with parameters on meta and constants materialised.
 
     Raises:
-        ModelError: it is no causal LM, or its rotary embedding changes during training.
+        ModelError: it is no causal LM, its rotary embedding changes during training, or its experts cannot be replaced.
     """
     transformers = import_transformers()
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -157,6 +156,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
             "MW-INTEROP-072", f"{place}: transformers cannot build it: {type(error).__name__}: {error}"
         ) from error
     model.config.use_cache = False
+    _check_experts(model, place)
     return model.train()
 
 
