@@ -13,9 +13,9 @@ from meshwright.tools.planner.comparison import own_layout, why_not
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan
 
-OWN = {"parallel.pp", "parallel.dp", "parallel.cp", "parallel.tp", "parallel.zero", "pipeline.schedule"}
+OWN = {*(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "ep", "zero")), "pipeline.schedule"}
 """Keys that choose a layout: a configuration with any of them has a layout of its own."""
-NUMBERS = ("pp", "dp", "cp", "tp", "micro_batch_size", "chunks", "interleave", "zero", "shard_factor")
+NUMBERS = ("pp", "dp", "cp", "tp", "ep", "micro_batch_size", "chunks", "interleave", "zero", "shard_factor")
 WORDS = {"schedule": tuple(dict.fromkeys(name for name, _ in SCHEDULES)), "recompute": EFFORTS}
 
 

@@ -93,14 +93,6 @@ def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware
 
     if cluster is None and not reference(config.train.device, config.train.dtype).fused:
         return None
-    if config.parallel.ep > 1:
-        if cluster is None:
-            return None
-        raise ConfigError(
-            "MW-LAUNCH-083",
-            f"--cluster predicts seconds, and has no model of expert parallelism: leave it out, or set "
-            f"--parallel.ep=1 instead of {config.parallel.ep}",
-        )
     hardware = read_hardware(cluster or "h100").model_copy(update={"devices_per_node": per_node})
     hardware.check_dtype(config.train.dtype)
     return hardware

@@ -37,7 +37,7 @@ MAX_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
 """Overrides that clear a configuration's own batch, so that it cannot contradict another number of samples."""
 SEARCHED = {
-    *(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "zero", "shard_factor")),
+    *(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard_factor")),
     *(f"parallel.{key}" for key in ("sequence", "reduce", "offload")),
     *(f"pipeline.{key}" for key in ("schedule", "interleave", "schedule_file", "recompute", "recompute_layers")),
     *("parallel.tp_across_nodes", "batch.micro_batch_size", "batch.chunks", "launch.processes"),
@@ -71,7 +71,7 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     _check_overrides(given, hardware, options.global_batch)
     config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
-    pins = {axis: degree for axis in ("pp", "dp", "cp", "tp") if (degree := getattr(options, axis)) is not None}
+    pins = {axis: degree for axis in ("pp", "dp", "cp", "tp", "ep") if (degree := getattr(options, axis)) is not None}
     cache = ModelCache(config, execution_options(config, hardware), pins=pins)
     warned = warn_of_alignment(cache, hardware, config)
     if options.sweep_nodes or options.sweep_batch:
@@ -156,7 +156,12 @@ def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
 def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions:
     """Return how ranks of this framework run operations on that hardware."""
     on_gpu = hardware.kind == "cuda"
-    return ExecutionOptions(fused=config.train.compile is True, fuses_any_attention=on_gpu, norm_kernel=on_gpu)
+    return ExecutionOptions(
+        fused=config.train.compile is True,
+        fuses_any_attention=on_gpu,
+        norm_kernel=on_gpu,
+        groups_experts=on_gpu,
+    )
 
 
 def warn_of_alignment(
@@ -176,12 +181,6 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     Raises:
         ConfigError: the number of samples per step is not given.
     """
-    if config.parallel.ep > 1:
-        raise ConfigError(
-            "MW-LAUNCH-082",
-            f"parallel.ep = {config.parallel.ep}: a plan compares layouts in which every rank has all experts, as it "
-            f"has no model of their exchange: set --parallel.ep=1, or examine this layout with `meshwright dryrun`",
-        )
     batch, dp = config.batch, config.parallel.known_dp
     samples = global_batch or batch.global_batch
     if samples is None and batch.micro_batch_size and batch.chunks and dp is not None:
@@ -195,7 +194,7 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
     pipeline: dict[str, object] = {"schedule": "1f1b", "interleave": None, "schedule_file": None}
     return config.replace(
         batch={"micro_batch_size": 1, "chunks": samples, "global_batch": samples},
-        parallel=dict.fromkeys(("pp", "dp", "cp", "tp", "zero"), 1)
+        parallel=dict.fromkeys(("pp", "dp", "cp", "tp", "ep", "zero"), 1)
         | {"sequence": False, "shard_factor": None, "reduce": None},
         pipeline=pipeline | {"recompute": "none", "recompute_layers": ["*"]},
     )

@@ -182,12 +182,14 @@ class Experts(nn.Module):
     """Gated feed-forward networks, one for each expert: down(activation(gate(x)) * up(x)).
 
     ``gate_up`` (E, 2F, D), the F rows of the gate first, and ``down`` (E, D, F), as in transformers. E is read from
-    their shapes, so that a slice along dim 0 is again a module of experts.
+    their shapes, so that a slice along dim 0 is again a module of experts. ``meta_device``: type of the device that
+    tensors on meta stand for, such as "cuda".
     """
 
     def __init__(self, num_experts: int, hidden_size: int, ffn_size: int, *, activation: Activation) -> None:
         super().__init__()
         self.activation = activation
+        self.meta_device = ""
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * ffn_size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_size))
         self.reset_parameters()
@@ -234,7 +236,8 @@ class Experts(nn.Module):
 
     def can_group(self, rows: Tensor) -> bool:
         """Return whether torch has a grouped product for the rows (R, D) and these weights."""
-        fits = rows.is_cuda and rows.dtype == self.gate_up.dtype == torch.bfloat16 and type(rows) is Tensor
+        device = self.meta_device if rows.is_meta else rows.device.type
+        fits = device == "cuda" and rows.dtype == self.gate_up.dtype == torch.bfloat16 and type(rows) is Tensor
         return fits and not any(size * 2 % ALIGNMENT for size in (*self.down.shape[1:], self.gate_up.shape[1] // 2))
 
     def extra_repr(self) -> str:

@@ -47,11 +47,7 @@ def apply(
     found = dict(infos)
     if group.size == 1:
         return found
-    names = [
-        name
-        for name, _ in model.named_modules(remove_duplicate=False)
-        if name and any(kind == EXPERTS and fnmatchcase(name, pattern) for pattern, kind in plan.items())
-    ]
+    names = expert_names(model, plan)
     if not names:
         raise ModelError(
             "MW-EP-001",
@@ -74,6 +70,15 @@ def apply(
         setattr(model.get_submodule(parent), child, parts[id(plain)])
     _check_ties(builder, found, tied)
     return found
+
+
+def expert_names(model: nn.Module, plan: Mapping[str, Any]) -> list[str]:
+    """Return the names of the modules of experts that the sharding plan names."""
+    return [
+        name
+        for name, _ in model.named_modules(remove_duplicate=False)
+        if name and any(kind == EXPERTS and fnmatchcase(name, pattern) for pattern, kind in plan.items())
+    ]
 
 
 def _slice(builder: str, name: str, whole: Tensor, group: Group) -> Slice:
@@ -130,9 +135,6 @@ def _forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor | None =
     """
     exchange: Any = vars(module)["expert_exchange"]
     own = type(module).forward
-    if x.is_meta:  # shapes alone
-        meta: Tensor = own(module, x, ids, weights)
-        return meta
     route = find_route(ids, exchange.num_experts, exchange.group)
     rows = dispatch(x.reshape(-1, x.shape[-1]), route)
     ones = None if exchange.takes_none else torch.ones_like(route.local_ids, dtype=x.dtype).unsqueeze(-1)

@@ -30,6 +30,7 @@ __all__ = [
     "Group",
     "Transfer",
     "TransferHandle",
+    "even_shares",
     "place_of",
     "rows_per_chunk",
     "sum_tokens_over",
@@ -46,6 +47,12 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+def even_shares(total: int, size: int) -> list[int]:
+    """Return ``total`` shared out evenly over ``size`` ranks, the rest to the first ones."""
+    each, rest = divmod(total, size)
+    return [each + (rank < rest) for rank in range(size)]
 
 
 def place_of(tensor: Tensor) -> tuple[int, int]:
@@ -178,6 +185,8 @@ class Group:
 
         Wire: M (n-1)/n bytes for M of ``whole``: the mean over ranks, if each rank's share of ``whole`` is its own.
         """
+        if whole.is_meta:
+            return CollectiveHandle()
         if self.size == 1:
             out.copy_(whole)
             return CollectiveHandle()
@@ -187,7 +196,9 @@ class Group:
 
     def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
         """Return counts (rows, n) on the host, each row summing up to at most every rank's ``total``. On CUDA the host
-        waits."""
+        waits. Counts on meta have no values: ``total`` is shared out evenly."""
+        if counts.is_meta:
+            return [even_shares(total, self.size) for _ in counts]
         found: list[list[int]] = counts.tolist()
         return found
 

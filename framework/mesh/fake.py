@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.comm import Group, tensor_bytes
+from meshwright.mesh.comm import Group, even_shares, tensor_bytes
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.mesh.handles import CollectiveHandle
 from meshwright.mesh.mesh import Mesh
@@ -42,8 +42,7 @@ class FakeGroup(Group):
 
     def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
         """Share out ``total`` evenly in each row, the rest to the first ranks."""
-        each, rest = divmod(total, self.size)
-        return [[each + (rank < rest) for rank in range(self.size)] for _ in counts]
+        return [even_shares(total, self.size) for _ in counts]
 
     def device_mesh(self, device_type: str) -> DeviceMesh:
         """Return the DeviceMesh, built from a real tensor of rank numbers even under FakeTensorMode."""
@@ -78,6 +77,14 @@ class CountingGroup(Group):
         if self.size > 1:
             self._count("all_reduce", tensor_bytes(tensor))
         return CollectiveHandle(finish=finish)
+
+    def all_to_all(
+        self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+    ) -> CollectiveHandle:
+        """Count an exchange: what leaves or what arrives, whichever is more."""
+        if self.size > 1:
+            self._count("all_to_all", max(tensor_bytes(out), tensor_bytes(whole)))
+        return CollectiveHandle()
 
 
 class PlaceholderGroup(FakeGroup):

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
-from meshwright.config import Optimizer, RunConfig, phases, reduces_each_microbatch, shard_factor
-from meshwright.optimizer.flat import factor_elements, matrices_of, states_of
+from meshwright.config import expert_shard_factor, phases, reduces_each_microbatch, shard_factor
+from meshwright.optimizer.flat import factor_elements, matrices_of
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.terminal.format import format_size, format_table
+from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.picture.text import text as schedule_text
 
 WIDTH = 80
@@ -48,7 +49,7 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
             RankShare(
                 stage,
                 names[0] if len(layers) == 1 else f"{names[0]}..{names[-1]}",
-                elements.trained + elements.frozen,
+                elements.trained + elements.frozen + elements.of_experts.frozen,
                 *held_at_rest(blueprint.config, elements),
                 peaks[blueprint.schedule.rank_of(stage)],
             )
@@ -62,79 +63,15 @@ def _shared(blueprint: Blueprint, stage: int) -> int:
     return sum(parameter.numel() for parameter, times in uses.items() if times > 1 and parameter.requires_grad)
 
 
-class Elements(NamedTuple):
-    """Element counts of a rank's parameters."""
-
-    in_blocks: int
-    """Trained elements whose optimizer state an 8-bit optimizer keeps in 8 bits."""
-    others: int
-    frozen: int
-    """Elements that are not trained."""
-    matrices: int = 0
-    """Trained elements of whole matrices, of which Muon keeps the momentum."""
-    factors: int = 0
-    """Elements of Adafactor's states, whole on every rank."""
-
-    @property
-    def trained(self) -> int:
-        """Elements with a gradient."""
-        return self.in_blocks + self.others + self.matrices
-
-
-def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False, is_matrix: bool = False) -> float:
-    """Return the bytes of optimizer state per element.
-
-    Args:
-        itemsize: bytes per element of the master weights.
-        in_blocks: the state is kept in 8 bits, in blocks with a scale each.
-        is_matrix: Muon steps the elements as matrices.
-    """
-    if in_blocks:
-        return 2 * (1 + itemsize / optimizer.block_size)
-    itemsize = 2 if optimizer.state_dtype == "bfloat16" else itemsize
-    return len(states_of(optimizer, is_matrix=is_matrix)) * itemsize
-
-
-def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state on the device, and on the host."""
-    trained, frozen = elements.trained, elements.frozen
-    dtype, shards, offload = DTYPES[config.train.dtype], shard_factor(config), config.parallel.offload
-    wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
-    shard = trained // shards * wide
-    held = (
-        elements.in_blocks * state_bytes(config.optimizer, wide, in_blocks=True),
-        elements.others * state_bytes(config.optimizer, wide),
-        elements.matrices * state_bytes(config.optimizer, wide, is_matrix=True) if elements.matrices else 0,
-    )
-    states = round(sum(number / shards for number in held)) + elements.factors * wide
-    gradients = _gradient_bytes(config, trained * wide)
-    if config.parallel.zero == 3 and shards > 1:
-        if offload:
-            return frozen * dtype.itemsize, gradients - shard, 0, 2 * shard + states
-        return shard + frozen * dtype.itemsize, gradients, states, 0
-    weights = (trained + frozen) * dtype.itemsize
-    if offload:
-        return weights, gradients, 0, shard + states
-    return weights, gradients, states + (shard if dtype.itemsize < wide else 0), 0
-
-
 def _elements(blueprint: Blueprint, stage: int) -> Elements:
-    found, optimizer = [0, 0, 0, 0, 0], blueprint.config.optimizer
+    optimizer = blueprint.config.optimizer
+    found: dict[str, list[int]] = {over: [0, 0, 0, 0, 0] for over in ("tp", "ep")}
     for name, parameter in blueprint.stage_layers(stage).named_parameters():
         info = blueprint.infos[blueprint.model.canonical(name)]
         kind = 0 if info.in_blocks else 3 if info.matrix is not None else 1
-        found[kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
-        found[4] += factor_elements(optimizer, info.global_shape) * parameter.requires_grad
-    return Elements(*found)
-
-
-def _gradient_bytes(config: RunConfig, whole: int) -> int:
-    """Return the gradient bytes at rest: with ZeRO-2 a shard, plus the full gradient where it is reduced once per
-    step."""
-    shards = shard_factor(config)
-    if config.parallel.zero < 2 or shards == 1:
-        return whole
-    return whole // shards + (0 if reduces_each_microbatch(config) else whole)
+        found[info.over][kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
+        found[info.over][4] += factor_elements(optimizer, info.global_shape) * parameter.requires_grad
+    return Elements(*found["tp"], Elements(*found["ep"]) if any(found["ep"]) else None)
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
@@ -205,7 +142,7 @@ def _price(blueprint: Blueprint) -> list[str]:
     if config.parallel.zero < 2 or shards == 1:
         return []
     stages = range(len(blueprint.stages))
-    trained = max(_elements(blueprint, stage).trained for stage in stages)
+    trained = max(_elements(blueprint, stage).dense for stage in stages)
     dtype, chunks = DTYPES[config.train.dtype], batch_numbers(config).chunks
     whole = trained * (8 if dtype == torch.float64 else 4)
 
@@ -214,11 +151,16 @@ def _price(blueprint: Blueprint) -> list[str]:
 
     lines = []
     if config.parallel.zero == 3:
-        gathered = max(2 * _elements(blueprint, stage).trained - _shared(blueprint, stage) for stage in stages)
+        gathered = max(2 * _elements(blueprint, stage).dense - _shared(blueprint, stage) for stage in stages)
         lines.append(
             f"weights    gathered layer by layer, forward and backward: a rank sends {chunks} x "
             f"{sent(gathered * dtype.itemsize)} in a step"
         )
+    if of_experts := max(_elements(blueprint, stage).of_experts.trained for stage in stages):
+        replicas = len(blueprint.grid.expert_replicas(0))
+        kept = format_size(of_experts * (8 if dtype == torch.float64 else 4))
+        over = f"summed over {replicas} ranks with the same experts, in {expert_shard_factor(config)} shards"
+        lines.append(f"experts    gradients of {kept} per rank, {over}")
     if not reduces_each_microbatch(config):
         return [*lines, f"gradients  reduced once per step, and unsharded until then: {format_size(whole)} per rank"]
     summed = f"{chunks} x {sent(whole)}"
@@ -235,7 +177,8 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
     if optimizer.name != "adamw8bit":
         return []
     kept = [_elements(blueprint, stage) for stage in range(len(blueprint.stages))]
-    share = sum(stage.in_blocks for stage in kept) / max(sum(stage.trained for stage in kept), 1)
+    in_blocks = sum(stage.in_blocks + stage.of_experts.in_blocks for stage in kept)
+    share = in_blocks / max(sum(stage.trained for stage in kept), 1)
     return [
         f"optimizer  8-bit states of {share:.1%} of all elements: matrices whose rows are blocks of "
         f"{optimizer.block_size}"
@@ -250,7 +193,8 @@ def _muon(blueprint: Blueprint) -> list[str]:
     if not infos:
         return []
     kept = [_elements(blueprint, stage) for stage in stages]
-    share = sum(stage.matrices for stage in kept) / sum(stage.trained for stage in kept)
+    matrices = sum(stage.matrices + stage.of_experts.matrices for stage in kept)
+    share = matrices / sum(stage.trained for stage in kept)
     itemsize = 4 if config.train.dtype == "float16" else DTYPES[config.train.dtype].itemsize
     sent = [0.0] * blueprint.grid.pp
     for stage in stages:

@@ -130,7 +130,7 @@ def plan(added: Added) -> None:
     parser.add_argument("--devices-per-node", type=count, metavar="M", help="default: as in the hardware file")
     parser.add_argument("--global-batch", type=count, metavar="N", help="samples of a step (default: as in CONFIG)")
     parser.add_argument("--best", type=count, metavar="N", help="number of layouts to list (default: 10)")
-    for axis in ("pp", "dp", "cp", "tp"):
+    for axis in ("pp", "dp", "cp", "tp", "ep"):
         pinned = parser.add_mutually_exclusive_group()
         pinned.add_argument(f"--{axis}", type=count, metavar="N", help=f"search layouts with this {axis} alone")
         pinned.add_argument(f"--no-{axis}", dest=axis, action="store_const", const=1, help=f"the same as --{axis} 1")

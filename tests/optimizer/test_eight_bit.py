@@ -24,7 +24,7 @@ from meshwright.optimizer.eight_bit import (
     with_blocks,
 )
 from meshwright.parameters import ParameterInfo, Slice
-from meshwright.tools.summary import state_bytes
+from meshwright.tools.at_rest import state_bytes
 
 BETAS, EPS, RATE, DECAY = (0.8, 0.95), 1e-8, 1e-2, 0.1
 

@@ -13,6 +13,7 @@ from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig, phases, shard_factor
 from meshwright.errors import UserError
 from meshwright.tensor_parallel.check import check_sequence_length
+from meshwright.tools.planner import experts
 from meshwright.tools.planner.context import degrees_to_try, without_effect
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache
@@ -42,8 +43,10 @@ EVERY_SECOND = "*[02468]"
 MAX_CHUNKS = 1024
 
 
-Shape: TypeAlias = tuple[int, int, int, int, str, int, int]
-"""(pp, dp, cp, tp, schedule, stages per rank, samples per micro-batch)."""
+Degrees: TypeAlias = tuple[int, int, int, int, int]
+"""Degrees of pp, dp, cp, tp and ep."""
+Shape: TypeAlias = tuple[Degrees, str, int, int]
+"""(degrees, schedule, stages per rank, samples per micro-batch)."""
 
 
 class Choice(NamedTuple):
@@ -62,16 +65,17 @@ class Choice(NamedTuple):
     recompute: str
     offload: bool
     cp: int = 1
+    ep: int = 1
 
     @property
     def shape(self) -> Shape:
         """All fields except sharding and recompute."""
-        return self.pp, self.dp, self.cp, self.tp, self.schedule, self.interleave, self.micro_batch_size
+        return self.degrees, self.schedule, self.interleave, self.micro_batch_size
 
     @property
-    def degrees(self) -> tuple[int, int, int, int]:
-        """Degrees of pp, dp, cp and tp."""
-        return self.pp, self.dp, self.cp, self.tp
+    def degrees(self) -> Degrees:
+        """Degrees of pp, dp, cp, tp and ep."""
+        return self.pp, self.dp, self.cp, self.tp, self.ep
 
     @property
     def num_replicas(self) -> int:
@@ -92,9 +96,10 @@ class Choice(NamedTuple):
         pipeline += f" x{self.interleave}" if self.schedule == "interleaved_1f1b" else ""
         sharded = f" in groups of {self.shard_factor}" if self.zero and self.shard_factor < self.num_replicas else ""
         context = f" x cp {self.cp}" if self.cp > 1 else ""
+        shared = f", ep {self.ep}" if self.ep > 1 else ""
         return (
-            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{pipeline}, {self.micro_batch_size} x {self.chunks}, "
-            f"ZeRO-{self.zero}{sharded}"
+            f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{shared}{pipeline}, "
+            f"{self.micro_batch_size} x {self.chunks}, ZeRO-{self.zero}{sharded}"
             + (", sequence" if self.sequence else "")
             + (f", recompute {self.recompute}" if self.recompute != "none" else "")
             + (", offload" if self.offload else "")
@@ -123,6 +128,8 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
         "dp": choice.dp,
         "cp": choice.cp,
         "tp": choice.tp,
+        "ep": choice.ep,
+        "ep_across_nodes": base.parallel.ep_across_nodes and choice.ep > 1,
         "zero": choice.zero,
         "shard_factor": choice.shard_factor if choice.zero and choice.shard_factor < choice.num_replicas else None,
         "sequence": choice.sequence,
@@ -160,6 +167,7 @@ def choice_of(config: RunConfig) -> Choice:
         "half" if pipeline.recompute == "full" and pipeline.recompute_layers == [EVERY_SECOND] else pipeline.recompute,
         parallel.offload,
         parallel.cp,
+        parallel.ep,
     )
 
 
@@ -205,7 +213,8 @@ def choices(
                     yield Rejection(rule, f"pp {pp} x dp {dp} x tp {tp}", 1)
                 else:
                     in_node = max(1, hardware.devices_per_node // tp)
-                    for each in _of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node):
+                    alone = list(_of_degrees(of_degrees, global_batch // dp, num_layers, recomputes, in_node))
+                    for each in _with_experts(cache, alone, hardware.devices_per_node):
                         if isinstance(each, Rejection) or (unit % (dp * each.micro_batch_size) == 0 and each.has(pins)):
                             yield each
 
@@ -223,6 +232,25 @@ def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
         else:
             return sequence, ""
     return False, refusal
+
+
+def _with_experts(
+    cache: ModelCache, alone: list[Choice | Rejection], devices_per_node: int
+) -> Iterator[Choice | Rejection]:
+    """Yield choices of equal degrees, which have ep = 1, with each ep that the search tries; then their rejections."""
+    first = next((each for each in alone if isinstance(each, Choice)), None)
+    if first is None:
+        yield from alone
+        return
+    pinned, of_model = cache.pins.get("ep"), (cache.config, cache.expert_counts)
+    only = pinned if isinstance(pinned, int) else None
+    for ep in experts.degrees_to_try(*of_model, only, first.tp, devices_per_node):
+        refusal = experts.refusal(*of_model, ep, first.tp, first.sequence, first.num_replicas * first.tp)
+        if not refusal:
+            yield from (each._replace(ep=ep) for each in alone if isinstance(each, Choice))
+        elif only is not None:
+            yield Rejection(refusal, f"dp {first.dp} x tp {first.tp}", 1)
+    yield from (each for each in alone if isinstance(each, Rejection))
 
 
 def _of_degrees(

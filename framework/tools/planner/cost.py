@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from meshwright.blueprint import batch_numbers
-from meshwright.config import shard_factor
+from meshwright.config import expert_shard_factor, shard_factor
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
@@ -112,19 +112,20 @@ def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: Gr
     times: dict[int, LayerTime] = {}
     stages = []
     for index in range(len(layout.stages)):
-        forward = backward = half = messages = exchange = 0.0
+        forward = backward = half = messages = exchange = rows = 0.0
         for layer in layout.stage(index):
             if (key := id(layer.forward)) not in times:
-                times[key] = layer_time(layer, performance, dtype, tp_link, context_link)
+                times[key] = layer_time(layer, performance, dtype, tp_link, context_link, layout.grid.ep)
             forward += times[key].forward
             backward += times[key].backward
             half += times[key].weight_half
             messages += times[key].messages
             exchange += times[key].exchange
+            rows += times[key].expert_exchange
         copied_s = layout.footprints[index].offloaded / performance.hardware.host_link.bytes_per_s
         forward, backward = max(forward, copied_s), max(backward, copied_s)  # activation offload, each way
         message_s = _message_s(layout, index, pp_link, tp_link, performance.traits)
-        stages.append(StageTime(forward, backward, half, message_s, messages, exchange))
+        stages.append(StageTime(forward, backward, half, message_s, messages, exchange, rows))
     return stages
 
 
@@ -203,13 +204,14 @@ def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) 
     With Muon, its exchange and products come on top.
     """
     config, hardware, traits = layout.config, performance.hardware, performance.traits
-    trained = sum(layout.elements[stage].trained for stage in layout.schedule.stages_of(rank))
-    shards = shard_factor(config)
+    elements = [layout.elements[stage] for stage in layout.schedule.stages_of(rank)]
+    dense, experts = sum(each.dense for each in elements), sum(each.of_experts.trained for each in elements)
+    stepped = dense / shard_factor(config) + (experts / expert_shard_factor(config) if experts else 0)
     per_element = traits.optimizer_bytes + OWN_BYTES.get(config.optimizer.name, 0.0)
-    cleared = 0 if config.parallel.zero == 3 else traits.wide_gradient_bytes
+    cleared = 0 if config.parallel.zero == 3 else (dense + experts) * traits.wide_gradient_bytes
     memory, is_on_host = performance.memory_bytes_per_s, config.parallel.offload and hardware.kind != "cpu"
     host = hardware.host_memory_bytes_per_s / hardware.devices_per_node if is_on_host else memory
-    seconds = trained / shards * per_element / host + trained * cleared / memory
+    seconds = stepped * per_element / host + cleared / memory
     if is_on_host and config.parallel.zero != 3:  # gradients to the host, weights back
-        seconds += trained / shards * 6.0 / hardware.host_link.bytes_per_s
+        seconds += stepped * 6.0 / hardware.host_link.bytes_per_s
     return float(seconds) + matrix_step_s(config, layout.matrices_of(rank), performance)

@@ -17,13 +17,13 @@ from meshwright.schedule.action import Placement, Schedule
 from meshwright.schedule.analysis import peak_activations
 from meshwright.schedule.build import build
 from meshwright.schedule.load import lowered_schedule as build_lowered
+from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.planner.choices import Choice, with_choice
 from meshwright.tools.planner.cost import step_time
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.rates import PerformanceModel
 from meshwright.tools.planner.stage_time import stages_by_rank
-from meshwright.tools.summary import Elements, held_at_rest
 
 SHORT_PP = 8
 """Pipeline ranks of the shorter pipeline; longer ones are extrapolated from this size and twice it."""
@@ -155,7 +155,6 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
 
 def least_bytes(cache: ModelCache, choice: Choice) -> tuple[int, int]:
     """Return the bytes of a rank at rest, on the device and on the host, if all pipeline ranks hold the same."""
-    total = cache.total_elements(choice.tp, choice.sequence)
-    share = type(total)(*(number // choice.pp for number in total))
+    share = cache.total_elements(choice.tp, choice.sequence, choice.ep).divided(choice.pp)
     *device_bytes, host_bytes = held_at_rest(with_choice(cache.config, choice), share)
     return sum(device_bytes), host_bytes

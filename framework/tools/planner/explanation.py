@@ -73,6 +73,7 @@ def parts(layout: RankedLayout) -> dict[str, float]:
         "computation": _busy(layout),
         "tensor-parallel messages": _tp(layout),
         "context-parallel messages": _cp(layout),
+        "expert-parallel messages": _ep(layout),
         "bubble and messages between stages": _idle(layout),
         "gradient reduction and weight all-gathers": _dp(layout),
         "the optimizer": layout.time.optimizer,
@@ -102,10 +103,19 @@ def _cp(layout: RankedLayout) -> float:
     return max(_by_rank(layout, "cp")) * layout.choice.chunks
 
 
+def _ep(layout: RankedLayout) -> float:
+    """Return the seconds of expert-parallel messages on the rank with most."""
+    return max(_by_rank(layout, "ep")) * layout.choice.chunks
+
+
+def _messages(layout: RankedLayout) -> float:
+    return _tp(layout) + _cp(layout) + _ep(layout)
+
+
 def _busy(layout: RankedLayout) -> float:
     """Return the seconds of computation on the busiest rank."""
     parts = (_by_rank(layout, field) for field in ("forward", "backward", "weight_half"))
-    return max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks - _tp(layout) - _cp(layout)
+    return max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks - _messages(layout)
 
 
 def _by_rank(layout: RankedLayout, field: str) -> list[float]:
@@ -115,7 +125,7 @@ def _by_rank(layout: RankedLayout, field: str) -> list[float]:
 
 
 def _idle(layout: RankedLayout) -> float:
-    return layout.time.pipeline - _busy(layout) - _tp(layout) - _cp(layout)
+    return layout.time.pipeline - _busy(layout) - _messages(layout)
 
 
 def _dp(layout: RankedLayout) -> float:

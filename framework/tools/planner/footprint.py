@@ -14,9 +14,13 @@ class BackwardPoint(NamedTuple):
     bytes: int
     """Peak bytes, above those live at the start of the stage's backward."""
     elements: int
-    """Number of the layer's parameters."""
+    """Number of the layer's parameters, without experts that ranks share."""
     elements_before: int
     """Number of parameters whose gradients exist by then, which are those of the later layers."""
+    experts: int = 0
+    """Number of parameters of the layer's experts that ranks share."""
+    experts_before: int = 0
+    """Number of those whose gradients exist by then."""
 
 
 class Footprint(NamedTuple):
@@ -44,7 +48,8 @@ class Footprint(NamedTuple):
     last_group: int = 0
     """Part of ``offloaded`` that stays on the device until another computation has begun."""
     forward_elements: int = 0
-    """Number of parameters of the layer at the peak in forward, and of the next layer."""
+    """Number of parameters of the layer at the peak in forward, and of the next one, without experts that ranks
+    share."""
 
 
 class SharedWeight(NamedTuple):
@@ -111,7 +116,7 @@ def footprint(
     deferred = sum(layer.deferred_bytes for layer in layers)
     backward: list[BackwardPoint] = []
     weight_half: list[BackwardPoint] = []
-    live, live_deferred, elements = kept, deferred, 0
+    live, live_deferred, elements, experts = kept, deferred, 0, 0
     for index, layer in reversed(list(enumerate(layers))):
         is_received = index == len(layers) - 1 and not last
         peak = layer.backward_peak_from_outside if is_received else layer.backward_peak
@@ -119,13 +124,15 @@ def footprint(
         peak += 0 if in_halves else waiting
         weight_peak = layer.weight_peak + (waiting if in_halves else 0)
         peak += groups[index] + next((groups[before] for before in reversed(range(index)) if groups[before]), 0)
-        backward.append(BackwardPoint(live + peak - kept, layer.num_parameters, elements))
-        weight_half.append(BackwardPoint(live_deferred + weight_peak - deferred, layer.num_parameters, elements))
+        counts = layer.num_dense, elements, layer.num_experts, experts
+        backward.append(BackwardPoint(live + peak - kept, *counts))
+        weight_half.append(BackwardPoint(live_deferred + weight_peak - deferred, *counts))
         live += layer.deferred_bytes - released[index] + groups[index]
         live_deferred -= layer.deferred_bytes
-        elements += layer.num_parameters
-    backward.append(BackwardPoint(deferred - kept, 0, elements))
-    weight_half.append(BackwardPoint(-deferred, 0, elements))
+        elements += layer.num_dense
+        experts += layer.num_experts
+    backward.append(BackwardPoint(deferred - kept, 0, elements, 0, experts))
+    weight_half.append(BackwardPoint(-deferred, 0, elements, 0, experts))
     sent = 0 if last else sum(tensor.bytes for tensor in layers[-1].outputs if tensor.needs_gradient)
     return Footprint(
         inputs=sum(size for size, _ in inputs),
@@ -139,7 +146,7 @@ def footprint(
         output_gradients=sent,
         offloaded=sum(groups),
         last_group=next((size for size in reversed(groups) if size), 0),
-        forward_elements=sum(layer.num_parameters for layer in layers[at_peak : at_peak + 2]),
+        forward_elements=sum(layer.num_dense for layer in layers[at_peak : at_peak + 2]),
     )
 
 

@@ -42,6 +42,8 @@ class ExecutionOptions(NamedTuple):
     """A product accumulates into the gradient itself, so a weight's gradient needs no extra memory."""
     recomputes_whole: bool = False
     """Recompute runs to its end, even past the last tensor that backward needs."""
+    groups_experts: bool = False
+    """The products of all experts of a rank are one grouped product (torch's on CUDA in bfloat16)."""
 
 
 class KernelMode(TorchFunctionMode):

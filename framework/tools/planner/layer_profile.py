@@ -18,7 +18,7 @@ class CoreCall(NamedTuple):
 
 
 class GroupMessages(NamedTuple):
-    """Messages of one kind within a tp or cp group."""
+    """Messages of one kind within a tp, cp or ep group."""
 
     operation: str
     calls: int
@@ -72,6 +72,13 @@ class LayerProfile:
     """Calls of metered attention cores in forward."""
     width: int = 0
     """Features of its first floating-point input; 0 without one."""
+    num_experts: int = 0
+    """Part of ``num_parameters`` in experts that ranks share (expert parallelism)."""
+
+    @property
+    def num_dense(self) -> int:
+        """Number of trained elements outside of experts that ranks share."""
+        return self.num_parameters - self.num_experts
 
     @property
     def output_bytes(self) -> int:

@@ -17,6 +17,7 @@ from meshwright.errors import ModelError
 from meshwright.mesh.fake import CountingGroup
 from meshwright.pipeline.plan import SplitBackward, accumulate_deferred, recompute_parts, recomputed
 from meshwright.tools.planner.context import ContextMeter
+from meshwright.tools.planner.experts import count_shared
 from meshwright.tools.planner.kernels import ExecutionOptions, FusedCrossEntropy, KernelMode
 from meshwright.tools.planner.layer_profile import CoreCall, GroupMessages, LayerProfile, OutputTensor
 from meshwright.tools.planner.operations import WorkRecorder
@@ -133,6 +134,7 @@ class LayerRun:
             weight_peak=backward.weight_peak,
             attended=forward.attended,
             cores=forward.cores,
+            num_experts=count_shared(layer),
             width=next((leaf.shape[-1] for leaf in leaves if leaf.is_floating_point()), 0),
         )
         return profile, tree_map(_like, forward.specs, is_leaf=lambda leaf: isinstance(leaf, _Spec))

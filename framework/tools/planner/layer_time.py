@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from meshwright.tools.planner.experts import exchange_s
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel
@@ -22,12 +23,14 @@ class LayerTime(NamedTuple):
     """Seconds of tensor-parallel messages in forward and backward, which both include."""
     exchange: float = 0.0
     """Seconds of context-parallel messages in forward and backward, which both include."""
+    expert_exchange: float = 0.0
+    """Seconds of expert-parallel messages in forward and backward, which both include."""
 
 
 def layer_time(
-    layer: LayerProfile, performance: PerformanceModel, dtype: str, tp: GroupLink, context: GroupLink
+    layer: LayerProfile, performance: PerformanceModel, dtype: str, tp: GroupLink, context: GroupLink, ep: int = 1
 ) -> LayerTime:
-    """Return a layer's seconds; ``tp`` and ``context`` are the links of its groups."""
+    """Return a layer's seconds; ``tp`` and ``context`` are the links of its groups, ``ep`` ranks share its experts."""
     traits = performance.traits
 
     def messages_s(
@@ -49,6 +52,9 @@ def layer_time(
     forward_messages = messages_s(layer.forward_messages, forward_overlap, {})
     backward_messages = messages_s(layer.backward_messages, backward_overlap, in_columns)
     in_forward, in_backward = context_exchange_s(layer, context, traits)
+    dispatched_s, returned_s = (
+        exchange_s(performance, ep, messages) for messages in (layer.forward_messages, layer.backward_messages)
+    )
     backward, weight_half = works.seconds(layer.backward, True), works.seconds(layer.weight_half, True)
     if not traits.accumulates_in_product:
         add_bytes = layer.num_parameters * (2 + 2 * traits.wide_gradient_bytes)
@@ -58,11 +64,12 @@ def layer_time(
         else:
             backward += add_s
     return LayerTime(
-        works.seconds(layer.forward, False) + forward_messages + in_forward,
-        backward + backward_messages + in_backward,
+        works.seconds(layer.forward, False) + forward_messages + in_forward + dispatched_s,
+        backward + backward_messages + in_backward + returned_s,
         weight_half,
         forward_messages + backward_messages,
         in_forward + in_backward,
+        dispatched_s + returned_s,
     )
 
 
@@ -145,7 +152,7 @@ def context_exchange_s(layer: LayerProfile, context: GroupLink, traits: Framewor
     """
     both = layer.forward_messages, layer.backward_messages
     forward, backward = (
-        sum(context.seconds(m.wire_bytes, m.calls, m.operation) for m in messages if m.axis != "tp")
+        sum(context.seconds(m.wire_bytes, m.calls, m.operation) for m in messages if m.axis == "cp")
         for messages in both
     )
     others = traits.context - 1

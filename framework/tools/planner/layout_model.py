@@ -9,11 +9,11 @@ from meshwright.mesh.grid import Grid
 from meshwright.optimizer.eight_bit import table_bytes
 from meshwright.optimizer.flat import step_bytes
 from meshwright.schedule.action import Schedule
+from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.planner.footprint import Footprint
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.matrix_step import MatrixCounts, temporary_bytes
 from meshwright.tools.planner.memory import ActionMemory, Backend, RankMemory, ReductionBuffers, offloaded_bytes, walk
-from meshwright.tools.summary import Elements, held_at_rest
 
 
 @dataclass

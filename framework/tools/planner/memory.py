@@ -1,6 +1,6 @@
 """Peak memory of a rank, by category: layer profiles combined along its row of the schedule.
 
-at rest       weights, gradients, optimizer        by the ZeRO stage (meshwright.tools.summary)
+at rest       weights, gradients, optimizer        by the ZeRO stage (meshwright.tools.at_rest)
 along the row activations    of every micro-batch from its F to its B (or, split, to W)
               messages       received for a later action, or still being sent
               temporaries    peak of the running action, and reductions over replicas in progress
@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from meshwright.blueprint import DTYPES
-from meshwright.config import RunConfig, bucket_bytes, reduces_each_microbatch, shard_factor
+from meshwright.config import RunConfig, bucket_bytes, expert_shard_factor, reduces_each_microbatch, shard_factor
 from meshwright.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
 from meshwright.tools.planner.footprint import BackwardPoint, Footprint
 
@@ -104,22 +104,36 @@ class ReductionBuffers(NamedTuple):
         ``held``: bytes that :meth:`held` returned for the stage's backward before. ``ends_in_loss``: the first layer
         of the path is followed by the loss.
         """
-        parallel, point, whole = self.config.parallel, points[index], points[-1].elements_before
         if shard_factor(self.config) == 1:
             return 0
-        if parallel.zero == 3:
-            return self._fully_sharded(points, index, reduces=reduces, in_halves=in_halves, held=held)
+        point, whole, experts = points[index], points[-1], 0
+        if reduces and point.experts + point.experts_before and expert_shard_factor(self.config) > 1:
+            is_end = index == len(points) - 1
+            experts = self._in_buckets(point.experts_before, whole.experts_before, is_end, in_halves, False)
+        if self.config.parallel.zero == 3:
+            return experts + self._fully_sharded(points, index, reduces=reduces, in_halves=in_halves, held=held)
         if not reduces:
             return 0
-        gradient_bytes, bucket = point.elements_before * self.wide, bucket_bytes(self.config)
+        # the loss has its peak before the head's gradient
+        counts = point.elements_before, whole.elements_before, point.elements == 0
+        return experts + self._in_buckets(*counts, in_halves, ends_in_loss)
+
+    def _in_buckets(self, before: int, whole: int, is_end: bool, in_halves: bool, waits: bool) -> int:
+        """Return the temporary bytes of buckets at one layer's turn in backward.
+
+        Args:
+            before: elements whose gradients exist; ``whole``: those of the stage. ``is_end``: no layer is left.
+            waits: no gradient of the layer exists at its peak.
+        """
+        gradient_bytes, bucket = before * self.wide, bucket_bytes(self.config)
         copies = 1 if self.backend.copies_reduce_scatter else 0
-        if parallel.zero == 2 and reduces_each_microbatch(self.config):
-            # a whole bucket is allocated at its first gradient; the loss has its peak before the head's gradient
-            num_buckets = 2 if gradient_bytes or in_halves else 0 if ends_in_loss else 1
+        if self.config.parallel.zero >= 2 and reduces_each_microbatch(self.config):
+            # a whole bucket is allocated at its first gradient
+            num_buckets = 2 if gradient_bytes or in_halves else 0 if waits else 1
             allocated = min(whole * self.wide, num_buckets * bucket)
-            is_complete = gradient_bytes >= bucket or point.elements == 0
+            is_complete = gradient_bytes >= bucket or is_end
             return allocated + (min(whole * self.wide, bucket) * copies if is_complete else 0)
-        return (gradient_bytes if point.elements == 0 else gradient_bytes // bucket * bucket) * copies
+        return (gradient_bytes if is_end else gradient_bytes // bucket * bucket) * copies
 
     def _fully_sharded(
         self, points: Sequence[BackwardPoint], index: int, *, reduces: bool, in_halves: bool, held: int
@@ -167,13 +181,14 @@ class ReductionBuffers(NamedTuple):
         """Return the temporary bytes in a forward: gathered weights of ZeRO-3, of a layer and the prefetched next."""
         return self.narrow * elements if shard_factor(self.config) > 1 and self.config.parallel.zero == 3 else 0
 
-    def after(self, elements: int) -> int:
-        """Return the temporary bytes between the last backward and REDUCE, for ``elements`` gradients."""
-        if shard_factor(self.config) == 1 or self.config.parallel.zero == 3:
+    def after(self, end: BackwardPoint) -> int:
+        """Return the temporary bytes between the last backward and REDUCE, for the gradients at its ``end``."""
+        if shard_factor(self.config) == 1 or not self.backend.copies_reduce_scatter:
             return 0
-        if self.config.parallel.zero == 2 and reduces_each_microbatch(self.config):
+        if self.config.parallel.zero >= 2 and reduces_each_microbatch(self.config):
             return 0
-        return elements * self.wide if self.backend.copies_reduce_scatter else 0
+        dense = 0 if self.config.parallel.zero == 3 else end.elements_before
+        return (dense + (end.experts_before if expert_shard_factor(self.config) > 1 else 0)) * self.wide
 
 
 def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buffers: ReductionBuffers) -> ActionMemory:
@@ -209,7 +224,7 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
             if action.kind is not Kind.F and reduces:
                 held[stage] = 0 if action in last else buffers.held(of, action)
             if action in last:
-                reductions += buffers.after(of.backward[-1].elements_before)
+                reductions += buffers.after(of.backward[-1])
             activations, messages = _after(schedule, action, of, activations, messages)
             if action.kind in (Kind.B, Kind.I) and any(send == _sent(action) for _, send in sends):
                 released.add(_sent(action))
@@ -228,7 +243,7 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
             elif action.kind is Kind.SEND_F:
                 sends.append((of.outputs, action))
             elif action.kind is Kind.REDUCE:
-                reductions -= buffers.after(of.backward[-1].elements_before)
+                reductions -= buffers.after(of.backward[-1])
         while len(sends) > 2 * schedule.pp:  # as the executor; on CUDA the host, far ahead, sees none done earlier
             size, action = sends.popleft()
             if action.kind is Kind.SEND_B or action in released:

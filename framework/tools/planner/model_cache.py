@@ -7,7 +7,6 @@ have in common. A search can thus evaluate hundreds of layouts of a 405B-paramet
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -22,25 +21,24 @@ from meshwright.data.sources import example
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
-from meshwright.model.running_buffers import cast_parameters
-from meshwright.optimizer.eight_bit import with_blocks
-from meshwright.optimizer.flat import factor_elements, with_matrices
+from meshwright.optimizer.flat import factor_elements
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy, with_heads
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
-from meshwright.tensor_parallel import plan as sharding
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
+from meshwright.tools.at_rest import Elements
 from meshwright.tools.planner.context import ContextModel
+from meshwright.tools.planner.experts import AXIS as EP
+from meshwright.tools.planner.experts import ExpertGroup, expert_counts, stand_for
 from meshwright.tools.planner.footprint import Footprint, SharedWeight, stage_footprints
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.matrix_step import MatrixCounts, count_sizes, sizes_of
+from meshwright.tools.planner.matrix_step import MatrixCounts, count_sizes
 from meshwright.tools.planner.profile import LayerProfiler, counting_group
-from meshwright.tools.planner.split_layers import LocalParameter, SplitLayers
-from meshwright.tools.summary import Elements
+from meshwright.tools.planner.split_layers import LocalParameter, SplitLayers, shard
 
 T = TypeVar("T")
 
@@ -57,7 +55,9 @@ class ModelCache:
     results: dict[Any, Any] = field(default_factory=dict)
     """Cache of results that layouts share, by the values on which they depend."""
     pins: Mapping[str, int | str] = field(default_factory=dict)
-    """Degrees (pp, dp, cp, tp) and other fields of a layout that a search keeps; it varies the others."""
+    """Degrees (pp, dp, cp, tp, ep) and other fields of a layout that a search keeps; it varies the others."""
+    skew: float = 1.0
+    """Rows of the busiest rank's experts over the mean of the ranks that share a layer's experts."""
     _layers: dict[Any, Any] = field(default_factory=dict)
 
     def cached(self, key: Any, compute: Callable[[], T]) -> T:
@@ -148,47 +148,38 @@ class ModelCache:
         """Context parallelism of the model."""
         return ContextModel(self.config, self.model)
 
-    def split(self, tp: int, sequence: bool, cp: int = 1) -> SplitLayers:
-        """Shard the representative layers over ``tp`` ranks, after their tokens over ``cp`` ranks."""
-        return self.cached(("split", tp, sequence, cp), lambda: self._split(tp, sequence, cp))
+    @cached_property
+    def expert_counts(self) -> frozenset[int]:
+        """Different numbers of experts of the layers."""
+        return expert_counts(self.model)
 
-    def _split(self, tp: int, sequence: bool, cp: int) -> SplitLayers:
+    def split(self, tp: int, sequence: bool, cp: int = 1, ep: int = 1) -> SplitLayers:
+        """Shard the representative layers over ``tp`` ranks, after their tokens over ``cp`` and their experts over
+        ``ep``."""
+        return self.cached(("split", tp, sequence, cp, ep, self.skew), lambda: self._split(tp, sequence, cp, ep))
+
+    def _split(self, tp: int, sequence: bool, cp: int, ep: int) -> SplitLayers:
         originals, whole = nn.Sequential(), self.context.layers(cp, tp if sequence else 1)
         for name in dict.fromkeys(self.representatives):
             originals.add_module(name, whole.get_submodule(name))
         layers, group = copy.deepcopy(originals), counting_group(tp)
         meter = self.context.install_meter(layers, group, cp)
-        infos = sharding.apply(
-            layers,
-            plan=self.model.plan,
-            tied=[names for names in self.model.tied if all(n.partition(".")[0] in layers._modules for n in names)],
-            group=group,
-            sequence=sequence,
-            divisible=self.model.divisible,
-            shared=self.model.shared_units,
-        )
-        if self.config.optimizer.name == "adamw8bit":
-            infos = with_blocks(infos, self.config.optimizer.block_size)
-        infos = with_matrices(infos, self.model.matrices, self.model.canonical)
-        cast_parameters(layers, DTYPES[self.config.train.dtype])
-        parameters: dict[str, list[LocalParameter]] = {}
-        for name, parameter in layers.named_parameters(remove_duplicate=False):
-            layer, _, rest = name.partition(".")
-            info = infos[name]
-            local = rest, math.prod(info.local_shape), info.in_blocks, parameter.requires_grad, sizes_of(info)
-            parameters.setdefault(layer, []).append(LocalParameter(*local))
-        return SplitLayers(layers, group, parameters, meter)
+        of_experts = ExpertGroup(EP, tuple(range(ep)), 0, traffic=group.traffic)
+        of_experts.skew = self.skew
+        parameters = shard(self.config, self.model, layers, group, of_experts, sequence=sequence)
+        stand_for("cuda" if self.execution.groups_experts else "", layers)
+        return SplitLayers(layers, group, parameters, meter, (ep, self.skew))
 
     def profiles(self, config: RunConfig, *, splits_backward: bool) -> tuple[LayerProfile, ...]:
         """Return the profile of each layer."""
         parallel, size = config.parallel, batch_numbers(config).micro_batch_size
-        names, cp = self.recomputed(config), parallel.cp
+        names, cp, ep = self.recomputed(config), parallel.cp, parallel.ep
         sequence = parallel.sequence and parallel.tp > 1
 
         def profile() -> tuple[LayerProfile, ...]:
-            layers, group, _, meter = self.split(parallel.tp, sequence, cp)
+            layers, group, _, meter, load = self.split(parallel.tp, sequence, cp, ep)
             shapes = self.example(size)
-            found = LayerProfiler(group, self.loss(layers, group), self.execution, self._layers, meter).profile(
+            found = LayerProfiler(group, self.loss(layers, group), self.execution, self._layers, meter, load).profile(
                 [(n, layers.get_submodule(first)) for n, first in zip(self.names, self.representatives, strict=True)],
                 shapes.inputs,
                 self.context.labels(cp, shapes.labels),
@@ -197,13 +188,14 @@ class ModelCache:
             )
             return self.context.with_shares(found, config)
 
-        return self.cached(("profiles", parallel.tp, cp, sequence, size, names, splits_backward), profile)
+        key = "profiles", parallel.tp, cp, ep, self.skew, sequence, size, names, splits_backward
+        return self.cached(key, profile)
 
-    def total_elements(self, tp: int, sequence: bool) -> Elements:
+    def total_elements(self, tp: int, sequence: bool, ep: int = 1) -> Elements:
         """Count the parameter elements of a tp rank over all stages."""
-        parameters = self.split(tp, sequence and tp > 1).parameters
+        parameters = self.split(tp, sequence and tp > 1, ep=ep).parameters
         whole = [range(len(self.names))]
-        return self.cached(("all elements", tp, sequence), lambda: self._elements(parameters, whole)[0][0])
+        return self.cached(("all elements", tp, sequence, ep), lambda: self._elements(parameters, whole)[0][0])
 
     def flops_per_step(self, config: RunConfig) -> float:
         """Return the model FLOPs of a step: forward plus twice as much for backward; no recompute, full attention."""
@@ -238,9 +230,9 @@ class ModelCache:
         alike = config.replace(batch={"micro_batch_size": 1}, pipeline={"recompute": "none", "recompute_layers": ["*"]})
         cut_config = alike if approximate else config
         stages = self.cut(cut_config, schedule.num_stages)
-        tp = config.parallel.tp
-        parameters = self.split(tp, config.parallel.sequence and tp > 1).parameters
-        key = ("elements", tp, tuple(run.start for run in stages))
+        tp, ep = config.parallel.tp, config.parallel.ep
+        parameters = self.split(tp, config.parallel.sequence and tp > 1, ep=ep).parameters
+        key = ("elements", tp, ep, tuple(run.start for run in stages))
         elements, matrices = self.cached(key, lambda: self._elements(parameters, stages))
         patterns = config.pipeline.offload_activations
         away = tuple(at for at, name in enumerate(self.names) if any(fnmatchcase(name, each) for each in patterns))
@@ -257,11 +249,11 @@ class ModelCache:
             for index in run:
                 for each in parameters.get(self.representatives[index], []):
                     counted.setdefault(self.model.canonical(f"{self.names[index]}.{each.name}"), each)
-            counts, weights = [0, 0, 0, 0, 0], self.model.layers.get_parameter
-            for name, (_, numel, in_blocks, trained, sizes) in counted.items():
-                counts[(0 if in_blocks else 3 if sizes else 1) if trained else 2] += numel
-                counts[4] += factor_elements(self.config.optimizer, tuple(weights(name).shape)) * trained
-            elements.append(Elements(*counts))
+            counts, weights = ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]), self.model.layers.get_parameter
+            for name, (_, numel, in_blocks, trained, sizes, is_shared) in counted.items():
+                counts[is_shared][(0 if in_blocks else 3 if sizes else 1) if trained else 2] += numel
+                counts[is_shared][4] += factor_elements(self.config.optimizer, tuple(weights(name).shape)) * trained
+            elements.append(Elements(*counts[0], Elements(*counts[1]) if any(counts[1]) else None))
             matrices.append(count_sizes(size for each in counted.values() for size in each.matrices))
         return elements, matrices
 

@@ -201,6 +201,10 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
 
 def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:
     """Return (batch, m, n, k) of a product; any other operation becomes a square product with the same FLOPs."""
+    if packet is aten._grouped_mm:  # by groups of rows, of equal size: a (R, k) by b (E, k, n), or a (m, R) by b (R, n)
+        (rows, k), num_groups, n = args[0].shape, args[2].numel(), args[1].shape[-1]
+        of_rows = args[1].dim() == 3
+        return num_groups, rows // num_groups if of_rows else rows, n, k if of_rows else k // num_groups
     if packet in PRODUCTS:
         a, b = [arg for arg in args if isinstance(arg, Tensor)][-2:]
         batch = a.shape[0] if a.dim() == 3 else 1

@@ -47,6 +47,8 @@ class LayerProfiler:
     """Cache, which profilers of the same model and loss can share."""
     meter: ContextMeter | None = None
     """Meter of the layers' attention cores."""
+    load: tuple[int, float] = (1, 1.0)
+    """(ep, rows of the busiest rank's experts over the mean)."""
 
     def profile(
         self,
@@ -87,6 +89,7 @@ class LayerProfiler:
                 self.tp.size,
                 splits_backward,
                 self.meter and self.meter.key,
+                self.load,
             )
             if key not in self.results:
                 loss = None if own_labels is None else partial(self._loss, own_labels)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from meshwright.blueprint import DTYPES, batch_numbers
-from meshwright.config import bucket_bytes, reduces_each_microbatch, shard_factor
+from meshwright.config import RunConfig, bucket_bytes, expert_shard_factor, reduces_each_microbatch, shard_factor
 from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.rates import PerformanceModel
+from meshwright.tools.planner.rates import GroupLink, PerformanceModel
 from meshwright.tools.planner.stage_time import StageTime, stages_by_rank
 
 
 def replicas_s(layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime]) -> tuple[float, float]:
     """Return the exposed seconds of gradient reduction and of weight all-gathers, on the slowest rank."""
-    if layout.grid.num_replicas == 1:
+    if layout.grid.num_replicas == 1:  # ep is then 1 or tp: no expert has replicas either
         return 0.0, 0.0
     by_rank = stages_by_rank(layout.schedule)
     fullest = max(by_rank, key=lambda own: sum(layout.elements[stage].trained for stage in own))
@@ -26,25 +27,10 @@ def _replica_s(
     layout: LayoutModel, performance: PerformanceModel, stages: Sequence[StageTime], own: Sequence[int]
 ) -> tuple[float, float]:
     """Return the exposed seconds of gradient reduction and of weight all-gathers, on a rank with the stages ``own``."""
-    config, tp, traits = layout.config, layout.grid.tp, performance.traits
-    replicas = layout.grid.num_replicas
-    shards = shard_factor(config)
-    weight_bytes, gradient_bytes = DTYPES[config.train.dtype].itemsize, traits.wide_gradient_bytes
-    if weight_bytes != 2:
-        gradient_bytes = max(gradient_bytes, weight_bytes)
-    near = performance.group_link(shards, tp)
-    far = performance.group_link(replicas // shards, tp * shards)
-    ring, across = (shards - 1) / shards, 2 * (replicas // shards - 1) / (replicas // shards)
-    elements = sum(layout.elements[stage].trained for stage in own)
-
-    def reduce_scatter_s(calls: int) -> float:
-        return near.seconds(elements * gradient_bytes * ring, calls, "reduce_scatter")
-
-    def all_reduce_s(calls: int) -> float:
-        return far.seconds(elements * gradient_bytes / shards * across, calls, "all_reduce")
-
-    def all_gather_s(calls: int) -> float:
-        return near.seconds(elements * weight_bytes * ring, calls, "all_gather")
+    config, grid, traits = layout.config, layout.grid, performance.traits
+    elements = sum(layout.elements[stage].dense for stage in own)
+    dense = _Collectives(performance, config, elements, grid.num_replicas, shard_factor(config), grid.tp)
+    experts = _experts(layout, performance, own)
 
     def exposed_s(seconds: float, compute_s: float, overlaps: bool) -> float:
         hidden = performance.fractions.hidden
@@ -55,18 +41,84 @@ def _replica_s(
     chunks = batch_numbers(config).chunks
     if config.parallel.zero == 3:
         layers = sum(len(layout.stages[stage]) for stage in own)
-        copy_s, add_s = _host_shards_s(layout, performance, elements / shards)
-        sums = reduce_scatter_s(layers) + (all_reduce_s(layers) if replicas > shards else 0.0)
-        in_forward = max(all_gather_s(layers), copy_s)
+        copy_s, add_s = _host_shards_s(layout, performance, elements / dense.shards)
+        sums = dense.reduce_scatter_s(layers) + (dense.all_reduce_s(layers) if dense.replicas > dense.shards else 0.0)
+        sums += experts.sums_s()
+        in_forward = max(dense.all_gather_s(layers), copy_s)
         in_backward = in_forward + sums
         reduce = chunks * (exposed_s(in_backward, backward_s, traits.overlaps_reduce) + add_s)
-        return reduce, chunks * exposed_s(in_forward, forward_s, traits.overlaps_gather)
-    calls = max(1, math.ceil(elements * gradient_bytes / bucket_bytes(config)))
-    sums = reduce_scatter_s(calls) + all_reduce_s(calls)
+        once = exposed_s(experts.gathers_s(), forward_s, traits.overlaps_gather)
+        return reduce, chunks * exposed_s(in_forward, forward_s, traits.overlaps_gather) + once
+    sums = dense.sums_s() + experts.sums_s()
     each, beside = reduces_each_microbatch(config), _passes_beside(layout, len(own))
     reduce = (chunks if each else 1) * exposed_s(sums, backward_s * (1 if each else beside), traits.overlaps_reduce)
-    gathers = all_gather_s(calls) if shards > 1 else 0.0
+    gathers = dense.gathers_s() + experts.gathers_s()
     return reduce, exposed_s(gathers, forward_s * beside, traits.overlaps_gather)
+
+
+class _Collectives(NamedTuple):
+    """Collectives over the replicas of some parameters of a rank."""
+
+    performance: PerformanceModel
+    config: RunConfig
+    elements: int
+    replicas: int
+    shards: int
+    stride: int
+    """Distance of neighbouring replicas in ranks."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight."""
+        return DTYPES[self.config.train.dtype].itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient that is reduced."""
+        wide = self.performance.traits.wide_gradient_bytes
+        return wide if self.weight_bytes == 2 else max(wide, self.weight_bytes)
+
+    @property
+    def near(self) -> GroupLink:
+        """Link of the ranks that shard among themselves."""
+        return self.performance.group_link(self.shards, self.stride)
+
+    def reduce_scatter_s(self, calls: int) -> float:
+        """Return the seconds of the reduce-scatters of all gradients, in ``calls`` messages."""
+        ring = (self.shards - 1) / self.shards
+        return self.near.seconds(self.elements * self.gradient_bytes * ring, calls, "reduce_scatter")
+
+    def all_reduce_s(self, calls: int) -> float:
+        """Return the seconds of the all-reduces of this rank's shards."""
+        groups = self.replicas // self.shards
+        far = self.performance.group_link(groups, self.stride * self.shards)
+        across = 2 * (groups - 1) / groups
+        return far.seconds(self.elements * self.gradient_bytes / self.shards * across, calls, "all_reduce")
+
+    def all_gather_s(self, calls: int) -> float:
+        """Return the seconds of the all-gathers of all weights."""
+        ring = (self.shards - 1) / self.shards
+        return self.near.seconds(self.elements * self.weight_bytes * ring, calls, "all_gather")
+
+    @property
+    def _calls(self) -> int:
+        return max(1, math.ceil(self.elements * self.gradient_bytes / bucket_bytes(self.config)))
+
+    def sums_s(self) -> float:
+        """Return the seconds of the sums of all gradients, in buckets."""
+        return self.reduce_scatter_s(self._calls) + self.all_reduce_s(self._calls) if self.elements else 0.0
+
+    def gathers_s(self) -> float:
+        """Return the seconds of the all-gathers of updated weights, in buckets."""
+        return self.all_gather_s(self._calls) if self.shards > 1 and self.elements else 0.0
+
+
+def _experts(layout: LayoutModel, performance: PerformanceModel, own: Sequence[int]) -> _Collectives:
+    """Return the collectives of the experts that ranks share, over the ranks with the same experts."""
+    elements = sum(layout.elements[stage].of_experts.trained for stage in own)
+    grid, config = layout.grid, layout.config
+    replicas = grid.num_replicas * grid.tp // grid.ep
+    return _Collectives(performance, config, elements, replicas, expert_shard_factor(config), grid.ep)
 
 
 def _passes_beside(layout: LayoutModel, num_stages: int) -> float:

@@ -17,7 +17,7 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 from meshwright.terminal.format import format_size
-from meshwright.tools.planner.choices import Choice, Rejection, Shape, choices, with_choice
+from meshwright.tools.planner.choices import Choice, Degrees, Rejection, Shape, choices, with_choice
 from meshwright.tools.planner.estimates import (
     compute_schedule,
     estimate_bytes,
@@ -112,8 +112,8 @@ class _Search:
 
     def estimate_all(self, offload: bool) -> None:
         """Estimate every layout; count those that the rules allow, and record those that they do not."""
-        tried: set[tuple[int, int, int, int, int]] = set()
-        fits: set[tuple[int, int, int, int, int]] = set()
+        tried: set[tuple[Degrees, int]] = set()
+        fits: set[tuple[Degrees, int]] = set()
         offered = choices(self.cache, self.hardware, self.plan.nodes, offload=offload)
         for shape, group in groupby(offered, key=lambda each: None if isinstance(each, Rejection) else each.shape):
             if shape is None:
@@ -123,15 +123,14 @@ class _Search:
             self.plan.num_choices += len(alike)
             if offload and not self._fits_host(alike):
                 continue
-            *degrees, _, _, size = shape
-            pp, dp, cp, tp = degrees
-            tried.add((pp, dp, cp, tp, size))
-            smaller = (pp, dp, cp, tp, size // 2)
+            degrees, _, _, size = shape
+            tried.add((degrees, size))
+            smaller = (degrees, size // 2)
             if smaller in tried and smaller not in fits:
                 reason = "already with half the samples per micro-batch"
                 self.too_large[reason] += [(UNKNOWN_BYTES, each) for each in alike]
             elif self._estimate(alike):
-                fits.add((pp, dp, cp, tp, size))
+                fits.add((degrees, size))
 
     def _fits_host(self, alike: Sequence[Choice]) -> bool:
         """Check that the offloaded optimizer fits into the memory of a node's host."""

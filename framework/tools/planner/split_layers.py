@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import nn
 
+from meshwright.blueprint import DTYPES
+from meshwright.config import RunConfig
+from meshwright.expert_parallel import plan as experts
 from meshwright.mesh.fake import CountingGroup
+from meshwright.model.build import PlainModel
+from meshwright.model.running_buffers import cast_parameters
+from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.optimizer.flat import with_matrices
+from meshwright.tensor_parallel import plan as sharding
 from meshwright.tools.planner.context import ContextMeter
-from meshwright.tools.planner.matrix_step import MatrixSize
+from meshwright.tools.planner.matrix_step import MatrixSize, sizes_of
 
 
 class LocalParameter(NamedTuple):
@@ -22,6 +31,8 @@ class LocalParameter(NamedTuple):
     trained: bool
     matrices: tuple[MatrixSize, ...] = ()
     """Whole matrices that Muon steps."""
+    is_shared: bool = False
+    """True if it is a slice of experts that ranks share."""
 
 
 class SplitLayers(NamedTuple):
@@ -33,3 +44,37 @@ class SplitLayers(NamedTuple):
     """Parameters of each layer."""
     meter: ContextMeter | None = None
     """Meter of the attention cores, where context parallelism or the corpus' documents count."""
+    load: tuple[int, float] = (1, 1.0)
+    """(ep, rows of the busiest rank's experts over the mean)."""
+
+
+def shard(
+    config: RunConfig, model: PlainModel, layers: nn.Sequential, tp: CountingGroup, ep: CountingGroup, *, sequence: bool
+) -> dict[str, list[LocalParameter]]:
+    """Shard layers on meta over tp and their experts over ep, in the training dtype, in place; return their parameters.
+
+    Raises:
+        UserError: the model cannot be sharded so.
+    """
+    tied = [names for names in model.tied if all(n.partition(".")[0] in layers._modules for n in names)]
+    infos = sharding.apply(
+        layers,
+        plan=model.plan,
+        tied=tied,
+        group=tp,
+        sequence=sequence,
+        divisible=model.divisible,
+        shared=model.shared_units,
+    )
+    infos = experts.apply(config.model.builder, layers, model.plan, infos, ep, tied)
+    if config.optimizer.name == "adamw8bit":
+        infos = with_blocks(infos, config.optimizer.block_size)
+    infos = with_matrices(infos, model.matrices, model.canonical)
+    cast_parameters(layers, DTYPES[config.train.dtype])
+    parameters: dict[str, list[LocalParameter]] = {}
+    for name, parameter in layers.named_parameters(remove_duplicate=False):
+        layer, _, rest = name.partition(".")
+        info = infos[name]
+        local = rest, math.prod(info.local_shape), info.in_blocks, parameter.requires_grad, sizes_of(info)
+        parameters.setdefault(layer, []).append(LocalParameter(*local, info.over == "ep"))
+    return parameters

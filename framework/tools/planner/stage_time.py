@@ -20,6 +20,8 @@ class StageTime(NamedTuple):
     """Seconds of tensor-parallel messages in forward and backward."""
     cp: float = 0.0
     """Seconds of context-parallel messages in forward and backward."""
+    ep: float = 0.0
+    """Seconds of expert-parallel messages in forward and backward."""
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ same degrees and a tie                                                 one line,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -43,14 +44,14 @@ def error_share(hardware: Hardware) -> float:
 
 def complexity(choice: Choice) -> tuple[float, ...]:
     """Return what a layout needs beyond plain data parallelism, the costliest to understand first: less is simpler."""
-    degrees = (choice.pp, choice.cp, choice.tp)
+    degrees = (choice.pp, choice.cp, choice.tp, choice.ep)
     splits = choice.schedule in SPLIT_SCHEDULES
     return (
         choice.offload,
         sum(degree > 1 for degree in degrees),
         splits,
         choice.zero == 3,
-        choice.pp * choice.cp * choice.tp,
+        math.prod(degrees),
         choice.interleave if choice.pp > 1 else 1,
         choice.zero,
         choice.zero > 0 and choice.shard_factor < choice.num_replicas,

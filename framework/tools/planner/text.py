@@ -49,8 +49,8 @@ def describe(cache: ModelCache, plan: Plan) -> str:
 def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> list[str]:
     """Format one line per layout, with the error bar of its time and the number of its near-duplicates."""
     share = error_share(plan.hardware)
-    has_context = any(each.choice.cp > 1 for each in layouts)
-    degrees = ("pp", "dp", "cp", "tp") if has_context else ("pp", "dp", "tp")
+    shown = {axis for axis in ("cp", "ep") if any(getattr(each.choice, axis) > 1 for each in layouts)}
+    degrees = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if axis not in ("cp", "ep") or axis in shown]
     rows: list[tuple[str, ...]] = [
         ("", "step s", "MFU", "tokens/s", "memory", *degrees, "schedule", "batch", "ZeRO", "sp", "recompute")
     ]

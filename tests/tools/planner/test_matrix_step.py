@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.config import RunConfig
 from meshwright.optimizer.matrix import newton_schulz
+from meshwright.tools.at_rest import held_at_rest
 from meshwright.tools.dryrun.fake_step import grid_of, share_blueprint
 from meshwright.tools.dryrun.job import Job
 from meshwright.tools.dryrun.report import flops_of
@@ -29,7 +30,6 @@ from meshwright.tools.planner.matrix_step import (
 )
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.nearest import search_with_offload
-from meshwright.tools.summary import held_at_rest
 from tests.tools.planner.small import cache, config, hardware
 from tests.tools.planner.test_cost import IDEAL_DEVICE, layout
 from tests.tools.planner.test_cost import config as config_of_cost

@@ -8,13 +8,13 @@ from meshwright.launch.pool import RankPool
 from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.build import build as build_schedule
 from meshwright.schedule.lower import lower
+from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.dryrun.fake_step import grid_of
 from meshwright.tools.planner.footprint import BackwardPoint, Footprint, SharedWeight, footprint
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile, OutputTensor
 from meshwright.tools.planner.memory import GLOO, NCCL, ActionMemory, Backend, ReductionBuffers, walk
 from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.summary import Elements, held_at_rest
 from tests.support.processes import RUNS, measured
 from tests.tools.planner.small import config
 

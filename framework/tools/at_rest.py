@@ -1,0 +1,105 @@
+"""Bytes that a rank holds between steps: weights, gradients and optimizer state, by ZeRO stage."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from meshwright.blueprint import DTYPES
+from meshwright.config import Optimizer, RunConfig, expert_shard_factor, reduces_each_microbatch, shard_factor
+from meshwright.optimizer.flat import states_of
+
+
+class Elements(NamedTuple):
+    """Element counts of a rank's parameters."""
+
+    in_blocks: int
+    """Trained elements whose optimizer state an 8-bit optimizer keeps in 8 bits."""
+    others: int
+    frozen: int
+    """Elements that are not trained."""
+    matrices: int = 0
+    """Trained elements of whole matrices, of which Muon keeps the momentum."""
+    factors: int = 0
+    """Elements of Adafactor's states, whole on every rank."""
+    experts: Elements | None = None
+    """Counts of the experts that ranks share by ``parallel.ep``, whose replicas are others; not in these."""
+
+    @property
+    def trained(self) -> int:
+        """Elements with a gradient, experts included."""
+        return self.dense + (self.experts.trained if self.experts else 0)
+
+    @property
+    def dense(self) -> int:
+        """Elements with a gradient, without the experts that ranks share."""
+        return self.in_blocks + self.others + self.matrices
+
+    @property
+    def of_experts(self) -> Elements:
+        """Counts of the experts that ranks share; zeros without any."""
+        return self.experts or Elements(0, 0, 0)
+
+    def divided(self, number: int) -> Elements:
+        """Return all counts divided by a number, rounded down."""
+        counts = (count // number for count in self[:5])
+        return Elements(*counts, self.experts and self.experts.divided(number))
+
+
+def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False, is_matrix: bool = False) -> float:
+    """Return the bytes of optimizer state per element.
+
+    Args:
+        itemsize: bytes per element of the master weights.
+        in_blocks: the state is kept in 8 bits, in blocks with a scale each.
+        is_matrix: Muon steps the elements as matrices.
+    """
+    if in_blocks:
+        return 2 * (1 + itemsize / optimizer.block_size)
+    itemsize = 2 if optimizer.state_dtype == "bfloat16" else itemsize
+    return len(states_of(optimizer, is_matrix=is_matrix)) * itemsize
+
+
+def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
+    """Return the bytes of weights, gradients and optimizer state on the device, and on the host.
+
+    Experts that ranks share are sharded over their own replicas; under ZeRO-3 as under ZeRO-2.
+    """
+    own = _held_at_rest(config, elements, shard_factor(config), config.parallel.zero)
+    if elements.experts is None:
+        return own
+    zero, shards = min(config.parallel.zero, 2), expert_shard_factor(config)
+    of_experts = _held_at_rest(config, elements.experts, shards, zero)
+    weights, gradients, states, host = (sum(pair) for pair in zip(own, of_experts, strict=True))
+    return weights, gradients, states, host
+
+
+def _held_at_rest(config: RunConfig, elements: Elements, shards: int, zero: int) -> tuple[int, int, int, int]:
+    trained, frozen = elements.dense, elements.frozen
+    dtype, offload = DTYPES[config.train.dtype], config.parallel.offload
+    wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
+    shard = trained // shards * wide
+    held = (
+        elements.in_blocks * state_bytes(config.optimizer, wide, in_blocks=True),
+        elements.others * state_bytes(config.optimizer, wide),
+        elements.matrices * state_bytes(config.optimizer, wide, is_matrix=True) if elements.matrices else 0,
+    )
+    states = round(sum(number / shards for number in held)) + elements.factors * wide
+    gradients = _gradient_bytes(config, trained * wide, shards)
+    if zero == 3 and shards > 1:
+        if offload:
+            return frozen * dtype.itemsize, gradients - shard, 0, 2 * shard + states
+        return shard + frozen * dtype.itemsize, gradients, states, 0
+    weights = (trained + frozen) * dtype.itemsize
+    if offload:
+        return weights, gradients, 0, shard + states
+    return weights, gradients, states + (shard if dtype.itemsize < wide else 0), 0
+
+
+def _gradient_bytes(config: RunConfig, whole: int, shards: int) -> int:
+    """Return the gradient bytes at rest: with ZeRO-2 a shard, plus the full gradient where it is reduced once per
+    step."""
+    if config.parallel.zero < 2 or shards == 1:
+        return whole
+    return whole // shards + (0 if reduces_each_microbatch(config) else whole)

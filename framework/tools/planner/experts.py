@@ -1,0 +1,115 @@
+"""Expert parallelism in the planner: degrees that a search tries, rows of the busiest rank, time of the exchange.
+
+degrees_to_try  ep of a search, inside a node; refusal: the rule that one breaks
+ExpertGroup     rows that the busiest rank receives: skew x the mean, with which its products and bytes grow
+exchange_s      seconds of the all-to-alls: bytes to ranks of the node and to others, over links of their own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from meshwright.config import RunConfig
+from meshwright.expert_parallel.plan import expert_names
+from meshwright.mesh.comm import even_shares
+from meshwright.mesh.fake import CountingGroup
+from meshwright.model.build import PlainModel
+from meshwright.tools.planner.layer_profile import GroupMessages
+from meshwright.tools.planner.rates import PerformanceModel
+
+AXIS = "ep"
+
+
+class ExpertGroup(CountingGroup):
+    """Group of the ranks that share experts, seen from the one with the most rows."""
+
+    skew = 1.0
+    """Rows of this rank's experts over the mean of the ranks."""
+
+    def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
+        """Share out evenly the rows that this rank sends, and those that it receives: ``skew`` times as many."""
+        return [even_shares(total, self.size), even_shares(round(total * min(self.skew, self.size)), self.size)]
+
+
+def expert_counts(model: PlainModel) -> frozenset[int]:
+    """Return the different numbers of experts of the layers; empty for a model without any."""
+    names = expert_names(model.layers, model.plan)
+    return frozenset(whole.shape[0] for name in names for whole in model.layers.get_submodule(name).parameters())
+
+
+def degrees_to_try(
+    config: RunConfig, counts: Iterable[int], pinned: int | None, tp: int, devices_per_node: int
+) -> Iterator[int]:
+    """Yield the ep that a search tries with ``tp``; a pinned one alone.
+
+    Multiples of tp that divide the ``counts`` of experts, inside a node unless the configuration lets them leave it.
+    """
+    if pinned is not None:
+        yield pinned
+        return
+    yield 1
+    if config.optimizer.name == "adafactor":
+        return
+    for ep in range(2, min(counts, default=1) + 1):
+        is_near = config.parallel.ep_across_nodes or devices_per_node % ep == 0
+        if ep % tp == 0 and is_near and all(number % ep == 0 for number in counts):
+            yield ep
+
+
+def refusal(config: RunConfig, counts: Iterable[int], ep: int, tp: int, sequence: bool, ranks: int) -> str:
+    """Return the rule that ``ep`` breaks in a layout whose stages have ``ranks`` ranks; "" for none."""
+    if ep == 1:
+        return ""
+    if not counts:
+        return f"ep {ep}: the model has no experts that ranks could share"
+    if any(number % ep for number in counts):
+        return f"ep {ep} does not divide {' and '.join(map(str, sorted(counts)))} experts"
+    if ranks % ep or ep % tp:
+        return f"ep {ep} does not divide dp x cp x tp {ranks}, or is no multiple of tp {tp}"
+    if config.optimizer.name == "adafactor":
+        return f"ep {ep}: Adafactor steps whole experts"
+    return f"ep {ep} with tp {tp} needs sequence parallelism" if tp > 1 and not sequence else ""
+
+
+def count_shared(layer: nn.Module) -> int:
+    """Return the trained elements of the experts of a layer that ranks share, as this rank holds them."""
+    return sum(
+        parameter.numel()
+        for module in layer.modules()
+        if "expert_exchange" in vars(module)
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    )
+
+
+def stand_for(device: str, layers: nn.Module) -> None:
+    """Make experts on meta compute as on a device of this type, where a module has such a choice."""
+    for module in layers.modules():
+        if hasattr(module, "meta_device"):
+            module.meta_device = device  # type: ignore[assignment]
+
+
+def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupMessages]) -> float:
+    """Return the seconds of the messages of ``ep`` neighbouring ranks.
+
+    A rank sends the same to each other one: those of its node over the node's link, at the same time those of other
+    nodes over its own network link. On CPU a reduce-scatter, whose time is measured, is such an exchange too.
+    """
+    hardware, fractions = performance.hardware, performance.fractions
+    in_node = min(ep, hardware.devices_per_node)
+    far_share = (ep - in_node) / max(1, ep - 1)
+    start_s = performance.group_link(2, 1).call_s
+    seconds = 0.0
+    for message in messages:
+        if message.axis != AXIS:
+            continue
+        if hardware.messages:
+            seconds += performance.group_link(ep, 1).seconds(message.wire_bytes, message.calls, "reduce_scatter")
+            continue
+        near_s = message.wire_bytes * (1 - far_share) / (hardware.node_link.bytes_per_s * fractions.node_link)
+        far_s = message.wire_bytes * far_share / (hardware.cluster_link.bytes_per_s * fractions.cluster_link)
+        latency_s = hardware.cluster_link.latency_s if far_share else hardware.node_link.latency_s
+        seconds += max(near_s, far_s) + message.calls * (latency_s + start_s)
+    return seconds
