@@ -54,13 +54,17 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.tools.dryrun.report import describe, figure, runs_out_of_memory
 
     if hardware is not None:
-        _warn_of_alignment(config, hardware)
+        _warn_of_sizes(config, hardware, options.skew)
+    elif options.skew > 1:
+        raise ConfigError(
+            "MW-LAUNCH-086", f"--skew {options.skew:g} changes the predicted seconds alone: name a --cluster for them"
+        )
     gc.freeze()  # exempts existing objects, so that collections stay fast
     job = dry_run_job(config, tell)
     for words, fault in zip(faults, parsed, strict=True):
         _seed_fault(job, words, *fault)
     problems = disagreements(job)
-    time = None if hardware is None else _estimate(job, hardware)
+    time = None if hardware is None else _estimate(job, hardware, options.skew)
     put(describe(job, nodes, problems, time))
     is_refused = options.device == "cuda" and bool(_check_cuda(job))
     if out is not None:
@@ -98,22 +102,25 @@ def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware
     return hardware
 
 
-def _warn_of_alignment(config: RunConfig, hardware: Hardware) -> None:
-    from meshwright.launch.plans import execution_options, warn_of_alignment
+def _warn_of_sizes(config: RunConfig, hardware: Hardware, skew: float) -> None:
+    """Print a warning for sizes that keep products off tensor cores; refuse a load of experts that there are not."""
+    from meshwright.launch.plans import check_skew, execution_options, warn_of_alignment
     from meshwright.tools.planner.model_cache import ModelCache
 
-    warn_of_alignment(ModelCache(config, execution_options(config, hardware)), hardware, config)
+    cache = ModelCache(config, execution_options(config, hardware), skew=skew)
+    check_skew(cache)
+    warn_of_alignment(cache, hardware, config)
 
 
-def _estimate(job: Job, hardware: Hardware) -> StepTimeEstimate:
-    """Return the predicted seconds and MFU of a job."""
+def _estimate(job: Job, hardware: Hardware, skew: float) -> StepTimeEstimate:
+    """Return the predicted seconds and MFU of a job, for this load of the busiest rank's experts."""
     from meshwright.launch.plans import execution_options
     from meshwright.tools.dryrun.report import StepTimeEstimate
     from meshwright.tools.planner.choices import choice_of
     from meshwright.tools.planner.model_cache import ModelCache
     from meshwright.tools.planner.plan import evaluate
 
-    cache = ModelCache(job.config, execution_options(job.config, hardware))
+    cache = ModelCache(job.config, execution_options(job.config, hardware), skew=skew)
     found = evaluate(cache, hardware, job.config, choice_of(job.config), job.blueprint.schedule)
     return StepTimeEstimate(found.time.total, found.mfu, found.time.timeline, hardware.name, hardware.usable_bytes)
 

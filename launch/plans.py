@@ -72,7 +72,10 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
     pins = {axis: degree for axis in ("pp", "dp", "cp", "tp", "ep") if (degree := getattr(options, axis)) is not None}
-    cache = ModelCache(config, execution_options(config, hardware), pins=pins)
+    if pins.get("ep", 1) > 1 and hardware.devices_per_node % pins["ep"]:
+        config = config.replace(parallel={"ep_across_nodes": True})
+    cache = ModelCache(config, execution_options(config, hardware), pins=pins, skew=options.skew)
+    check_skew(cache)
     warned = warn_of_alignment(cache, hardware, config)
     if options.sweep_nodes or options.sweep_batch:
         return run_sweep(options, cache, hardware)
@@ -93,6 +96,20 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
         write_out(out / "plan.html", html)
         put(f"\nwritten: {out / 'plan.toml'} (for `meshwright train`), {out / 'plan.html'}")
     return 0
+
+
+def check_skew(cache: ModelCache) -> None:
+    """Refuse a load of the experts for a model without any.
+
+    Raises:
+        ConfigError: the load has no effect.
+    """
+    if cache.skew > 1 and not cache.expert_counts:
+        raise ConfigError(
+            "MW-LAUNCH-085",
+            f"--skew {cache.skew:g} is the load of the busiest rank's experts, and the model's sharding_plan names no "
+            f"experts: leave it out",
+        )
 
 
 def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Chunks of a matrix that a loss converts to float32, by device."""
+"""Chunks of a matrix that a loss converts to float32, by device; shares of a number of rows."""
 
 from __future__ import annotations
 
@@ -14,3 +14,9 @@ def rows_per_chunk(matrix: Tensor) -> int:
     """Return the rows of a chunk of a matrix (rows, columns) for its device; meta, of predictions, counts as CUDA."""
     elements = CPU_CHUNK_ELEMENTS if device_kind(matrix) == "cpu" else CUDA_CHUNK_ELEMENTS
     return max(1, elements // max(1, matrix.shape[1]))
+
+
+def even_shares(total: int, size: int) -> list[int]:
+    """Return ``total`` shared out evenly over ``size`` ranks, the rest to the first ones."""
+    each, rest = divmod(total, size)
+    return [each + (rank < rest) for rank in range(size)]

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import CommunicationError
 from meshwright.mesh.activity import Activity, Waits
-from meshwright.mesh.chunks import rows_per_chunk
+from meshwright.mesh.chunks import even_shares, rows_per_chunk
 from meshwright.mesh.handles import BlockingCollective, CollectiveHandle, TransferHandle
 from meshwright.mesh.messages import MAX_BYTES, decode, encode
 from meshwright.mesh.staged import Transfer, through_host
@@ -30,7 +30,6 @@ __all__ = [
     "Group",
     "Transfer",
     "TransferHandle",
-    "even_shares",
     "place_of",
     "rows_per_chunk",
     "sum_tokens_over",
@@ -47,12 +46,6 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 def tensor_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
-
-
-def even_shares(total: int, size: int) -> list[int]:
-    """Return ``total`` shared out evenly over ``size`` ranks, the rest to the first ones."""
-    each, rest = divmod(total, size)
-    return [each + (rank < rest) for rank in range(size)]
 
 
 def place_of(tensor: Tensor) -> tuple[int, int]:
@@ -196,10 +189,9 @@ class Group:
 
     def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
         """Return counts (rows, n) on the host, each row summing up to at most every rank's ``total``. On CUDA the host
-        waits. Counts on meta have no values: ``total`` is shared out evenly."""
-        if counts.is_meta:
-            return [even_shares(total, self.size) for _ in counts]
-        found: list[list[int]] = counts.tolist()
+        waits; on meta ``total`` is shared out evenly."""
+        even = [even_shares(total, self.size)] * len(counts)
+        found: list[list[int]] = even if counts.is_meta else counts.tolist()
         return found
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> CollectiveHandle:

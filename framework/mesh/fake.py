@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.comm import Group, even_shares, tensor_bytes
+from meshwright.mesh.chunks import even_shares
+from meshwright.mesh.comm import Group, tensor_bytes
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.mesh.handles import CollectiveHandle
 from meshwright.mesh.mesh import Mesh

@@ -58,7 +58,7 @@ class Operation(NamedTuple):
     def flops(self) -> float:
         """FLOPs of a product, convolution or attention, by the formulas of torch's FlopCounterMode; otherwise 0."""
         if self.packet is aten._grouped_mm:  # torch has no formula: a (R, k) by b (E, k, n), or a (m, R) by b (R, n)
-            return 2.0 * self.args[0].numel() * self.args[1].shape[-1]
+            return float(2 * self.args[0].numel() * self.args[1].shape[-1])
         formula = flop_registry.get(self.packet)
         return float(formula(*self.args, **self.kwargs, out_val=self.result)) if formula else 0.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,8 +44,13 @@ class Elements(NamedTuple):
 
     def divided(self, number: int) -> Elements:
         """Return all counts divided by a number, rounded down."""
-        counts = (count // number for count in self[:5])
-        return Elements(*counts, self.experts and self.experts.divided(number))
+        return self.of_counts([count // number for count in self[:5]], self.experts and self.experts.divided(number))
+
+    @classmethod
+    def of_counts(cls, counts: Sequence[int], experts: Elements | None = None) -> Elements:
+        """Return the counts of all fields but ``experts``, in their order."""
+        in_blocks, others, frozen, matrices, factors = counts
+        return cls(in_blocks, others, frozen, matrices, factors, experts)
 
 
 def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False, is_matrix: bool = False) -> float:

@@ -71,7 +71,7 @@ def _elements(blueprint: Blueprint, stage: int) -> Elements:
         kind = 0 if info.in_blocks else 3 if info.matrix is not None else 1
         found[info.over][kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
         found[info.over][4] += factor_elements(optimizer, info.global_shape) * parameter.requires_grad
-    return Elements(*found["tp"], Elements(*found["ep"]) if any(found["ep"]) else None)
+    return Elements.of_counts(found["tp"], Elements.of_counts(found["ep"]) if any(found["ep"]) else None)
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:

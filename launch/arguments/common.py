@@ -113,6 +113,11 @@ def price(text: str) -> float:
     return _number(float, text, lambda number: 0.0 < number < float("inf"), "a number above 0")
 
 
+def load(text: str) -> float:
+    """Parse a finite number of at least 1."""
+    return _number(float, text, lambda number: 1.0 <= number < float("inf"), "a number of at least 1")
+
+
 def share(text: str) -> float:
     """Parse a number above 0 and at most 1."""
     return _number(float, text, lambda number: 0.0 < number <= 1.0, "above 0 and at most 1")

@@ -10,6 +10,7 @@ from meshwright.launch.arguments.common import (
     config_file,
     count,
     counts,
+    load,
     nodes_of_job,
     price,
     trust_code,
@@ -135,6 +136,9 @@ def plan(added: Added) -> None:
         pinned.add_argument(f"--{axis}", type=count, metavar="N", help=f"search layouts with this {axis} alone")
         pinned.add_argument(f"--no-{axis}", dest=axis, action="store_const", const=1, help=f"the same as --{axis} 1")
     parser.add_argument(
+        "--skew", type=load, default=1.0, metavar="LOAD", help="rows of the busiest rank's experts over the mean (1.0)"
+    )
+    parser.add_argument(
         "--why",
         metavar="FIELDS",
         help="compare the best layout with these values, such as tp=8,schedule=1f1b, with the first, or name the rules "
@@ -205,5 +209,8 @@ def dryrun(added: Added) -> None:
         "--cluster",
         metavar="NAME|FILE",
         help="hardware for predicted seconds and MFU (default: h100 for a run on GPUs)",
+    )
+    parser.add_argument(
+        "--skew", type=load, default=1.0, metavar="LOAD", help="rows of the busiest rank's experts over the mean (1.0)"
     )
     trust_code(parser)

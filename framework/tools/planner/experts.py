@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from meshwright.config import RunConfig
 from meshwright.expert_parallel.plan import expert_names
-from meshwright.mesh.comm import even_shares
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel
 from meshwright.tools.planner.layer_profile import GroupMessages
@@ -30,7 +29,8 @@ class ExpertGroup(CountingGroup):
 
     def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
         """Share out evenly the rows that this rank sends, and those that it receives: ``skew`` times as many."""
-        return [even_shares(total, self.size), even_shares(round(total * min(self.skew, self.size)), self.size)]
+        most = round(total * min(self.skew, self.size))
+        return [*super().host_counts(counts[:1], total), *super().host_counts(counts[1:], most)]
 
 
 def expert_counts(model: PlainModel) -> frozenset[int]:

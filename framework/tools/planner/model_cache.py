@@ -253,7 +253,7 @@ class ModelCache:
             for name, (_, numel, in_blocks, trained, sizes, is_shared) in counted.items():
                 counts[is_shared][(0 if in_blocks else 3 if sizes else 1) if trained else 2] += numel
                 counts[is_shared][4] += factor_elements(self.config.optimizer, tuple(weights(name).shape)) * trained
-            elements.append(Elements(*counts[0], Elements(*counts[1]) if any(counts[1]) else None))
+            elements.append(Elements.of_counts(counts[0], Elements.of_counts(counts[1]) if any(counts[1]) else None))
             matrices.append(count_sizes(size for each in counted.values() for size in each.matrices))
         return elements, matrices
 

@@ -167,7 +167,12 @@ def _shorter(request: _Request) -> str | None:
         length = data.sequence_length // 2**halvings
         config = cache.config.replace(data={"sequence_length": length})
         try:
-            if length and request._replace(cache=ModelCache(config, cache.execution, pins=cache.pins)).is_solvable():
+            if (
+                length
+                and request._replace(
+                    cache=ModelCache(config, cache.execution, pins=cache.pins, skew=cache.skew)
+                ).is_solvable()
+            ):
                 return f"--data.sequence_length={length}"
         except UserError:  # too short for its task, or for what a layer does with it
             return None

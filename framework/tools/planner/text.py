@@ -9,6 +9,7 @@ from meshwright.mesh.grid import nodes_of
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.picture.text import text as schedule_text
 from meshwright.tools.planner.explanation import sanity, strategy, why
+from meshwright.tools.planner.load import room_for_skew
 from meshwright.tools.planner.memory import CATEGORIES
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
@@ -41,6 +42,7 @@ def describe(cache: ModelCache, plan: Plan) -> str:
         lines += [why(first, plan.best[1]), ""]
     lines += [first.layout.grid.draw(nodes_of(plan.nodes, hardware.devices_per_node)), ""]
     lines += ["peak memory of each rank in the first layout", *memory_table(first), *sanity(cache, first)]
+    lines += room_for_skew(cache, plan.hardware, first)
     if 1 < first.choice.pp <= 16:
         lines += ["", *schedule_text(first.time.timeline, WIDTH).splitlines()]
     return "\n".join(lines)
