@@ -44,6 +44,7 @@ ELSEWHERE = {
 }
 """Pattern of a command -> where it is run, or why it cannot be."""
 LONG = (
+    r"plan configs/mixtral-8x7b.toml",
     r"llama3-(70b|405b|8b).*--cluster",
     r"dryrun configs/llama3-405b",
     r"stages configs/llama3-405b",
