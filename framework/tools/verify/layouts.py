@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import Pipeline, RunConfig
-from meshwright.context_parallel.order import ORDERS
+from meshwright.context_parallel.order import BY_DOCUMENTS, ORDERS
 from meshwright.errors import ConfigError, UserError
 from meshwright.schedule.load import read_schedule
 from meshwright.tools.verify.traits import Traits
@@ -225,6 +225,7 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
         )
         and (layout.tp == 1 or traits.is_sharded)
         and (layout.cp == 1 or (traits.is_sequence and traits.has_core and sequence_length % layout.cp == 0))
+        and (layout.cp == 1 or layout.order != BY_DOCUMENTS or traits.has_documents)
         and (layout.recompute != "selective" or traits.has_selective)
         and not (layout.offload and traits.steps_wholes)
         and not (traits.has_statistics and layout.tp * layout.cp > 1)

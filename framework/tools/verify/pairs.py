@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from meshwright.context_parallel.order import BY_DOCUMENTS
 from meshwright.tools.verify.layouts import Layout, is_possible
 from meshwright.tools.verify.traits import Traits
 
@@ -20,6 +21,9 @@ OFFLOADS = tuple(f"zero{zero}, offload" for zero in range(4))
 ONCE = ("zero2, reduce = step", "zero3, reduce = step")
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "split backward", "V")
 RECOMPUTES = ("selective", "full")
+HEADS, OF_DOCUMENTS = "heads", "cp documents"
+CONTEXTS = (("zigzag", "keys"), ("zigzag", HEADS), (BY_DOCUMENTS, "keys"))
+"""Orders and exchanges of layouts with cp > 1."""
 TIES = ("tie across ranks", "tie inside a rank")
 
 
@@ -36,6 +40,8 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
         "dp > 2": layout.dp > 2,
         "pp > 2": layout.pp > 2,
         "cp": layout.cp > 1,
+        "cp heads": layout.cp > 1 and layout.exchange == HEADS,
+        OF_DOCUMENTS: layout.cp > 1 and layout.order == BY_DOCUMENTS,
         "tp": layout.tp > 1,
         "tp > 2": layout.tp > 2,
         "sequence": layout.sequence,
@@ -104,6 +110,11 @@ SHARED = (
     Shared(("cp",), (*SCHEDULES, "middle rank"), "shapes between stages, whose samples and documents stay whole"),
     Shared(("cp",), RECOMPUTES, "keys are gathered again in backward, in the same order on all ranks"),
     Shared(("cp",), ("dropout", "micro-batch > 1"), "masks by place in the sample, which is not that on the rank"),
+    Shared(("cp heads",), ("tp", "dropout", "split backward"), "some heads of a tp rank, and their part of the masks"),
+    Shared(
+        ("cp documents",), ("dropout", "micro-batch > 1"), "each sample has its own tokens, and masks by their places"
+    ),
+    Shared((OF_DOCUMENTS,), ("middle rank", "full"), "tokens are read by every stage, and restored by recompute"),
 )
 """Table of shared code. Each feature is also covered on its own: see :func:`wanted_pairs`."""
 
@@ -112,12 +123,15 @@ FEATURES = tuple(dict.fromkeys([*(name for shared in SHARED for name in (*shared
 Pair = tuple[str, str]
 
 
-def wanted_pairs() -> dict[Pair, str]:
-    """Return each pair with its reason; a feature paired with itself means the feature on its own."""
+def wanted_pairs(traits: Traits) -> dict[Pair, str]:
+    """Return each pair with its reason; a feature paired with itself means the feature on its own.
+
+    Samples without document starts have no order by documents.
+    """
     reasons: dict[Pair, str] = {(name, name): "the feature by itself" for name in FEATURES}
     for shared in SHARED:
         reasons |= dict.fromkeys(itertools.product(shared.some, shared.others), shared.why)
-    return reasons
+    return {pair: why for pair, why in reasons.items() if traits.has_documents or OF_DOCUMENTS not in pair}
 
 
 def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]:
@@ -144,7 +158,7 @@ def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]
         )
         if not has_no_effect:
             rest = schedule, zero, sequence, size, 0, recompute, shard, once, offload
-            layouts.append(Layout(dp, pp, tp, *rest, cp))
+            layouts += [Layout(dp, pp, tp, *rest, cp, *each) for each in CONTEXTS[: len(CONTEXTS) if cp > 1 else 1]]
     return layouts
 
 
@@ -183,14 +197,14 @@ def choose(
         for layout in candidates(max_ranks, micro_batch_sizes)
         if is_possible(layout, traits, global_batch, sequence_length) and is_full(layout, global_batch)
     ]
-    numbers = {pair: 1 << at for at, pair in enumerate(wanted_pairs())}
+    numbers = {pair: 1 << at for at, pair in enumerate(wanted_pairs(traits))}
     masks = {layout: _mask(layout, traits, numbers) for layout in possible}
     masks |= {layout: _mask(layout, traits, numbers) * is_full(layout, global_batch) for layout in first}
     layouts = list(dict.fromkeys(first))
     covered = 0
     for layout in layouts:
         covered |= masks[layout]
-    refused: dict[Layout, str] = {}
+    possible, refused = _without_heads_that_cannot_be_shared(possible, refusal_of)
     while True:
         gains = {layout: (masks[layout] & ~covered).bit_count() for layout in possible}
         best = max(possible, key=lambda layout: (gains[layout], -layout.size), default=None)
@@ -205,6 +219,20 @@ def choose(
             refused[best] = reason
     missing = {pair for pair, number in numbers.items() if not covered & number}
     return LayoutChoice(_needed(layouts, len(first), masks), _uncovered_lines(missing, masks, numbers, refused))
+
+
+def _without_heads_that_cannot_be_shared(
+    possible: list[Layout], refusal_of: Callable[[Layout], str | None]
+) -> tuple[list[Layout], dict[Layout, str]]:
+    """Remove the exchange of heads with each tp for which the smallest such layout is refused; return the reasons."""
+    refused: dict[Layout, str] = {}
+    for tp in sorted({layout.tp for layout in possible if layout.exchange == HEADS}):
+        alike = [layout for layout in possible if layout.exchange == HEADS and layout.tp == tp]
+        reason = refusal_of(alike[0])
+        if reason is not None:
+            refused[alike[0]] = reason
+            possible = [layout for layout in possible if layout.exchange != HEADS or layout.tp != tp]
+    return possible, refused
 
 
 def _mask(layout: Layout, traits: Traits, numbers: dict[Pair, int]) -> int:

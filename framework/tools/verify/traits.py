@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import RunConfig
+from meshwright.context_parallel.cut import STARTS
 from meshwright.context_parallel.plan import CORE
 from meshwright.data.sources import Source, example
 from meshwright.model.build import PlainModel, configured_model
@@ -46,6 +47,8 @@ class Traits(NamedTuple):
     """Row counts of the weights that are sharded as a vocabulary; tp pads them."""
     has_core: bool = False
     """True if the sharding plan names an attention core, so that context parallelism is possible."""
+    has_documents: bool = False
+    """True if the samples have document starts, so that their tokens can be dealt by documents."""
     steps_wholes: bool = False
     """True if the optimizer steps whole parameters (Muon, Adafactor), which excludes offload."""
     has_statistics: bool = False
@@ -74,6 +77,8 @@ class Traits(NamedTuple):
             reasons.append("sequence parallelism: a sample has one label, not a sequence of them")
         if self.is_sharded and self.is_sequence and not self.has_core and not self.has_running:
             reasons.append(f'context parallelism: the sharding_plan names no attention core (kind "{CORE}")')
+        elif self.is_sequence and self.has_core and not self.has_documents and not self.has_running:
+            reasons.append("cp in the order by documents: the samples have no document starts")
         if self.steps_wholes:
             reasons.append("offload: the optimizer steps whole parameters, on the device")
         if self.couples_samples:
@@ -129,6 +134,7 @@ def traits_of(config: RunConfig) -> Traits:
         has_dropout=any(isinstance(module, SeededDropout) and module.p > 0 for module in model.layers.modules()),
         has_selective=bool(model.selective_recompute),
         vocab_sizes=vocab_sizes(model),
+        has_documents=isinstance(shapes.inputs, dict) and STARTS in shapes.inputs,
         has_core=CORE in map(str, model.plan.values()) and not model.loss_heads,
         steps_wholes=config.optimizer.steps_wholes,
     )

@@ -13,7 +13,16 @@ from meshwright.config import RunConfig, load
 from meshwright.errors import UserError
 from meshwright.tools.verify import default_layouts, layout_config, make_small, run_twice, traits_of, turn_dropout_on
 from meshwright.tools.verify.layouts import is_possible
-from meshwright.tools.verify.pairs import FEATURES, SHARED, LayoutChoice, candidates, features_of, is_full, wanted_pairs
+from meshwright.tools.verify.pairs import (
+    FEATURES,
+    SHARED,
+    LayoutChoice,
+    candidates,
+    choose,
+    features_of,
+    is_full,
+    wanted_pairs,
+)
 from meshwright.tools.verify.traits import Traits
 from tests.tools.verify.cases import config_of
 
@@ -31,6 +40,7 @@ def prepared(name: str, *overrides: str) -> RunConfig:
 
 CONFIGS: dict[str, Any] = {
     "demo": lambda: prepared("configs/demo.toml"),
+    "documents": lambda: prepared("configs/demo.toml", "--data.document_boundaries"),
     "untied": lambda: prepared("configs/llama3-8b.toml"),
     "two stacks": lambda: prepared("configs/t5-demo.toml"),
     "without a plan": lambda: config_of("tests.support.builders:plain", {"vocab_size": 17, "width": 8}, 8),
@@ -41,13 +51,13 @@ CONFIGS: dict[str, Any] = {
 
 @functools.cache
 def demo() -> tuple[RunConfig, Traits, LayoutChoice]:
-    """The demo, and what is chosen for it."""
-    config = CONFIGS["demo"]()
+    """The demo on samples of documents, and what is chosen for it."""
+    config = CONFIGS["documents"]()
     traits = traits_of(config)
     return config, traits, default_layouts(config, traits, GLOBAL_BATCH)
 
 
-SLOW = ("two stacks", "untied")
+SLOW = ("two stacks", "untied", "documents")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.torture) if n in SLOW else n for n in CONFIGS])
@@ -60,7 +70,7 @@ def test_no_pair_is_missed_that_some_layout_has(name: str) -> None:
         pair
         for layout in choice.layouts
         if is_full(layout, GLOBAL_BATCH)
-        for pair in wanted_pairs()
+        for pair in wanted_pairs(traits)
         if features_of(layout, traits).issuperset(pair)
     }
     sizes = (2,) if traits.couples_samples else (1, 2)
@@ -70,7 +80,7 @@ def test_no_pair_is_missed_that_some_layout_has(name: str) -> None:
         if is_possible(layout, traits, GLOBAL_BATCH, length) and is_full(layout, GLOBAL_BATCH)
     ]
     said = "\n".join(choice.missing)
-    for pair in wanted_pairs().keys() - covered:
+    for pair in wanted_pairs(traits).keys() - covered:
         assert any(feature in said for feature in pair), pair
         for layout in [layout for layout in possible if features_of(layout, traits).issuperset(pair)][:3]:
             with pytest.raises(UserError):
@@ -106,11 +116,35 @@ def test_the_table_is_sound() -> None:
         ("cp", "V"),
         ("cp", "sequence"),
         ("cp", "full"),
+        ("cp heads", "tp"),
+        ("cp documents", "middle rank"),
     ],
 )
 def test_pairs_behind_which_faults_were_found_are_covered(pair: tuple[str, str]) -> None:
     _, traits, choice = demo()
     assert any(features_of(layout, traits).issuperset(pair) for layout in choice.layouts)
+
+
+def test_heads_that_cannot_be_shared_are_refused_once() -> None:
+    """One layout with each tp is drawn, and its reason stands beside the pairs."""
+    config = CONFIGS["demo"]().replace(model={"options": {**CONFIGS["demo"]().model.options, "num_heads": 1}})
+    asked: list[Any] = []
+
+    def refusal_of(layout: Any) -> str | None:
+        asked.append(layout)
+        return "one head" if layout.exchange == "heads" or layout.tp > 1 else None
+
+    traits = traits_of(config)._replace(is_sharded=False)
+    choice = choose([], traits, GLOBAL_BATCH, 32, 8, (1,), refusal_of)
+    assert len([layout for layout in asked if layout.exchange == "heads"]) == 1
+    assert not any(layout.exchange == "heads" for layout in choice.layouts)
+    assert any("cp heads" in line for line in choice.missing)
+
+
+def test_samples_without_documents_say_so() -> None:
+    traits = traits_of(CONFIGS["demo"]())
+    assert traits.left_out() == ["cp in the order by documents: the samples have no document starts"]
+    assert not any("cp documents" in pair for pair in wanted_pairs(traits))
 
 
 def test_every_schedule_zero_stage_and_switch_is_run_twice() -> None:

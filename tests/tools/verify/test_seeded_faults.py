@@ -52,6 +52,7 @@ from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.run import Rounding, rounding_of
 from meshwright.tools.verify.traits import Traits
 from tests.tools.verify import test_traps as traps
+from tests.tools.verify.test_context import dropout_by_local_head
 
 STEPS, GLOBAL_BATCH = 2, 8
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -283,12 +284,12 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault(dropout_without_the_dp_rank, "dp2,pp2,tp1,zb_v,zero0,mbs1", is_quick=True),
-    Fault(zero3_not_summed_over_tp, "dp2,pp2,tp2,zb_h1,zero3,sequence,full,mbs1", is_quick=True),
+    Fault(zero3_not_summed_over_tp, "dp2,pp2,tp2,interleaved_1f1b,zero3,sequence,full,mbs1", is_quick=True),
     Fault(recomputed_with_other_masks, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1", is_quick=True),
-    Fault(recomputed_with_other_masks, "dp1,pp2,tp2,cp2,zb_v,zero1,sequence,selective,offload,mbs2"),
-    Fault(recomputed_with_other_masks, "dp2,pp2,tp2,zb_h1,zero3,sequence,full,mbs1"),
+    Fault(recomputed_with_other_masks, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
+    Fault(recomputed_with_other_masks, "dp2,pp2,tp2,interleaved_1f1b,zero3,sequence,full,mbs1"),
     Fault(traps.padding_in_the_loss, "dp2,pp2,tp2,1f1b,zero1,mbs2", is_quick=True),
-    Fault(traps.padding_in_the_loss, "dp1,pp2,tp2,cp2,zb_v,zero1,sequence,selective,offload,mbs2"),
+    Fault(traps.padding_in_the_loss, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
     Fault(dropout_without_the_micro_batch, "dp1,pp4,tp1,1f1b,zero1,mbs2"),
     Fault(dropout_of_the_first_heads, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
     Fault(traps.dropout_by_tp_rank, "dp2,pp2,tp2,1f1b,zero1,mbs2"),
@@ -296,8 +297,9 @@ FAULTS = [
     Fault(traps.recomputed_with_the_masks_of_now, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1"),
     Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,gpipe,zero1,sequence,mbs1"),
     Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,gpipe,zero2,sequence,selective,mbs1"),
-    Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,interleaved_1f1b,zero0,sequence,selective,mbs1"),
-    Fault(traps.row_biases_not_summed_over_tp, "dp1,pp2,tp2,cp2,zb_v,zero1,sequence,selective,offload,mbs2"),
+    Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,zb_h1,zero0,sequence,selective,mbs1"),
+    Fault(traps.row_biases_not_summed_over_tp, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
+    Fault(dropout_by_local_head, "dp2,pp2,tp1,cp2,zb_h1,zero2,heads,full,shard2,step,offload,mbs2"),
     Fault(shard_groups_not_summed, "dp2,pp2,tp1,cp2,zb_v,zero1,full,shard2,mbs1"),
     Fault(shard_groups_not_summed, "dp2,pp2,tp1,cp2,1f1b,zero3,selective,shard2,mbs1"),
     Fault(ties_not_summed, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
@@ -317,7 +319,7 @@ FAULTS = [
     Fault(traps.norm_misses_a_stage, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
     Fault(norm_counts_every_shard_group, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1"),
     Fault(not_clipped, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
-    Fault(offload_not_copied_back, "dp1,pp2,tp2,cp2,zb_v,zero1,sequence,selective,offload,mbs2"),
+    Fault(offload_not_copied_back, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
     Fault(traps.everything_decays, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
     Fault(traps.weights_not_gathered, "dp2,pp2,tp1,interleaved_1f1b,zero1,mbs1"),
     Fault(traps.learning_rate_of_the_next_step, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),
