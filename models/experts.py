@@ -192,6 +192,7 @@ class Experts(nn.Module):
         self.meta_device = ""
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * ffn_size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_size))
+        self.fused_rows = {"gate_up": (ffn_size, ffn_size)}  # of an optimizer of matrices: gate and up are two
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -227,7 +228,12 @@ class Experts(nn.Module):
             ends = counts.cumsum(0).to(torch.int32)  # bincount would wait for the device
             gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
             return F.grouped_mm(self.activation(gate) * up, self.down.transpose(1, 2), offs=ends)
-        parts = rows.split(rows_of(chosen, num_experts))
+        return self._in_turn(rows, chosen)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _in_turn(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """Apply its expert to each row, expert by expert. Never compiled: numbers of rows are new in every call."""
+        parts = rows.split(rows_of(chosen, self.gate_up.shape[0]))
         found = []  # an expert without rows computes too: its gradient is zero, not None
         for part, gate_up, down in zip(parts, self.gate_up.unbind(), self.down.unbind(), strict=True):
             gate, up = F.linear(part, gate_up).chunk(2, -1)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Protocol
@@ -134,6 +134,7 @@ def find_targets(model: Adaptable, patterns: Sequence[str]) -> dict[str, nn.Modu
     possible = {name: module for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in possible):
+            _refuse_experts(model, pattern, [name for name, _ in modules])
             close = difflib.get_close_matches(pattern, possible, 1, cutoff=0.4)
             hint = f"the closest is {close[0]}" if close else f"they are {', '.join(list(possible)[:5])}, ..."
             raise ModelError(
@@ -157,6 +158,18 @@ def find_targets(model: Adaptable, patterns: Sequence[str]) -> dict[str, nn.Modu
         if why is not None:
             raise ModelError("MW-MODEL-041", f"adapter.targets: {name} cannot have an adapter: {why}. Leave it out")
     return found
+
+
+def _refuse_experts(model: Adaptable, pattern: str, names: Iterable[str]) -> None:
+    """Raise ModelError if a pattern names experts and nothing else."""
+    planned = [each for each, kind in model.plan.items() if kind == "experts"]
+    found = [name for name in names if fnmatchcase(name, pattern) and any(fnmatchcase(name, each) for each in planned)]
+    if found:
+        raise ModelError(
+            "MW-MODEL-046",
+            f"adapter.targets: {pattern!r} names the experts {found[0]}, whose weights are no nn.Linear: adapters are "
+            f"of linears and embeddings. Leave it out; linears beside them, such as a shared expert's, can have some",
+        )
 
 
 def factor_of(config: RunConfig) -> float:

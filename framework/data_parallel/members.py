@@ -63,7 +63,8 @@ def matrix_shard(bucket: ShardedParameters, holders: Group | None) -> MatrixShar
 
 def holders_of(bucket: ShardedParameters, holders: Group | None) -> Group | None:
     """Return the ranks with parts of a bucket's weights; ``holders``: those of weights that tp cuts, or None."""
-    return bucket.sharding.shard if holders is not None and bucket.kind.replicated_over_tp else holders
+    is_cut = not bucket.kind.replicated_over_tp and bucket.kind.over == "tp"
+    return holders if holders is None or is_cut else bucket.sharding.shard
 
 
 def shard_place(bucket: ShardedParameters, seed: int) -> ShardPlace:

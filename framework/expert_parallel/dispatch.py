@@ -38,6 +38,7 @@ class Route(NamedTuple):
     """(R,) expert of each received row, counted from this rank's first."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def find_route(ids: Tensor, num_experts: int, group: Group) -> Route:
     """Sort the rows by expert and exchange their counts. ids: (N, k) int64. Collective over the ep group; blocks.
 

@@ -42,7 +42,7 @@ def apply(
     Call it after tensor parallelism is applied, which leaves experts whole.
 
     Raises:
-        ModelError: the plan names no experts, or ep does not divide their number.
+        ModelError: the plan names no experts, ep does not divide their number, or a parameter does not count them.
     """
     found = dict(infos)
     if group.size == 1:
@@ -58,6 +58,7 @@ def apply(
     parameters: dict[int, nn.Parameter] = {}
     for name in names:
         plain = model.get_submodule(name)
+        _check_experts(builder, name, plain)
         for path, whole in plain.named_parameters(remove_duplicate=False):
             part = _slice(builder, f"{name}.{path}", whole, group)
             info = found[f"{name}.{path}"]._replace(slice=part, sum_over_tp=False, over="ep")
@@ -91,6 +92,17 @@ def _slice(builder: str, name: str, whole: Tensor, group: Group) -> Slice:
             f"one of {divisors}",
         )
     return Slice(0, group.rank * part, (group.rank + 1) * part, part)
+
+
+def _check_experts(builder: str, name: str, experts: nn.Module) -> None:
+    counts = {path: whole.shape[0] for path, whole in experts.named_parameters()}
+    if len(set(counts.values())) > 1:
+        raise ModelError(
+            "MW-EP-004",
+            f"{builder}: parallel.ep cuts dim 0 of each parameter of {name}, and these have "
+            f"{', '.join(f'{path} {count}' for path, count in counts.items())}: the expert is not dim 0 of all; use "
+            f"parallel.ep = 1, or take the others out of the module",
+        )
 
 
 def _check_ties(builder: str, infos: Mapping[str, ParameterInfo], tied: Sequence[tuple[str, ...]]) -> None:
@@ -128,6 +140,7 @@ class ExpertExchange:
         """True if the module's forward takes None instead of weights of one."""
 
 
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
 def _forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
     """Send rows to their experts, wherever these are, and add up: x (.., D), ids and weights (.., k) -> (.., D).
 

@@ -9,6 +9,9 @@
 The first match counts. Of the weights without an entry, those of two dims are one matrix. Exceptions are embeddings,
 the last layer (the head), modules of kind "vocab", and weights tied to one of these. Nothing follows from a slice that
 a rank holds: shapes are those of the whole model.
+
+A weight of three dims (E, rows, columns) is E weights of two dims, and an entry gives the rows of one of them. Without
+an entry it is E matrices in a module of kind "experts", whose other weights (biases) have none; elsewhere it has none.
 """
 
 from __future__ import annotations
@@ -46,15 +49,18 @@ def find_matrices(
         return {}
     names: dict[str, list[str]] = {}
     for name, parameter in layers.named_parameters(remove_duplicate=False):
-        if parameter.dim() == 2 and parameter.requires_grad:
+        if parameter.dim() in (2, 3) and parameter.requires_grad:
             names.setdefault(canonical(name), []).append(name)
     entries = _entries(layers, list(names))
     found = {}
     for name, copies in names.items():
-        default = ADAMW if any(_is_vocabulary(layers, copy, plan) for copy in copies) else WHOLE
+        shape = layers.get_parameter(name).shape
+        is_batch = any(_is_experts(copy, plan) for copy in copies)
+        has_none = is_batch != (len(shape) == 3) or any(_is_vocabulary(layers, copy, plan) for copy in copies)
+        default = ADAMW if has_none else WHOLE
         declared = next((rows for pattern, rows in entries.items() if _fits(name, pattern)), default)
         if declared != ADAMW:
-            found[name] = () if declared == WHOLE else _checked(name, layers.get_parameter(name).shape[0], declared)
+            found[name] = () if declared == WHOLE else _checked(name, shape[-2], declared)
     if not found:
         what = "the model has no matrix to step as a whole: no trained weight of two dims beside embeddings and head"
         raise ModelError("MW-MODEL-042", f'optimizer.name = "muon", but {what}; choose "adamw"')
@@ -66,16 +72,16 @@ def find_matrices(
 
 
 def _entries(layers: nn.Sequential, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return ``model.matrices``. Raise ModelError for a pattern that fits no weight of two dims."""
+    """Return ``model.matrices``. Raise ModelError for a pattern that fits no weight of two or three dims."""
     entries: Mapping[str, Any] = getattr(layers, "matrices", None) or {}
     for pattern in entries:
-        frozen = [name for name, each in layers.named_parameters() if not each.requires_grad and each.dim() == 2]
+        frozen = [name for name, each in layers.named_parameters() if not each.requires_grad and each.dim() in (2, 3)]
         if not isinstance(pattern, str) or not any(_fits(name, pattern) for name in (*names, *frozen)):
             close = difflib.get_close_matches(
                 str(pattern), [name.removesuffix(".weight") for name in names], 1, cutoff=0.4
             )
             hint = f"the closest is {close[0]}" if close else f"they are {', '.join(names[:5])}, ..."
-            raise ModelError("MW-MODEL-044", f"model.matrices: {pattern!r} fits no weight of two dims; {hint}")
+            raise ModelError("MW-MODEL-044", f"model.matrices: {pattern!r} fits no weight of two or three dims; {hint}")
     return entries
 
 
@@ -90,6 +96,12 @@ def _is_vocabulary(layers: nn.Sequential, name: str, plan: Mapping[str, Any]) ->
     is_planned = any(kind == "vocab" and fnmatchcase(module, pattern) for pattern, kind in plan.items())
     is_last = name.partition(".")[0] == last.partition(".")[0]
     return is_planned or is_last or isinstance(layers.get_submodule(module), nn.Embedding)
+
+
+def _is_experts(name: str, plan: Mapping[str, Any]) -> bool:
+    """Return whether a parameter is in a module of kind "experts"."""
+    modules = [name[:at] for at, letter in enumerate(name) if letter == "."]
+    return any(kind == "experts" and fnmatchcase(each, p) for p, kind in plan.items() for each in modules)
 
 
 def _checked(name: str, num_rows: int, rows: Any) -> tuple[int, ...]:

@@ -49,15 +49,26 @@ def iteration_flops(rows: int, columns: int) -> int:
 
 
 class Matrix(NamedTuple):
-    """One matrix: the rows of one part of the repeating unit of a weight, over all its units."""
+    """One matrix: the rows of one part of the repeating unit of a weight, over all its units.
+
+    A weight of three dims (E, rows, columns), as of experts, is a batch of weights of two dims, one after the other.
+    """
 
     info: ParameterInfo
     part: int
+    index: int = 0
+    """Position in the batch, counted from the first that this rank holds."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Rows [first, stop) among which the rows of the matrix are."""
+        rows = self.info.global_shape[-2]
+        return self.index * rows, (self.index + 1) * rows
 
     @property
     def bounds(self) -> tuple[int, int, int]:
         """Rows of a unit, and [first, stop) of the part in it."""
-        parts = self.info.matrix or (self.info.global_shape[0],)
+        parts = self.info.matrix or (self.info.global_shape[-2],)
         first = sum(parts[: self.part])
         return sum(parts), first, first + parts[self.part]
 
@@ -65,7 +76,7 @@ class Matrix(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
         unit, first, stop = self.bounds
-        rows, columns = self.info.global_shape
+        rows, columns = self.info.global_shape[-2:]
         return rows // unit * (stop - first), columns
 
     @property
@@ -76,12 +87,16 @@ class Matrix(NamedTuple):
     def rows_before(self, row: int) -> int:
         """Return the number of rows of the matrix among the first ``row`` rows of the weight."""
         unit, first, stop = self.bounds
+        row = min(max(row - self.span[0], 0), self.info.global_shape[-2])
         return row // unit * (stop - first) + min(max(row % unit - first, 0), stop - first)
 
 
 def matrices_of(info: ParameterInfo) -> list[Matrix]:
     """Return the matrices of a weight; none unless it has some."""
-    return [] if info.matrix is None else [Matrix(info, part) for part in range(len(info.matrix) or 1)]
+    if info.matrix is None:
+        return []
+    batch = info.local_shape[0] if len(info.global_shape) == 3 else 1
+    return [Matrix(info, part, index) for index in range(batch) for part in range(len(info.matrix) or 1)]
 
 
 class TpPart(NamedTuple):
@@ -108,8 +123,8 @@ class TpPart(NamedTuple):
     def runs(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Return the runs of the matrix in elements [first, stop) of the rank's part of the weight."""
         unit, low, high = self.matrix.bounds
-        found = []
-        for at in range(self.start // unit * unit, self.stop, unit):
+        (begin, end), found = self.matrix.span, []
+        for at in range(max(self.start // unit * unit, begin), min(self.stop, end), unit):
             begin = max((max(at + low, self.start) - self.start) * self.width, first)
             end = min((min(at + high, self.stop) - self.start) * self.width, stop)
             if begin < end:
@@ -119,7 +134,8 @@ class TpPart(NamedTuple):
 
 def tp_part(matrix: Matrix, tp_rank: int, tp: int) -> TpPart:
     """Return a matrix on a tp rank; with ``tp`` = 1 the whole. Slices of all ranks follow from that of one."""
-    rows, columns = matrix.info.global_shape
+    shape = matrix.info.local_shape if matrix.info.over == "ep" else matrix.info.global_shape
+    rows, columns = math.prod(shape[:-1]), shape[-1]
     if tp == 1 or matrix.info.slice is None:
         return TpPart(matrix, 0, rows, columns)
     dim, padded = matrix.info.slice.dim, matrix.info.slice.padded

@@ -201,9 +201,10 @@ def _muon(blueprint: Blueprint) -> list[str]:
         for name, _ in blueprint.stage_layers(stage).named_parameters():
             if (info := infos.get(canonical(name))) is not None:
                 holders = shard_factor(config) * (1 if info.slice is None else blueprint.grid.tp)
-                numel = math.prod(info.global_shape) / holders
+                holders = expert_shard_factor(config) if info.over == "ep" else holders
+                numel = math.prod(info.local_shape if info.over == "ep" else info.global_shape) / holders
                 sent[blueprint.schedule.rank_of(stage)] += numel * itemsize * (holders - 1) / holders
-    number = sum(len(matrices_of(info)) for info in infos.values())
+    number = sum(len(matrices_of(info._replace(slice=None))) for info in infos.values())
     return [
         f"optimizer  Muon on {number:,} matrices, {share:.1%} of all elements, and AdamW on the others",
         f"           matrices go to their homes and back: a rank sends 2 x {format_size(round(max(sent)))} in a step",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.build import build
 from meshwright.checkpoint import find
@@ -29,15 +30,16 @@ from tests.end_to_end.driving import (
     train,
 )
 from tests.end_to_end.shell import Shell, written
+from tests.end_to_end.test_use import evaluated
 
 LLAMA = {"vocab_size": 512, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24}
 LLAMA |= {"max_sequence_length": 32, "moe": {"num_experts": 4, "top_k": 2}}  # type: ignore[dict-item]
 MODEL = {"builder": "meshwright.models.llama:build", "options": LLAMA}
 
 
-def of_layout(corpus: Path, runs: Path, text: str, steps: int = 2) -> RunConfig:
+def of_layout(corpus: Path, runs: Path, text: str, steps: int = 2, **optimizer: Any) -> RunConfig:
     settings: dict[str, Any] = {"model": MODEL, "train": {"steps": steps, "dtype": "float64", "validate_steps": 1}}
-    return run_config(corpus, runs, parallel=layout(text), **settings)
+    return run_config(corpus, runs, parallel=layout(text), optimizer=optimizer, **settings)
 
 
 @pytest.mark.parametrize(
@@ -61,13 +63,32 @@ def test_a_run_goes_on_with_another_ep(before: str, after: str, corpus: Path, tm
         assert math.isclose(ours, theirs, rel_tol=1e-11), losses
 
 
-def test_a_resumed_run_has_the_bits_of_an_unbroken_one(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
-    for name, stops in (("unbroken", (3,)), ("resumed", (2, 3))):
-        for steps in stops:
-            config = of_layout(corpus, tmp_path / name, "dp4,ep2,zero2", steps)
-            train(pool, config.replace(optimizer={"schedule": "constant"}))
-    found = [tensors(run_directory(of_layout(corpus, tmp_path / name, ""))) for name in ("unbroken", "resumed")]
-    assert not differing(*found)
+def test_a_model_is_worth_the_same_with_any_ep(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    """Evaluated on layouts that it was not trained on, one process among them."""
+    config = of_layout(corpus, tmp_path, "dp4,ep4,zero2")
+    train(pool, config)
+    losses = [
+        evaluated(pool, config, tmp_path / "found.json", text)["loss"]
+        for text in ("dp4,ep4", "dp1,ep1", "dp1,tp2,ep2,sequence")
+    ]
+    assert losses == [pytest.approx(losses[0], rel=1e-12)] * 3
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.torture)])
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(name: str, corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    """Muon's run also goes on with another ep: experts' matrices have other homes, and the same momentum."""
+    for folder, stops in (("unbroken", (3,)), ("resumed", (2, 3)), ("moved", (2, 3))):
+        for steps in stops if folder != "moved" or name == "muon" else ():
+            text = "tp2,sequence,ep2" if (folder, steps) == ("moved", 3) else "dp4,ep2,zero2"
+            train(pool, of_layout(corpus, tmp_path / folder, text, steps, schedule="constant", name=name))
+    unbroken, *others = [
+        tensors(run_directory(of_layout(corpus, tmp_path / folder, "")))
+        for folder in ("unbroken", "resumed", "moved")[: 2 + (name == "muon")]
+    ]
+    assert not differing(others[0], unbroken)
+    assert ("momentum/block1.mlp.experts.gate_up" in unbroken) == (name == "muon")
+    for tensor, whole in unbroken.items():
+        torch.testing.assert_close(others[-1][tensor], whole, rtol=1e-9, atol=1e-10)
 
 
 def test_a_run_whose_rank_is_killed_resumes_with_any_ep(

@@ -14,7 +14,8 @@ from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.model.build import configured_model
 from meshwright.optimizer.matrix_plan import Matrix
-from meshwright.parameters import ParameterInfo
+from meshwright.optimizer.matrix_plan import matrices_of as matrices_in
+from meshwright.parameters import ParameterInfo, Slice
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 4, "max_sequence_length": 8}
 
@@ -52,6 +53,36 @@ def test_llama() -> None:
         "block0.mlp.gate_up.weight": (12, 12),
         "block0.mlp.down.weight": (),
     }
+
+
+def test_experts_are_batches_of_matrices() -> None:
+    """Gate and up of each expert are two; the router is AdamW's."""
+    moe = {"num_experts": 4, "top_k": 2, "expert_ffn_size": 6, "shared_ffn_size": 8, "first_dense": 1}
+    sizes = SIZES | {"num_layers": 2}
+    found = matrices_of("llama", **sizes, num_kv_heads=2, ffn_size=24, moe=moe)
+    assert {name: rows for name, rows in found.items() if "block1.mlp" in name} == {
+        "block1.mlp.experts.gate_up": (6, 6),
+        "block1.mlp.experts.down": (),
+        "block1.mlp.shared.gate_up.weight": (4, 4),
+        "block1.mlp.shared.down.weight": (),
+    }
+    info = ParameterInfo("gate_up", (4, 12, 16), Slice(0, 2, 4, 2), matrix=(6, 6), over="ep")
+    assert [(each.index, each.part, each.shape) for each in matrices_in(info)] == [
+        (index, part, (6, 16)) for index in (0, 1) for part in (0, 1)
+    ]
+
+
+def batched(matrices: Any = None) -> nn.Sequential:
+    """A convolution, whose weight of three dims no sharding plan calls experts, before the layers of ``declared``."""
+    model: Any = nn.Sequential(OrderedDict(conv=nn.Conv1d(4, 6, 3), **dict(declared().named_children())))
+    model.matrices = matrices
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("matrices", "expected"), [({"conv": "whole"}, ()), ({"conv": (1, 3)}, (1, 3)), ({}, None)])
+def test_weights_of_three_dims_are_matrices_where_declared(matrices: Any, expected: tuple[int, ...] | None) -> None:
+    config = config_of("tests.model.test_matrices:batched", {"matrices": matrices})
+    assert configured_model(config).matrices.get("conv.weight") == expected
 
 
 def test_modules_of_multi_token_prediction_are_blocks_too() -> None:
@@ -125,14 +156,14 @@ def test_entries_of_a_declaration() -> None:
     ("matrices", "code", "said"),
     [
         ({"a": "adamw", "b": "adamw"}, "MW-MODEL-042", "no matrix to step as a whole"),
-        ({"aa": (3,)}, "MW-MODEL-044", "'aa' fits no weight of two dims; "),
+        ({"aa": (3,)}, "MW-MODEL-044", "'aa' fits no weight of two or three dims; "),
         ({"a": (4,)}, "MW-MODEL-045", "a.weight, which has 6 rows, (4,)"),
         ({"a": ()}, "MW-MODEL-045", "whose sum divides the rows"),
         ({"a": "each"}, "MW-MODEL-045", "'each'"),
         ({"a": None}, "MW-MODEL-045", "6 rows, None"),
         ({"a": (True, 5)}, "MW-MODEL-045", "(True, 5)"),
         ({"a": {"q": 6}}, "MW-MODEL-045", "{'q': 6}"),
-        ({3: (6,)}, "MW-MODEL-044", "model.matrices: 3 fits no weight of two dims; "),
+        ({3: (6,)}, "MW-MODEL-044", "model.matrices: 3 fits no weight of two or three dims; "),
         ({"a": (3, -1)}, "MW-MODEL-045", "(3, -1)"),
         ([("a", (3,))], "MW-MODEL-019", "model.matrices is a list"),
     ],

@@ -28,11 +28,12 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rows_of(info: ParameterInfo, part: int) -> list[int]:
+def rows_of(info: ParameterInfo, part: int, index: int = 0) -> list[int]:
     """The rows of one matrix, one by one, from the words of the contract."""
-    parts = info.matrix or (info.global_shape[0],)
+    num_rows = info.global_shape[-2]
+    parts = info.matrix or (num_rows,)
     of_unit = [which for which, rows in enumerate(parts) for _ in range(rows)]
-    return [row for row in range(info.global_shape[0]) if of_unit[row % len(of_unit)] == part]
+    return [index * num_rows + row for row in range(num_rows) if of_unit[row % len(of_unit)] == part]
 
 
 # ------------------------------------------------------------------------------------------------ ranks in one process
@@ -71,7 +72,7 @@ class PostedGroup(Group):
         return CollectiveHandle()
 
 
-Weights = dict[str, tuple[tuple[int, int], tuple[int, ...] | None, int | None]]
+Weights = dict[str, tuple[tuple[int, ...], tuple[int, ...] | None, int | None]]
 """Name -> global shape, rows of the parts, and the dim that tp cuts."""
 WEIGHTS: Weights = {
     "qkv": ((24, 5), (4, 2, 2), 0),
@@ -79,6 +80,8 @@ WEIGHTS: Weights = {
     "out": ((5, 8), (), 1),
     "odd": ((7, 3), (), 0),  # tp does not divide it: padded
 }
+EXPERTS: Weights = {"experts": ((3, 4, 5), (1, 3), None), "vectors": ((3, 1, 5), (), None)}
+"""Batches of three weights, which tp does not cut: its ranks have buckets of their own for them."""
 
 
 def infos_of(weights: Weights, tp_rank: int, tp: int) -> dict[str, ParameterInfo]:
@@ -149,8 +152,9 @@ def test_each_matrix_comes_to_one_home_whole_and_goes_back(
     monkeypatch.setattr(
         meshwright.optimizer.matrix, "newton_schulz", lambda matrix, steps: seen.append(matrix.clone()) or 3 * matrix
     )
-    ranks = Ranks(WEIGHTS, shards, tp)
-    full = {name: drawn(*shape, seed=at) for at, (name, (shape, _, _)) in enumerate(WEIGHTS.items())}
+    weights = WEIGHTS | (EXPERTS if tp == 1 else {})
+    ranks = Ranks(weights, shards, tp)
+    full = {name: drawn(*shape, seed=at) for at, (name, (shape, _, _)) in enumerate(weights.items())}
     flats = [ranks.flat(full, rank) for rank in range(shards * tp)]
     for exchange, flat in zip(ranks.exchanges, flats, strict=True):
         exchange.send([flat]).wait()
@@ -164,11 +168,12 @@ def test_each_matrix_comes_to_one_home_whole_and_goes_back(
     for name, info in ranks.infos[0].items():
         update[name] = torch.zeros(info.global_shape, dtype=torch.float64)
         for matrix in matrices_of(info):
-            rows = rows_of(info, matrix.part)
-            assert matrix.shape == (len(rows), info.global_shape[1])
-            expected.append(full[name][rows])
-            update[name][rows] = -3 * full[name][rows] * max(1, len(rows) / info.global_shape[1]) ** 0.5
-    assert len(seen) == len(expected) == 7
+            rows, columns = rows_of(info, matrix.part, matrix.index), info.global_shape[-1]
+            assert matrix.shape == (len(rows), columns)
+            given, wanted = full[name].view(-1, columns), update[name].view(-1, columns)
+            expected.append(given[rows])
+            wanted[rows] = -3 * given[rows] * max(1, len(rows) / columns) ** 0.5
+    assert len(seen) == len(expected) == (16 if tp == 1 else 7)
     assert all(any(torch.equal(found, each) for found in seen) for each in expected)
     for name, tensor in ranks.whole(updated).items():
         torch.testing.assert_close(tensor, update[name], rtol=1e-14, atol=0.0)

@@ -1,4 +1,4 @@
-"""Muon of the plain reference run: whole weights, a Python loop over their matrices, polynomials of singular values.
+"""Muon of the plain reference run: whole weights, loops over experts and matrices, polynomials of singular values.
 
 It shares no code with the layouts' Muon: formulas are those of the papers, written out.
 """
@@ -66,8 +66,9 @@ class PlainMuon(torch.optim.AdamW):
         momentum = self._momentum[parameter] = mu * self._momentum[parameter] + (1 - mu) * gradient
         direction = (1 - mu) * gradient + mu * momentum if self._config.nesterov else momentum
         parameter.mul_(1 - rate * decay)
-        for rows in split_rows(parameter.shape[0], self._matrices[parameter]):
-            update = orthogonalised(direction[rows].to(self._dtype), self._config.ns_steps)
-            m, n = update.shape
-            scale = max(1.0, m / n) ** 0.5 if self._config.scale == "spectral" else 0.2 * max(m, n) ** 0.5
-            parameter[rows] -= rate * scale * update.to(parameter.dtype)
+        for weight, wanted in zip(*(t.unbind() if t.dim() == 3 else [t] for t in (parameter, direction)), strict=True):
+            for rows in split_rows(weight.shape[0], self._matrices[parameter]):
+                update = orthogonalised(wanted[rows].to(self._dtype), self._config.ns_steps)
+                m, n = update.shape
+                scale = max(1.0, m / n) ** 0.5 if self._config.scale == "spectral" else 0.2 * max(m, n) ** 0.5
+                weight[rows] -= rate * scale * update.to(parameter.dtype)

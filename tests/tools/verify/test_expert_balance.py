@@ -43,6 +43,7 @@ CASES = [
     ("sequence", "pp2,interleaved_1f1b,mbs2", False),
     ("batch", "dp2,tp2,sequence,mbs2", True),
     ("batch", "pp2,tp2,zb_h1,mbs4", False),
+    ("batch", "dp2,tp2,ep2,sequence,mbs2", False),
 ]
 
 

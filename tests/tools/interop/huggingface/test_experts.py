@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.launch.pool import RankPool
-from meshwright.model.build import build_model
+from meshwright.model.build import build_model, configured_model
 from meshwright.tools.verify import parse_layout, verify
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -19,6 +19,7 @@ from tests.tools.interop.huggingface.test_restructure import gradients, unmodifi
 LATER = partial(pytest.param, marks=pytest.mark.all_layouts)
 KINDS = ("olmoe", "qwen3_moe", "deepseek_v2", "granitemoe", "phimoe", "hunyuan_v1_moe", "ernie4_5_moe", "jamba")
 LAYOUTS = ("dp2,zero3", "pp2", "tp2", "pp2,tp2,sequence", "dp2,pp2,full", "pp2,zb_h1")
+LAYOUTS += ("dp2,ep2", "dp4,ep2,zero3", "dp2,pp2,ep2", "tp2,ep2,sequence")
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "gpt_oss", *map(LATER, KINDS)])
@@ -45,6 +46,7 @@ def test_logits_loss_and_gradients_are_those_of_the_unmodified_model(kind: str, 
     ("kind", "layouts"),
     [
         ("mixtral", ("pp2,tp2,sequence",)),
+        ("gpt_oss", ("dp2,ep2",)),
         LATER("ernie4_5_moe", ("dp2,tp2",)),
         *[LATER(kind, LAYOUTS) for kind in ("mixtral", "gpt_oss", "qwen2_moe", *KINDS)],
     ],
@@ -65,3 +67,16 @@ def test_experts_are_in_the_plan_and_their_inner_entries_are_not(tmp_path: Path)
     model = build_model(f"hf:{directory('qwen3_moe', tmp_path)}", {}, 1)
     assert model.plan["block*.layer.mlp.experts"] == "experts" and not model.impossible
     assert not [name for name in model.plan if name.startswith("block*.layer.mlp.experts.")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("mixtral", (64, 64)), LATER("gpt_oss", None), LATER("deepseek_v2", (24, 24))]
+)
+def test_experts_of_muon_are_batches(kind: str, rows: tuple[int, int] | None, tmp_path: Path) -> None:
+    """Gate and up of an expert are two matrices; transposed ones have none. The plan names experts without tp too."""
+    config = run_config(directory(kind, tmp_path)).replace(optimizer={"name": "muon"})
+    model = configured_model(config)
+    name = next(name for name, _ in model.layers.named_parameters() if name.endswith("experts.gate_up_proj"))
+    assert model.matrices.get(name) == rows
+    assert model.matrices.get(name.replace("gate_up_proj", "down_proj")) == (None if rows is None else ())
+    assert "experts" in model.plan.values() and not [each for each in model.matrices if each.endswith("_bias")]

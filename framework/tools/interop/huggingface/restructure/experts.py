@@ -121,6 +121,31 @@ def _fits(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) and name.count(".") == pattern.count(".")
 
 
+def plan_of_experts(layers: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return a sharding plan that names the modules of experts, also where the plan of transformers names none."""
+    if "experts" in plan.values():
+        return dict(plan)
+    return {**plan, **{name: "experts" for name, module in layers.named_modules() if is_experts(module)}}
+
+
+def matrices_of_experts(layers: nn.Module) -> dict[str, Any]:
+    """Return the entries of ``matrices`` for experts: gate and up in one weight are two matrices of each expert.
+
+    Transposed weights (E, I, O) have none: their gate and up are columns.
+    """
+    found: dict[str, Any] = {}
+    for name, module in layers.named_modules():
+        if not is_experts(module):
+            continue
+        experts: Any = module
+        if experts.is_transposed:
+            found |= {f"{name}.{path}": "adamw" for path, each in module.named_parameters() if each.dim() == 3}
+        elif experts.has_gate:
+            rows = experts.gate_up_proj.shape[1] // 2
+            found[f"{name}.gate_up_proj"] = (rows, rows) if experts.is_concatenated else (1, 1)
+    return found
+
+
 def around_experts(layers: nn.Module) -> set[str]:
     """Return the names of the modules that hold a module of experts: they compute token by token."""
     return {name.rpartition(".")[0] for name, module in layers.named_modules() if is_experts(module)}

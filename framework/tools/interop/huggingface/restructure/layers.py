@@ -33,6 +33,8 @@ from meshwright.tools.interop.huggingface.restructure.experts import (
     has_experts,
     implementation,
     is_experts,
+    matrices_of_experts,
+    plan_of_experts,
     tables_of,
     without_parameters,
 )
@@ -106,7 +108,8 @@ def build(
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
     of_tokens, impossible = context_plan(layers)
     attributes: dict[str, object] = {
-        "sharding_plan": sharding.plan | of_tokens,
+        "sharding_plan": plan_of_experts(layers, sharding.plan) | of_tokens,
+        "matrices": matrices_of_experts(layers),
         "divisible": sharding.divisible,
         "shared_units": dict(sharding.shared),
         "impossible": sharding.impossible | impossible,
