@@ -200,10 +200,11 @@ def _muon(blueprint: Blueprint) -> list[str]:
     for stage in stages:
         for name, _ in blueprint.stage_layers(stage).named_parameters():
             if (info := infos.get(canonical(name))) is not None:
-                holders = shard_factor(config) * (1 if info.slice is None else blueprint.grid.tp)
-                holders = expert_shard_factor(config) if info.over == "ep" else holders
-                numel = math.prod(info.local_shape if info.over == "ep" else info.global_shape) / holders
-                sent[blueprint.schedule.rank_of(stage)] += numel * itemsize * (holders - 1) / holders
+                shards = (expert_shard_factor if info.over == "ep" else shard_factor)(config)
+                holders = shards * (1 if info.slice is None or info.over == "ep" else blueprint.grid.tp)
+                sent[blueprint.schedule.rank_of(stage)] += (
+                    math.prod(info.local_shape) / shards * itemsize * (1 - 1 / holders)
+                )
     number = sum(len(matrices_of(info._replace(slice=None))) for info in infos.values())
     return [
         f"optimizer  Muon on {number:,} matrices, {share:.1%} of all elements, and AdamW on the others",

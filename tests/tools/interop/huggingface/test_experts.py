@@ -46,7 +46,7 @@ def test_logits_loss_and_gradients_are_those_of_the_unmodified_model(kind: str, 
     ("kind", "layouts"),
     [
         ("mixtral", ("pp2,tp2,sequence",)),
-        ("gpt_oss", ("dp2,ep2",)),
+        LATER("gpt_oss", ("dp2,ep2",)),
         LATER("ernie4_5_moe", ("dp2,tp2",)),
         *[LATER(kind, LAYOUTS) for kind in ("mixtral", "gpt_oss", "qwen2_moe", *KINDS)],
     ],

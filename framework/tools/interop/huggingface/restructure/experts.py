@@ -54,11 +54,13 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed")
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor | None = None
+) -> Tensor:
     """Return the weighted sum over each token's experts, (N, D).
 
-    hidden_states: (N, D); top_k_index: (N, k) int64; top_k_weights: (N, k). E is read from the weights, so that a slice
-    of the experts computes too.
+    hidden_states: (N, D); top_k_index: (N, k) int64; top_k_weights: (N, k), None for a sum without weights. E is
+    read from the parameters, so that a slice of the experts computes too.
     """
     num_tokens, top_k = top_k_index.shape
     first = self.gate_up_proj if self.has_gate else self.up_proj
@@ -78,7 +80,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if self.has_post_expert_norm:
         y = self.post_expert_norm(y)
     y = y.index_select(0, order.argsort()).view(num_tokens, top_k, -1)
-    return (y * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+    if top_k_weights is not None:
+        y = y * top_k_weights.unsqueeze(-1)
+    return y.sum(1).to(hidden_states.dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
