@@ -187,8 +187,7 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
 
 def _muon(blueprint: Blueprint) -> list[str]:
     """Return the number and share of the matrices that Muon steps, and the bytes on the wire of their exchange."""
-    config, stages = blueprint.config, range(len(blueprint.stages))
-    canonical = blueprint.model.canonical
+    config, stages, canonical = blueprint.config, range(len(blueprint.stages)), blueprint.model.canonical
     infos = {canonical(name): info for name, info in blueprint.infos.items() if info.matrix is not None}
     if not infos:
         return []
@@ -202,9 +201,8 @@ def _muon(blueprint: Blueprint) -> list[str]:
             if (info := infos.get(canonical(name))) is not None:
                 shards = (expert_shard_factor if info.over == "ep" else shard_factor)(config)
                 holders = shards * (1 if info.slice is None or info.over == "ep" else blueprint.grid.tp)
-                sent[blueprint.schedule.rank_of(stage)] += (
-                    math.prod(info.local_shape) / shards * itemsize * (1 - 1 / holders)
-                )
+                numel = math.prod(info.local_shape) / shards
+                sent[blueprint.schedule.rank_of(stage)] += numel * itemsize * (1 - 1 / holders)
     number = sum(len(matrices_of(info._replace(slice=None))) for info in infos.values())
     return [
         f"optimizer  Muon on {number:,} matrices, {share:.1%} of all elements, and AdamW on the others",
