@@ -140,7 +140,7 @@ class ExpertExchange:
         """True if the module's forward takes None instead of weights of one."""
 
 
-@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+@torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
 def _forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
     """Send rows to their experts, wherever these are, and add up: x (.., D), ids and weights (.., k) -> (.., D).
 

@@ -56,14 +56,14 @@ class Matrix(NamedTuple):
 
     info: ParameterInfo
     part: int
-    index: int = 0
+    place: int = 0
     """Position in the batch, counted from the first that this rank holds."""
 
     @property
     def span(self) -> tuple[int, int]:
         """Rows [first, stop) among which the rows of the matrix are."""
         rows = self.info.global_shape[-2]
-        return self.index * rows, (self.index + 1) * rows
+        return self.place * rows, (self.place + 1) * rows
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -96,7 +96,7 @@ def matrices_of(info: ParameterInfo) -> list[Matrix]:
     if info.matrix is None:
         return []
     batch = info.local_shape[0] if len(info.global_shape) == 3 else 1
-    return [Matrix(info, part, index) for index in range(batch) for part in range(len(info.matrix) or 1)]
+    return [Matrix(info, part, place) for place in range(batch) for part in range(len(info.matrix) or 1)]
 
 
 class TpPart(NamedTuple):

@@ -67,7 +67,7 @@ def test_experts_are_batches_of_matrices() -> None:
         "block1.mlp.shared.down.weight": (),
     }
     info = ParameterInfo("gate_up", (4, 12, 16), Slice(0, 2, 4, 2), matrix=(6, 6), over="ep")
-    assert [(each.index, each.part, each.shape) for each in matrices_in(info)] == [
+    assert [(each.place, each.part, each.shape) for each in matrices_in(info)] == [
         (index, part, (6, 16)) for index in (0, 1) for part in (0, 1)
     ]
 

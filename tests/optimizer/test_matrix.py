@@ -168,7 +168,7 @@ def test_each_matrix_comes_to_one_home_whole_and_goes_back(
     for name, info in ranks.infos[0].items():
         update[name] = torch.zeros(info.global_shape, dtype=torch.float64)
         for matrix in matrices_of(info):
-            rows, columns = rows_of(info, matrix.part, matrix.index), info.global_shape[-1]
+            rows, columns = rows_of(info, matrix.part, matrix.place), info.global_shape[-1]
             assert matrix.shape == (len(rows), columns)
             given, wanted = full[name].view(-1, columns), update[name].view(-1, columns)
             expected.append(given[rows])
