@@ -117,8 +117,7 @@ def build(
         "initialise": ParameterInitialiser(model, parameters, modules, source, constants),
         "names_in_transformers": parameters,
     }
-    for attribute, value in attributes.items():
-        setattr(layers, attribute, value)
+    vars(layers).update(attributes)
     return layers
 
 
