@@ -56,7 +56,7 @@ def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Colle
     dims = {size for parameter in model.parameters() for size in parameter.shape}
     sizes = (*range(min(cut.share, LARGEST), SMALLEST, -1), *range(max(cut.share, SMALLEST) + 1, LARGEST + 1))
     prime = next(p for p in sizes if p not in dims and _is_prime(p))
-    whole = prime * cut.group.size
+    whole, is_longer = prime * cut.group.size, prime > cut.share  # the cut has another share below
 
     def resize(leaf: Tensor) -> Tensor:
         has_tokens = leaf.dim() > 1 and leaf.shape[1] == cut.length
@@ -77,7 +77,7 @@ def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Colle
         except UserError:
             raise
         except Exception:  # a table of positions, as long as the samples
-            if prime <= cut.share:
+            if not is_longer:
                 raise
     if search.found is not None:
         where, operation = search.found
