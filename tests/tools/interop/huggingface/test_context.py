@@ -217,6 +217,30 @@ def test_sinks_of_all_heads_have_no_exchange_of_heads(tmp_path: Path) -> None:
         drawn("gpt_oss", tmp_path, cp_exchange="heads")
 
 
+def compiled(rank: int, cp: int, path: Path) -> float:
+    """The loss of this rank's tokens, by compiled layers."""
+    mesh = open_mesh(Grid(cp=cp), "cpu")
+    model = build_model(f"hf:{path}", {}, 1)
+    ids, starts, labels = samples()
+    cut = TokenCut(mesh.cp, "zigzag", labels, model.draw)
+    context.apply("hf", model.layers, model.plan, {"tokens": ids.to("meta"), "starts": starts.to("meta")}, cut)
+    losses = []
+    for compile_layer in (lambda layer: layer, partial(torch.compile, backend="eager")):
+        value: Any = {"tokens": ids, "starts": starts}
+        for layer in plain_layers(model, torch.float32):
+            value = compile_layer(layer)(value)
+        losses.append(F.cross_entropy(value.flatten(0, 1), cut.take_labels(labels).flatten()))
+    losses[1].backward()
+    close_mesh(mesh)
+    return float(losses[1] - losses[0])
+
+
+@pytest.mark.torture
+def test_compiled_layers_run_on_places(tmp_path: Path, pool: RankPool) -> None:
+    """torch.compile takes no layer whose configuration changes within its forward."""
+    assert pool.run(compiled, 2, directory("qwen2", tmp_path, num_hidden_layers=1)) == [0.0, 0.0]
+
+
 def test_masks_that_the_registry_did_not_create() -> None:
     core = RegisteredAttention(None)
     q = torch.zeros(1, 2, 3, 4)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -233,11 +232,14 @@ class PipelineLayer(nn.Module):
         if "starts" in value:  # data.document_boundaries
             value = {IDS: value["tokens"], POSITIONS: positions_of(value["starts"])}
         dtype = (value[HIDDEN] if HIDDEN in value else next(self.parameters())).dtype
+        with keep_float64(dtype), constants_on(next(iter(value.values())).device):
+            return self._run_modules(value, None) if places is None else self._run_places(value, places)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_places(self, value: dict[str, Tensor], places: Tensor) -> Any:
+        """Run the modules on this rank's tokens; train.compile has no effect on them."""
         device = next(iter(value.values())).device
-        masks = (
-            nullcontext() if places is None else registered([*self.frame.copy_on(device).modules(), *self.modules()])
-        )
-        with keep_float64(dtype), constants_on(device), masks:
+        with registered([*self.frame.copy_on(device).modules(), *self.modules()]):
             return self._run_modules(value, places)
 
     def _run_modules(self, value: dict[str, Tensor], places: Tensor | None) -> Any:
