@@ -157,7 +157,8 @@ def fake_mesh(
         world = FakeGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
         pp, dp, tp = axes[Axis.PP], axes[Axis.DP], axes[Axis.TP]
         shared = {"ep": grid.expert_group(rank), "experts": grid.expert_replicas(rank) if grid.ep > 1 else (rank,)}
-        made_of = {n: dist.new_group(r, use_local_synchronization=True) if r[1:] else None for n, r in shared.items()}
+        local: dict[str, Any] = {"use_local_synchronization": True}
+        made_of = {n: dist.new_group(r, **local, group_desc=n) if r[1:] else None for n, r in shared.items()}
         ep, same = (FakeGroup(n, r, r.index(rank), made_of[n], traffic, activity) for n, r in shared.items())
         nodes = ["node0"] * grid.size
         place = grid, rank, torch.device(device)
@@ -208,6 +209,8 @@ class InterceptedOperation(NamedTuple):
     num_bytes: int
     """Bytes of the message: the full tensor."""
     dtype: str
+    name: str = ""
+    """Description of the process group; "ep" of a group that shares experts, whatever its ranks are besides."""
 
     @property
     def wire_bytes(self) -> float:
@@ -230,6 +233,7 @@ class OperationInterceptor:
 
     def __init__(self) -> None:
         self._ranks: dict[str, Ranks] = {}
+        self._names: dict[str, str] = {}
 
     def intercept(self, function: Any, arguments: Sequence[Any]) -> InterceptedOperation | None:
         """Return the communication of a dispatched operation; None for one that sends nothing (a wait, a barrier)."""
@@ -252,7 +256,8 @@ class OperationInterceptor:
                 size = num_bytes(arguments[0]) * len(ranks)
         elif kind in ("send", "receive"):
             peer = ranks[arguments[2]]
-        return InterceptedOperation(kind, ranks, peer, size, str(first.dtype).removeprefix("torch."))
+        dtype = str(first.dtype).removeprefix("torch.")
+        return InterceptedOperation(kind, ranks, peer, size, dtype, self._names[communicator])
 
     def communicator_of(self, arguments: Sequence[Any]) -> str | None:
         """Return the name of the process group; links of two directions differ in it alone. None: there is no group."""
@@ -266,5 +271,6 @@ class OperationInterceptor:
             if name not in self._ranks:
                 group = _resolve_process_group(name)  # type: ignore[arg-type]
                 self._ranks[name] = tuple(dist.get_process_group_ranks(group))
+                self._names[name] = str(group.group_desc)
             return name
         return None

@@ -18,9 +18,13 @@ def folded(grid: Grid) -> Grid:
     return Grid(grid.pp, grid.num_replicas, grid.tp)
 
 
-def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False) -> str:
-    """Return the axis along which a group extends: pp, dp, tp, ``ep`` (unless it is an axis), ``tied`` (copies of a
-    weight) or ``world``."""
+def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False, name: str = "") -> str:
+    """Return the axis along which a group extends: pp, dp, tp, ``ep``, ``tied`` (copies of a weight) or ``world``.
+
+    ``name``: description of its process group. Without one, an ep group with the ranks of another has that one's axis.
+    """
+    if name == "ep":
+        return name
     if to_peer:
         return Axis.PP
     if len(group) == grid.size and sum(degree > 1 for degree in folded(grid)) > 1:

@@ -58,7 +58,7 @@ def wire_bytes(job: Job, profile: RankProfile, nodes: Sequence[str]) -> dict[str
                 ring = zip(call.group, call.group[1:] + call.group[:1], strict=True)
                 crossing[call.group] = sum(nodes[a] != nodes[b] for a, b in ring) / len(call.group)
             share = crossing[call.group]
-        both = num_bytes[axis_of(job.grid, call.group, to_peer=call.peer is not None)]
+        both = num_bytes[axis_of(job.grid, call.group, to_peer=call.peer is not None, name=call.name)]
         both[0] += call.wire_bytes * (1 - share)
         both[1] += call.wire_bytes * share
     return {axis: WireTraffic(*both) for axis, both in num_bytes.items()}

@@ -107,6 +107,18 @@ def test_axes_are_told_apart() -> None:
     assert axis_of(grid, (0, 4)) == "tied"
 
 
+def test_experts_are_told_apart_from_an_axis_of_the_same_ranks() -> None:
+    """Two replicas that share experts: the bytes of rows, as the formula has them, are not those of gradients."""
+    config = configured(model="llama", dp=2, ep=2)
+    moe = {"num_experts": 4, "top_k": 2}
+    found = dry_run_job(config.replace(model={"options": config.model.options | {"moe": moe}}))
+    sent = wire_bytes(found, found.profiles[0], nodes_of(1, 2))
+    rows, counts = 4 * 2 * (2 * 16) * 32 * 4, 4 * 8
+    assert sent["ep"].inside == 2 * (rows + counts) / 2
+    assert sent["dp"].inside > 0
+    assert "ep inside" in describe(found, nodes_of(1, 2), disagreements(found))
+
+
 def test_the_report_names_what_matters(job: Job) -> None:
     text = describe(job, nodes_of(2, 8), disagreements(job))
     assert "16 ranks on 2 nodes" in text

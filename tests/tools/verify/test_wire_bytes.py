@@ -43,9 +43,11 @@ class Measured(NamedTuple):
     partial_bytes: float
     """Bytes of the shards that are summed over tp once per step."""
     tied_bytes: float
+    """Bytes of the shards that are summed between stages once per step."""
     shared_bytes: int
     """Of weights that several modules of a stage use, in float32."""
-    """Bytes of the shards that are summed between stages once per step."""
+    expert_bytes: int = 0
+    """Of the gradients of experts that ranks share, padding included; part of ``bucket_bytes``."""
 
 
 OPERATIONS = {
@@ -114,6 +116,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.sum_over_tp),
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.tied is not None),
         sum(b.numel * FLOAT for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.slots)),
+        sum(bucket.numel * FLOAT for bucket in buckets if bucket.kind.over == "ep"),
     )
 
 
@@ -297,6 +300,34 @@ def test_an_attention_exchanges_keys_or_heads(layout: str, pool: RankPool) -> No
         else:
             expected = dict.fromkeys(("all_gather", "reduce_scatter"), (attentions, unit * 2 * g))
         assert {key[1]: found.own[key] for key in found.own if key[0] == "cp"} == expected
+
+
+# ---------------------------------------------------------------------------------------------------- expert parallel
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp4,ep2,mbs2", "dp2,tp2,ep4,sequence,zero2", LATER("cp2,ep2"), LATER("dp4,ep4,full")]
+)
+def test_rows_go_to_their_experts_and_back(layout: str, pool: RankPool) -> None:
+    """2 k T D (e-1)/e elements each way of a rank in the mean, for T tokens of it, and E integers of counts.
+
+    Gradients of other weights are summed over dp x cp, those of experts over the ranks with the same ones.
+    """
+    num_experts, top_k, parsed = 4, 2, parse_layout(layout)
+    e, replicas, chunks = parsed.ep, parsed.dp * parsed.cp, SIZE.global_batch // parsed.dp // parsed.micro_batch_size
+    calls = chunks * SIZE.num_blocks
+    tokens, again = parsed.micro_batch_size * S // parsed.tp // parsed.cp, parsed.recompute == "full"
+    rows = (4 + 2 * again) * top_k * tokens * H * FLOAT + (1 + again) * num_experts * 8
+    moe = {"num_experts": num_experts, "top_k": top_k}
+    ranks = measured(model_config("llama", SIZE, moe=moe), layout, pool)
+    assert {found.own["ep", "all_to_all"][0] for found in ranks} == {calls * (5 + 3 * again)}
+    assert sum(wire_bytes(found, "ep") for found in ranks) / len(ranks) == calls * rows * (e - 1) / e
+    for found in ranks:
+        same, times = replicas * parsed.tp // e, chunks + 1 if parsed.zero == 2 else 2
+        others = sum(found.bucket_bytes) - found.expert_bytes
+        assert wire_bytes(found, "experts") == pytest.approx(times * found.expert_bytes * (same - 1) / same, rel=1e-12)
+        assert wire_bytes(found, "dp") == pytest.approx(times * others * (replicas - 1) / replicas, rel=1e-12)
+        assert found.expert_bytes * e >= SIZE.num_blocks * num_experts * 3 * H * 6 * SIZE.heads * FLOAT
 
 
 # ----------------------------------------------------------------------------------------------------------- pipeline
