@@ -42,6 +42,8 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
         "cp": layout.cp > 1,
         "cp heads": layout.cp > 1 and layout.exchange == HEADS,
         OF_DOCUMENTS: layout.cp > 1 and layout.order == BY_DOCUMENTS,
+        "ep": layout.ep > 1,
+        "ep > 2": layout.ep > 2,
         "tp": layout.tp > 1,
         "tp > 2": layout.tp > 2,
         "sequence": layout.sequence,
@@ -117,8 +119,24 @@ SHARED = (
     Shared((OF_DOCUMENTS,), ("middle rank", "full"), "tokens are read by every stage, and restored by recompute"),
 )
 """Table of shared code. Each feature is also covered on its own: see :func:`wanted_pairs`."""
+SHARED_BY_EXPERTS = (
+    Shared(
+        ("ep",), ("dp", "zero0", *ZEROS, "shard factor"), "sums and shards over the ranks with the same experts alone"
+    ),
+    Shared(("ep",), ("tp", "sequence", "cp"), "ranks of a group have parts of the same sequences"),
+    Shared(("ep",), (*SCHEDULES, "middle rank"), "rows are exchanged in each forward and backward, in one order"),
+    Shared(("ep",), (*RECOMPUTES, "offload"), "the exchange runs again in backward; shards of experts on the host"),
+    Shared(("ep",), ("dropout", "micro-batch > 1"), "rows of several samples, which come back to their places"),
+    Shared(("ep > 2",), ("ep",), "more than two ranks to number experts on, and to order rows of"),
+)
+"""More of the table, for models with experts."""
 
-FEATURES = tuple(dict.fromkeys([*(name for shared in SHARED for name in (*shared.some, *shared.others)), "dp > 2"]))
+
+def _features(table: Sequence[Shared]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*(name for shared in table for name in (*shared.some, *shared.others)), "dp > 2"]))
+
+
+FEATURES = _features((*SHARED, *SHARED_BY_EXPERTS))
 
 Pair = tuple[str, str]
 
@@ -126,16 +144,17 @@ Pair = tuple[str, str]
 def wanted_pairs(traits: Traits) -> dict[Pair, str]:
     """Return each pair with its reason; a feature paired with itself means the feature on its own.
 
-    Samples without document starts have no order by documents.
+    Samples without document starts have no order by documents, and models without experts no expert parallelism.
     """
-    reasons: dict[Pair, str] = {(name, name): "the feature by itself" for name in FEATURES}
-    for shared in SHARED:
+    table = (*SHARED, *SHARED_BY_EXPERTS) if len(traits.eps) > 1 else SHARED
+    reasons: dict[Pair, str] = {(name, name): "the feature by itself" for name in _features(table)}
+    for shared in table:
         reasons |= dict.fromkeys(itertools.product(shared.some, shared.others), shared.why)
     return {pair: why for pair, why in reasons.items() if traits.has_documents or OF_DOCUMENTS not in pair}
 
 
-def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]:
-    """Return all layouts to choose from, smallest first."""
+def candidates(max_ranks: int, micro_batch_sizes: Sequence[int], eps: Sequence[int] = (1,)) -> list[Layout]:
+    """Return all layouts to choose from, smallest first, then by their degree of expert parallelism."""
     degrees = [d for d in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2)) if math.prod(d) <= max_ranks]
     layouts = []
     for (dp, pp, tp, cp), schedule, zero, sequence, size, recompute, shard, once, offload in itertools.product(
@@ -159,7 +178,13 @@ def candidates(max_ranks: int, micro_batch_sizes: Sequence[int]) -> list[Layout]
         if not has_no_effect:
             rest = schedule, zero, sequence, size, 0, recompute, shard, once, offload
             layouts += [Layout(dp, pp, tp, *rest, cp, *each) for each in CONTEXTS[: len(CONTEXTS) if cp > 1 else 1]]
-    return layouts
+    return [layout._replace(ep=ep) for ep in eps for layout in layouts if shares_experts(layout, ep)]
+
+
+def shares_experts(layout: Layout, ep: int) -> bool:
+    """Return True if the ranks of a stage of the layout may share experts over ``ep``."""
+    is_whole = layout.dp * layout.cp * layout.tp % ep == 0 and ep % layout.tp == 0
+    return ep == 1 or (is_whole and (layout.tp == 1 or layout.sequence))
 
 
 def is_full(layout: Layout, global_batch: int) -> bool:
@@ -194,7 +219,7 @@ def choose(
     """
     possible = [
         layout
-        for layout in candidates(max_ranks, micro_batch_sizes)
+        for layout in candidates(max_ranks, micro_batch_sizes, traits.eps)
         if is_possible(layout, traits, global_batch, sequence_length) and is_full(layout, global_batch)
     ]
     numbers = {pair: 1 << at for at, pair in enumerate(wanted_pairs(traits))}

@@ -12,6 +12,7 @@ from meshwright.config import RunConfig
 from meshwright.context_parallel.cut import STARTS
 from meshwright.context_parallel.plan import CORE
 from meshwright.data.sources import Source, example
+from meshwright.expert_parallel.plan import expert_names
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.running_buffers import couples_samples, has_statistics, has_step_sums, owner_of, running_buffers
 from meshwright.pipeline.values import MetaMicrobatch
@@ -53,6 +54,8 @@ class Traits(NamedTuple):
     """True if the optimizer steps whole parameters (Muon, Adafactor), which excludes offload."""
     has_statistics: bool = False
     """True if BatchNorm keeps running statistics: the tokens and features of a micro-batch are then not cut."""
+    eps: tuple[int, ...] = (1,)
+    """Degrees of expert parallelism that divide the experts of each layer, 1 included: two at most besides."""
 
     @property
     def of_coupling(self) -> str:
@@ -97,6 +100,15 @@ def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
+def _eps(config: RunConfig, model: PlainModel) -> tuple[int, ...]:
+    """Return 1, and where ranks may share experts also 2 and 4 as far as they divide their numbers."""
+    names = expert_names(model.layers, model.plan)
+    if not names or config.optimizer.name == "adafactor":
+        return (1,)
+    counts = {whole.shape[0] for name in names for whole in model.layers.get_submodule(name).parameters()}
+    return tuple(ep for ep in (1, 2, 4) if all(count % ep == 0 for count in counts))
+
+
 def probe_coupling(traits: Traits, config: RunConfig, source: Source) -> Traits:
     """Run the model in plain torch, and return the traits with the layer in which samples depend on each other.
 
@@ -137,4 +149,5 @@ def traits_of(config: RunConfig) -> Traits:
         has_documents=isinstance(shapes.inputs, dict) and STARTS in shapes.inputs,
         has_core=CORE in map(str, model.plan.values()) and not model.loss_heads,
         steps_wholes=config.optimizer.steps_wholes,
+        eps=_eps(config, model),
     )

@@ -16,6 +16,7 @@ from meshwright.tools.verify.layouts import is_possible
 from meshwright.tools.verify.pairs import (
     FEATURES,
     SHARED,
+    SHARED_BY_EXPERTS,
     LayoutChoice,
     candidates,
     choose,
@@ -46,6 +47,7 @@ CONFIGS: dict[str, Any] = {
     "without a plan": lambda: config_of("tests.support.builders:plain", {"vocab_size": 17, "width": 8}, 8),
     "without a sequence": lambda: prepared("examples/vision/config.toml", "--model.options.sharded=true"),
     "running buffers": lambda: prepared("examples/vision/convnet.toml"),
+    "experts": lambda: prepared("configs/moe-demo.toml"),
 }
 
 
@@ -57,7 +59,7 @@ def demo() -> tuple[RunConfig, Traits, LayoutChoice]:
     return config, traits, default_layouts(config, traits, GLOBAL_BATCH)
 
 
-SLOW = ("two stacks", "untied", "documents")
+SLOW = ("two stacks", "untied", "documents", "experts")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.torture) if n in SLOW else n for n in CONFIGS])
@@ -65,22 +67,22 @@ def test_no_pair_is_missed_that_some_layout_has(name: str) -> None:
     """Counted anew, over all candidates: what the choice leaves is refused by the model, and said."""
     config = CONFIGS[name]()
     traits, length = traits_of(config), config.data.sequence_length
-    choice = default_layouts(config, traits, GLOBAL_BATCH)
+    choice, wanted = default_layouts(config, traits, GLOBAL_BATCH), wanted_pairs(traits)
     covered = {
         pair
         for layout in choice.layouts
         if is_full(layout, GLOBAL_BATCH)
-        for pair in wanted_pairs(traits)
+        for pair in wanted
         if features_of(layout, traits).issuperset(pair)
     }
     sizes = (2,) if traits.couples_samples else (1, 2)
     possible = [
         layout
-        for layout in candidates(8, sizes)
+        for layout in candidates(8, sizes, traits.eps)
         if is_possible(layout, traits, GLOBAL_BATCH, length) and is_full(layout, GLOBAL_BATCH)
     ]
     said = "\n".join(choice.missing)
-    for pair in wanted_pairs(traits).keys() - covered:
+    for pair in wanted.keys() - covered:
         assert any(feature in said for feature in pair), pair
         for layout in [layout for layout in possible if features_of(layout, traits).issuperset(pair)][:3]:
             with pytest.raises(UserError):
@@ -97,9 +99,20 @@ def test_the_demo_leaves_nothing_uncovered() -> None:
 def test_the_table_is_sound() -> None:
     """Each feature of the table is one that some layout of the demo has, and each pair has a reason."""
     _, traits, _ = demo()
-    known = set().union(*(features_of(layout, traits) for layout in candidates(8, (1, 2))))
+    known = set().union(*(features_of(layout, traits) for layout in candidates(8, (1, 2), (1, 2, 4))))
     assert known >= set(FEATURES)
-    assert all(len(shared.why.split()) > 3 for shared in SHARED)
+    assert all(len(shared.why.split()) > 3 for shared in (*SHARED, *SHARED_BY_EXPERTS))
+    experts = traits._replace(eps=(1, 2))
+    assert not any("ep" in pair for pair in wanted_pairs(traits)) and ("ep", "zero3") in wanted_pairs(experts)
+
+
+def test_ranks_share_experts_where_the_rules_let_them() -> None:
+    """A multiple of tp that divides the ranks of a stage; with tp the sequence is cut too."""
+    shared = {str(layout) for layout in candidates(4, (1,), (1, 2, 4)) if layout.ep > 1}
+    assert {text.partition(",1f1b,zero1")[0] for text in shared} >= {"dp2,pp1,tp1,ep2", "dp4,pp1,tp1,ep4"}
+    assert not any("tp2,ep" in text and "sequence" not in text for text in shared)
+    assert not any("tp4,ep2" in text or "tp2,ep4,1f1b,zero1,sequence" in text for text in shared if "dp1" in text)
+    assert traits_of(CONFIGS["experts"]()).eps == (1, 2, 4) and demo()[1].eps == (1,)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,14 @@ from meshwright.expert_parallel.exchange import _Combine, _move
 from meshwright.launch.pool import RankPool
 from meshwright.optimizer.flat import OptimizerShard
 from meshwright.parameters import ParameterInfo, Slice
-from meshwright.tools.verify import compare, layout_config, parse_layout
+from meshwright.tools.verify import (
+    compare,
+    default_layouts,
+    layout_config,
+    parse_layout,
+    traits_of,
+    turn_dropout_on,
+)
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
 from tests.tools.verify.cases import LATER, References, config_of, prove
@@ -160,20 +167,34 @@ def run_broken(rank: int, world_size: int, broken: str, config_json: str) -> Ran
         return run_layout(rank, world_size, config_json, 1, True)
 
 
+DEFAULT = "dp2,pp2,tp1,cp2,ep2,interleaved_1f1b,zero2,full,shard2,mbs1"
+"""One of the default layouts of the model with 4 blocks. Its groups of ep differ from those of every axis."""
+
+
+@pytest.mark.parametrize("layout", ["dp2,ep2", LATER(DEFAULT)])
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap[0].__name__)
 def test_verify_sees_the_mistake(
-    trap: tuple[Break, tuple[str, ...], tuple[str, ...]], pool: RankPool, references: References
+    trap: tuple[Break, tuple[str, ...], tuple[str, ...]], layout: str, pool: RankPool, references: References
 ) -> None:
     broken, said, unsaid = trap
-    config, parsed = model("mixtral"), parse_layout("dp2,ep2")
+    config, parsed = model("mixtral", 4 if layout == DEFAULT else 2), parse_layout(layout)
     expected = references.expected(config, 8, 1, "float64")
     text = layout_config(config, parsed, 8, "float64").model_dump_json()
     found = merge(pool.run(run_broken, parsed.size, broken.__name__, text))
-    told = "\n".join(compare("dp2,ep2", found, None, expected.findings, TOLERANCES["float64"]).problems)
+    told = "\n".join(compare(layout, found, None, expected.findings, TOLERANCES["float64"]).problems)
     for words in said:
         assert words in told, told
     for words in unsaid:
         assert words not in told, told
+
+
+@pytest.mark.torture
+def test_a_default_layout_is_the_one_that_sees_the_mistakes() -> None:
+    config = turn_dropout_on(model("mixtral", 4)).config
+    traits = traits_of(config)
+    layouts = default_layouts(config, traits, 8).layouts
+    assert parse_layout(DEFAULT) in layouts
+    assert {layout.ep for layout in layouts} == {1, 2, 4}
 
 
 def test_words_of_a_layout() -> None:
