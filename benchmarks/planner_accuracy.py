@@ -93,6 +93,7 @@ class Scored(NamedTuple):
     shares: dict[str, float]
     """Share of each part in the predicted step."""
     cp: int = 1
+    ep: int = 1
 
     @property
     def error(self) -> float:
@@ -239,16 +240,17 @@ def predict(row: Drawn, fractions: RateFractions) -> Scored:
         not of.out_of_memory,
         shares,
         of.cp,
+        of.ep,
     )
 
 
-def show_context(scored: Sequence[Scored], console: Console) -> list[dict[str, Any]]:
-    """Print the errors of the rows with context parallelism by source, which the table of all rows contains too."""
+def show_axis(scored: Sequence[Scored], console: Console, axis: str) -> list[dict[str, Any]]:
+    """Print the errors of the rows with ``axis`` ("cp", "ep") by source, which the table of all rows contains too."""
     groups: dict[tuple[bool, str], list[float]] = defaultdict(list)
     for one in scored:
-        if one.cp > 1 and one.step_s is not None:
+        if getattr(one, axis) > 1 and one.step_s is not None:
             groups[not one.whole, one.source].append(one.error)
-    table, lines = Table("rows with cp > 1", "rows", "mean", "max", "bias"), []
+    table, lines = Table(f"rows with {axis} > 1", "rows", "mean", "max", "bias"), []
     for (guessed, source), errors in sorted(groups.items()):
         mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
         worst = max(map(abs, errors))
@@ -365,7 +367,7 @@ def main() -> int:
     rows = [row for row in rows if row.case.row.id.startswith(options.only)]
     scored = [predict(row, sets.get(paper(row), sets[""])) for row in rows]
     lines = show(scored, console, each=bool(options.only))
-    context = show_context(scored, console)
+    context, experts = (show_axis(scored, console, axis) for axis in ("cp", "ep"))
     rankings = rank([(row.case.row, one.predicted_s) for row, one in zip(rows, scored, strict=True)])
     if rankings:
         console.print(table(rankings))
@@ -375,6 +377,7 @@ def main() -> int:
         "constants": {name: values._asdict() for name, values in sets.items()},
         "sources": lines,
         "context": context,
+        "experts": experts,
         "families": [each._asdict() for each in rankings],
         "rows": [one._asdict() | {"error": one.error if one.step_s else None} for one in scored],
         "left_out": left_out,

@@ -7,6 +7,7 @@ or its repository, and recorded in ``SYSTEMS`` below. Nothing here is fitted.
 from __future__ import annotations
 
 import csv
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -61,7 +62,7 @@ COLUMNS = (
     *("id", *SIZES, "kv_heads", "vocab", "gpu", "vpp", "cp", "schedule", "micro_batch", "recompute", "zero_stage"),
     *("precision", "compile", "iter_time_s", "peak_mem_gb", "mfu", "source", "notes"),
 )
-"""Columns in use; their values may be empty."""
+"""Columns in use; their values may be empty. ``ep`` and ``model_options`` may be absent."""
 
 
 class Row(NamedTuple):
@@ -93,6 +94,9 @@ class Row(NamedTuple):
     mfu: float | None
     told_by: str
     notes: str
+    ep: int = 1
+    options: str = ""
+    """Further options of the model's builder as JSON, such as those of its experts."""
 
     @property
     def out_of_memory(self) -> bool:
@@ -204,6 +208,8 @@ SYSTEMS: dict[str, System] = {
     "megatron": System(TRANSFORMER_ENGINE, MEGATRON_CORE),
     "nemo": System(TRANSFORMER_ENGINE, MEGATRON_CORE, whole=False),
     "bridge": System(TRANSFORMER_ENGINE, MEGATRON_CORE._replace(overlaps_tp=True), whole=False),
+    "bridgemoe": System(TRANSFORMER_ENGINE, MEGATRON_CORE._replace(overlaps_tp=True), whole=False),
+    "mcoremoe": System(TRANSFORMER_ENGINE, MEGATRON_CORE._replace(overlaps_tp=True), whole=False),
 }
 SAID = {
     "torchtitan": "tt",
@@ -268,7 +274,7 @@ def _row(raw: dict[str, str]) -> Row:
         int(raw["global_batch"]), raw["recompute"] or "none", number("zero_stage", 0), raw["precision"],
         raw["compile"] not in ("no", ""), float(raw["iter_time_s"]) if raw["iter_time_s"] else None,
         float(raw["peak_mem_gb"]) if raw["peak_mem_gb"] else None, float(raw["mfu"]) if raw["mfu"] else None,
-        raw["source"], raw["notes"],
+        raw["source"], raw["notes"], int(raw.get("ep") or 1), raw.get("model_options") or "",
     )  # fmt: skip
 
 
@@ -349,13 +355,13 @@ def case(row: Row) -> Case:
     }
     if "squared-ReLU" in row.notes:  # not gated: two matrices of the size of three smaller ones
         options["ffn_size"] = row.ffn * 2 // 3
-    builder = "meshwright.models.llama:build" if grouped else "meshwright.models.gpt2:build"
+    builder = f"meshwright.models.{'llama' if grouped or row.options else 'gpt2'}:build"
     if head == "pythia":
         builder = "neox:build"
         options = {name: value for name, value in options.items() if name != "max_sequence_length"}
         options |= {"own_loss": row.tp == 1}
-    elif grouped:
-        options |= {"num_kv_heads": row.kv_heads}
+    elif grouped or row.options:
+        options |= {"num_kv_heads": row.kv_heads} | (json.loads(row.options) if row.options else {})
     else:
         options |= {"dropout": 0.0, "tied": head in ("llmf", "narayanan21", "megatron20", "korthikanti22")}
     if options.get("tied") and row.pp > 1:
@@ -376,11 +382,11 @@ def case(row: Row) -> Case:
         traits = traits._replace(wide_gradient_bytes=2)
     if row.id.startswith("zb") and row.schedule.startswith("ZB"):
         traits = traits._replace(synchronises_steps=False)
-    if head in ("mlm", "megatron", "llama3", "nemo", "bridge") and "H100" in row.gpu:
+    if head in ("mlm", "megatron", "llama3", "nemo", "bridge", "bridgemoe", "mcoremoe") and "H100" in row.gpu:
         traits = traits._replace(attention_speed=HOPPER_KERNEL)
     if "overlap grad-reduce" in row.notes:
         traits = traits._replace(overlaps_reduce=True, overlaps_gather=True, accumulates_in_product=True)
-    execution = execution._replace(context=row.cp)
+    execution = execution._replace(context=row.cp, groups_experts="moe" in row.options)
     traits = traits._replace(context=row.cp, context_exchange="heads" if head == "simumax" else "keys")
     dp = row.dp * row.cp
     all_chunks = row.global_batch // (row.micro_batch * row.dp)
@@ -398,7 +404,7 @@ def case(row: Row) -> Case:
         model=Model(builder=builder, options=options),
         data=Data(train="x", sequence_length=row.seq // row.cp),
         batch=Batch(micro_batch_size=row.micro_batch, chunks=chunks, global_batch=row.micro_batch * chunks * dp),
-        parallel=Parallel(dp=dp, pp=row.pp, tp=row.tp, sequence=sequence, zero=zero),  # type: ignore[arg-type]
+        parallel=Parallel(dp=dp, pp=row.pp, tp=row.tp, sequence=sequence, zero=zero, ep=row.ep),  # type: ignore[arg-type]
         pipeline=Pipeline(
             schedule=SCHEDULES[row.schedule],  # type: ignore[arg-type]
             interleave=stages // row.pp if stages > row.pp else None,
@@ -549,7 +555,7 @@ class Bench:
     def layout(self, of: Case) -> LayoutModel:
         """Return the layout model of one row."""
         model = of.config.model
-        length, options = of.config.data.sequence_length, tuple(sorted(model.options.items()))
+        length, options = of.config.data.sequence_length, json.dumps(model.options, sort_keys=True)
         key = (model.builder, options, length, of.execution, of.besides)
         if key not in self._caches:
             self._caches[key] = _WithBesides(of.config, of.execution, self.draw, besides=of.besides)

@@ -69,13 +69,30 @@ def test_three_sources_are_in_no_fit(accuracy: ModuleType, tmp_path: Path) -> No
     assert accuracy.Fit(rows).papers == ["korthikanti22"]
 
 
+def test_rows_with_expert_parallelism_have_the_options_of_their_model(accuracy: ModuleType, tmp_path: Path) -> None:
+    """A file without the two columns is read as before."""
+    experts = {"ep": 4, "model_options": '{"moe": {"num_experts": 4, "top_k": 2}}'}
+    rows, left_out = accuracy.draw(
+        written(tmp_path / "runs.csv", {"id": "simumax-1"}, {"id": "bridgemoe-1"} | experts), lambda name: True
+    )
+    assert not left_out and [row.case.config.parallel.ep for row in rows] == [1, 4]
+    dense, mixture = rows
+    assert mixture.case.execution.groups_experts and not dense.case.execution.groups_experts
+    assert mixture.layout.elements[0].of_experts.trained == 2 * 3 * 64 * 256  # one expert in each of two blocks
+    assert {message.axis for layer in mixture.layout.layers for message in layer.forward_messages} == {"ep"}
+    found = accuracy.show_axis(
+        [accuracy.predict(row, accuracy.START) for row in rows], accuracy.Console(quiet=True), "ep"
+    )
+    assert [(line["source"], line["guessed"], line["rows"]) for line in found] == [("bridgemoe", True, 1)]
+
+
 def test_rows_with_context_parallelism_are_scored_apart(accuracy: ModuleType, tmp_path: Path) -> None:
     """A row of another source is not among them, and one whose source guesses is in no fit."""
     shared = {"dp": 4, "cp": 2}
     changes = [{"id": "simumax-1"}, {"id": "simumax-2"} | shared, {"id": "nemo-1"} | shared]
     rows, _ = accuracy.draw(written(tmp_path / "runs.csv", *changes), lambda name: True)
     scored = [accuracy.predict(row, accuracy.START) for row in rows]
-    found = accuracy.show_context(scored, accuracy.Console(quiet=True))
+    found = accuracy.show_axis(scored, accuracy.Console(quiet=True), "cp")
     assert [(line["source"], line["guessed"], line["rows"]) for line in found] == [
         ("simumax", False, 1),
         ("nemo", True, 1),
