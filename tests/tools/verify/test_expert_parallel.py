@@ -167,7 +167,7 @@ def run_broken(rank: int, world_size: int, broken: str, config_json: str) -> Ran
         return run_layout(rank, world_size, config_json, 1, True)
 
 
-DEFAULT = "dp2,pp2,tp1,cp2,ep2,interleaved_1f1b,zero2,full,shard2,mbs1"
+DEFAULT = "dp2,pp2,tp1,cp2,ep2,zb_v,zero3,heads,full,shard2,mbs2"
 """One of the default layouts of the model with 4 blocks. Its groups of ep differ from those of every axis."""
 
 
