@@ -34,8 +34,8 @@ def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
     """
 
     def choices(layout: Layout) -> set[tuple[object, object]]:
-        switches = (layout.schedule, layout.sequence, layout.offload, layout.recompute, layout.shard > 0)
-        switches += (layout.cp > 1, layout.ep > 1)
+        degrees = (layout.cp > 1, layout.ep > 1)
+        switches = (layout.schedule, layout.sequence, layout.offload, layout.recompute, layout.shard > 0, *degrees)
         return {*enumerate(switches), ("zero", layout.zero if layout.dp > 1 else None), ("once", layout.reduces_once)}
 
     uncovered = set[tuple[object, object]]().union(*map(choices, layouts))
