@@ -23,6 +23,7 @@ from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
 from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
 from tests.tools.dryrun.cuda_documents import LENGTH
 from tests.tools.dryrun.jobs import configured
+from tests.tools.interop.huggingface.architectures import directory
 
 pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
@@ -101,6 +102,30 @@ def documents(masks: bool, window: int | None) -> tuple[RunConfig, int]:
         }
     )
     return on_cuda(resolve(config, 2)), 0
+
+
+def sharing_tokens(builder: str, options: dict[str, Any], exchange: str) -> tuple[RunConfig, int]:
+    config = RunConfig.model_validate(
+        {
+            "model": {"builder": builder, "options": options},
+            "data": {"train": "corpus", "sequence_length": 64, "document_boundaries": True},
+            "batch": {"micro_batch_size": 1, "chunks": 2},
+            "parallel": {"cp": 2, "cp_exchange": exchange},
+        }
+    )
+    return on_cuda(resolve(config, 2)), 1
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+def test_context_parallelism(exchange: str, library: Path, tmp_path: Path) -> None:
+    """Exchanges are in stream order with what makes and uses them; the host waits for places alone, once on a GPU."""
+    llama = {"vocab_size": 67, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 64}
+    ours = sharing_tokens("meshwright.models.llama:build", {**llama, "max_sequence_length": 64}, exchange)
+    theirs = sharing_tokens(f"hf:{directory('qwen2', tmp_path)}", {}, exchange)
+    for step in run_process(library, [ours, theirs]):
+        assert not step.problems and step.num_collectives > 0 and step.num_from_autograd > 0, step
+        assert all(where.startswith(("context_parallel/cut.py", "step.py")) for where in step.waits), step
 
 
 def test_documents_and_windows_make_no_mask_of_all_pairs(library: Path) -> None:

@@ -196,7 +196,10 @@ class ModelSkeleton:
 
     def _at(self, device: torch.device) -> tuple[nn.Module, RunState]:
         if device not in self._copies:
-            model, state = copy.deepcopy(self._copies[torch.device("cpu")])
+            whole = self._copies[torch.device("cpu")]
+            tensors = [each for m in whole[0].modules() for each in (*m._buffers.values(), *vars(m).values())]
+            # constants are replaced by those on the device, never copied: under fake tensors they cannot be
+            model, state = copy.deepcopy(whole, {id(each): each for each in tensors if isinstance(each, Tensor)})
             self._copies[device] = (model.to(device), state)
         return self._copies[device]
 
