@@ -109,12 +109,22 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
 """What makes an architecture itself: windows, ties, scalings, dropouts in modules; and sizes that fit each other."""
 
 
+COMPOSITE = ("emu3", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+"""Architectures whose language model has a configuration of its own inside."""
+
+
 def configuration(kind: str, **more: Any) -> Any:
     """A transformers configuration, small; keys that the kind does not have are left out."""
     of_kind = import_transformers().CONFIG_MAPPING[kind]
-    known = {*vars(of_kind()), *getattr(of_kind, "attribute_map", {})}
-    keys = {name: value for name, value in SMALL.items() if name in known}
+    keys = _small(of_kind)
+    if kind in COMPOSITE:
+        keys["text_config"] = _small(of_kind.sub_configs["text_config"])
     return of_kind(**{**keys, **SPECIAL.get(kind, {}), **more})
+
+
+def _small(of_kind: Any) -> dict[str, Any]:
+    known = {*vars(of_kind()), *getattr(of_kind, "attribute_map", {})}
+    return {name: value for name, value in SMALL.items() if name in known}
 
 
 def directory(kind: str, place: Path, *, weights: bool = False, shard: str = "5GB", **more: Any) -> Path:
