@@ -108,13 +108,20 @@ def larger_mixture(**parallel: Any) -> RunConfig:
     moe = {"num_experts": 8, "top_k": 2, "expert_ffn_size": 64, "shared_ffn_size": 64, "first_dense": 1}
     model = {"options": base.model.options | {"moe": moe, "num_layers": 2}}
     return resolve(
-        base.replace(model=model, parallel=parallel, batch={"global_batch": None}, launch={"processes": "auto"}), size
+        base.replace(
+            model=model, parallel=parallel, batch={"chunks": 2, "global_batch": None}, launch={"processes": "auto"}
+        ),
+        size,
     )
 
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"dp": 4, "ep": 2, "zero": 2}, {"dp": 2, "tp": 2, "sequence": True, "ep": 4}, {"dp": 4, "ep": 2, "zero": 3}],
+    [
+        {"dp": 4, "ep": 2, "zero": 2},
+        {"dp": 2, "tp": 2, "sequence": True, "ep": 4},
+        pytest.param({"dp": 4, "ep": 2, "zero": 3}, marks=pytest.mark.torture),
+    ],
     ids=str,
 )
 def test_a_dry_run_counts_what_was_predicted(parallel: dict[str, Any]) -> None:
@@ -126,7 +133,7 @@ def test_a_dry_run_counts_what_was_predicted(parallel: dict[str, Any]) -> None:
     calls = [each.call for each in counted.communication if each.call.group == group]
     rows = [call for call in calls if call.operation == "all_to_all"]
     messages = [m for layer in layout.layers for m in (*layer.forward_messages, *layer.backward_messages)]
-    expected = 4 * sum(message.wire_bytes for message in messages if message.axis == "ep")
+    expected = 2 * sum(message.wire_bytes for message in messages if message.axis == "ep")
     assert sum(call.num_bytes for call in rows) * (ep - 1) / ep == expected
     predicted = layout.memory(0, GLOO)
     for name in ("weights", "gradients", "optimizer"):
