@@ -60,7 +60,7 @@ class Router(nn.Module):
 
     ``weight`` is (E, D). Logits, scores and weights are float32 at least, whatever the dtype of x. ``bias`` (E,), a
     buffer, keeps its dtype when the model is cast. ``counts`` (E,) int64 adds up the tokens of each expert until
-    :meth:`end_step`.
+    :meth:`end_step`; it is zero between steps and not persistent.
 
     Under parallelism the framework sets two attributes: ``gradient_scale``, the factor of a loss in the objective, and
     ``sum_tokens``, a sum of counts over the ranks with other tokens of the same samples.
@@ -78,7 +78,7 @@ class Router(nn.Module):
         self.step_sums = ("counts",) if balance is not None else ()
         self.couples_samples = balance is not None and balance.batch_loss != 0.0
         if balance is not None:
-            self.register_buffer("counts", torch.zeros(routing.num_experts, dtype=torch.int64, device="cpu"))
+            self.register_buffer("counts", torch.zeros(routing.num_experts, dtype=torch.int64, device="cpu"), False)
         self.weight = nn.Parameter(torch.empty(routing.num_experts, hidden_size))
         self.register_buffer("bias", torch.zeros(routing.num_experts, device="cpu") if routing.has_bias else None)
         self.reset_parameters()

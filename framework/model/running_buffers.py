@@ -13,6 +13,7 @@ from meshwright.model.step_state import SpareCounters as SpareCounters
 from meshwright.model.step_state import StepState as StepState
 from meshwright.model.step_state import has_statistics as has_statistics
 from meshwright.model.step_state import has_step_sums as has_step_sums
+from meshwright.model.step_state import is_saved as is_saved
 from meshwright.model.step_state import step_sum_problem as step_sum_problem
 
 INSTEAD = (

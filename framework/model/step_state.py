@@ -34,6 +34,16 @@ def has_step_sums(module: nn.Module) -> bool:
     return bool(getattr(module, "step_sums", ()))
 
 
+def is_saved(layers: nn.Module, name: str) -> bool:
+    """Return whether checkpoints hold a running buffer: all but step sums that are not persistent, zero between steps.
+
+    ``register_buffer(..., persistent=False)`` declares it.
+    """
+    owner, _, attribute = name.rpartition(".")
+    module = layers.get_submodule(owner)
+    return not (has_step_sums(module) and attribute in module._non_persistent_buffers_set)
+
+
 def has_statistics(module: nn.Module) -> bool:
     """Return whether a module is a BatchNorm that updates running statistics in training."""
     return isinstance(module, BatchNorm) and module.training and module.track_running_stats

@@ -20,7 +20,7 @@ from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
 from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
-from meshwright.run.tensors import checkpoint_metadata, restore, saved_factors, saved_tensors
+from meshwright.run.tensors import checkpoint_metadata, restore, saved_factors, saved_running, saved_tensors
 from meshwright.terminal.output import Warn, print_warning
 
 
@@ -103,7 +103,7 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
     with checkpoints.open_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         optimizer_steps = saved_count(manifest, "optimizer_steps")
-        restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, parts.running())
+        restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
     check_resumed(parts, manifest, str(path))
     parts.state.step = manifest.step
     parts.state.optimizer_steps = optimizer_steps

@@ -23,7 +23,7 @@ from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
-from meshwright.run.tensors import checkpoint_metadata, pieces, shard_names
+from meshwright.run.tensors import checkpoint_metadata, pieces, saved_running, shard_names
 from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
@@ -101,7 +101,7 @@ class Saver:
         self.writer.start(
             self._attempt,
             names[mesh.rank],
-            self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, parts.running(), saves_frozen(parts))),
+            self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, saved_running(parts), saves_frozen(parts))),
             is_first=mesh.rank == 0,
             before_publishing=lambda: sync_run_files(self.directory, self._warn),
             after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),

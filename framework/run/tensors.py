@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.errors import CheckpointError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh
+from meshwright.model.running_buffers import is_saved
 from meshwright.optimizer.flat import GRADIENT_POINT, FlatOptimizer, factor_infos
 from meshwright.parameters import ParameterInfo
-from meshwright.parts import TrainState
+from meshwright.parts import Parts, TrainState
 
 
 def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
@@ -32,9 +34,15 @@ def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
         if blueprint.model.canonical(name) == name and not is_left_out:
             shape = blueprint.infos[name].global_shape
             yield SavedTensor(name, shape, parameter.dtype, parameter.requires_grad)
-    for name in blueprint.running:
+    for name in filter(partial(is_saved, layers), blueprint.running):
         buffer = layers.get_buffer(name)
         yield SavedTensor(name, tuple(buffer.shape), buffer.dtype, False)
+
+
+def saved_running(parts: Parts) -> dict[str, Tensor]:
+    """Return the running buffers of this rank's stages that a checkpoint holds, by name."""
+    layers = parts.blueprint.model.layers
+    return {name: buffer for name, buffer in parts.running().items() if is_saved(layers, name)}
 
 
 def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:

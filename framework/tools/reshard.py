@@ -49,6 +49,7 @@ from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
+from meshwright.model.running_buffers import is_saved
 from meshwright.optimizer.flat import factor_infos, saved_states_of
 from meshwright.parameters import ParameterInfo
 from meshwright.run import RunLock
@@ -148,7 +149,7 @@ def shard_tensors(
         for stage in stages:
             inside = {name for name, _ in blueprint.stage_layers(stage).named_children()}
             for name in blueprint.running:
-                if name.partition(".")[0] in inside:
+                if name.partition(".")[0] in inside and is_saved(blueprint.model.layers, name):
                     shape = tuple(blueprint.model.layers.get_buffer(name).shape)
                     yield ShardTensor(TensorKind.WEIGHTS, ParameterInfo(name, shape))
     for stage in stages:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import meshwright.run.tensors
 from meshwright.build import build
 from meshwright.checkpoint import find
 from meshwright.config import RunConfig, resolve
@@ -28,6 +29,7 @@ from tests.end_to_end.driving import (
     size,
     tensors,
     train,
+    train_rank,
 )
 from tests.end_to_end.shell import Shell, written
 from tests.end_to_end.test_use import evaluated
@@ -121,6 +123,30 @@ def test_a_run_whose_rank_is_killed_resumes_with_any_ep(
         assert ep != 4 or not differing(tensors(run_directory(config)), tensors(run_directory(same)))
         for step, loss in expected.items():
             assert math.isclose(float.fromhex(found[step]), float.fromhex(loss), rel_tol=1e-11), (ep, step)
+
+
+def train_as_before(rank: int, world_size: int, config: RunConfig) -> None:
+    """One rank of a version that saved every running buffer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshwright.run.tensors, "is_saved", lambda *args: True)
+        train_rank(rank, world_size, config)
+
+
+def test_checkpoints_hold_the_bias_and_no_counts(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    """A checkpoint that holds counts, zeros, is resumed all the same."""
+    moe = {"num_experts": 4, "top_k": 2, "balance": "bias"}
+    runs = [of_layout(corpus, tmp_path / name, "tp2,ep2,sequence", 1) for name in ("before", "now")]
+    runs = [run.replace(model={**MODEL, "options": LLAMA | {"moe": moe}}) for run in runs]
+    runs = [run.replace(optimizer={"schedule": "constant"}) for run in runs]
+    pool.run(train_as_before, 2, runs[0])
+    train(pool, runs[1])
+    counts = {f"weights/block{block}.mlp.router.counts" for block in (0, 1)}
+    saved = [tensors(run_directory(run)) for run in runs]
+    assert saved[0].keys() - saved[1].keys() == counts and not any(saved[0][name].any() for name in counts)
+    assert saved[1]["weights/block0.mlp.router.bias"].any()
+    for run in runs:
+        train(pool, run.replace(train={"steps": 2}))
+    assert not differing(*[tensors(run_directory(run)) for run in runs])
 
 
 def drift(rank: int, world_size: int, config: RunConfig, spoilt: int | None) -> str:

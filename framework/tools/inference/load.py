@@ -24,6 +24,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import materialise
+from meshwright.model.running_buffers import is_saved
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Executor
@@ -236,7 +237,9 @@ def _stage(
     of_stage = blueprint.stage_layers(index), blueprint.model, blueprint.infos, dtype
     layers = materialise(*of_stage, mesh.device, read).eval().requires_grad_(False)
     for name, buffer in layers.named_buffers():
-        if name in blueprint.running:  # forward changes it, so it is saved state like the weights
+        if name in blueprint.running and is_saved(
+            layers, name
+        ):  # forward changes it, so it is saved state like the weights
             saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
             assert saved is not None
             buffer.copy_(saved)
