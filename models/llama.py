@@ -124,6 +124,7 @@ def _attentions(options: Mapping[str, Any], norm: Callable[[int], nn.Module]) ->
     if latent is not None:
         frequencies = rope_frequencies(latent.rope_dim, options["rope_theta"], scaling)
         sizes = options["hidden_size"], options["num_heads"], latent
+        norm = norm if latent.norm_eps is None else partial(nn.RMSNorm, eps=latent.norm_eps)
         last = {"norm": norm, "dropout": dropout, "window": options["sliding_window"]}
         plan: dict[str, Any] = {"block*.attention": split_heads} | LATENT_PLAN
         return Attentions(lambda: LatentAttention(*sizes, rotary=Rotary(frequencies), **last), plan, {})

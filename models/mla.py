@@ -50,6 +50,8 @@ class LatentOptions(NamedTuple):
     """Features of a value."""
     q_rank: int | None = None
     """Features of the vector that queries are computed from. None: queries have one projection."""
+    norm_eps: float | None = None
+    """eps of the norms of these vectors. None: the model's."""
 
 
 class LatentAttention(nn.Module):

@@ -136,8 +136,7 @@ class ShardTensor(NamedTuple):
 def shard_tensors(
     blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False, added: Sequence[TensorKind] = ()
 ) -> Iterator[ShardTensor]:
-    """Yield the tensors that dp rank 0 of these coordinates writes, in the order of
-    :func:`meshwright.run.tensors.pieces`.
+    """Yield the tensors that dp rank 0 of these coordinates writes, in the order of ``run.tensors.pieces``.
 
     Args:
         blueprint: drawn for this tp rank.

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.parameters import ParameterInfo, Slice
+
 Shape = tuple[int, ...]
 
 
@@ -36,9 +38,21 @@ class TensorMapping(NamedTuple):
     """Further transformers names under which files may repeat this tensor (tied weights); never written."""
     factors: tuple[float, ...] = ()
     """Factors on the first parts of ours where it is split; (): all as they are."""
+    place: int | None = None
+    """Position along dim 0 of ours, a batch of matrices of which each has a rule: an expert. None: all of ours."""
+    pairs: tuple[int, int] | None = None
+    """(n, r): of n rows each the last r are pairs of neighbours in theirs, and two halves in ours: rotated features."""
+    keeps_dtype: bool = False
+    """True if an export writes it in the saved element type, whatever is asked for."""
+
+    def info(self, ours: Shape) -> ParameterInfo:
+        """Return the metadata of the part of ours that the rule is about."""
+        part = None if self.place is None else Slice(0, self.place, self.place + 1, 1)
+        return ParameterInfo(self.ours, ours, part)
 
     def shapes(self, ours: Shape) -> dict[str, Shape]:
         """Return the name and shape of each transformers tensor, given the global shape of ours."""
+        ours = ours if self.place is None else ours[1:]
         rest = ours[1:]
         order = -1 if self.transposed else 1
         if self.stacked or not self.rows:
@@ -46,26 +60,33 @@ class TensorMapping(NamedTuple):
         return {name: (self.units * rows, *rest)[::order] for name, rows in zip(self.theirs, self.rows, strict=True)}
 
     def join(self, read: Callable[[str], Tensor], ours: Shape, dtype: torch.dtype) -> Tensor:
-        """Build the meshwright tensor of shape ``ours`` in ``dtype``, calling ``read`` for one of theirs at a time."""
-        whole = torch.empty(ours, dtype=dtype)
+        """Build the meshwright tensor of shape ``ours`` in ``dtype``, calling ``read`` for one of theirs at a time.
+
+        Of a batch, build the matrix at ``place``.
+        """
+        whole = torch.empty(ours if self.place is None else ours[1:], dtype=dtype)
         targets = self._parts(whole)
         if self.stacked:
             for target, section in zip(targets, self._sections(self._transpose(read(self.theirs[0]))), strict=True):
                 target.copy_(torch.unflatten(section, 0, target.shape[:2]))
             return whole
         for target, name in zip(targets, self.theirs, strict=True):
-            part = self._transpose(read(name))
+            part = self._halves(self._transpose(read(name)), 1)
             target.copy_(torch.unflatten(part, 0, target.shape[:2]) if self.rows else part)
         return whole
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and the contiguous values of each transformers tensor, one at a time."""
+        """Yield the name and the contiguous values of each transformers tensor, one at a time.
+
+        ``ours``: the whole tensor, or its part of :meth:`info`.
+        """
+        ours = ours if self.place is None else ours.squeeze(0)
         if any(factor != 1 for factor in self.factors):
             ours = ours.clone()
             for part, factor in zip(self._parts(ours), self.factors, strict=False):
                 part.mul_(factor)
         if not self.rows:
-            yield self.theirs[0], self._transpose(ours).contiguous()
+            yield self.theirs[0], self._transpose(self._halves(ours, -1)).contiguous()
             return
         rest = tuple(ours.shape[1:])
         parts = self._parts(ours)
@@ -88,6 +109,17 @@ class TensorMapping(NamedTuple):
     def _sections(self, theirs: Tensor) -> Sequence[Tensor]:
         """Split a stacked transformers tensor into views, one per part."""
         return torch.split(theirs, [self.units * rows for rows in self.rows])
+
+    def _halves(self, tensor: Tensor, direction: int) -> Tensor:
+        """Reorder the rotated rows: 1, of theirs as in ours; -1, of ours as in theirs."""
+        if self.pairs is None:
+            return tensor
+        each, rotated = self.pairs
+        places = torch.arange(each)
+        turned = places[each - rotated :]
+        order = torch.cat((places[: each - rotated], turned[0::2], turned[1::2]))
+        units = tensor.unflatten(0, (-1, each))
+        return units[:, order if direction == 1 else order.argsort()].flatten(0, 1)
 
     def _transpose(self, theirs: Tensor) -> Tensor:
         return theirs.t() if self.transposed and theirs.dim() == 2 else theirs

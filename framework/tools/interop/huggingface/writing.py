@@ -4,7 +4,7 @@
     model-00001-of-00002.safetensors ...                 several, and
     model.safetensors.index.json                         the index: tensor -> file
 
-One meshwright tensor is in memory at a time. Its transformers tensors are written one by one.
+One meshwright tensor, or one expert of it, is in memory at a time. Its transformers tensors are written one by one.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class WeightExport:
         """Tensors to write, in the order of the rules."""
         for rule in rules:
             entry = checkpoint.manifest.tensors[self.kinds[rule.ours].of(rule.ours)]
-            written = entry.dtype.as_torch if dtype is None else dtype
+            written = entry.dtype.as_torch if dtype is None or rule.keeps_dtype else dtype
             self.planned += [OutgoingTensor(name, shape, written) for name, shape in rule.shapes(entry.shape).items()]
         self.num_bytes = sum(each.num_bytes for each in self.planned)
 
@@ -160,7 +160,7 @@ class WeightExport:
         """Yield every transformers tensor in the order of ``planned``, reading one meshwright tensor at a time."""
         for rule in self.rules:
             kind = self.kinds[rule.ours]
-            ours = self.checkpoint.read(kind, ParameterInfo(rule.ours, self.checkpoint.shape(kind, rule.ours)))
+            ours = self.checkpoint.read(kind, rule.info(self.checkpoint.shape(kind, rule.ours)))
             assert ours is not None, rule.ours
             self.checkpoint.close()  # releases the file mappings of this tensor
             yield from rule.split(ours)

@@ -77,6 +77,60 @@ def test_the_logits_are_those_of_transformers_and_it_comes_back_bit_for_bit(
     assert load_plain(tmp_path / "twice")[0].model == brought.config.model
 
 
+def test_experts_are_stacked_in_parts(written: Write, tmp_path: Path) -> None:
+    """A few experts of a tensor at a time, each part in a shard of its own: the same run, and the same files again."""
+    path, _ = written("deepseek_v3, as Moonlight")
+    whole = import_model(path, tmp_path / "run")
+    parts = import_model(path, tmp_path / "parts", max_file_bytes=9_000)
+    entry = parts.manifest.tensors["weights/block1.mlp.experts.gate_up"]
+    assert entry.shape == (6, 24, 32) and len(entry.pieces) > 1
+    assert len(whole.manifest.tensors["weights/block1.mlp.experts.gate_up"].pieces) == 1
+    assert not differing(tensors(tmp_path / "parts"), tensors(tmp_path / "run"))
+    same_bits(files(export_checkpoint(parts.path, tmp_path / "out").path), files(path))
+
+
+def test_the_bias_of_a_choice_keeps_its_precision(written: Write, tmp_path: Path) -> None:
+    """Files in bfloat16 have it in float32, and so has an export in bfloat16."""
+    path, _ = written("deepseek_v3", torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    from safetensors.torch import save_file
+
+    source = tmp_path / "source"
+    shutil.copytree(path, source)
+    bias = torch.linspace(-0.3, 0.3, 6)
+    for file in source.glob("*.safetensors"):
+        found = load_file(file)
+        save_file({key: bias if key == name else tensor for key, tensor in found.items()}, file, {"format": "pt"})
+    brought = import_model(source, tmp_path / "run")
+    assert any("several element types" in note for note in brought.notes)
+    assert torch.equal(tensors(tmp_path / "run")["weights/block1.mlp.router.bias"], bias)
+    taken = export_checkpoint(brought.path, tmp_path / "out", dtype="bfloat16")
+    exported = files(taken.path)
+    assert torch.equal(exported[name], bias) and exported["lm_head.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "said"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = false is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "a latent attention has as many as num_attention_heads"),
+        ("mixtral", {"num_local_experts": 16384, "num_hidden_layers": 9999}, "more than 262144 experts"),
+    ],
+)
+def test_mixtures_that_have_no_place_here(
+    name: str, field: dict[str, Any], said: str, written: Write, tmp_path: Path
+) -> None:
+    shutil.copytree(written(name)[0], tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | field))
+    with pytest.raises(ModelError, match=said) as caught:
+        import_model(tmp_path / "model", tmp_path / "run")
+    assert caught.value.code == "MW-INTEROP-038"
+
+
 @pytest.mark.parametrize(
     ("name", "second"),
     [

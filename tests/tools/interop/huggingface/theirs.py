@@ -31,6 +31,10 @@ SCALED = {
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "pad_token_id": 0}
 T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
+ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "tie_word_embeddings": False}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 6, "v_head_dim": 10}
+LATENT |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "moe_intermediate_size": 12}
+LATENT |= {"n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0}
 
 
 class Case(NamedTuple):
@@ -65,6 +69,22 @@ CASES = {
     ),
     "qwen3": Case("Qwen3Config", "Qwen3ForCausalLM", SIZES | {"head_dim": 16}),
     "qwen3, tied": Case("Qwen3Config", "Qwen3ForCausalLM", SIZES | {"head_dim": 8, "tie_word_embeddings": True}),
+    "mixtral": Case("MixtralConfig", "MixtralForCausalLM", SIZES | {"num_local_experts": 6, "num_experts_per_tok": 2}),
+    "olmoe": Case("OlmoeConfig", "OlmoeForCausalLM", SIZES | ROUTED),
+    "qwen3_moe": Case(
+        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", SIZES | ROUTED | {"moe_intermediate_size": 24, "head_dim": 12}
+    ),
+    "qwen3_moe, first block dense": Case(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        SIZES | ROUTED | {"moe_intermediate_size": 24, "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "deepseek_v3": Case("DeepseekV3Config", "DeepseekV3ForCausalLM", SIZES | LATENT | {"q_lora_rank": 10}),
+    "deepseek_v3, as Moonlight": Case(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        SIZES | LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    ),
     "t5": Case("T5Config", "T5ForConditionalGeneration", T5),
     "t5, version 1.1": Case(
         "T5Config",
@@ -89,6 +109,9 @@ def build(case: Case, *, dtype: torch.dtype = torch.float32, own_head: bool = Fa
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if parameter.dim() == 1 else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     return model.to(dtype)
 
 

@@ -3,55 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
+from meshwright.tools.interop.huggingface.convert.decoder_rules import rules
 from meshwright.tools.interop.huggingface.convert.family import Family, Options
 from meshwright.tools.interop.huggingface.convert.rope import ORIGINAL_LENGTH, read_rope
 from meshwright.tools.interop.huggingface.convert.settings import MAX_LAYERS, MAX_ROWS, MAX_WIDTH, Settings
-from meshwright.tools.interop.huggingface.rules import TensorMapping, unchanged
 
 BUILDER = "meshwright.models.llama:build"
 DENSE = {"moe": None, "mla": None}
 """Options of a decoder without experts and latent attention."""
-
-
-def rules(options: Options) -> list[TensorMapping]:
-    """Return the rules of all tensors, for all four families. Optional ones (biases, q and k norms) follow options."""
-    kv_heads, ffn_size = options["num_kv_heads"], options["ffn_size"]
-    head_dim = options["head_dim"] or options["hidden_size"] // options["num_heads"]
-    of_group = (options["num_heads"] // kv_heads * head_dim, head_dim, head_dim)
-    num_blocks = math.gcd(ffn_size, kv_heads)
-    tied = options["tied"]
-    mappings = [
-        TensorMapping(
-            "embedding.tokens.weight",
-            ("model.embed_tokens.weight",),
-            same_as=("lm_head.weight",) if tied else (),
-        )
-    ]
-    for i in range(options["num_layers"]):
-        ours, theirs = f"block{i}", f"model.layers.{i}"
-        mappings.append(unchanged(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight"))
-        for kind in ("weight", *(["bias"] if options["qkv_bias"] else [])):
-            names = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
-            mappings.append(TensorMapping(f"{ours}.attention.qkv.{kind}", names, kv_heads, of_group))
-        if options["qk_norm"]:
-            mappings += [
-                unchanged(f"{ours}.attention.{part}_norm.weight", f"{theirs}.self_attn.{part}_norm.weight")
-                for part in "qk"
-            ]
-        for kind in ("weight", *(["bias"] if options["out_bias"] else [])):
-            mappings.append(unchanged(f"{ours}.attention.out.{kind}", f"{theirs}.self_attn.o_proj.{kind}"))
-        mappings.append(unchanged(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight"))
-        for kind in ("weight", *(["bias"] if options["mlp_bias"] else [])):
-            names = tuple(f"{theirs}.mlp.{part}_proj.{kind}" for part in ("gate", "up"))
-            size = ffn_size // num_blocks
-            mappings.append(TensorMapping(f"{ours}.mlp.gate_up.{kind}", names, num_blocks, (size, size)))
-            mappings.append(unchanged(f"{ours}.mlp.down.{kind}", f"{theirs}.mlp.down_proj.{kind}"))
-    mappings.append(unchanged("norm.weight", "model.norm.weight"))
-    head = "head.linear.weight" if options["mtp_layers"] else "head.weight"
-    return mappings if tied else [*mappings, unchanged(head, "lm_head.weight")]
 
 
 def read_common(settings: Settings, *, length: int, kv_heads: int | None = None) -> dict[str, Any]:
@@ -123,7 +84,7 @@ def _layer_types(num_layers: int, *, sliding: bool) -> list[Any]:
     return [None, [kind] * num_layers]
 
 
-def _read_qwen(settings: Settings) -> dict[str, Any]:
+def read_qwen(settings: Settings) -> dict[str, Any]:
     """Convert the fields that Qwen2 and Qwen3 share.
 
     Only layers from ``max_window_layers`` on have a sliding window. All layers must be alike.
@@ -154,12 +115,12 @@ def _read_qwen(settings: Settings) -> dict[str, Any]:
 
 def read_qwen2(settings: Settings) -> dict[str, Any]:
     """Convert a Qwen2Config to model.options. q, k and v always have biases; it has no field for them."""
-    return _read_qwen(settings) | {"qkv_bias": True}
+    return read_qwen(settings) | {"qkv_bias": True}
 
 
 def read_qwen3(settings: Settings) -> dict[str, Any]:
     """Convert a Qwen3Config to model.options."""
-    options = _read_qwen(settings) | {"qk_norm": True}
+    options = read_qwen(settings) | {"qk_norm": True}
     if settings.fields.get("head_dim") is None:
         options["head_dim"] = 128
     if settings.flag("attention_bias", False):
@@ -229,7 +190,7 @@ def write_qwen3(options: Options) -> dict[str, Any]:
     return _write_qwen(options) | {"attention_bias": options["qkv_bias"]}
 
 
-def _misfit(options: Options, **needed: Any) -> str | None:
+def misfit(options: Options, **needed: Any) -> str | None:
     """Describe the first option that differs from the value ``needed`` by a family; None: all fit."""
     for name, value in needed.items():
         if options[name] != value:
@@ -237,7 +198,7 @@ def _misfit(options: Options, **needed: Any) -> str | None:
     return None
 
 
-def _other_bias(options: Options) -> str | None:
+def other_bias(options: Options) -> str | None:
     """Describe a model with only one of the two attention biases (qkv and out); None: both or neither."""
     if options["qkv_bias"] == options["out_bias"]:
         return None
@@ -264,7 +225,7 @@ LLAMA = Family(
     read_llama,
     write_llama,
     lambda options: (
-        _misfit(options, **DENSE, qk_norm=False, sliding_window=None) or _other_bias(options) or _uneven(options)
+        misfit(options, **DENSE, qk_norm=False, sliding_window=None) or other_bias(options) or _uneven(options)
     ),
     rules,
     LEFT_OUT,
@@ -275,19 +236,19 @@ MISTRAL = LLAMA._replace(
     architecture="MistralForCausalLM",
     read=read_mistral,
     write=write_mistral,
-    holds=lambda options: _misfit(options, **DENSE, qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False),
+    holds=lambda options: misfit(options, **DENSE, qk_norm=False, qkv_bias=False, out_bias=False, mlp_bias=False),
 )
 QWEN2 = LLAMA._replace(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     read=read_qwen2,
     write=write_qwen2,
-    holds=lambda options: _misfit(options, **DENSE, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False),
+    holds=lambda options: misfit(options, **DENSE, qk_norm=False, qkv_bias=True, out_bias=False, mlp_bias=False),
 )
 QWEN3 = LLAMA._replace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=read_qwen3,
     write=write_qwen3,
-    holds=lambda options: _misfit(options, **DENSE, qk_norm=True, mlp_bias=False) or _other_bias(options),
+    holds=lambda options: misfit(options, **DENSE, qk_norm=True, mlp_bias=False) or other_bias(options),
 )

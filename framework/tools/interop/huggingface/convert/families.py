@@ -12,9 +12,10 @@ from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.convert.decoders import LLAMA, MISTRAL, QWEN2, QWEN3
 from meshwright.tools.interop.huggingface.convert.family import Family
 from meshwright.tools.interop.huggingface.convert.gpt2 import GPT2
+from meshwright.tools.interop.huggingface.convert.mixtures import DEEPSEEK_V3, MIXTRAL, OLMOE, QWEN3_MOE
 from meshwright.tools.interop.huggingface.convert.t5 import T5
 
-FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, T5)
+FAMILIES = (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, OLMOE, QWEN3_MOE, DEEPSEEK_V3, T5)
 """Supported families; an export uses the first one that can hold the model."""
 
 

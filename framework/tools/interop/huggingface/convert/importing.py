@@ -24,7 +24,7 @@ from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
 from meshwright.config import RunConfig, given_keys, load_saved, resolve, to_toml, write_snapshot
 from meshwright.errors import ConfigError, ModelError
 from meshwright.model.build import build_model
-from meshwright.parameters import ParameterInfo
+from meshwright.parameters import ParameterInfo, Slice
 from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.families import family_of_type, with_defaults
 from meshwright.tools.interop.huggingface.convert.family import Family
@@ -107,8 +107,8 @@ def import_model(
         )
     refuse_multipliers(with_defaults(family.builder, config.model.options))
     notes = [*settings.notes, *_vocabulary(source_path, config)]
-    shapes = _shapes(config)
     rules = family.rules(with_defaults(family.builder, config.model.options))
+    shapes = _shapes(config, rules)
     source = rename_tied_weights(source, rules)
     check_tensors(source, family, rules, shapes)
     notes += dtype_notes(source, rules, config)
@@ -163,11 +163,16 @@ def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
     return side_files.check_vocabulary(tokenizer, vocab_size, str(source_path / CONFIG))
 
 
-def _shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of every meshwright parameter by canonical name, tied ones once. Builds on meta."""
+def _shapes(config: RunConfig, rules: Sequence[TensorMapping]) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every meshwright parameter by canonical name, tied ones once. Builds on meta.
+
+    Of the buffers, those with a rule: the bias of a router.
+    """
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     parameters = model.layers.named_parameters(remove_duplicate=False)
-    return {name: tuple(parameter.shape) for name, parameter in parameters if model.canonical(name) == name}
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters if model.canonical(name) == name}
+    saved = {rule.ours for rule in rules}
+    return shapes | {name: tuple(buffer.shape) for name, buffer in model.layers.named_buffers() if name in saved}
 
 
 def _write(
@@ -180,20 +185,24 @@ def _write(
     on_bytes: OnBytes,
 ) -> Manifest:
     """Write the checkpoint of step 0: weights without optimizer state, loadable under any layout."""
-    total = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
+    total, done = sum(source.num_bytes(name) for rule in rules for name in rule.theirs), 0
 
-    def pieces() -> Iterator[TensorPiece]:
-        done = 0
-        for rule in rules:
-            dtypes = (DTYPES[source.tensors[name].dtype] for name in rule.theirs)
-            dtype = functools.reduce(torch.promote_types, dtypes)
-            tensor = rule.join(source.read, shapes[rule.ours], dtype)
-            yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(rule.ours, shapes[rule.ours]), tensor)
-            done += sum(map(source.num_bytes, rule.theirs))
+    def pieces(parts: Sequence[Sequence[TensorMapping]]) -> Iterator[TensorPiece]:
+        nonlocal done
+        for part in parts:
+            names, shape = [name for rule in part for name in rule.theirs], shapes[part[0].ours]
+            dtype = functools.reduce(torch.promote_types, (DTYPES[source.tensors[name].dtype] for name in names))
+            tensors = [rule.join(source.read, shape, dtype) for rule in part]
+            first, info = part[0].place, ParameterInfo(part[0].ours, shape)
+            if first is not None:
+                info = info._replace(slice=Slice(0, first, first + len(part), len(part)))
+            yield TensorPiece(TensorKind.WEIGHTS, info, tensors[0] if first is None else torch.stack(tensors))
+            done += sum(map(source.num_bytes, names))
             on_bytes(done, total)
 
     temporary = begin(run, 0, secrets.token_hex(4))
-    write_shard(temporary, "pp0-tp0", pieces(), max_file_bytes=max_file_bytes, copied=True)
+    for number, parts in enumerate(_shards(rules, source, max_file_bytes)):
+        write_shard(temporary, f"pp0-tp{number}", pieces(parts), max_file_bytes=max_file_bytes, copied=True)
     head = CheckpointMetadata(
         step=0,
         samples_seen=0,
@@ -203,6 +212,27 @@ def _write(
         state={"tokens_seen": 0, "optimizer_steps": 0, "skipped_in_a_row": 0},
     )
     return publish(temporary, final_directory(run, 0), head)
+
+
+def _shards(
+    rules: Sequence[TensorMapping], source: SafetensorsDirectory, max_bytes: int
+) -> list[list[list[TensorMapping]]]:
+    """Return the rules of each shard of the checkpoint, grouped by piece: a tensor, or some experts of one.
+
+    A shard has one piece of a tensor. The experts of a tensor are shared out over as many shards as ``max_bytes`` for a
+    piece asks for.
+    """
+    together: dict[str, list[TensorMapping]] = {}
+    for rule in rules:
+        together.setdefault(rule.ours, []).append(rule)
+    shards: list[list[list[TensorMapping]]] = [[]]
+    for group in together.values():
+        each = max(1, max_bytes // max(1, 2 * sum(map(source.num_bytes, group[0].theirs))))
+        for number, start in enumerate(range(0, len(group), each)):
+            if number == len(shards):
+                shards.append([])
+            shards[number].append(group[start : start + each])
+    return shards
 
 
 def _header_comment(source_path: Path, family: Family, config: RunConfig) -> str:
