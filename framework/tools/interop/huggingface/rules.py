@@ -118,7 +118,7 @@ class TensorMapping(NamedTuple):
         places = torch.arange(each)
         turned = places[each - rotated :]
         order = torch.cat((places[: each - rotated], turned[0::2], turned[1::2]))
-        units = tensor.unflatten(0, (-1, each))
+        units = tensor.reshape(-1, each, *tensor.shape[1:])
         return units[:, order if direction == 1 else order.argsort()].flatten(0, 1)
 
     def _transpose(self, theirs: Tensor) -> Tensor:

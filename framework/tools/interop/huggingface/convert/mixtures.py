@@ -148,7 +148,7 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
         settings.must_be(name, *values)
     for name in ("ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim"):
         settings.get(name)
-    mla = {
+    mla: dict[str, Any] = {
         "kv_rank": settings.number("kv_lora_rank", 512, maximum=MAX_WIDTH),
         "nope_dim": settings.number("qk_nope_head_dim", 128, maximum=MAX_WIDTH),
         "rope_dim": settings.number("qk_rope_head_dim", 64, maximum=MAX_WIDTH),
