@@ -147,7 +147,7 @@ def test_mixed_types_are_kept_and_told(source: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model_type": "mamba"}, 'model_type "mamba" is not supported: gpt2, llama, mistral, qwen2, qwen3, t5 are'),
+        ({"model_type": "mamba"}, 'model_type "mamba" is not supported: gpt2, llama, mistral, qwen2, qwen3, mixtral, '),
         ({"model_type": None}, "model_type is missing"),
         ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported, only "silu"'),
         (

@@ -107,8 +107,9 @@ def import_model(
         )
     refuse_multipliers(with_defaults(family.builder, config.model.options))
     notes = [*settings.notes, *_vocabulary(source_path, config)]
+    shapes, buffers = _shapes(config)
     rules = family.rules(with_defaults(family.builder, config.model.options))
-    shapes = _shapes(config, rules)
+    shapes |= {rule.ours: buffers[rule.ours] for rule in rules if rule.ours in buffers}
     source = rename_tied_weights(source, rules)
     check_tensors(source, family, rules, shapes)
     notes += dtype_notes(source, rules, config)
@@ -163,16 +164,12 @@ def _vocabulary(source_path: Path, config: RunConfig) -> list[str]:
     return side_files.check_vocabulary(tokenizer, vocab_size, str(source_path / CONFIG))
 
 
-def _shapes(config: RunConfig, rules: Sequence[TensorMapping]) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of every meshwright parameter by canonical name, tied ones once. Builds on meta.
-
-    Of the buffers, those with a rule: the bias of a router.
-    """
+def _shapes(config: RunConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Return the global shapes of all parameters by canonical name, tied ones once, and of buffers. Builds on meta."""
     model = build_model(config.model.builder, config.model.options, config.run.seed)
     parameters = model.layers.named_parameters(remove_duplicate=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters if model.canonical(name) == name}
-    saved = {rule.ours for rule in rules}
-    return shapes | {name: tuple(buffer.shape) for name, buffer in model.layers.named_buffers() if name in saved}
+    return shapes, {name: tuple(buffer.shape) for name, buffer in model.layers.named_buffers()}
 
 
 def _write(
