@@ -201,7 +201,7 @@ def command(words: Sequence[str], name: str, last_lines: int = 1, limit_s: float
 def tests(options: argparse.Namespace) -> Rows:
     """Yield the result of the tests of CUDA; on a CPU those that can be rehearsed there, one if tiny."""
     only = ["tests/gpu/test_options.py", "-k", "nan_is_named"] if options.device == "cpu" else ["tests/gpu"]
-    words = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *only]
+    words = ["-m", "pytest", "-vv", "-m", "gpu", "-p", "no:cacheprovider", *only]  # names, should a deadline cut it off
     yield command(words, "pytest -m gpu", 20, MESHWRIGHT_GPU_TESTS=options.device)
 
 

@@ -64,6 +64,8 @@ class Hardware(Section):
     """Fraction of ``flops_per_s`` that the largest products reach."""
     attention_share: float = Field(default=0.4, gt=0, le=1)
     """Fraction of the peak that the usual fused attention kernel reaches in forward; causal work counts half."""
+    torch_attention_speed: PositiveFloat = 1.0
+    """Speed of the attention kernel that torch chooses, relative to the usual one."""
     attention_backward_share: float | None = Field(default=None, gt=0, le=1)
     """Same fraction in backward, if both were measured on the device; None: published values and fitted constants."""
     node_link: Link

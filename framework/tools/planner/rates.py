@@ -167,7 +167,8 @@ class PerformanceModel(NamedTuple):
     def of(cls, hardware: Hardware) -> PerformanceModel:
         """Return the model of this framework on a hardware."""
         if hardware.kind == "cuda":
-            return cls(hardware, MEASURED_ON_GPU if hardware.measured else RateFractions())
+            traits = FrameworkTraits(attention_speed=hardware.torch_attention_speed)
+            return cls(hardware, MEASURED_ON_GPU if hardware.measured else RateFractions(), traits)
         return cls(hardware, MEASURED, CPU_TRAITS)
 
     @property
