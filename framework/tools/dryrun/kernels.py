@@ -6,14 +6,12 @@ float32. On CUDA one kernel keeps the input and one number per row: 17 % of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from meshwright.config import RunConfig
 from meshwright.kernels import taking_cpu_as
@@ -28,23 +26,26 @@ def kernels_of(config: RunConfig, device: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Choose kernels, sizes of pieces and saved tensors of CUDA for fake CPU tensors inside the context."""
-    with taking_cpu_as("cuda"), CudaKernels():
-        yield
+    """Choose kernels, sizes of pieces and saved tensors of CUDA for fake CPU tensors inside the context.
+
+    ``torch.rms_norm`` is replaced: a torch function mode would be off inside of ``backward``, where layers run again.
+    """
+    torch.rms_norm = _rms_norm  # type: ignore[assignment]
+    try:
+        with taking_cpu_as("cuda"):
+            yield
+    finally:
+        torch.rms_norm = _torch_rms_norm
 
 
-class CudaKernels(TorchFunctionMode):
-    """Context in which an RMSNorm has the outputs and the saved tensors of CUDA's kernel, without values."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.rms_norm or func is torch.rms_norm:
-            return _rms_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+_torch_rms_norm = torch.rms_norm
 
 
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     if weight is not None and weight.dtype != input.dtype:
-        return torch.rms_norm(input, normalized_shape, weight, eps)  # CUDA has no kernel for two dtypes either
+        return _torch_rms_norm(input, normalized_shape, weight, eps)  # CUDA has no kernel for two dtypes either
     output: Tensor = _FusedNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]
     return output
 

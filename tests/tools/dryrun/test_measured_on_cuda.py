@@ -46,6 +46,14 @@ def test_peaks(name: str, chunks: int, rank: int, parallel: dict[str, Any], meas
     assert (predicted + WORKSPACES) / 2**30 == pytest.approx(measured_gib, rel=2e-4)
 
 
+@pytest.mark.parametrize("recompute", ["full", "pointwise", "selective"])
+def test_layers_that_run_again_have_the_same_norm(recompute: str) -> None:
+    config = job("llama-1b", 1, {}).replace(pipeline={"recompute": recompute})
+    options = config.model.options | {"num_layers": 2, "vocab_size": 512}
+    found = profile_rank(config.replace(model={"options": options}), 0)
+    assert found.held and torch.rms_norm.__module__ != as_on_cuda.__module__
+
+
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_a_norm_keeps_its_input_and_one_number_per_row(weight_dtype: torch.dtype) -> None:
     """With weights in another dtype CUDA has no kernel: torch's own operations run."""
