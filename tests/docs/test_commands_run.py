@@ -30,7 +30,7 @@ ELSEWHERE = {
     r"(train|verify) examples/stream/": "tests/examples/test_streams.py, with fewer steps",
     r"checkpoint export .*--weights ema": "needs a callback with a state; other kinds: tests/tools/interop/test_dcp.py",
     r"convert --from hf models/Llama-3.1-8B": "its weights are 16 GB; small ones: tests/tools/interop/huggingface",
-    r"convert .*(peft|--merge)": "needs a run with adapters; a page of docs/tasks, and tests/adapters",
+    r"convert .*(peft|--merge|runs/base)": "needs a run with adapters; docs/tasks, tests/adapters",
     r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
     r"(train|verify) run.toml": "needs a transformers directory; tests/tools/interop/huggingface/test_restructure.py",
     r"train configs/moe-demo.toml": "minutes on eight ranks: tests/end_to_end/test_shared_experts.py, a smaller model",

@@ -59,6 +59,7 @@ BUILDERS = {
     "framework/tools/interop/huggingface/convert/importing.py": "only the builders of FAMILIES, which are ours",
     "framework/tools/interop/huggingface/restructure/export.py": "hf:DIRECTORY, and no other",
     "framework/tools/interop/huggingface/restructure/adapters.py": "hf:DIRECTORY, or that of a command line",
+    "framework/tools/interop/huggingface/convert/adapters.py": "after a plan of export, which takes FAMILIES' alone",
     "framework/tools/interop/huggingface/adapters.py": "after a plan of export, which takes FAMILIES' or hf:DIRECTORY",
 }
 READERS = {
@@ -66,6 +67,7 @@ READERS = {
     "framework/tools/reshard.py": "check_trusted",
     "framework/tools/interop/huggingface/convert/importing.py": "only FAMILIES' builders, and the user's own words",
     "framework/tools/interop/huggingface/export.py": "only the builders of FAMILIES, which are ours, or hf:DIRECTORY",
+    "framework/tools/interop/huggingface/convert/adapters.py": "a base run's, after the same plan of export",
     "framework/tools/interop/huggingface/adapters.py": "the same builders, without parameter groups: model_of",
     "framework/tools/interop/huggingface/restructure/adapters.py": "of peft's file rank, scale, dropout, directory",
     "framework/tools/interop/configs/convert.py": "written as a file, and not built",
