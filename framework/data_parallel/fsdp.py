@@ -113,12 +113,16 @@ class FsdpLayers:
             parameters = [FsdpParameter(of_torch) for of_torch in unit.fsdp_params]
             unit.post_backward = self._prepared(unit, parameters)
             self.parameters += parameters
-        for state in self._state._state_ctx.all_states:
+        for state in self._states():
             state._root_post_backward_final_callback = self._ending(state._root_post_backward_final_callback)
+
+    def _states(self) -> list[Any]:
+        """Return FSDP's state of each unit; torch 2.11 lists that of modules that share a unit once for each."""
+        return list(dict.fromkeys(self._state._state_ctx.all_states))
 
     def units(self) -> Iterator[Any]:
         """Yield FSDP's parameter groups, each gathered by one collective."""
-        for state in self._state._state_ctx.all_states:
+        for state in self._states():
             groups = getattr(state, "_fsdp_param_groups", None)  # one, until torch 2.12
             yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
 
