@@ -68,6 +68,6 @@ Requirements on a splittable module
 ``models/decoder.py``, ``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` contain builders.
 ``models/attention.py``, ``models/blocks.py``, ``models/expert_balance.py``, ``models/experts.py``,
 ``models/feed_forward.py``, ``models/last_norm.py``, ``models/mla.py``, ``models/moe_options.py``,
-``models/multi_token.py``, ``models/mup.py``, ``models/option_tables.py``, ``models/sizes.py`` and
-``models/some_queries.py`` are shared code.
+``models/multi_token.py``, ``models/mup.py``, ``models/option_tables.py``, ``models/row_order.py``,
+``models/sizes.py`` and ``models/some_queries.py`` are shared code.
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ToExperts(torch.autograd.Function):
-    """Copy tokens x (N, D) to rows (N k, D), the row ``order[i]`` of the k copies of each token at place i."""
+    """Dispatch of tokens x (N, D): rows (N k, D), with copy ``order[i]`` of the k copies of each token at place i."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
@@ -29,7 +29,7 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """Return rows (R, D) from the experts' order to that of the tokens."""
+    """Reordering of rows (R, D) from the experts' order to that of the tokens."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from meshwright.kernels import float8, has_tools
+from meshwright.kernels import float8
 from meshwright.mesh.comm import Group
 
 MOST = 126
@@ -71,9 +71,9 @@ _SCHEMAS = {
 
 
 def _operator(name: str, plain: Callable[..., Any], kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Return the operator ``meshwright::name``: a kernel on CUDA where Triton is, plain torch code elsewhere."""
+    """Return the operator ``meshwright::name``: a kernel on CUDA if it takes the tensor, else plain torch code."""
     operator = custom_op(f"meshwright::{name}", plain, mutates_args=(), schema=_SCHEMAS[name])
-    operator.register_kernel("cuda", lambda *arguments: (kernel if has_tools() else plain)(*arguments))
+    operator.register_kernel("cuda", lambda first, *rest: (kernel if float8.takes(first) else plain)(first, *rest))
     operator.register_fake(fake)
     return operator
 

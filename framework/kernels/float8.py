@@ -9,10 +9,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright.kernels import has_tools
+
+FIRST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs that convert to float8."""
 LONGEST_ROW = 2**14
 """Elements of a row that one program holds in registers."""
 _TILES = {True: (4, 1024), False: (32, 128)}
 """Contiguous rows? -> rows and columns of a tile."""
+
+
+def takes(tensor: Tensor) -> bool:
+    """Return whether the kernels run on a CUDA tensor: they scale in float32, and older GPUs have no float8."""
+    is_wide = tensor.dtype == torch.float64
+    return has_tools() and not is_wide and torch.cuda.get_device_capability(tensor.device) >= FIRST_CAPABILITY
 
 
 def _matrix(x: Tensor) -> Tensor:

@@ -41,6 +41,19 @@ def test_same_bits(shape: tuple[int, ...], dtype: torch.dtype, transposed: bool,
     assert torch.equal(float8.decode(found, exponents, torch.float32), x.float())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "capability", "expected"),
+    [(torch.bfloat16, (9, 0), True), (torch.float64, (9, 0), False), (torch.bfloat16, (8, 0), False)],
+)
+def test_where_they_are_taken(
+    dtype: torch.dtype, capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scale in float32 would round float64 twice; an A100 has no float8."""
+    monkeypatch.setattr(float8, "has_tools", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert float8.takes(torch.ones(2, 16, dtype=dtype)) == expected
+
+
 def test_nan_and_infinity_stay_one_of_the_two(interpreter: None) -> None:
     x = torch.full((3, 64), 448.0, dtype=torch.bfloat16)
     x[0, 3], x[1, 4] = torch.nan, torch.inf
