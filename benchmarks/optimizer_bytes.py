@@ -20,7 +20,7 @@ from math import prod
 
 from meshwright.config import RunConfig, resolve
 from meshwright.model.build import configured_model
-from meshwright.optimizer.flat import factor_elements
+from meshwright.optimizer import factor_elements
 from meshwright.tools.dryrun.fake_step import profile_rank
 from meshwright.tools.dryrun.rank_profile import Category
 

@@ -28,10 +28,8 @@ from meshwright.mesh.grid import Grid
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
 from meshwright.model.running_buffers import cast_model
-from meshwright.optimizer.eight_bit import with_blocks
-from meshwright.optimizer.flat import with_matrices
-from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.parameters import GroupSettings, ParameterInfo
+from meshwright.optimizer import sampled_rates, with_settings
+from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import (
     LayerCost,
     ModelDescription,
@@ -126,16 +124,10 @@ class Blueprint:
     def digest(self) -> str:
         """Return a digest of configuration, schedule and stages, which must be equal on all ranks."""
         groups = sorted((i.name, *i.settings) for i in self.infos.values())
-        steps = self.config.train.steps
-        rates = [learning_rate(self.config.optimizer, step, steps) for step in _some_steps(steps)]
+        rates = sampled_rates(self.config.optimizer, self.config.train.steps)
         schedules = "".join(map(schedule_digest, (self.schedule, *self.ramp)))
         text = dump(self.config) + schedules + repr((self.stages, groups, rates, self.metrics))
         return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _some_steps(num_steps: int) -> list[int]:
-    """Return up to 33 steps from the first to the last."""
-    return sorted({round(part * (num_steps - 1) / 32) for part in range(33)})
 
 
 class BatchNumbers(NamedTuple):
@@ -235,7 +227,7 @@ def shard(
     config: RunConfig, model: PlainModel, whole: ModelDescription, tp: Ranks, ep: Ranks
 ) -> dict[str, ParameterInfo]:
     """Apply the sharding plan and the training dtype to the model, in place; return its parameters by name."""
-    dtype, optimizer, parallel = DTYPES[config.train.dtype], config.optimizer, config.parallel
+    dtype, parallel = DTYPES[config.train.dtype], config.parallel
     infos = sharding.apply(
         model.layers,
         plan=model.plan,
@@ -250,9 +242,4 @@ def shard(
     if is_meant_for_gpu(config.train.device, config.train.dtype):
         check_sizes(model.layers)
     cast_model(model.layers, whole.running, dtype)
-    infos = with_matrices(infos, model.matrices, model.canonical)
-    for name, info in infos.items():
-        if (group := model.groups.get(model.canonical(name))) is not None:
-            factors = group.learning_rate_factor, group.eps_factor
-            infos[name] = info._replace(settings=GroupSettings(*factors, group.weight_decay))
-    return with_blocks(infos, optimizer.block_size) if optimizer.name == "adamw8bit" else infos
+    return with_settings(infos, config.optimizer, model.groups, model.matrices, model.canonical)

@@ -13,16 +13,15 @@ from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprin
 from meshwright.config import RunConfig, bucket_bytes, expert_shard_factor, reduces_each_microbatch, shard_factor
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.members import holders_of, matrix_shard, members_of, shard_place
+from meshwright.data_parallel.members import members_of, shard_layout
 from meshwright.data_parallel.replica import ExpertStage, Replica, StageReplica
 from meshwright.data_parallel.sharding import Sharding, StageParameter, StageSharding, Tie
 from meshwright.errors import MeshError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.build import materialise
+from meshwright.optimizer import HostMemory, OffloadedOptimizer, first_scale, host_memory
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
-from meshwright.optimizer.learning_rate import first_scale
-from meshwright.optimizer.offload import HostMemory, OffloadedOptimizer, host_memory
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.plan import offloaded_names
@@ -138,11 +137,9 @@ def make_optimizer(
             bucket.kind.owns(tp_rank) and bucket.sharding.copies.rank == 0,
             bucket.fetch_gradient,
             bucket.gather,
-            bucket.kind.settings,
-            matrix_shard(bucket, holders),
-            shard_place(bucket, config.run.seed),
             bucket.wait,
-            holders_of(bucket, holders),
+            bucket.kind.settings,
+            shard_layout(bucket, holders, config.run.seed),
         )
         for bucket in buckets
     ]

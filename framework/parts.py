@@ -21,8 +21,8 @@ from meshwright.data.sources import Source
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.running_buffers import StepState
+from meshwright.optimizer import LossScale, add_state
 from meshwright.optimizer.flat import FlatOptimizer
-from meshwright.optimizer.learning_rate import LossScale
 from meshwright.pipeline.executor import Executor, Feed, RowResult
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
@@ -105,8 +105,8 @@ class Parts(ForwardParts):
         self.step_state = StepState(drawn.model.layers, drawn.running, own, replica, adds)
 
     def add_state(self, name: str) -> list[Tensor]:
-        """Add a state with one number per weight of this rank; from an observer's ``setup``. See FlatOptimizer."""
-        return self.optimizer.add_state(name)
+        """Add a state with one number per weight of this rank; from an observer's ``setup``."""
+        return add_state(self.optimizer, name)
 
     def request_stop(self, reason: str) -> None:
         """Ask to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""

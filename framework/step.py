@@ -25,8 +25,9 @@ from meshwright.blueprint import DTYPES, batch_numbers
 from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.members import sum_ties
 from meshwright.model.metrics import means
+from meshwright.optimizer import can_fall, evaluating, next_scale
 from meshwright.optimizer.flat import clip_factor
-from meshwright.optimizer.learning_rate import can_fall, learning_rate, next_scale
+from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parts import FLAGS, ForwardParts, Parts, StepStats
 from meshwright.pipeline.executor import Microbatch, RowResult
 from meshwright.pipeline.values import cast_floats
@@ -206,7 +207,7 @@ def validation_batches(parts: Parts) -> int:
 def validate(parts: Parts) -> float:
     """Return the mean loss over the validation batches, in eval mode. Equal on every rank and in every layout."""
     assert parts.validation is not None
-    with parts.optimizer.evaluating():
+    with evaluating(parts.optimizer):
         found = total_loss(parts, parts.validation, range(validation_batches(parts)))
     parts.validation_metrics = found.metrics
     return found.loss_sum / max(found.num_tokens, 1)

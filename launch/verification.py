@@ -70,7 +70,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
     """Return the configuration to prove, and print its differences from the one that is trained."""
-    from meshwright.optimizer.eight_bit import SMALLEST
+    from meshwright.optimizer import SMALLEST
     from meshwright.tools.verify import make_small, turn_dropout_on
 
     if config.data.builder is not None:

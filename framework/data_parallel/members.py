@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.data_parallel.sharding import BucketKind, ShardedParameters, StageParameter, accumulation_dtype
 from meshwright.mesh.comm import Group
-from meshwright.optimizer.flat import MatrixShard, MatrixSlot, ShardPlace
+from meshwright.optimizer import MatrixShard, MatrixSlot, ShardLayout, ShardPlace
 
 
 def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
@@ -47,14 +47,26 @@ def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[l
     return sorted(buckets, key=lambda bucket: completed_at[id(bucket)])
 
 
-def matrix_shard(bucket: ShardedParameters, holders: Group | None) -> MatrixShard | None:
+def shard_layout(bucket: ShardedParameters, holders: Group | None, seed: int) -> ShardLayout:
+    """Return the weights in this rank's shard of a bucket, for an optimizer that is not element-wise.
+
+    Args:
+        holders: ranks with the parts of weights that tp cuts; None if the optimizer needs no whole weights. Weights
+            that tp does not cut have their parts in the shard group.
+        seed: seed of the run, for random bits of each element.
+    """
+    slots = tuple((slot.member.info, slot.start) for slot in bucket.slots)
+    among = holders_of(bucket, holders)
+    return ShardLayout(ShardPlace(slots, bucket.shard_range[0], seed), matrix_shard(bucket, among), among)
+
+
+def matrix_shard(bucket: ShardedParameters, among: Group | None) -> MatrixShard | None:
     """Return the matrices of a bucket whose weights are stepped as such; Newton-Schulz is never in float16.
 
-    ``holders``: the ranks with the parts of weights that tp cuts. Others have theirs in the shard group.
+    ``among``: the ranks with parts of the bucket's weights.
     """
     if not bucket.kind.is_matrix:
         return None
-    among = holders_of(bucket, holders)
     assert among is not None
     slots = tuple(MatrixSlot(slot.member.info, slot.start) for slot in bucket.slots)
     dtype = torch.float32 if bucket.dtype == torch.float16 else bucket.dtype
@@ -65,12 +77,6 @@ def holders_of(bucket: ShardedParameters, holders: Group | None) -> Group | None
     """Return the ranks with parts of a bucket's weights; ``holders``: those of weights that tp cuts, or None."""
     is_cut = not bucket.kind.replicated_over_tp and bucket.kind.over == "tp"
     return holders if holders is None or is_cut else bucket.sharding.shard
-
-
-def shard_place(bucket: ShardedParameters, seed: int) -> ShardPlace:
-    """Return the place of this rank's shard in its bucket, for random bits of its elements by ``seed``."""
-    slots = tuple((slot.member.info, slot.start) for slot in bucket.slots)
-    return ShardPlace(slots, bucket.shard_range[0], seed)
 
 
 def full_tensor(bucket: ShardedParameters, shard: Tensor) -> Tensor:

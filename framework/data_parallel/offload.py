@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.sharding import Sharding, StageParameter
-from meshwright.optimizer.offload import HostMemory
+from meshwright.optimizer import HostMemory
 
 
 class OffloadedBucket(Bucket):

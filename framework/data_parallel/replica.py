@@ -27,7 +27,7 @@ from meshwright.data_parallel.offload import OffloadedBucket
 from meshwright.data_parallel.products import add_product, adds_products
 from meshwright.data_parallel.sharding import StageParameter, StageSharding, sum_over_tp
 from meshwright.mesh.comm import Group
-from meshwright.optimizer.offload import HostMemory
+from meshwright.optimizer import HostMemory
 from meshwright.parameters import GradientSum, WeightProduct
 
 

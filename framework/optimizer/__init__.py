@@ -1,1 +1,46 @@
-"""Optimizers on flat shards, gradient clipping by the global norm, and the learning rate as a function of the step."""
+"""Optimizers on flat shards, gradient clipping by the global norm, and the learning rate as a function of the step.
+
+ShardLayout, ShardPlace, MatrixShard, MatrixSlot   weights in a shard, for optimizers that are not element-wise
+with_settings, sampled_rates                       what the optimizer needs of each parameter; rates, to be compared
+HostMemory, host_memory, OffloadedOptimizer        optimizer in host memory
+LossScale, first_scale, next_scale, can_fall       loss scale of float16
+read_states, restore_states, add_state             state of each shard
+state_names, states_of, saved_states_of            names of the state
+factors_of, factor_infos, factor_elements          states that are no tensors per element (Adafactor)
+evaluating, evaluated_weights, GRADIENT_POINT      weights of evaluation (schedule-free)
+AdamW8bit, table_bytes, step_bytes, find_homes, iteration_flops, matrices_of   for the planner and verify
+"""
+
+from meshwright.optimizer.choice import ShardLayout as ShardLayout
+from meshwright.optimizer.choice import saved_states_of as saved_states_of
+from meshwright.optimizer.choice import states_of as states_of
+from meshwright.optimizer.eight_bit import SMALLEST as SMALLEST
+from meshwright.optimizer.eight_bit import AdamW8bit as AdamW8bit
+from meshwright.optimizer.eight_bit import table_bytes as table_bytes
+from meshwright.optimizer.factored import factor_elements as factor_elements
+from meshwright.optimizer.factored import factor_infos as factor_infos
+from meshwright.optimizer.factored import step_bytes as step_bytes
+from meshwright.optimizer.loss_scale import MAX_SCALE as MAX_SCALE
+from meshwright.optimizer.loss_scale import LossScale as LossScale
+from meshwright.optimizer.loss_scale import can_fall as can_fall
+from meshwright.optimizer.loss_scale import first_scale as first_scale
+from meshwright.optimizer.loss_scale import next_scale as next_scale
+from meshwright.optimizer.matrix_plan import MatrixShard as MatrixShard
+from meshwright.optimizer.matrix_plan import MatrixSlot as MatrixSlot
+from meshwright.optimizer.matrix_plan import find_homes as find_homes
+from meshwright.optimizer.matrix_plan import iteration_flops as iteration_flops
+from meshwright.optimizer.matrix_plan import matrices_of as matrices_of
+from meshwright.optimizer.offload import HostMemory as HostMemory
+from meshwright.optimizer.offload import OffloadedOptimizer as OffloadedOptimizer
+from meshwright.optimizer.offload import host_memory as host_memory
+from meshwright.optimizer.rounded import ShardPlace as ShardPlace
+from meshwright.optimizer.schedule_free import GRADIENT_POINT as GRADIENT_POINT
+from meshwright.optimizer.settings import sampled_rates as sampled_rates
+from meshwright.optimizer.settings import with_settings as with_settings
+from meshwright.optimizer.states import add_state as add_state
+from meshwright.optimizer.states import evaluated_weights as evaluated_weights
+from meshwright.optimizer.states import evaluating as evaluating
+from meshwright.optimizer.states import factors_of as factors_of
+from meshwright.optimizer.states import read_states as read_states
+from meshwright.optimizer.states import restore_states as restore_states
+from meshwright.optimizer.states import state_names as state_names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,17 @@ STATES = {
 """Names of the optimizer state per element, as checkpoints use them."""
 IN_TORCH = {"momentum": "momentum_buffer"}
 """Name in a checkpoint -> torch's name of a state."""
+
+
+class ShardLayout(NamedTuple):
+    """Weights in a flat shard, for the optimizers whose update of an element depends on its place or on others."""
+
+    place: ShardPlace | None = None
+    """Place of the shard in its bucket."""
+    matrices: MatrixShard | None = None
+    """Matrices of the shard, if it is stepped by matrices."""
+    holders: Group | None = None
+    """Ranks with parts of the shard's weights, for an optimizer that needs whole ones."""
 
 
 def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
@@ -63,29 +74,29 @@ def build_optimizer(
     groups: list[dict[str, Any]],
     config: Optimizer,
     allocate: Callable[[int, torch.dtype], Tensor] | None,
-    matrices: Mapping[Tensor, MatrixShard],
-    places: Mapping[Tensor, ShardPlace],
-    holders: Mapping[Tensor, Group],
+    layouts: Mapping[Tensor, ShardLayout],
 ) -> torch.optim.Optimizer:
     """Build the configured torch optimizer.
 
     Args:
         groups: of parameters, each with "lr", "eight_bit" and the fields of :class:`~.parameters.GroupSettings`.
         allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: beside the weights.
-        matrices: of the parameters that are stepped by matrices.
-        places: of the parameters in their buckets.
-        holders: ranks with parts of the weights of the parameters, for an optimizer that sums over whole weights.
+        layouts: of the parameters, each a flat shard.
     """
     if config.builder is not None:
+        element_states(config)  # refuses an optimizer that is not element-wise
         return build_own(groups, config)
+    places = {parameter: layout.place for parameter, layout in layouts.items() if layout.place is not None}
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
     groups = [{**group, "eps": config.eps * group["eps_factor"]} for group in groups]
     if config.name == "adamw8bit":
         return AdamW8bit(groups, config.block_size, allocate, betas=config.betas, fused=True)
     if config.name == "muon":
+        matrices = {parameter: layout.matrices for parameter, layout in layouts.items() if layout.matrices is not None}
         return ShardedMuon(groups, matrices, config)
     if config.name == "adafactor":
+        holders = {parameter: layout.holders for parameter, layout in layouts.items() if layout.holders is not None}
         return ShardedAdafactor(groups, config, places, holders)
     if config.name == "lion":
         return ShardedLion(groups, config.betas)

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config import Optimizer
-from meshwright.mesh.comm import Group
-from meshwright.optimizer.choice import IN_TORCH, build_optimizer, state_dtype
-from meshwright.optimizer.choice import saved_states_of as saved_states_of
-from meshwright.optimizer.choice import states_of as states_of
-from meshwright.optimizer.eight_bit import AdamW8bit
-from meshwright.optimizer.factored import Factor, ShardedAdafactor
-from meshwright.optimizer.factored import factor_elements as factor_elements
-from meshwright.optimizer.factored import factor_infos as factor_infos
-from meshwright.optimizer.factored import step_bytes as step_bytes
-from meshwright.optimizer.matrix_plan import MatrixShard as MatrixShard
-from meshwright.optimizer.matrix_plan import MatrixSlot as MatrixSlot
-from meshwright.optimizer.matrix_plan import find_homes as find_homes
-from meshwright.optimizer.matrix_plan import iteration_flops as iteration_flops
-from meshwright.optimizer.matrix_plan import matrices_of as matrices_of
-from meshwright.optimizer.matrix_plan import with_matrices as with_matrices
-from meshwright.optimizer.own import ElementStates, element_states, is_state_name
-from meshwright.optimizer.rounded import RoundedAdamW
-from meshwright.optimizer.rounded import ShardPlace as ShardPlace
-from meshwright.optimizer.schedule_free import GRADIENT_POINT as GRADIENT_POINT
-from meshwright.optimizer.schedule_free import Gathered, ShardedScheduleFree, evaluating
+from meshwright.optimizer.choice import ShardLayout, build_optimizer
 from meshwright.parameters import GroupSettings
 
 NORM_PIECE = 2**16
@@ -54,16 +34,12 @@ class OptimizerShard(NamedTuple):
     """Function that returns the gradient on the weights' device, which may be the host; blocks until complete."""
     after_step: Callable[[], None]
     """Function called after the step, to post the all-gather of the weights. Does not block."""
-    settings: GroupSettings = GroupSettings()
-    """Settings of the parameters' group; its weight decay is the configuration's if None and ``decays``."""
-    matrices: MatrixShard | None = None
-    """Matrices of the shard, if it is stepped by matrices."""
-    place: ShardPlace | None = None
-    """Place of the shard in its bucket."""
     wait: Callable[[], None] = lambda: None
     """Function that blocks until the all-gather is done."""
-    holders: Group | None = None
-    """Ranks with parts of the shard's weights, for an optimizer that needs whole ones."""
+    settings: GroupSettings = GroupSettings()
+    """Settings of the parameters' group; its weight decay is the configuration's if None and ``decays``."""
+    layout: ShardLayout = ShardLayout()
+    """Weights in the shard, for optimizers whose updates are not element-wise."""
 
 
 class FlatOptimizer:
@@ -81,20 +57,15 @@ class FlatOptimizer:
 
         Args:
             order: indices of the shards, in the order in which they are stepped and sent; None: as given.
-            allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: on the device of the weights.
+            allocate: function (numel, dtype) that allocates zeros for state; None: on the device of the weights.
         """
         self.shards = list(shards)
         self.parameters = [nn.Parameter(shard.weights) for shard in self.shards]
-        self.state_names = [states_of(config, is_matrix=shard.matrices is not None) for shard in self.shards]
-        """Names of the state of each shard."""
-        self._config = config
-        self.saved_names = saved_states_of(config)
-        """Names of all states in a checkpoint."""
-        self._own: ElementStates | None = None if config.builder is None else element_states(config)
+        self.config, self.allocate = config, allocate
+        self.order = list(range(len(self.shards)) if order is None else order)
+        self.num_steps = 0
         self.added: dict[str, list[Tensor]] = {}
-        """States of callbacks by name, one flat tensor per shard; see :meth:`add_state`."""
-        self._order = list(range(len(self.shards)) if order is None else order)
-        self._num_steps = 0
+        """States of callbacks by name, one flat tensor per shard; see :func:`~.states.add_state`."""
         decay = config.weight_decay
         groups: dict[tuple[bool, GroupSettings], list[nn.Parameter]] = {
             (True, GroupSettings(weight_decay=decay)): [],  # torch accepts empty groups, but no empty list
@@ -113,9 +84,7 @@ class FlatOptimizer:
             ],
             config,
             allocate,
-            {p: s.matrices for p, s in zip(self.parameters, self.shards, strict=True) if s.matrices is not None},
-            {p: s.place for p, s in zip(self.parameters, self.shards, strict=True) if s.place is not None},
-            {p: s.holders for p, s in zip(self.parameters, self.shards, strict=True) if s.holders is not None},
+            {parameter: shard.layout for parameter, shard in zip(self.parameters, self.shards, strict=True)},
         )
 
     def square_norm(self) -> Tensor:
@@ -146,8 +115,8 @@ class FlatOptimizer:
         """Step all shards once, with every gradient multiplied by ``gradient_factor`` first."""
         for group in self.inner.param_groups:
             group["lr"] = learning_rate * group["rate_factor"]
-        self._step(self._order, gradient_factor)
-        self._num_steps += 1
+        self._step(self.order, gradient_factor)
+        self.num_steps += 1
 
     def _step(self, indices: Sequence[int], gradient_factor: float) -> None:
         """Step these shards together, then post the all-gather of each one's weights, in this order."""
@@ -160,82 +129,6 @@ class FlatOptimizer:
         for index in indices:
             self.parameters[index].grad = None  # torch skips parameters without a gradient
             self.shards[index].after_step()
-
-    def states(self, index: int) -> tuple[dict[str, Tensor], int]:
-        """Return (optimizer state of shard ``index`` by name, steps taken). The state is zero before the first step."""
-        parameter, weights = self.parameters[index], self.shards[index].weights
-        if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks:
-            return self.inner.moments(parameter), self._num_steps
-        kept = self.inner.state.get(parameter, {})
-        found = {name: kept.get(self._key(name)) for name in self.state_names[index]}
-        states = {n: torch.zeros_like(weights) if t is None else t.to(weights.dtype) for n, t in found.items()}
-        if isinstance(self.inner, ShardedScheduleFree):
-            states[GRADIENT_POINT] = weights
-        return states, self._num_steps
-
-    def factors(self, index: int) -> Iterator[Factor]:
-        """Yield the states of a shard's weights that are no tensors per element; a restore copies into them."""
-        if isinstance(self.inner, ShardedAdafactor):
-            yield from self.inner.factors(self.parameters[index])
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are those of evaluation. Collective over the shard groups."""
-        shards = zip(self.parameters, self.shards, strict=True)
-        every = [Gathered(parameter, shard.wait, shard.after_step) for parameter, shard in shards]
-        return evaluating(self.inner, [every[index] for index in self._order])
-
-    def evaluated(self, index: int) -> Tensor:
-        """Return the weights of evaluation of shard ``index``: its own, but for schedule-free optimizers."""
-        parameter, inner = self.parameters[index], self.inner
-        return inner.averaged(parameter) if isinstance(inner, ShardedScheduleFree) else self.shards[index].weights
-
-    def restore(self, index: int, states: Mapping[str, Tensor], steps: int) -> None:
-        """Set the optimizer state of a shard; inverse of :meth:`states`. The tensors may be kept, not copied."""
-        self._num_steps = steps
-        parameter, weights = self.parameters[index], self.shards[index].weights
-        if isinstance(self.inner, ShardedAdafactor):
-            self.inner.taken = steps
-            return
-        if isinstance(self.inner, AdamW8bit) and self.shards[index].in_blocks:
-            self.inner.set_moments(parameter, states, steps)
-            return
-        if self._own is not None and steps == 0:
-            return  # its own initial state
-        kept: dict[str, Tensor | int] = {}
-        for name in self.state_names[index]:
-            key = self._key(name)
-            state = states[name].to(state_dtype(self._config, weights.dtype))
-            kept[key] = self._place(state, weights, self.inner.state.get(parameter, {}).get(key))
-        if self._own is not None:
-            kept |= self._own.counters_at(steps, weights.device)
-        elif isinstance(self.inner, ShardedScheduleFree | RoundedAdamW):
-            kept["step"] = steps
-        elif "exp_avg_sq" in kept:
-            kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=weights.device)
-        self.inner.state[parameter] = kept
-
-    def _key(self, name: str) -> str:
-        """Return torch's name of a state."""
-        return name if self._own is not None else IN_TORCH.get(name, name)
-
-    def add_state(self, name: str) -> list[Tensor]:
-        """Add a state with one number per weight, which checkpoints hold under ``name``; for callbacks.
-
-        Returns:
-            one flat tensor per shard of :attr:`shards`, now a copy of its weights. A resume fills it from the
-            checkpoint; where the checkpoint has none, with the weights.
-
-        Raises:
-            ValueError: the name is taken, or none that a checkpoint can hold.
-        """
-        if not is_state_name(name) or name in (*self.saved_names, *self.added):
-            raise ValueError(f"state {name!r}: choose another name, of at most 64 letters, digits and underscores")
-        self.added[name] = [shard.weights.clone() for shard in self.shards]
-        return self.added[name]
-
-    def _place(self, state: Tensor, weights: Tensor, present: Tensor | None) -> Tensor:
-        """Return the tensor that holds ``state`` from now on; ``present`` holds the shard's earlier state."""
-        return state
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:

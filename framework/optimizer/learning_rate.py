@@ -1,15 +1,10 @@
-"""Learning rate and loss scale of a step.
-
-The learning rate is a pure function of the step: nothing to save, nothing to be off by one after a resume. The loss
-scale follows from the overflows so far.
-"""
+"""Learning rate of a step, a pure function of it: nothing to save, nothing to be off by one after a resume."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
-from meshwright.config import Optimizer, RunConfig
+from meshwright.config import Optimizer
 from meshwright.optimizer.own import own_rate
 
 
@@ -45,53 +40,3 @@ def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     if optimizer.schedule == "cosine":
         return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * share))
     return peak + (low - peak) * share
-
-
-MAX_SCALE = 1e36
-"""Bound on the scale: scaled losses stay finite in float32."""
-
-
-class LossScale(NamedTuple):
-    """Loss scale of float16, a factor on the loss in backward, with the counts that decide its changes.
-
-    It keeps small gradients above float16's smallest number. Too large a scale makes gradients Inf: all ranks skip the
-    step, since all have the gradient norm, and the scale falls. It is part of a run's state.
-    """
-
-    value: float = 1.0
-    sound_steps: int = 0
-    """Steps without overflow since the last overflow or rise."""
-    tolerated: int = 0
-    """Overflows left before the scale falls; back to ``loss_scale.hysteresis`` when the scale rises."""
-
-
-def first_scale(config: RunConfig) -> LossScale:
-    """Return the loss scale of a run's first step; 1 unless the run computes in float16."""
-    keys = config.loss_scale
-    if config.train.dtype != "float16":
-        return LossScale()
-    return LossScale(keys.initial, 0, keys.hysteresis) if keys.fixed is None else LossScale(keys.fixed)
-
-
-def can_fall(config: RunConfig, scale: LossScale) -> bool:
-    """Return whether an overflow at this scale is one that a smaller scale may avoid."""
-    keys = config.loss_scale
-    return config.train.dtype == "float16" and keys.fixed is None and scale.value > keys.minimum
-
-
-def next_scale(config: RunConfig, scale: LossScale, *, overflow: bool) -> LossScale:
-    """Return the loss scale of the next step. ``overflow``: the gradients of this one were NaN or Inf.
-
-    The rule is Megatron's and, with a hysteresis of 1, that of torch's GradScaler.
-    """
-    keys = config.loss_scale
-    if config.train.dtype != "float16" or keys.fixed is not None:
-        return scale
-    value, sound_steps, tolerated = scale
-    if overflow:
-        tolerated = max(0, tolerated - 1)
-        return LossScale(value if tolerated else max(value * keys.backoff, keys.minimum), 0, tolerated)
-    if sound_steps + 1 < keys.window:
-        return LossScale(value, sound_steps + 1, tolerated)
-    grown = value * keys.growth
-    return LossScale(grown if grown <= MAX_SCALE else value, 0, keys.hysteresis)

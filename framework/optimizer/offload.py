@@ -22,6 +22,7 @@ from meshwright.config import Optimizer, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.mesh.comm import CollectiveHandle
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
+from meshwright.optimizer.states import restore_states, state_names
 
 
 class HostMemory:
@@ -96,18 +97,13 @@ class OffloadedOptimizer(FlatOptimizer):
     ) -> None:
         """Build the optimizer over shards in host memory, and allocate its state there, zero; see the base class."""
         super().__init__(shards, config, order=order, allocate=host.allocate)
-        self._host = host
-        for index, (shard, names) in enumerate(zip(self.shards, self.state_names, strict=True)):
-            if names:
-                self.restore(index, dict.fromkeys(names, torch.zeros(()).expand_as(shard.weights)), 0)
+        for index, shard in enumerate(self.shards):
+            if names := state_names(self, index):
+                restore_states(self, index, dict.fromkeys(names, torch.zeros(()).expand_as(shard.weights)), 0)
 
     def _step(self, indices: Sequence[int], gradient_factor: float) -> None:
         for index in indices:
             super()._step([index], gradient_factor)
-
-    def _place(self, state: Tensor, weights: Tensor, present: Tensor | None) -> Tensor:
-        memory = self._host.allocate(weights.numel(), state.dtype) if present is None else present
-        return memory.copy_(state)
 
 
 def _mapped(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:

@@ -79,7 +79,7 @@ class Gathered(NamedTuple):
 
 
 @contextmanager
-def evaluating(optimizer: torch.optim.Optimizer, shards: Sequence[Gathered]) -> Iterator[None]:
+def exchanged_weights(optimizer: torch.optim.Optimizer, shards: Sequence[Gathered]) -> Iterator[None]:
     """Replace y by x within the context; other optimizers keep their weights. Collective over the shard groups.
 
     It takes memory for a copy of the shards.

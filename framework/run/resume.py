@@ -14,8 +14,7 @@ from meshwright.checkpoint.preflight import check_manifest, check_space, checkpo
 from meshwright.config import RunConfig, samples_after, write_snapshot
 from meshwright.errors import CheckpointError, ConfigError, UnreadableError
 from meshwright.mesh.mesh import Mesh
-from meshwright.optimizer.flat import saved_states_of
-from meshwright.optimizer.learning_rate import MAX_SCALE, LossScale, first_scale
+from meshwright.optimizer import MAX_SCALE, LossScale, first_scale, saved_states_of
 from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
 from meshwright.run.base import check_resumed

@@ -21,7 +21,17 @@ from meshwright.errors import CheckpointError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.running_buffers import is_saved
-from meshwright.optimizer.flat import GRADIENT_POINT, FlatOptimizer, factor_infos
+from meshwright.optimizer import (
+    GRADIENT_POINT,
+    evaluated_weights,
+    factor_infos,
+    factors_of,
+    read_states,
+    restore_states,
+    saved_states_of,
+    state_names,
+)
+from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts, TrainState
 
@@ -127,12 +137,12 @@ def pieces(
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.buckets:
             number, index = index, index + 1
-            states, _ = optimizer.states(number)
+            states, _ = read_states(optimizer, number)
             states |= {name: flats[number] for name, flats in optimizer.added.items()}
             if not bucket.kind.owns(mesh.at.tp_rank):
                 continue
             shards = {TensorKind(name): state for name, state in states.items()}
-            evaluated = optimizer.evaluated(number)
+            evaluated = evaluated_weights(optimizer, number)
             if bucket.is_mixed_precision:
                 shards[TensorKind.MASTER] = evaluated
             is_own = evaluated is bucket.master
@@ -145,7 +155,7 @@ def pieces(
                 if bucket.sharding.is_first:
                     yield from flat_pieces(kind, bucket, flat)
             if mesh.dp.rank == 0 and mesh.at.tp_rank == 0:
-                for name, info, tensor in optimizer.factors(number):
+                for name, info, tensor in factors_of(optimizer, number):
                     yield TensorPiece(TensorKind(name), info, tensor)
 
 
@@ -173,7 +183,7 @@ def restore(
         saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
         assert saved is not None  # of weights, what is missing is an error
         buffer.copy_(saved)
-    is_apart = bool(optimizer_steps) and GRADIENT_POINT in optimizer.saved_names
+    is_apart = bool(optimizer_steps) and GRADIENT_POINT in saved_states_of(optimizer.config)
     stepped = TensorKind(GRADIENT_POINT) if is_apart else TensorKind.WEIGHTS
     index = 0
     for replica in replicas.values():
@@ -194,10 +204,10 @@ def restore(
             if optimizer_steps:
                 states = {
                     name: _read_bucket(checkpoint, TensorKind(name), bucket)[start:stop].clone()
-                    for name in optimizer.state_names[index]
+                    for name in state_names(optimizer, index)
                 }
-                optimizer.restore(index, states, optimizer_steps)
-                for name, info, tensor in optimizer.factors(index):
+                restore_states(optimizer, index, states, optimizer_steps)
+                for name, info, tensor in factors_of(optimizer, index):
                     tensor.copy_(_read(checkpoint, TensorKind(name), info, tensor.dtype))
             for name, flats in optimizer.added.items():
                 kind = TensorKind(name)

@@ -50,7 +50,7 @@ from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
 from meshwright.model.running_buffers import is_saved
-from meshwright.optimizer.flat import factor_infos, saved_states_of
+from meshwright.optimizer import factor_infos, saved_states_of
 from meshwright.parameters import ParameterInfo
 from meshwright.run import RunLock
 from meshwright.system.bounded import real_path

@@ -27,6 +27,7 @@ from meshwright.errors import DriftError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh
+from meshwright.optimizer import read_states
 from meshwright.parts import Parts
 from meshwright.watch.ranks import numbers, ranks_at
 
@@ -79,7 +80,7 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
     for replica in parts.replicas.values():
         replica.wait_for_weights()
         for bucket in replica.buckets:
-            states, steps = parts.optimizer.states(index)
+            states, steps = read_states(parts.optimizer, index)
             index += 1
             moments = {f"{_moment_name(name)} of ": state for name, state in states.items()} if steps else {}
             if bucket.flat is not None:

@@ -21,6 +21,7 @@ from meshwright.data_parallel.replica import StageReplica
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh, peak_memory_bytes, pick_device
+from meshwright.optimizer import read_states, restore_states
 from meshwright.parts import Parts
 from meshwright.run.directory import run_directory
 from meshwright.run.resume import resume
@@ -75,7 +76,7 @@ def restored_optimizer(config: RunConfig) -> Stepped:
     for _ in range(2):
         take_step(parts)
     optimizer = parts.optimizer
-    kept = [optimizer.states(i) for i in range(len(optimizer.shards))]
+    kept = [read_states(optimizer, i) for i in range(len(optimizer.shards))]
     moments = [{name: state.clone() for name, state in states.items()} for states, _ in kept]
     weights = [(bucket.flat.clone(), bucket.master.clone()) for r in parts.replicas.values() for bucket in r.buckets]
     state = parts.state.step, parts.state.samples_seen
@@ -85,7 +86,7 @@ def restored_optimizer(config: RunConfig) -> Stepped:
     for i, bucket in enumerate(buckets):
         bucket.flat.copy_(weights[i][0])
         bucket.master.copy_(weights[i][1])
-        optimizer.restore(i, moments[i], kept[i][1])
+        restore_states(optimizer, i, moments[i], kept[i][1])
     states = list(optimizer.inner.state.values())
     return Stepped(
         all(group["fused"] for group in optimizer.inner.param_groups),

@@ -13,7 +13,8 @@ import meshwright.optimizer.factored
 import meshwright.optimizer.pieces
 from meshwright.config import Optimizer
 from meshwright.mesh.comm import Group
-from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard, ShardPlace
+from meshwright.optimizer import ShardPlace, evaluating, factors_of, read_states
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.schedule_free import average_weight
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
@@ -62,7 +63,7 @@ def test_lion_moves_by_the_sign_of_an_average() -> None:
     gradient.copy_(torch.tensor([-0.3, 1e-9]))
     optimizer.step(0.1, 1.0)
     assert weights.tolist() == pytest.approx([0.8, 1.0 - 0.1 * 0.2e-9 / 1e-6])
-    assert optimizer.states(0)[0]["exp_avg"].tolist() == pytest.approx([0.06, 1e-10])
+    assert read_states(optimizer, 0)[0]["exp_avg"].tolist() == pytest.approx([0.06, 1e-10])
 
 
 SHAPES = ((5, 7), (6,), (3, 4, 5), (4, 1, 3), ())
@@ -90,7 +91,7 @@ def test_adafactor_is_torch_s_on_whole_parameters(together: int, monkeypatch: py
         ours.step(rate, 1.0)
     found = torch.cat([each.detach().flatten() for each in theirs])
     torch.testing.assert_close(weights, found, rtol=1e-12, atol=1e-14)
-    for name, info, tensor in ours.factors(0):
+    for name, info, tensor in factors_of(ours, 0):
         state = reference.state[theirs[int(info.name)]][{"exp_avg_sq": "variance"}.get(name, name)]
         torch.testing.assert_close(tensor.flatten(), state.flatten(), rtol=1e-12, atol=0.0)
 
@@ -114,11 +115,11 @@ def test_schedule_free_is_its_authors_formula(cut: int, monkeypatch: pytest.Monk
         ours.step(rate, 1.0)
         torch.testing.assert_close(weights, whole.detach(), rtol=1e-13, atol=1e-14)
         kept = weights.clone()
-        with ours.evaluating():
+        with evaluating(ours):
             torch.testing.assert_close(weights, theirs.averages[whole], rtol=1e-12, atol=1e-13)
             assert not torch.allclose(weights, kept, rtol=1e-4) or step == 0
         assert torch.equal(weights, kept)
-        assert torch.equal(ours.states(0)[0]["y"], weights[:cut])
+        assert torch.equal(read_states(ours, 0)[0]["y"], weights[:cut])
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4])

@@ -13,7 +13,7 @@ from meshwright.config import RunConfig, load
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import close_mesh
-from meshwright.optimizer.learning_rate import MAX_SCALE, LossScale, can_fall, first_scale, next_scale
+from meshwright.optimizer import MAX_SCALE, LossScale, can_fall, first_scale, next_scale
 from meshwright.run.resume import resume, saved_scale
 from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout

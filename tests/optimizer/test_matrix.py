@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import meshwright.optimizer.matrix
 from meshwright.config import Optimizer
 from meshwright.mesh.comm import CollectiveHandle, Group
-from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard, states_of
+from meshwright.optimizer import ShardLayout, read_states, restore_states, states_of
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.matrix import COEFFICIENTS, SCALES, MatrixExchange, newton_schulz
 from meshwright.optimizer.matrix_plan import Matrix, MatrixShard, MatrixSlot, find_homes, matrices_of, tp_part
 from meshwright.parameters import ParameterInfo, Slice
@@ -300,7 +301,14 @@ def flat_shard(weights: Tensor, gradient: Tensor, infos: Sequence[ParameterInfo]
     is_matrix = infos[0].matrix is not None
     shard = MatrixShard(slots, len(weights), ALONE, 1, weights.dtype) if is_matrix else None
     return OptimizerShard(
-        weights, gradient, infos[0].decays, False, True, lambda: gradient, lambda: None, matrices=shard
+        weights,
+        gradient,
+        infos[0].decays,
+        False,
+        True,
+        lambda: gradient,
+        lambda: None,
+        layout=ShardLayout(matrices=shard),
     )
 
 
@@ -332,9 +340,9 @@ def test_it_is_muon_on_matrices_and_adamw_on_the_rest(scale: str, nesterov: bool
         theirs.step()
         torch.testing.assert_close(matrices, torch.cat([qkv.flatten(), wide.flatten()]), rtol=1e-11, atol=1e-12)
         torch.testing.assert_close(vector, adamw.detach(), rtol=1e-12, atol=1e-13)
-    states, steps = ours.states(0)
+    states, steps = read_states(ours, 0)
     assert steps == 4 and list(states) == ["momentum"] == list(states_of(config, is_matrix=True))
-    assert list(ours.states(1)[0]) == ["exp_avg", "exp_avg_sq"] == list(states_of(config, is_matrix=False))
+    assert list(read_states(ours, 1)[0]) == ["exp_avg", "exp_avg_sq"] == list(states_of(config, is_matrix=False))
     kept = torch.cat([each.flatten() for each in momenta]) * (1 - config.muon_momentum)  # a mean instead of a sum
     torch.testing.assert_close(states["momentum"], kept, rtol=1e-12, atol=1e-13)
 
@@ -369,14 +377,14 @@ def test_states_go_out_and_come_back() -> None:
 
     weights = drawn(12, seed=0)
     first, gradient = fresh(weights)
-    assert not first.states(0)[0]["momentum"].any()
+    assert not read_states(first, 0)[0]["momentum"].any()
     for step in range(3):
         gradient.copy_(drawn(12, seed=step))
         first.step(1e-2, 1.0)
-    states, steps = first.states(0)
+    states, steps = read_states(first, 0)
     copied = weights.clone()
     second, other = fresh(copied)
-    second.restore(0, {name: state.clone() for name, state in states.items()}, steps)
+    restore_states(second, 0, {name: state.clone() for name, state in states.items()}, steps)
     for optimizer, found in ((first, gradient), (second, other)):
         found.copy_(drawn(12, seed=3))
         optimizer.step(1e-2, 1.0)

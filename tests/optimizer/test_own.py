@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
-from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard, states_of
+from meshwright.optimizer import add_state, read_states, restore_states, states_of
+from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.optimizer.own import element_states
 from meshwright.parameters import GroupSettings
@@ -171,10 +172,10 @@ def test_flat_shards_step_as_torch_does_on_parameters_and_go_on_after_a_restore(
     ours = make()
     for step, gradient in enumerate(gradients):
         if step == 3:
-            states = [ours.states(index) for index in range(2)]
+            states = [read_states(ours, index) for index in range(2)]
             ours = make()
             for index, (tensors, steps) in enumerate(states):
-                ours.restore(index, {name: tensor.clone() for name, tensor in tensors.items()}, steps)
+                restore_states(ours, index, {name: tensor.clone() for name, tensor in tensors.items()}, steps)
         flat.copy_(gradient)
         ours.step(0.1 / (step + 1), 1.0)
         for parameter, row, group, factor in zip(plain, gradient, theirs.param_groups, (0.5, 1.0), strict=True):
@@ -227,10 +228,10 @@ def test_a_schedule_that_fails_is_named(name: str, code: str, text: str) -> None
 def test_states_of_callbacks_start_as_the_weights() -> None:
     weights = torch.arange(4.0)
     optimizer = FlatOptimizer([_shard(weights, torch.zeros(4))], Optimizer())
-    (added,) = optimizer.add_state("ema")
+    (added,) = add_state(optimizer, "ema")
     weights += 1
     assert added.tolist() == [0, 1, 2, 3] and optimizer.added == {"ema": [added]}
     for name in ("exp_avg", "ema", "weights", "master", "_ema", "é", "a/b", "", "a" * 65):
         with pytest.raises(ValueError, match="choose another name"):
-            optimizer.add_state(name)
+            add_state(optimizer, name)
     assert list(optimizer.added) == ["ema"]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import meshwright.optimizer.rounded
 from meshwright.config import Optimizer
+from meshwright.optimizer import ShardLayout, read_states
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.rounded import ShardPlace, round_stochastically, whole_positions
 from meshwright.parameters import ParameterInfo, Slice
@@ -54,14 +55,16 @@ def trained(tp: int, shards: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
         optimizers = []
         for k in range(shards):
             own, grad = (each[k * per : (k + 1) * per] for each in (weights, gradient))
-            place = ShardPlace(slots, k * per, SEED)
+            layout = ShardLayout(ShardPlace(slots, k * per, SEED))
             call = (lambda grad=grad: grad, lambda: None)
-            optimizers.append(FlatOptimizer([OptimizerShard(own, grad, True, False, True, *call, place=place)], CONFIG))
+            optimizers.append(
+                FlatOptimizer([OptimizerShard(own, grad, True, False, True, *call, layout=layout)], CONFIG)
+            )
         for step in range(STEPS):
             gradient.copy_(flat([drawn(*shape, seed=9 + step) for shape in WHOLE.values()]))
             for optimizer in optimizers:
                 optimizer.step(1e-2, 1.0)
-        moments = [optimizer.states(0)[0] for optimizer in optimizers]
+        moments = [read_states(optimizer, 0)[0] for optimizer in optimizers]
         kinds = {"w": weights} | {name: torch.cat([each[name] for each in moments]) for name in moments[0]}
         for kind, values in kinds.items():
             for info, start in slots:

@@ -15,6 +15,7 @@ from meshwright.errors import NonFiniteError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
+from meshwright.optimizer import read_states
 from meshwright.parts import Parts
 from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout
@@ -139,7 +140,7 @@ def held(parts: Parts) -> list[Tensor]:
     for replica in parts.replicas.values():
         replica.wait_for_weights()
         for bucket in replica.buckets:
-            states, _ = parts.optimizer.states(index)
+            states, _ = read_states(parts.optimizer, index)
             index += 1
             found += [bucket.master, *states.values()]
             if bucket.flat is not None:

@@ -18,6 +18,7 @@ from meshwright.errors import DriftError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh
+from meshwright.optimizer import read_states
 from meshwright.parts import Parts
 from meshwright.step import take_step
 from meshwright.watch.drift import WORDS, bits, check_drift, differing_pieces
@@ -74,7 +75,7 @@ def find(parts: Parts, flip: Flip) -> Tensor:
             for place in bucket.slots:
                 if place.member.info.name == flip.name:
                     flat = {"weight": bucket.flat, "master": bucket.master}.get(flip.what)
-                    flat = parts.optimizer.states(index)[0][flip.what] if flat is None else flat
+                    flat = read_states(parts.optimizer, index)[0][flip.what] if flat is None else flat
                     return flat[place.start : place.stop]
             index += 1
     raise AssertionError(f"rank {parts.mesh.rank} does not hold {flip.name}")

@@ -27,7 +27,7 @@ from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
 from meshwright.mesh.grid import Coordinates, Grid
-from meshwright.optimizer.flat import states_of
+from meshwright.optimizer import states_of
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.stage import LossPart, Stage

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh.grid import Grid
-from meshwright.optimizer.eight_bit import table_bytes
-from meshwright.optimizer.flat import step_bytes
+from meshwright.optimizer import step_bytes, table_bytes
 from meshwright.schedule.action import Schedule
 from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.planner.footprint import Footprint

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshwright.blueprint import DTYPES
 from meshwright.config import RunConfig, shard_factor
-from meshwright.optimizer.flat import find_homes, iteration_flops, matrices_of
+from meshwright.optimizer import find_homes, iteration_flops, matrices_of
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import PerformanceModel

@@ -21,7 +21,7 @@ from meshwright.data.sources import example
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
-from meshwright.optimizer.flat import factor_elements
+from meshwright.optimizer import factor_elements
 from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy, with_heads

@@ -13,8 +13,7 @@ from meshwright.expert_parallel import plan as experts
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel
 from meshwright.model.running_buffers import cast_parameters
-from meshwright.optimizer.eight_bit import with_blocks
-from meshwright.optimizer.flat import with_matrices
+from meshwright.optimizer import with_settings
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tools.planner.context import ContextMeter
 from meshwright.tools.planner.matrix_step import MatrixSize, sizes_of
@@ -67,9 +66,7 @@ def shard(
         shared=model.shared_units,
     )
     infos = experts.apply(config.model.builder, layers, model.plan, infos, ep, tied)
-    if config.optimizer.name == "adamw8bit":
-        infos = with_blocks(infos, config.optimizer.block_size)
-    infos = with_matrices(infos, model.matrices, model.canonical)
+    infos = with_settings(infos, config.optimizer, model.groups, model.matrices, model.canonical)
     cast_parameters(layers, DTYPES[config.train.dtype])
     parameters: dict[str, list[LocalParameter]] = {}
     for name, parameter in layers.named_parameters(remove_duplicate=False):

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.config import Optimizer, ParameterGroup
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
-from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer import AdamW8bit
 from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
 from meshwright.tools.verify.plain_muon import PlainMuon
 from meshwright.tools.verify.plain_rounded import PlainRoundedAdamW

@@ -18,6 +18,7 @@ from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import configured_model
+from meshwright.optimizer import evaluating
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.step import take_step, total_loss
@@ -108,7 +109,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
         findings.metrics.append(dict(stats.metrics) | digests(parts.step_state.step_sums()))
         if step in validated_after(steps):
             recorder.seen = {}
-            with parts.optimizer.evaluating():
+            with evaluating(parts.optimizer):
                 total = total_loss(parts, recorder, [steps])
             findings.tokens.append(recorder.seen)
             findings.validation.append(total.loss_sum / max(total.num_tokens, 1))

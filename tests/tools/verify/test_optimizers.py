@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-import meshwright.build
+import meshwright.data_parallel.members
 import meshwright.optimizer.factored
 import meshwright.optimizer.rounded
 import meshwright.tools.verify.rank
@@ -18,8 +18,9 @@ from meshwright.config import RunConfig
 from meshwright.data_parallel.fsdp import FsdpLayers
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
+from meshwright.optimizer import ShardPlace, evaluated_weights
 from meshwright.optimizer.factored import ShardedAdafactor
-from meshwright.optimizer.flat import FlatOptimizer, ShardPlace
+from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.optimizer.lion import ShardedLion
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
@@ -131,7 +132,7 @@ def the_sign_of_an_error(patch: pytest.MonkeyPatch) -> None:
 
 def validation_at_the_gradient_s_weights(patch: pytest.MonkeyPatch) -> None:
     """Schedule-free: the loss of y is taken for that of x."""
-    patch.setattr(FlatOptimizer, "evaluating", lambda optimizer: nullcontext())
+    patch.setattr(meshwright.tools.verify.rank, "evaluating", lambda optimizer: nullcontext())
 
 
 def training_on_at_the_average(patch: pytest.MonkeyPatch) -> None:
@@ -141,10 +142,10 @@ def training_on_at_the_average(patch: pytest.MonkeyPatch) -> None:
     def left(optimizer: FlatOptimizer) -> Iterator[None]:
         for index, parameter in enumerate(optimizer.parameters):
             optimizer.shards[index].wait()  # the all-gather would race with the copy
-            parameter.data.copy_(optimizer.evaluated(index))
+            parameter.data.copy_(evaluated_weights(optimizer, index))
         yield
 
-    patch.setattr(FlatOptimizer, "evaluating", left)
+    patch.setattr(meshwright.tools.verify.rank, "evaluating", left)
 
 
 def stale_shared_weights(patch: pytest.MonkeyPatch) -> None:
@@ -170,7 +171,7 @@ def rounding_to_the_nearest(patch: pytest.MonkeyPatch) -> None:
 
 def sums_of_the_replica_s_own_part(patch: pytest.MonkeyPatch) -> None:
     """Adafactor: squares are summed over tp alone, or over the shards alone."""
-    patch.setattr(meshwright.build, "holders_of", lambda bucket, holders: bucket.sharding.shard)
+    patch.setattr(meshwright.data_parallel.members, "holders_of", lambda bucket, holders: bucket.sharding.shard)
 
 
 def sums_that_are_not_reduced(patch: pytest.MonkeyPatch) -> None:

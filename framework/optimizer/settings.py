@@ -1,0 +1,42 @@
+"""Settings of the optimizer for each parameter: group factors, matrices, blocks of 8-bit state; and sampled rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from meshwright.config import Optimizer, ParameterGroup
+from meshwright.optimizer.eight_bit import with_blocks
+from meshwright.optimizer.learning_rate import learning_rate
+from meshwright.optimizer.matrix_plan import with_matrices
+from meshwright.parameters import GroupSettings, ParameterInfo
+
+
+def with_settings(
+    infos: Mapping[str, ParameterInfo],
+    optimizer: Optimizer,
+    groups: Mapping[str, ParameterGroup],
+    matrices: Mapping[str, tuple[int, ...]],
+    canonical: Callable[[str], str],
+) -> dict[str, ParameterInfo]:
+    """Return ``infos`` with all that the optimizer needs of each parameter.
+
+    Args:
+        groups: canonical name -> group of ``model.parameter_groups``; other parameters have no settings of their own.
+        matrices: canonical name -> rows of the parts of a weight's matrices.
+        canonical: function that returns the name under which a tied weight is stored.
+
+    Raises:
+        UserError: a layout cuts matrices or blocks that must stay whole.
+    """
+    found = with_matrices(infos, matrices, canonical)
+    for name, info in found.items():
+        if (group := groups.get(canonical(name))) is not None:
+            factors = group.learning_rate_factor, group.eps_factor
+            found[name] = info._replace(settings=GroupSettings(*factors, group.weight_decay))
+    return with_blocks(found, optimizer.block_size) if optimizer.name == "adamw8bit" else found
+
+
+def sampled_rates(optimizer: Optimizer, num_steps: int) -> list[float]:
+    """Return the learning rates of up to 33 steps from the first to the last, which ranks compare."""
+    steps = sorted({round(part * (num_steps - 1) / 32) for part in range(33)})
+    return [learning_rate(optimizer, step, num_steps) for step in steps]

@@ -1,0 +1,105 @@
+"""States that a flat optimizer keeps beside its shards, as checkpoints, evaluation and callbacks use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from meshwright.optimizer.choice import IN_TORCH, saved_states_of, state_dtype, states_of
+from meshwright.optimizer.eight_bit import AdamW8bit
+from meshwright.optimizer.factored import Factor, ShardedAdafactor
+from meshwright.optimizer.flat import FlatOptimizer
+from meshwright.optimizer.own import element_states, is_state_name
+from meshwright.optimizer.rounded import RoundedAdamW
+from meshwright.optimizer.schedule_free import GRADIENT_POINT, Gathered, ShardedScheduleFree, exchanged_weights
+
+
+def state_names(optimizer: FlatOptimizer, index: int) -> tuple[str, ...]:
+    """Return the names of the state of shard ``index``."""
+    return states_of(optimizer.config, is_matrix=optimizer.shards[index].layout.matrices is not None)
+
+
+def read_states(optimizer: FlatOptimizer, index: int) -> tuple[dict[str, Tensor], int]:
+    """Return (optimizer state of shard ``index`` by name, steps taken). The state is zero before the first step."""
+    inner, parameter, weights = optimizer.inner, optimizer.parameters[index], optimizer.shards[index].weights
+    if isinstance(inner, AdamW8bit) and optimizer.shards[index].in_blocks:
+        return inner.moments(parameter), optimizer.num_steps
+    kept = inner.state.get(parameter, {})
+    found = {name: kept.get(_key(optimizer, name)) for name in state_names(optimizer, index)}
+    states = {n: torch.zeros_like(weights) if t is None else t.to(weights.dtype) for n, t in found.items()}
+    if isinstance(inner, ShardedScheduleFree):
+        states[GRADIENT_POINT] = weights
+    return states, optimizer.num_steps
+
+
+def restore_states(optimizer: FlatOptimizer, index: int, states: Mapping[str, Tensor], steps: int) -> None:
+    """Set the state of shard ``index``; inverse of :func:`read_states`. The tensors may be kept, not copied."""
+    config, inner, weights = optimizer.config, optimizer.inner, optimizer.shards[index].weights
+    optimizer.num_steps = steps
+    parameter = optimizer.parameters[index]
+    if isinstance(inner, ShardedAdafactor):
+        inner.taken = steps
+        return
+    if isinstance(inner, AdamW8bit) and optimizer.shards[index].in_blocks:
+        inner.set_moments(parameter, states, steps)
+        return
+    own = None if config.builder is None else element_states(config)
+    if own is not None and steps == 0:
+        return  # its own initial state
+    present, kept = inner.state.get(parameter, {}), dict[str, Tensor | int]()
+    for name in state_names(optimizer, index):
+        key, state = _key(optimizer, name), states[name].to(state_dtype(config, weights.dtype))
+        if optimizer.allocate is not None:  # the state stays in the memory that was allocated first
+            memory = present.get(key)
+            state = (optimizer.allocate(weights.numel(), state.dtype) if memory is None else memory).copy_(state)
+        kept[key] = state
+    if own is not None:
+        kept |= own.counters_at(steps, weights.device)
+    elif isinstance(inner, ShardedScheduleFree | RoundedAdamW):
+        kept["step"] = steps
+    elif "exp_avg_sq" in kept:
+        kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=weights.device)
+    inner.state[parameter] = kept
+
+
+def _key(optimizer: FlatOptimizer, name: str) -> str:
+    """Return torch's name of a state."""
+    return name if optimizer.config.builder is not None else IN_TORCH.get(name, name)
+
+
+def factors_of(optimizer: FlatOptimizer, index: int) -> Iterator[Factor]:
+    """Yield the states of a shard's weights that are no tensors per element; a restore copies into them."""
+    if isinstance(optimizer.inner, ShardedAdafactor):
+        yield from optimizer.inner.factors(optimizer.parameters[index])
+
+
+def evaluating(optimizer: FlatOptimizer) -> AbstractContextManager[None]:
+    """Return a context in which the weights are those of evaluation. Collective over the shard groups."""
+    shards = zip(optimizer.parameters, optimizer.shards, strict=True)
+    every = [Gathered(parameter, shard.wait, shard.after_step) for parameter, shard in shards]
+    return exchanged_weights(optimizer.inner, [every[index] for index in optimizer.order])
+
+
+def evaluated_weights(optimizer: FlatOptimizer, index: int) -> Tensor:
+    """Return the weights of evaluation of shard ``index``: its own, but for schedule-free optimizers."""
+    parameter, inner = optimizer.parameters[index], optimizer.inner
+    return inner.averaged(parameter) if isinstance(inner, ShardedScheduleFree) else optimizer.shards[index].weights
+
+
+def add_state(optimizer: FlatOptimizer, name: str) -> list[Tensor]:
+    """Add a state with one number per weight, which checkpoints hold under ``name``; for callbacks.
+
+    Returns:
+        one flat tensor per shard of the optimizer, now a copy of its weights. A resume fills it from the checkpoint;
+        where the checkpoint has none, with the weights.
+
+    Raises:
+        ValueError: the name is taken, or none that a checkpoint can hold.
+    """
+    if not is_state_name(name) or name in (*saved_states_of(optimizer.config), *optimizer.added):
+        raise ValueError(f"state {name!r}: choose another name, of at most 64 letters, digits and underscores")
+    optimizer.added[name] = [shard.weights.clone() for shard in optimizer.shards]
+    return optimizer.added[name]
