@@ -35,7 +35,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.plan import SplitBackward

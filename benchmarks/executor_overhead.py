@@ -53,7 +53,7 @@ from torch.distributed.pipelining import (
 )
 
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.stage import Stage, StageSpec

@@ -31,7 +31,7 @@ from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import PlainModel
 from meshwright.model.meter import causal_share

@@ -19,7 +19,7 @@ from typing import Any
 
 from gpu_contenders import build_on_device, config_of, job_of, parse
 
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.step import take_step
 

@@ -37,7 +37,7 @@ from meshwright.build import build
 from meshwright.config import RunConfig, resolve
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.meter import causal_share
 from meshwright.step import take_step

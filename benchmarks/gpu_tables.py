@@ -25,7 +25,7 @@ from rich.table import Table
 
 from meshwright.config import load, resolve
 from meshwright.launch.plans import execution_options
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.tools.dryrun.cuda.library import compile_library
 from meshwright.tools.dryrun.cuda.process import run_process
 from meshwright.tools.planner.cost import step_time

@@ -47,8 +47,8 @@ from task import Samples, run_config
 
 from meshwright.build import build
 from meshwright.launch.pool import RankPool
+from meshwright.mesh import Grid
 from meshwright.mesh.activity import Activity
-from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.run.directory import STATUS
 from meshwright.run.saving import Saver

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.model.build import build_model, copy_module, materialise
 from meshwright.parameters import ParameterInfo

@@ -38,7 +38,7 @@ from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.launch.plans import measure_all_links, measure_block_share, measure_core
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tools.planner.calibrate import build_hardware, cores

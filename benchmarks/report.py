@@ -18,7 +18,7 @@ from rich.table import Table
 from task import TOKENS_PER_STEP
 from wire import labels
 
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 
 RESULTS = Path(__file__).parent / "results"
 SAME_LOSS = 2e-6

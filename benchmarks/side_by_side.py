@@ -38,7 +38,7 @@ from wire import expected_bytes
 
 import meshwright.tensor_parallel.megatron
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 
 TIMEOUT_S = 1800.0
 

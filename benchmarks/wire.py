@@ -19,8 +19,8 @@ from __future__ import annotations
 from task import GLOBAL_BATCH, HIDDEN_SIZE, MICRO_BATCH_SIZE, SEQUENCE_LENGTH, run_config
 
 from meshwright.blueprint import draw_blueprint
+from meshwright.mesh import Axis, Grid
 from meshwright.mesh.comm import Group
-from meshwright.mesh.grid import Axis, Grid
 
 FLOAT32 = 4
 FLOAT64 = 8

@@ -59,7 +59,7 @@ import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankError, RankPool
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import build_model
 from meshwright.parts import Parts

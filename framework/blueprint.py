@@ -23,8 +23,8 @@ from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.data.sources import example
 from meshwright.expert_parallel import plan as experts
 from meshwright.fp8.convert import check_sizes
+from meshwright.mesh import Grid
 from meshwright.mesh.comm import Group
-from meshwright.mesh.grid import Grid
 from meshwright.model.build import PlainModel, configured_model
 from meshwright.model.meter import reference
 from meshwright.model.running_buffers import cast_model

@@ -18,7 +18,7 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
         MeshError: the nodes hold no whole number of replicas, or a tensor-parallel group would straddle nodes.
     """
     from meshwright.config import check_expert_ranks, default_world_size, load
-    from meshwright.mesh.grid import Grid, nodes_of
+    from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
 
     config, per_node = load(options.config, overrides), options.devices_per_node
     num_ranks = default_world_size(config, 0)
@@ -38,13 +38,13 @@ def mesh(options: argparse.Namespace, overrides: list[str]) -> int:
         num_replicas = num_ranks // parallel.ranks_per_batch
     check_expert_ranks(parallel, num_replicas)
     grid = Grid(parallel.pp, num_replicas, parallel.tp, parallel.cp, parallel.ep)
-    grid.check_placement(nodes, tp_across_nodes=parallel.tp_across_nodes, ep_across_nodes=parallel.ep_across_nodes)
+    check_placement(grid, nodes, tp_across_nodes=parallel.tp_across_nodes, ep_across_nodes=parallel.ep_across_nodes)
     if parallel.known_dp not in (None, grid.dp):
         put(
             f"{options.config} has parallel.dp = {parallel.dp}, which is {num_ranks} ranks; these {len(nodes)} hold "
             f"dp = {grid.dp}, drawn here (to train so: --parallel.dp={grid.dp})\n"
         )
-    put(grid.draw(nodes))
+    put(draw_placement(grid, nodes))
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Pipeline, RunConfig, load, resolve
 from meshwright.errors import ConfigError, UserError
-from meshwright.mesh.grid import Axis, Grid, nodes_of
+from meshwright.mesh import Axis, Grid, check_placement, nodes_of
 from meshwright.schedule.build import BUILDERS
 from meshwright.system.atomic import check_place, writing
 from meshwright.terminal.output import put, tell
@@ -45,7 +45,7 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     grid = Grid(*config.parallel.degrees)
     nodes = nodes_of(-(-grid.size // per_node), per_node)[: grid.size]
     across = {key: getattr(config.parallel, key) for key in ("tp_across_nodes", "ep_across_nodes")}
-    grid.check_placement(nodes, **across)
+    check_placement(grid, nodes, **across)
     hardware = _hardware(config, options.cluster, per_node)
     faults = options.seed_fault or []
     parsed = [parse_fault(fault, grid, config.pipeline) for fault in faults]

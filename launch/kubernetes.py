@@ -24,7 +24,7 @@ from meshwright.errors import UserError
 from meshwright.launch.restarts import RECURRING_EXIT_CODES
 from meshwright.launch.slurm import resolve_for_nodes
 from meshwright.launch.slurm_values import check_lines
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.system.host import JOBSET
 from meshwright.terminal.output import tell
 

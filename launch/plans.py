@@ -16,7 +16,7 @@ from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError
 from meshwright.launch.comparisons import answers, read_wanted
 from meshwright.launch.sweeps import run_sweep
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.system.atomic import check_place, write_out
 from meshwright.terminal.format import format_size

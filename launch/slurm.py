@@ -36,7 +36,7 @@ from meshwright.launch.slurm_values import (
     read_prologue,
     seconds_of,
 )
-from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
 from meshwright.run.directory import METRICS, run_directory
 from meshwright.terminal.output import put, tell
 from meshwright.tracking.jsonl import read_records
@@ -88,8 +88,8 @@ def resolve_for_nodes(config: RunConfig, num_nodes: int, per_node: int) -> tuple
         ) from None
     grid, nodes = Grid(*resolved.parallel.degrees), nodes_of(num_nodes, per_node)
     across = {key: getattr(resolved.parallel, key) for key in ("tp_across_nodes", "ep_across_nodes")}
-    grid.check_placement(nodes, **across)
-    return resolved, grid.draw(nodes)
+    check_placement(grid, nodes, **across)
+    return resolved, draw_placement(grid, nodes)
 
 
 def measure_lead(run: Path) -> tuple[int, str]:

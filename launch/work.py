@@ -23,7 +23,7 @@ from meshwright.data.sources import (
 )
 from meshwright.errors import Preempted, RunFilesError
 from meshwright.launch.callbacks import CallbackErrors, Callbacks, StreamState, find_callbacks, make_callbacks
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.parts import Observer, Parts
 from meshwright.run import RunFiles, lock_directory, make_directory

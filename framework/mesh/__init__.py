@@ -1,2 +1,9 @@
 """Ranks, nodes and axes: the pure grid, and the mesh with its process groups. Only this room calls
 torch.distributed."""
+
+from meshwright.mesh.grid import Axis as Axis
+from meshwright.mesh.grid import Coordinates as Coordinates
+from meshwright.mesh.grid import Grid as Grid
+from meshwright.mesh.placement import check_placement as check_placement
+from meshwright.mesh.placement import draw_placement as draw_placement
+from meshwright.mesh.placement import nodes_of as nodes_of

@@ -9,14 +9,8 @@ rank = ((pp_rank x dp + dp_rank) x cp + cp_rank) x tp + tp_rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
-
-from meshwright.errors import MeshError
-
-MAX_DEVICES = 2**20
-"""Maximum number of devices of a cluster that :func:`nodes_of` enumerates."""
 
 
 class Axis(StrEnum):
@@ -107,30 +101,3 @@ class Grid(NamedTuple):
     def groups(self, axis: Axis) -> list[tuple[int, ...]]:
         """Return all groups of an axis, by their first rank: a partition of the ranks."""
         return [self.group(axis, n) for n in range(self.size) if not getattr(self.coordinates(n), f"{axis}_rank")]
-
-    def check_placement(
-        self, nodes: Sequence[str], *, tp_across_nodes: bool = False, ep_across_nodes: bool = False
-    ) -> None:
-        """Raise :class:`MeshError` if a tp or ep group straddles nodes; ``nodes[rank]`` is the name of a rank's
-        node."""
-        from meshwright.mesh.placement import check_placement
-
-        check_placement(self, nodes, tp_across_nodes=tp_across_nodes, ep_across_nodes=ep_across_nodes)
-
-    def draw(self, nodes: Sequence[str]) -> str:
-        """Draw the ranks on their nodes, as text of many lines; ``nodes[rank]`` is the name of the rank's node."""
-        from meshwright.mesh.placement import draw
-
-        return draw(self, nodes)
-
-
-def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
-    """Return the node name of each rank of a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks."""
-    num_devices = num_nodes * devices_per_node
-    if num_devices > MAX_DEVICES:
-        raise MeshError(
-            "MW-MESH-007",
-            f"{num_nodes:,} nodes of {devices_per_node:,} devices are {num_devices:,} devices, and at most "
-            f"{MAX_DEVICES:,} are laid out: give fewer nodes",
-        )
-    return [f"node{rank // devices_per_node}" for rank in range(num_devices)]

@@ -21,6 +21,7 @@ from meshwright.mesh.device import prepare_allocator as prepare_allocator
 from meshwright.mesh.device import prepare_recorder as prepare_recorder
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 from meshwright.mesh.links import LinkedGroup, open_links
+from meshwright.mesh.placement import check_placement
 from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
 from meshwright.mesh.store import NoteStore
 from meshwright.mesh.traffic import Traffic
@@ -229,7 +230,7 @@ def open_mesh(
         for group in (*groups.values(), ep, same):
             group.barrier()
     nodes = world.gather_objects(node_name())
-    grid.check_placement(nodes, tp_across_nodes=tp_across_nodes, ep_across_nodes=ep_across_nodes)
+    check_placement(grid, nodes, tp_across_nodes=tp_across_nodes, ep_across_nodes=ep_across_nodes)
     pp, dp, cp, tp = groups.values()
     return Mesh(grid, rank, chosen, pp, dp, tp, world, traffic, nodes, timeout_s, activity, cp, ep, same)
 

@@ -22,13 +22,28 @@ MOST_COLUMNS = 24
 MOST_PIPELINES = 4
 MOST_STAGES = 4
 
+MAX_DEVICES = 2**20
+"""Maximum number of devices of a cluster that :func:`nodes_of` enumerates."""
+
 Item = TypeVar("Item")
+
+
+def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
+    """Return the node name of each rank of a regular cluster: ``node0`` holds the first ``devices_per_node`` ranks."""
+    num_devices = num_nodes * devices_per_node
+    if num_devices > MAX_DEVICES:
+        raise MeshError(
+            "MW-MESH-007",
+            f"{num_nodes:,} nodes of {devices_per_node:,} devices are {num_devices:,} devices, and at most "
+            f"{MAX_DEVICES:,} are laid out: give fewer nodes",
+        )
+    return [f"node{rank // devices_per_node}" for rank in range(num_devices)]
 
 
 def check_placement(
     grid: Grid, nodes: Sequence[str], *, tp_across_nodes: bool = False, ep_across_nodes: bool = False
 ) -> None:
-    """Check that no tp group and no ep group straddles nodes.
+    """Check that no tp group and no ep group straddles nodes; ``nodes[rank]`` is the name of a rank's node.
 
     Raises:
         MeshError: the first group that does, with the drawn mesh; or a number of nodes' ranks unlike the grid's.
@@ -46,7 +61,7 @@ def check_placement(
                 "MW-MESH-006",
                 f"the tensor-parallel group of ranks {ranks[0]}..{ranks[-1]} straddles the nodes {', '.join(found)}: "
                 f"its traffic is in every layer and belongs inside a node. Choose parallel.tp so that it divides the "
-                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw(grid, nodes)}",
+                f"ranks of a node, or allow it with --parallel.tp_across_nodes=true\n\n{draw_placement(grid, nodes)}",
             )
     for first in [] if ep_across_nodes else range(0, grid.size, grid.ep):
         found = list(dict.fromkeys(nodes[first : first + grid.ep]))
@@ -56,11 +71,11 @@ def check_placement(
                 f"the expert-parallel group of ranks {first}..{first + grid.ep - 1} straddles the nodes "
                 f"{', '.join(found)}: every layer of experts exchanges tokens in it. Choose parallel.ep so that it "
                 f"divides the ranks of a node, or allow it with --parallel.ep_across_nodes=true\n\n"
-                f"{draw(grid, nodes)}",
+                f"{draw_placement(grid, nodes)}",
             )
 
 
-def draw(grid: Grid, nodes: Sequence[str]) -> str:
+def draw_placement(grid: Grid, nodes: Sequence[str]) -> str:
     """Draw the ranks of ``grid`` on their nodes, as text of many lines.
 
     Many nodes, replicas and pipeline ranks are abridged to the first and the last. A tensor-parallel group that

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid, draw_placement
 from meshwright.run.directory import PLACEMENT, STARTS
 from meshwright.system.atomic import append_synced, write_atomic
 from meshwright.system.bounded import parse_json, read_bytes
@@ -70,5 +70,5 @@ def record_start(
     with contextlib.suppress(OSError):
         before = place.read_bytes().count(b"\n") if place.exists() else 0
         append_synced(place, (json.dumps(line) + "\n").encode())
-        write_atomic(directory / PLACEMENT, grid.draw(nodes) + "\n")
+        write_atomic(directory / PLACEMENT, draw_placement(grid, nodes) + "\n")
     return before

@@ -18,7 +18,7 @@ from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.errors import CheckpointError
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.running_buffers import is_saved
 from meshwright.optimizer import (

@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from meshwright.errors import ModelError
 from meshwright.fp8.linear import Fp8Linear
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.tensor_parallel.hints import close_word, nearest
 from meshwright.tensor_parallel.own_rule import Rule
 from meshwright.tensor_parallel.shared_units import SharedUnits, entry_of, unit_problems

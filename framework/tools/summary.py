@@ -10,6 +10,7 @@ import torch
 
 from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
 from meshwright.config import expert_shard_factor, phases, reduces_each_microbatch, shard_factor
+from meshwright.mesh import draw_placement
 from meshwright.optimizer import factor_elements, matrices_of
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.terminal.format import format_size, format_table
@@ -113,7 +114,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
     sequence = ", sequence parallel" if config.parallel.sequence else ""
     return "\n".join(
         [
-            blueprint.grid.draw(nodes),
+            draw_placement(blueprint.grid, nodes),
             "",
             f"model      {config.model.builder}, {len(blueprint.model.layers)} layers, "
             f"{blueprint.num_parameters:,} parameters",

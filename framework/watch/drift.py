@@ -24,8 +24,8 @@ from torch import Tensor
 
 from meshwright.data_parallel.sharding import ShardedParameters, Tie
 from meshwright.errors import DriftError
+from meshwright.mesh import Grid
 from meshwright.mesh.comm import Group
-from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer import read_states
 from meshwright.parts import Parts

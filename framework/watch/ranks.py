@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 
 MAX_RUNS = 8
 """Limit of number ranges that are written out."""

@@ -17,7 +17,7 @@ import pytest
 from meshwright.config import load, resolve
 from meshwright.launch.arguments import build_parser
 from meshwright.launch.cli import main, split_overrides
-from meshwright.mesh.grid import Grid, nodes_of
+from meshwright.mesh import Grid, check_placement, nodes_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -86,7 +86,7 @@ def test_each_is_one_that_there_is(where: str, command: str, monkeypatch: pytest
         parallel = resolved.parallel
         assert isinstance(parallel.dp, int)
         grid = Grid(parallel.pp, parallel.dp, parallel.tp)
-        grid.check_placement(nodes_of(nodes, per_node), tp_across_nodes=parallel.tp_across_nodes)
+        check_placement(grid, nodes_of(nodes, per_node), tp_across_nodes=parallel.tp_across_nodes)
     elif options.command == "mesh":
         assert main(shlex.split(command)[1:]) == 0, f"{where}: {command}"
     elif options.command != "plan":

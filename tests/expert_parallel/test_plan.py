@@ -10,8 +10,8 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import load, resolve
 from meshwright.errors import ConfigError, MeshError, ModelError
+from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
 from meshwright.mesh.comm import Group
-from meshwright.mesh.grid import Grid, nodes_of
 from tests.tools.verify.cases import config_of
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "max_sequence_length": 8, "num_heads": 4}
@@ -71,7 +71,7 @@ def test_ep_divides_the_ranks_of_a_stage() -> None:
 def test_a_group_stays_inside_a_node_unless_it_may_leave_it() -> None:
     grid = Grid(dp=8, ep=8)
     with pytest.raises(MeshError, match=r"ranks 0..7 straddles the nodes node0, node1"):
-        grid.check_placement(nodes_of(2, 4))
-    grid.check_placement(nodes_of(2, 4), ep_across_nodes=True)
-    drawn = " ".join(grid.draw(nodes_of(2, 4)).split())
+        check_placement(grid, nodes_of(2, 4))
+    check_placement(grid, nodes_of(2, 4), ep_across_nodes=True)
+    drawn = " ".join(draw_placement(grid, nodes_of(2, 4)).split())
     assert "expert parallel 1 group of 8 neighbours, 1 replica of each expert; across up to 2 nodes" in drawn

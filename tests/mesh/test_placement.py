@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from meshwright.mesh.grid import Grid, nodes_of
-from meshwright.mesh.placement import WIDTH, draw
+from meshwright.mesh import Grid, nodes_of
+from meshwright.mesh.placement import WIDTH, draw_placement
 
 EIGHT = """\
 pp 2 x dp 2 x tp 2 = 8 ranks on 2 nodes of 4
@@ -23,12 +23,12 @@ pipeline           2 replicas of 2 pipeline ranks, first to last:
 
 
 def test_eight_ranks() -> None:
-    assert draw(Grid(2, 2, 2), nodes_of(2, 4)) == EIGHT
+    assert draw_placement(Grid(2, 2, 2), nodes_of(2, 4)) == EIGHT
 
 
 def test_every_rank_of_four_nodes_stands_in_its_row() -> None:
     grid = Grid(2, 8, 2)
-    text = draw(grid, nodes_of(4, 8))
+    text = draw_placement(grid, nodes_of(4, 8))
     rows = re.findall(r"│ pp(\d+) +dp(\d+) +tp +(\d+) +(\d+) +│", text)
     assert sorted(int(rank) for row in rows for rank in row[2:]) == list(range(32))
     for pp_rank, dp_rank, first, second in rows:
@@ -41,7 +41,7 @@ def test_every_rank_of_four_nodes_stands_in_its_row() -> None:
 
 
 def test_two_thousand_nodes_fit_a_screen() -> None:
-    text = draw(Grid(16, 128, 8), nodes_of(2048, 8))
+    text = draw_placement(Grid(16, 128, 8), nodes_of(2048, 8))
     lines = text.splitlines()
     assert len(lines) < 50 and max(map(len, lines)) <= WIDTH
     assert "16,384 ranks on 2,048 nodes of 8" in text and "2,040 more nodes" in text and "124 more replicas" in text
@@ -49,9 +49,9 @@ def test_two_thousand_nodes_fit_a_screen() -> None:
 
 
 def test_what_is_off_and_what_straddles_is_said() -> None:
-    alone = draw(Grid(1, 1, 1), ["here"])
+    alone = draw_placement(Grid(1, 1, 1), ["here"])
     assert "1 rank on 1 node" in alone and alone.count(" off") == 3
-    across = draw(Grid(1, 1, 4), ["a", "a", "b", "b"])
+    across = draw_placement(Grid(1, 1, 4), ["a", "a", "b", "b"])
     assert "ACROSS up to 2 nodes" in across and "pp0 dp0  tp2-3  2 3" in across
-    uneven = draw(Grid(1, 3, 1), ["a", "b", "a"])
+    uneven = draw_placement(Grid(1, 3, 1), ["a", "b", "a"])
     assert "on 2 nodes of 1 or 2" in uneven and "┌ a: ranks 0 2" in uneven

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from meshwright.mesh import Axis
 from meshwright.mesh.comm import Group, Transfer
-from meshwright.mesh.grid import Axis
 from meshwright.mesh.mesh import Mesh
 
 LATENCY_REPEATS = 20

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.config import RunConfig, bucket_bytes, resolve
 from meshwright.errors import CommunicationError, ConfigError, MissingRanksError, UserError
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import close_mesh, environment_rank, open_mesh, open_store
 from meshwright.run.directory import run_directory
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text

@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from meshwright.mesh.grid import Axis
+from meshwright.mesh import Axis
 from meshwright.schedule.analysis import check
 from meshwright.tools.dryrun.deadlock import find_deadlock
 from meshwright.tools.dryrun.groups import GroupViews, Ranks, axis_of, format_ranks

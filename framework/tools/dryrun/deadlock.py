@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
-from meshwright.mesh.grid import Coordinates
+from meshwright.mesh import Coordinates
 from meshwright.schedule.action import Action
 from meshwright.tools.dryrun.groups import GroupViews, Ranks, folded, format_ranks
 from meshwright.tools.dryrun.job import Job

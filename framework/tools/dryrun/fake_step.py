@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
 from meshwright.config import RunConfig, shard_factor
+from meshwright.mesh import Coordinates, Grid
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
-from meshwright.mesh.grid import Coordinates, Grid
 from meshwright.optimizer import states_of
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import RowResult

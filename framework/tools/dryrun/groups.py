@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from meshwright.mesh.grid import Axis, Coordinates, Grid
+from meshwright.mesh import Axis, Coordinates, Grid
 from meshwright.tools.dryrun.job import Job
 from meshwright.tools.dryrun.rank_profile import CommunicationRecord, RankProfile
 

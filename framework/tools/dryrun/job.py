@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.blueprint import Blueprint, batch_numbers
 from meshwright.config import RunConfig
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.pipeline.plan import offloaded_names, outline_of
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.blueprint import batch_numbers
 from meshwright.config import RunConfig
+from meshwright.mesh import Grid
 from meshwright.mesh.fake import fake_mesh
-from meshwright.mesh.grid import Grid
 from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.stage import LossPart
 from meshwright.pipeline.values import TensorSpec, ValueSpec

@@ -21,7 +21,7 @@ from meshwright.blueprint import batch_numbers, draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.data.sources import AnySource, open_validation, unigram_nats, validation_steps
 from meshwright.errors import ConfigError, DataError
-from meshwright.mesh.grid import Axis
+from meshwright.mesh import Axis
 from meshwright.mesh.mesh import close_mesh
 from meshwright.parts import ForwardParts
 from meshwright.run.directory import METRICS

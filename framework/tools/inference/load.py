@@ -21,7 +21,7 @@ from meshwright.build import compare_digests, make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, leaves_out_base, load_saved, parse, read_resolved
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import materialise
 from meshwright.model.running_buffers import is_saved

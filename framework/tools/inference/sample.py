@@ -25,8 +25,8 @@ from meshwright.config import RunConfig, resolve
 from meshwright.data import fingerprint
 from meshwright.data.tokenizer import begin_id, load
 from meshwright.errors import ConfigError, ModelError
+from meshwright.mesh import Coordinates, Grid
 from meshwright.mesh.comm import Group
-from meshwright.mesh.grid import Coordinates, Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Microbatch

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.config import RunConfig, shard_factor
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.optimizer import step_bytes, table_bytes
 from meshwright.schedule.action import Schedule
 from meshwright.tools.at_rest import Elements, held_at_rest

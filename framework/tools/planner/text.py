@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.config import RunConfig
-from meshwright.mesh.grid import nodes_of
+from meshwright.mesh import draw_placement, nodes_of
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.picture.text import text as schedule_text
 from meshwright.tools.planner.explanation import sanity, strategy, why
@@ -40,7 +40,7 @@ def describe(cache: ModelCache, plan: Plan) -> str:
     lines += ["", *table(cache, plan.best, plan), *notes(plan), ""]
     if len(plan.best) > 1:
         lines += [why(first, plan.best[1]), ""]
-    lines += [first.layout.grid.draw(nodes_of(plan.nodes, hardware.devices_per_node)), ""]
+    lines += [draw_placement(first.layout.grid, nodes_of(plan.nodes, hardware.devices_per_node)), ""]
     lines += ["peak memory of each rank in the first layout", *memory_table(first), *sanity(cache, first)]
     lines += room_for_skew(cache, plan.hardware, first)
     if 1 < first.choice.pp <= 16:

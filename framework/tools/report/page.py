@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import UserError
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
 from meshwright.schedule.load import draw_schedule
 from meshwright.terminal.format import format_duration, format_gib

@@ -15,7 +15,7 @@ from meshwright.config import RunConfig, parse
 from meshwright.data.sources import Source, example, open_sources
 from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.sharding import ShardedParameters
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import configured_model
 from meshwright.optimizer import evaluating

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.watch.hang.heartbeat import (
     Heartbeat,
     ReceivedHeartbeat,

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 
 MISSED_TICKS = 3
 """Ticks without a new heartbeat after which a rank counts as silent."""

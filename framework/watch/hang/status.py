@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
 from meshwright.errors import DataError
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.system.bounded import read_bytes
 from meshwright.system.process import is_alive
 from meshwright.watch.hang.diagnosis import lines, seconds

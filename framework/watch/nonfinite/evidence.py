@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.mesh.grid import Grid
+from meshwright.mesh import Grid
 from meshwright.watch.ranks import ranks_at, samples_named
 
 MAX_FINDINGS = 16

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
-from meshwright.mesh.grid import Axis, Grid
+from meshwright.mesh import Axis, Grid
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Feed, RowResult
 from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, EvidenceKind, backward_order, broken, cause

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.mesh import Grid, nodes_of
 from meshwright.mesh.fake import InterceptedOperation
-from meshwright.mesh.grid import Grid, nodes_of
 from meshwright.tools.dryrun.agreement import disagreements
 from meshwright.tools.dryrun.groups import axis_of
 from meshwright.tools.dryrun.job import Job, dry_run_job, set_rank_schedule
