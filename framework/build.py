@@ -9,8 +9,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshwright.blueprint import DTYPES, Blueprint, batch_numbers, draw_blueprint
-from meshwright.config import RunConfig, bucket_bytes, expert_shard_factor, reduces_each_microbatch, shard_factor
+from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.config import (
+    RunConfig,
+    batch_numbers,
+    bucket_bytes,
+    expert_shard_factor,
+    reduces_each_microbatch,
+    shard_factor,
+)
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.members import members_of, shard_layout
@@ -22,9 +29,9 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.model.build import materialise
 from meshwright.optimizer import HostMemory, OffloadedOptimizer, first_scale, host_memory
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
+from meshwright.parameters import DTYPES
 from meshwright.parts import Parts
 from meshwright.pipeline.executor import Executor
-from meshwright.pipeline.plan import offloaded_names
 from meshwright.pipeline.stage import Stage, StageSpec, activation_offload, compile_layers
 from meshwright.pipeline.values import Loss, Losses, cross_entropy, with_heads
 from meshwright.schedule.analysis import links_of
@@ -98,7 +105,7 @@ def build(
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, host=host, holders=holders)
     executor = Executor(
         blueprint.schedule,
-        mesh.open_links(links_of((blueprint.schedule, *blueprint.ramp))),
+        mesh.open_links(links_of(blueprint.schedules)),
         stages,
         mesh.device,
         draw=blueprint.model.draw,
@@ -163,7 +170,7 @@ def make_stage(
         splits_backward=blueprint.schedule.splits_backward,
         recomputed=blueprint.recomputed,
         running=frozenset(blueprint.running),
-        offloaded=offloaded_names(blueprint.config.pipeline, blueprint.model),
+        offloaded=blueprint.offloaded,
     )
     stage = partial(Stage, spec, layers, losses[0], validation_loss=losses[1], before_layer=before_layer)
     return stage(draw=blueprint.model.draw, checks_loss=blueprint.model.loss is not None)

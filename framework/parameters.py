@@ -14,6 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Dtypes of the weights in forward and backward, by their name in ``train.dtype``."""
+
 
 class Slice(NamedTuple):
     """Part ``[start, stop)`` of ``dim`` that this rank holds. ``padded``: its length in memory, >= its elements."""

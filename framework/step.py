@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from meshwright.blueprint import DTYPES, batch_numbers
+from meshwright.config import batch_numbers
 from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.members import sum_ties
 from meshwright.model.metrics import means
 from meshwright.optimizer import can_fall, evaluating, next_scale
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
+from meshwright.parameters import DTYPES
 from meshwright.parts import FLAGS, ForwardParts, Parts, StepStats
 from meshwright.pipeline.executor import Microbatch, RowResult
 from meshwright.pipeline.values import cast_floats
@@ -89,8 +90,7 @@ def take_step(parts: Parts) -> StepStats:
     state, parts.data_s = parts.state, 0.0
     batch = batch_numbers(parts.config, state.samples_seen)
     if parts.executor.schedule.chunks != batch.chunks:  # in a batch-size ramp
-        schedules = {each.chunks: each for each in (*parts.blueprint.ramp, parts.blueprint.schedule)}
-        parts.executor.follow(schedules[batch.chunks])
+        parts.executor.follow(next(each for each in parts.blueprint.schedules if each.chunks == batch.chunks))
     for replica in parts.replicas.values():
         replica.begin_step()
     for stage in parts.executor.stages.values():

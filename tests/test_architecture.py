@@ -34,7 +34,7 @@ CORE: dict[str, set[str]] = {
     "schedule": {"config"},
     "optimizer": {"config", "mesh"},
     "tensor_parallel": {"mesh", "fp8"},
-    "context_parallel": {"mesh"},
+    "context_parallel": {"config", "mesh", "model"},
     "expert_parallel": {"mesh"},
     "pipeline": {"config", "mesh", "model", "schedule"},
     "data_parallel": {"mesh", "optimizer"},

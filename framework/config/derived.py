@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from meshwright.config import batch
 from meshwright.config.layout_rules import MAX_FORWARDS
@@ -93,6 +94,27 @@ def _too_many_sizes(config: RunConfig, numbers: Batch, dp: int) -> str | None:
         f"batch.ramp = {list(numbers.ramp or ())} has {len(sizes):,} batch sizes, with {forwards:,} forwards in their "
         f"schedules: at most {MAX_RAMP_FORWARDS:,} are allowed; choose a larger increment"
     )
+
+
+class BatchNumbers(NamedTuple):
+    """The resolved batch: ``global_batch = micro_batch_size x chunks x dp``."""
+
+    micro_batch_size: int
+    chunks: int
+    global_batch: int
+
+
+def batch_numbers(config: RunConfig, samples_seen: int | None = None) -> BatchNumbers:
+    """Return the batch numbers of a resolved config.
+
+    ``samples_seen``: samples before the step; None: the largest step of a batch-size ramp.
+    """
+    size, chunks, total = config.batch.micro_batch_size, config.batch.chunks, config.batch.global_batch
+    assert size is not None and chunks is not None and total is not None
+    if samples_seen is None or config.batch.ramp is None:
+        return BatchNumbers(size, chunks, total)
+    of_step = [each for each in batch.phases(config.batch) if each.samples_seen <= samples_seen][-1].global_batch
+    return BatchNumbers(size, chunks * of_step // total, of_step)
 
 
 def shard_factor(config: RunConfig) -> int:

@@ -27,11 +27,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from meshwright.config import Parallel
 from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.context_parallel.exchange import gather_keys, heads_to_tokens, tokens_to_heads
 from meshwright.context_parallel.mixing import check_mixing
 from meshwright.errors import ModelError
-from meshwright.mesh.comm import sum_tokens_over
+from meshwright.mesh.comm import Group, sum_tokens_over
+from meshwright.model.build import PlainModel
 from meshwright.seeding import SeededDropout
 
 CORE, POSITIONS, SEQUENCE, VOCAB, HEADS, ROUTER = "context", "positions", "sequence", "vocab", "heads", "router"
@@ -39,6 +41,24 @@ PLACES = "places"
 """Keyword of an attention core, positions of its queries among the keys; and a kind, of a module that takes it."""
 TOKEN_DIM = -2
 """Dim of tokens in queries, keys and values, and in outputs indexed by position."""
+
+
+def share_tokens(
+    parallel: Parallel, builder: str, model: PlainModel, inputs: Any, labels: Tensor, group: Group
+) -> TokenCut:
+    """Share the tokens of the samples over the cp group, in place; return the cut. No communication.
+
+    ``inputs``, ``labels``: of a whole micro-batch, on meta.
+
+    Raises:
+        ModelError: the samples cannot be cut evenly, or the model cannot work on parts of them.
+    """
+    cut = TokenCut(group, parallel.cp_order, labels, model.draw)
+    parts = parallel.tp if parallel.sequence else 1
+    cut.check(builder, inputs, parts=parts, heads=len(model.loss_heads))
+    head_cut = HeadCut(group) if parallel.cp_exchange == "heads" else None
+    apply(builder, model.layers, model.plan, inputs, cut, head_cut)
+    return cut
 
 
 def apply(

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.config import Train
+from meshwright.config import Train, is_meant_for_gpu
 from meshwright.errors import ModelError
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.fp8.products import MULTIPLE
@@ -77,12 +77,14 @@ def convert_linears(layers: nn.Sequential, plan: Mapping[str, Any], train: Train
             layers.get_submodule(name).__class__ = Fp8Linear
 
 
-def check_sizes(layers: nn.Sequential) -> None:
-    """Check the local weights (O, I) of the linears in float8 against the float8 kernels on CUDA.
+def check_sizes(layers: nn.Sequential, train: Train) -> None:
+    """Check the local weights (O, I) of the linears in float8 against the kernels on CUDA, of a run meant for GPUs.
 
     Raises:
         ModelError: a dim is no multiple of 16. Lists all such linears.
     """
+    if not is_meant_for_gpu(train.device, train.dtype):
+        return
     found = []
     for name, module in layers.named_modules():
         if getattr(module, "is_fp8", False) or isinstance(module, Fp8Linear):

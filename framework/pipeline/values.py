@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
+from meshwright.model.build import PlainModel
 from meshwright.model.metrics import record
 from meshwright.pipeline.chunked_loss import LossOptions, chunked_cross_entropy
 
@@ -138,6 +139,11 @@ def with_heads(loss: Loss, heads: Sequence[tuple[int, float]], *, training: bool
         return loss
     weights = [weight for _, weight in heads] if training else [1.0, *[0.0] * (len(heads) - 1)]
     return partial(_loss_of_heads, loss, [shift for shift, _ in heads], weights)
+
+
+def full_loss(model: PlainModel) -> Loss:
+    """Return the loss of a model's whole output, before it is sharded and without options of training."""
+    return model.loss or with_heads(cross_entropy, model.loss_heads)
 
 
 def _loss_of_heads(

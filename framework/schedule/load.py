@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, batch_numbers, phases
 from meshwright.errors import ScheduleError
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.analysis import check, report
@@ -14,6 +14,16 @@ from meshwright.schedule.text import format_schedule as format_schedule
 from meshwright.schedule.text import parse_schedule as parse_schedule
 from meshwright.schedule.text import read_schedule as read_schedule
 from meshwright.schedule.text import schedule_digest as schedule_digest
+
+
+def draw_schedules(config: RunConfig) -> list[Schedule]:
+    """Return the schedules of a resolved configuration by growing number of micro-batches: one, without a ramp.
+
+    Raises as :func:`draw_schedule` does.
+    """
+    largest = draw_schedule(config)
+    sizes = [batch_numbers(config, phase.samples_seen).chunks for phase in phases(config.batch)[:-1]]
+    return [*(draw_schedule(config.replace(batch={"chunks": chunks})) for chunks in sizes), largest]
 
 
 def draw_schedule(config: RunConfig) -> Schedule:

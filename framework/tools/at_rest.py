@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.blueprint import DTYPES
 from meshwright.config import Optimizer, RunConfig, expert_shard_factor, reduces_each_microbatch, shard_factor
 from meshwright.optimizer import states_of
+from meshwright.parameters import DTYPES
 
 
 class Elements(NamedTuple):

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.blueprint import DTYPES, Blueprint, batch_numbers
-from meshwright.config import expert_shard_factor, phases, reduces_each_microbatch, shard_factor
+from meshwright.blueprint import Blueprint
+from meshwright.config import batch_numbers, expert_shard_factor, phases, reduces_each_microbatch, shard_factor
 from meshwright.mesh import draw_placement
 from meshwright.optimizer import factor_elements, matrices_of
+from meshwright.parameters import DTYPES
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.at_rest import Elements, held_at_rest

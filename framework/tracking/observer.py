@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from meshwright.blueprint import Blueprint, batch_numbers
-from meshwright.config import RunConfig
+from meshwright.blueprint import Blueprint
+from meshwright.config import RunConfig, batch_numbers
 from meshwright.config.functions import find_function
 from meshwright.errors import ConfigError
 from meshwright.model.meter import causal_share

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig, phases, resolve, samples_after
+from meshwright.config import RunConfig, batch_numbers, phases, resolve, samples_after
 from meshwright.config.sections import Batch
 from meshwright.errors import ConfigError
 

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.blueprint import batch_numbers
 from meshwright.build import build
 from meshwright.checkpoint import TensorKind, find, open_checkpoint
-from meshwright.config import RunConfig, resolve
+from meshwright.config import RunConfig, batch_numbers, resolve
 from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import open_sources
 from meshwright.launch.pool import RankPool

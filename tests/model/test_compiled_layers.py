@@ -7,9 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from meshwright.blueprint import batch_numbers
 from meshwright.build import build
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, batch_numbers
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh

@@ -101,9 +101,12 @@ def test_a_resume_in_the_middle_goes_on_bit_equal(pool: RankPool, tmp_path: Path
 
 def test_every_schedule_is_drawn_and_checked_before_the_first_step(tmp_path: Path) -> None:
     blueprint = draw_blueprint(ramped("pp2"))
-    assert [schedule.chunks for schedule in (*blueprint.ramp, blueprint.schedule)] == [4, 8, 12, 16]
+    assert [schedule.chunks for schedule in blueprint.schedules] == [4, 8, 12, 16]
     other = draw_blueprint(ramped("pp2").replace(batch={"ramp": (8, 8, 40)}))
-    assert blueprint.digest() != other.digest() and not draw_blueprint(ramped("pp2").replace(batch={"ramp": None})).ramp
+    assert (
+        blueprint.digest() != other.digest()
+        and len(draw_blueprint(ramped("pp2").replace(batch={"ramp": None})).schedules) == 1
+    )
     assert "ramp: 4 samples, 8 from step 5, 12 from step 7, 16 from step 8" in summarise(blueprint, ["host"] * 2)
     file = tmp_path / "schedule.txt"
     file.write_text(format_schedule(blueprint.schedule))

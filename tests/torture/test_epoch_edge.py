@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.blueprint import batch_numbers
 from meshwright.build import build
-from meshwright.config import RunConfig, resolve
+from meshwright.config import RunConfig, batch_numbers, resolve
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.data.sources import open_sources
 from meshwright.launch.pool import RankPool

@@ -1,10 +1,10 @@
 """Planning of a pipeline on the meta device, before any process group exists: layers -> costs, stages and their shapes.
 
 describe_model, ModelDescription      check that layers stand alone; the output, and the buffers that forward changes
-count_layers, LayerCost               FLOPs and bytes of each layer
+model_costs, count_layers, LayerCost  FLOPs and bytes of each layer
 cut_layers, layer_weights, partition  layers of each stage
 describe_boundaries                   values between the stages
-check_recompute, recomputed_names     layers with activation checkpointing (recompute)
+recomputed_names                      layers with activation checkpointing (recompute)
 offloaded_names                       layers with activation offload
 check_running                         running buffers (BatchNorm) that this layout would change
 outline_of, outline_of_value          equality of layers and of values, for caches
@@ -15,13 +15,13 @@ from meshwright.pipeline.partition import partition as partition
 from meshwright.pipeline.plan.boundaries import describe_boundaries as describe_boundaries
 from meshwright.pipeline.plan.costs import LayerCost as LayerCost
 from meshwright.pipeline.plan.costs import count_layers as count_layers
+from meshwright.pipeline.plan.costs import model_costs as model_costs
 from meshwright.pipeline.plan.cut import cut_layers as cut_layers
 from meshwright.pipeline.plan.cut import layer_weights as layer_weights
 from meshwright.pipeline.plan.describe import ModelDescription as ModelDescription
 from meshwright.pipeline.plan.describe import describe_model as describe_model
 from meshwright.pipeline.plan.outline import outline_of as outline_of
 from meshwright.pipeline.plan.outline import outline_of_value as outline_of_value
-from meshwright.pipeline.plan.recompute_plan import check_recompute as check_recompute
 from meshwright.pipeline.plan.recompute_plan import offloaded_names as offloaded_names
 from meshwright.pipeline.plan.recompute_plan import recomputed_names as recomputed_names
 from meshwright.pipeline.plan.running import check_running as check_running

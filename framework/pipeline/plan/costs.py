@@ -16,7 +16,7 @@ times see docs/balance.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,12 +25,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from meshwright.config import RunConfig
 from meshwright.errors import ModelError
-from meshwright.model.build import copy_module
-from meshwright.model.meter import FusedAttentionMode, Meter, OperationCost, ReferenceDevice
+from meshwright.model.build import PlainModel, copy_module
+from meshwright.model.meter import FusedAttentionMode, Meter, OperationCost, ReferenceDevice, reference
+from meshwright.parameters import DTYPES
 from meshwright.pipeline.plan.outline import outline_of, outline_of_value
 from meshwright.pipeline.recompute import parts_of, recompute_parts
-from meshwright.pipeline.values import Loss, cross_entropy
+from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy, full_loss
 from meshwright.seeding import Draw, SeededDropout
 
 
@@ -105,6 +107,16 @@ def count_layers(
         cost, value = seen[key]
         costs.append(cost._replace(name=name))
     return costs
+
+
+def model_costs(
+    config: RunConfig, model: PlainModel, layers: nn.Sequential, shapes: MetaMicrobatch, recompute: Collection[str]
+) -> list[LayerCost]:
+    """Count the costs of a model's layers in a run, see :func:`count_layers`. ``layers``: all, or some for others."""
+    by, dtype = reference(config.train.device, config.train.dtype), DTYPES[config.train.dtype]
+    return count_layers(
+        layers, shapes.inputs, shapes.labels, by, dtype=dtype, loss=full_loss(model), recompute=recompute
+    )
 
 
 _COUNTED: dict[Any, tuple[LayerCost, Any]] = {}

@@ -14,7 +14,7 @@ from meshwright.model.metrics import Recorder, Recording
 from meshwright.model.running_buffers import BufferWatch
 from meshwright.pipeline.plan.boundaries import run_on_meta
 from meshwright.pipeline.plan.standalone import LayerWatch
-from meshwright.pipeline.values import Loss, MetaMicrobatch, ValueSpec, cross_entropy, with_heads
+from meshwright.pipeline.values import Loss, MetaMicrobatch, ValueSpec, full_loss
 
 
 class ModelDescription(NamedTuple):
@@ -54,8 +54,7 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
         check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}", len(model.loss_heads))
     if model.loss is not None or model.loss_heads:
         with Recording(recorder):
-            loss = model.loss or with_heads(cross_entropy, model.loss_heads)
-            check_loss(loss, output, shapes.cast(torch.float32).labels)
+            check_loss(full_loss(model), output, shapes.cast(torch.float32).labels)
     return ModelDescription(output, watch.changed(), tuple(sorted(recorder.sums)))
 
 

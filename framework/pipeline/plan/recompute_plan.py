@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from meshwright.config import Pipeline
+from meshwright.config import Pipeline, RunConfig
 from meshwright.errors import ModelError
 from meshwright.model.build import PlainModel
 from meshwright.pipeline.recompute import POINTWISE
 
 
-def check_recompute(pipeline: Pipeline, model: PlainModel, builder: str) -> None:
-    """Raise :class:`ModelError` where ``pipeline.recompute`` (activation checkpointing) would recompute nothing."""
-    if pipeline.recompute == "none":
-        return
+def recomputed_names(config: RunConfig, model: PlainModel) -> tuple[str, ...]:
+    """Return the names of the layers, or parts of layers, that backward computes again.
+
+    Raises:
+        ModelError: ``pipeline.recompute`` (activation checkpointing) would recompute nothing.
+    """
+    if config.pipeline.recompute == "none":
+        return ()
+    _check_patterns(config.pipeline, model, config.model.builder)
+    found = _matching(config.pipeline, model)
+    if not found:
+        raise ModelError(
+            "MW-PIPELINE-008",
+            f"pipeline.recompute_layers = {config.pipeline.recompute_layers} fits no layer that holds a part of "
+            f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed',
+        )
+    return tuple(found)
+
+
+def _check_patterns(pipeline: Pipeline, model: PlainModel, builder: str) -> None:
+    """Raise :class:`ModelError` for a pattern that fits nothing."""
     names = list(model.layers._modules)
     if not pipeline.recompute_layers:
         raise ModelError(
@@ -42,18 +59,9 @@ def check_recompute(pipeline: Pipeline, model: PlainModel, builder: str) -> None
             raise ModelError(
                 "MW-PIPELINE-007", f"{builder}: selective_recompute holds {pattern!r}, which fits no submodule"
             )
-    if not recomputed_names(pipeline, model):
-        raise ModelError(
-            "MW-PIPELINE-008",
-            f"pipeline.recompute_layers = {pipeline.recompute_layers} fits no layer that holds a part of "
-            f'{model.selective_recompute}, what the model names for "selective": nothing would be recomputed',
-        )
 
 
-def recomputed_names(pipeline: Pipeline, model: PlainModel) -> list[str]:
-    """Return the names of the layers, or parts of layers, that backward computes again."""
-    if pipeline.recompute == "none":
-        return []
+def _matching(pipeline: Pipeline, model: PlainModel) -> list[str]:
     chosen = [name for name in model.layers._modules if any(fnmatchcase(name, p) for p in pipeline.recompute_layers)]
     if pipeline.recompute == "full":
         return chosen

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwright.blueprint import Blueprint, batch_numbers
-from meshwright.config import RunConfig
+from meshwright.blueprint import Blueprint
+from meshwright.config import RunConfig, batch_numbers
 from meshwright.mesh import Grid
-from meshwright.pipeline.plan import offloaded_names, outline_of
+from meshwright.pipeline.plan import outline_of
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tools.dryrun.fake_step import SharedBlueprint, grid_of, profile_rank, record_step, share_blueprint
@@ -71,7 +71,7 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
         report("all ranks run all micro-batches, without a replay: saved tensors leave and return by the schedule")
     elif batch_numbers(config).chunks > CHUNKS:
         short = _with_few_chunks(config)
-        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
+        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedules=[draw_schedule(short)]))
         for first in dict.fromkeys(representatives):
             try:
                 run = record_step(short, first * per_stage, shared_short, ReportingRecorder(report, first, grid.pp))
@@ -96,7 +96,7 @@ def _profile_steps(
     few = few_chunks(schedule)
     if few < schedule.chunks:
         short = _with_few_chunks(config, few)
-        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedule=draw_schedule(short)))
+        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedules=[draw_schedule(short)]))
         profile = profile_rank(short, rank, shared_short, ReportingRecorder(report, pp_rank, grid.pp))
         try:
             return lengthen(profile, schedule, schedule.chunks - few)
@@ -120,7 +120,7 @@ def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
     stages: list[Any] = []
     last = len(blueprint.stages) - 1
     recomputed = set(blueprint.recomputed)
-    offloaded = offloaded_names(blueprint.config.pipeline, blueprint.model)
+    offloaded = blueprint.offloaded
     for stage in blueprint.schedule.stages_of(pp_rank):
         layers = [
             (

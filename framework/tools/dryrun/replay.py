@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, batch_numbers
 from meshwright.mesh import Grid
 from meshwright.mesh.fake import fake_mesh
 from meshwright.pipeline.executor import Executor, Microbatch

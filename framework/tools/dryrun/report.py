@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.blueprint import batch_numbers
+from meshwright.config import batch_numbers
 from meshwright.schedule.action import COMPUTE
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
 from meshwright.terminal.format import format_size, format_table

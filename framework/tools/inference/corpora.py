@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, batch_numbers
 from meshwright.data import fingerprint
 from meshwright.data.sources import AnySource, causal_corpora
 from meshwright.data.tokenizer import TOKENIZER_FILE, begin_id, load

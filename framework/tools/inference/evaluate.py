@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.blueprint import batch_numbers, draw_blueprint
-from meshwright.config import RunConfig, resolve
+from meshwright.blueprint import draw_blueprint
+from meshwright.config import RunConfig, batch_numbers, resolve
 from meshwright.data.sources import AnySource, open_validation, unigram_nats, validation_steps
 from meshwright.errors import ConfigError, DataError
 from meshwright.mesh import Axis

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright.adapters.attach import is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base
-from meshwright.blueprint import DTYPES, Blueprint, draw_blueprint
+from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import compare_digests, make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, leaves_out_base, load_saved, parse, read_resolved
@@ -25,7 +25,7 @@ from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import materialise
 from meshwright.model.running_buffers import is_saved
-from meshwright.parameters import ParameterInfo
+from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage

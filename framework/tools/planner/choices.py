@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig, phases, shard_factor
+from meshwright.config import RunConfig, batch_numbers, phases, shard_factor
 from meshwright.errors import UserError
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright.tools.planner import experts

@@ -21,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from meshwright.blueprint import batch_numbers
-from meshwright.config import Parallel, RunConfig
+from meshwright.config import Parallel, RunConfig, batch_numbers
 from meshwright.context_parallel import plan as context
 from meshwright.context_parallel.balance import rank_loads
 from meshwright.context_parallel.cut import HeadCut, TokenCut

@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from meshwright.blueprint import batch_numbers
-from meshwright.config import expert_shard_factor, shard_factor
+from meshwright.config import batch_numbers, expert_shard_factor, shard_factor
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
 from meshwright.tools.planner.layer_time import LayerTime, layer_time

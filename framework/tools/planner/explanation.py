@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from meshwright.blueprint import DTYPES, batch_numbers
+from meshwright.config import batch_numbers
+from meshwright.parameters import DTYPES
 from meshwright.terminal.format import format_size
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, usable_bytes

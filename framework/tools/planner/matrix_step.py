@@ -13,10 +13,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.blueprint import DTYPES
 from meshwright.config import RunConfig, shard_factor
 from meshwright.optimizer import find_homes, iteration_flops, matrices_of
-from meshwright.parameters import ParameterInfo
+from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import PerformanceModel
 

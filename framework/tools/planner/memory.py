@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from meshwright.blueprint import DTYPES
 from meshwright.config import RunConfig, bucket_bytes, expert_shard_factor, reduces_each_microbatch, shard_factor
+from meshwright.parameters import DTYPES
 from meshwright.schedule.action import COMPUTE, Action, Item, Kind, Schedule, actions_of
 from meshwright.tools.planner.footprint import BackwardPoint, Footprint
 

@@ -15,15 +15,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from meshwright.blueprint import DTYPES, batch_numbers
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, batch_numbers
 from meshwright.data.sources import example
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel, configured_model
-from meshwright.model.meter import reference
 from meshwright.optimizer import factor_elements
-from meshwright.parameters import ParameterInfo
-from meshwright.pipeline.plan import LayerCost, check_recompute, count_layers, cut_layers, outline_of, recomputed_names
+from meshwright.parameters import DTYPES, ParameterInfo
+from meshwright.pipeline.plan import LayerCost, cut_layers, model_costs, outline_of, recomputed_names
 from meshwright.pipeline.values import Loss, MetaMicrobatch, cross_entropy, with_heads
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
@@ -117,8 +115,7 @@ class ModelCache:
         """Return the names of the layers, or parts of layers, that are recomputed in backward."""
 
         def find() -> tuple[str, ...]:
-            check_recompute(config.pipeline, self.model, config.model.builder)
-            return tuple(recomputed_names(config.pipeline, self.model))
+            return recomputed_names(config, self.model)
 
         key = ("recomputed", config.pipeline.recompute, tuple(config.pipeline.recompute_layers))
         return self.cached(key, find)
@@ -131,15 +128,7 @@ class ModelCache:
             shapes, whole = MetaMicrobatch(*example(self.config, size)), nn.Sequential()
             for name, first in zip(self.names, self.representatives, strict=True):
                 whole.add_module(name, self.model.layers.get_submodule(first))
-            return count_layers(
-                whole,
-                shapes.inputs,
-                shapes.labels,
-                reference(config.train.device, config.train.dtype),
-                dtype=DTYPES[config.train.dtype],
-                loss=self.model.loss or with_heads(cross_entropy, self.model.loss_heads),
-                recompute=names,
-            )
+            return model_costs(config, self.model, whole, shapes, names)
 
         return self.cached(("costs", size, names), count)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, batch_numbers
 from meshwright.schedule.action import Schedule
 from meshwright.tools.planner.choices import Choice, Rejection
 from meshwright.tools.planner.cost import StepTime, step_time

@@ -6,8 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.blueprint import DTYPES, batch_numbers
-from meshwright.config import RunConfig, bucket_bytes, expert_shard_factor, reduces_each_microbatch, shard_factor
+from meshwright.config import (
+    RunConfig,
+    batch_numbers,
+    bucket_bytes,
+    expert_shard_factor,
+    reduces_each_microbatch,
+    shard_factor,
+)
+from meshwright.parameters import DTYPES
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.rates import GroupLink, PerformanceModel
 from meshwright.tools.planner.stage_time import StageTime, stages_by_rank

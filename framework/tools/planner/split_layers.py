@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from torch import nn
 
-from meshwright.blueprint import DTYPES
 from meshwright.config import RunConfig
 from meshwright.expert_parallel import plan as experts
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel
 from meshwright.model.running_buffers import cast_parameters
 from meshwright.optimizer import with_settings
+from meshwright.parameters import DTYPES
 from meshwright.tensor_parallel import plan as sharding
 from meshwright.tools.planner.context import ContextMeter
 from meshwright.tools.planner.matrix_step import MatrixSize, sizes_of

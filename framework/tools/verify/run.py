@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.blueprint import DTYPES, draw_blueprint
+from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.model.build import configured_model
+from meshwright.parameters import DTYPES
 from meshwright.tools.verify.compare import ROUNDING_MARGIN, SAME_ROUNDING, compare, relative_distances, tolerance_of
 from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config

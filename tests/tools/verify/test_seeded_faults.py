@@ -22,8 +22,7 @@ import meshwright.data_parallel.fully_sharded
 import meshwright.data_parallel.replica
 import meshwright.step
 import meshwright.tools.verify.rank
-from meshwright.blueprint import batch_numbers
-from meshwright.config import RunConfig, load
+from meshwright.config import RunConfig, batch_numbers, load
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.offload import OffloadedBucket

@@ -21,7 +21,7 @@ import meshwright.model.build
 import meshwright.step
 import meshwright.tensor_parallel.cross_entropy
 import meshwright.tensor_parallel.plan
-from meshwright.blueprint import batch_numbers
+from meshwright.config import batch_numbers
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.data_parallel.sharding import BucketKind

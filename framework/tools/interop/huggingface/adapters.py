@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from meshwright.adapters.attach import factor_of, is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base
-from meshwright.blueprint import DTYPES
 from meshwright.checkpoint import CheckpointReader, TensorKind
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
 from meshwright.config import RunConfig, leaves_out_base, parse
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.model.build import PlainModel, configured_model
-from meshwright.parameters import ParameterInfo
+from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
 from meshwright.tools.interop.huggingface.export import ExportPlan, ExportResult, open_verified
 from meshwright.tools.interop.huggingface.files import write_json
