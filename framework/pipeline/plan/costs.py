@@ -16,7 +16,7 @@ times see docs/balance.md.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
@@ -110,7 +110,7 @@ def count_layers(
 
 
 def model_costs(
-    config: RunConfig, model: PlainModel, layers: nn.Sequential, shapes: MetaMicrobatch, recompute: Collection[str]
+    config: RunConfig, model: PlainModel, layers: nn.Sequential, shapes: MetaMicrobatch, recompute: Sequence[str]
 ) -> list[LayerCost]:
     """Count the costs of a model's layers in a run, see :func:`count_layers`. ``layers``: all, or some for others."""
     by, dtype = reference(config.train.device, config.train.dtype), DTYPES[config.train.dtype]
