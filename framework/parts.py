@@ -7,7 +7,6 @@ train     StepEvent      one step, as observers see it; Observer is what train c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -88,21 +87,19 @@ class Parts(ForwardParts):
     on_gradients: Callable[[Parts, float], None] | None = None
     """Called in each step when gradients are complete, before clipping: (parts, factor); gradient = factor x what lies
     in the buckets."""
-    on_nonfinite: Callable[[Parts, Feed, str], None] | None = None
+    on_nonfinite: Callable[[Parts, Feed, StepStats], None] | None = None
     """Called on all ranks when loss or gradient norm is NaN or Inf, before any weight has changed: (parts, the step's
-    feed, a text with the numbers). It raises, or returns to skip the step. None: the step is skipped. Not called for an
-    overflow that a smaller loss scale may avoid."""
+    feed, its numbers). It raises, or returns to skip the step. None: the step is skipped."""
 
     step_state: StepState = field(init=False)
-    """Running buffers during a step."""
+    """Buffers of this rank's layers that forward changes."""
 
     def __post_init__(self) -> None:
-        """Find the step state of this rank's layers."""
-        at, drawn, parallel = self.mesh.at, self.blueprint, self.config.parallel
-        own = [name for stage in self.executor.stages.values() for name, _ in stage.layers.named_children()]
-        replica = self.mesh.dp.rank, self.mesh.dp.size
-        adds = at.tp_rank == 0 or parallel.sequence
-        self.step_state = StepState(drawn.model.layers, drawn.running, own, replica, adds)
+        """Find the step state."""
+        layers, replica = self.blueprint.model.layers, (self.mesh.dp.rank, self.mesh.dp.size)
+        own = [name for stage in self.executor.stages.values() for name in stage.layers._modules]
+        adds = self.mesh.at.tp_rank == 0 or self.config.parallel.sequence
+        self.step_state = StepState(layers, self.blueprint.running, own, replica, adds)
 
     def add_state(self, name: str) -> list[Tensor]:
         """Add a state with one number per weight of this rank; from an observer's ``setup``."""
@@ -111,13 +108,6 @@ class Parts(ForwardParts):
     def request_stop(self, reason: str) -> None:
         """Ask to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""
         self.stop_reason = reason
-
-    def running(self) -> dict[str, Tensor]:
-        """Return the running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""
-        found: dict[str, Tensor] = {}
-        for stage in self.executor.stages.values():
-            found |= stage.running_buffers()
-        return found
 
 
 class StepStats(NamedTuple):
@@ -174,11 +164,6 @@ class StepEvent:
     validation_loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """More metrics of the step, by name: a callback adds its own, and rank 0 records them."""
-
-
-def model_metrics(metrics: Mapping[str, float], kind: str = "") -> dict[str, float]:
-    """Return recorded metrics under their names in a step's record; NaN and Inf are left out."""
-    return {f"model/{kind}{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
 class Observer:

@@ -25,7 +25,7 @@ from meshwright.config import batch_numbers
 from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.members import sum_ties
 from meshwright.model.metrics import means
-from meshwright.optimizer import can_fall, evaluating, next_scale
+from meshwright.optimizer import evaluating, next_scale
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parameters import DTYPES
@@ -101,10 +101,8 @@ def take_step(parts: Parts) -> StepStats:
     parts.last = parts.executor.run(feed, lambda row: found.append(_optimizer_step(parts, row)))
     (stats,) = found
     if stats.skipped:  # the same on every rank
-        is_overflow = math.isfinite(stats.loss) and can_fall(parts.config, state.loss_scale)
-        if parts.on_nonfinite is not None and not is_overflow:
-            at = f" with the loss scale {stats.loss_scale:g}" if parts.config.train.dtype == "float16" else ""
-            parts.on_nonfinite(parts, feed, f"the loss is {stats.loss}, the gradient norm {stats.grad_norm}{at}")
+        if parts.on_nonfinite is not None:
+            parts.on_nonfinite(parts, feed, stats)
         parts.step_state.undo()
     else:
         parts.step_state.end()
@@ -196,19 +194,13 @@ def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     return parts.step_state.take(sums)
 
 
-def validation_batches(parts: Parts) -> int:
-    """Return the global batches of one validation; 0 without validation data."""
-    if not isinstance(parts.validation, AnySource):
-        return 0
-    global_batch = batch_numbers(parts.config).global_batch
-    return validation_steps(parts.validation.num_samples, global_batch, parts.config.train.validate_steps)
-
-
 def validate(parts: Parts) -> float:
     """Return the mean loss over the validation batches, in eval mode. Equal on every rank and in every layout."""
-    assert parts.validation is not None
+    source, global_batch = parts.validation, batch_numbers(parts.config).global_batch
+    assert isinstance(source, AnySource)
+    batches = range(validation_steps(source.num_samples, global_batch, parts.config.train.validate_steps))
     with evaluating(parts.optimizer):
-        found = total_loss(parts, parts.validation, range(validation_batches(parts)))
+        found = total_loss(parts, source, batches)
     parts.validation_metrics = found.metrics
     return found.loss_sum / max(found.num_tokens, 1)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from meshwright.parts import FILES_LOST, STOP, Observer, Parts, StepEvent, StepStats, model_metrics
+from meshwright.model.metrics import model_metrics
+from meshwright.parts import FILES_LOST, STOP, Observer, Parts, StepEvent, StepStats
 from meshwright.step import take_step
 
 

@@ -10,9 +10,10 @@ features make up the whole. Names are collected on the meta device, before the f
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from numbers import Real
 
@@ -70,6 +71,11 @@ def means(names: Collection[str], sums: list[float]) -> dict[str, float]:
     """Return the metrics from all ranks' sums, in the order of :meth:`Recorder.vector`; none where the count is 0."""
     pairs = zip(names, sums[::2], sums[1::2], strict=True)
     return {name: value / count for name, value, count in pairs if count}
+
+
+def model_metrics(metrics: Mapping[str, float], kind: str = "") -> dict[str, float]:
+    """Return recorded metrics under their names in a step's record; NaN and Inf are left out."""
+    return {f"model/{kind}{name}": value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _is_one(leaf: object) -> bool:

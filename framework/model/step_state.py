@@ -110,6 +110,10 @@ class StepState:
         """Names of the summed buffers of all stages."""
         return tuple(self._slots)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """Return all running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""
+        return {name: self._layers.get_buffer(name) for name in self._own}
+
     def step_sums(self) -> dict[str, Tensor]:
         """Return the step sums of the last step, those of all stages, without BatchNorm's terms."""
         return {name: total for name, total in self.sums.items() if not self._is_statistic(name)}

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from meshwright.checkpoint import find
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
-from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, Observer, Parts, StepEvent, model_metrics
+from meshwright.model.metrics import model_metrics
+from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, Observer, Parts, StepEvent
 from meshwright.run.collector import StepCollector as StepCollector
 from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles

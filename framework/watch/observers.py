@@ -10,6 +10,7 @@ Hangs are watched by threads, not by an observer: watch/hang/watchdog.py.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 
 from meshwright.errors import NonFiniteError
 from meshwright.mesh.mesh import Mesh
-from meshwright.parts import Observer, Parts, StepEvent, StragglerShare
+from meshwright.optimizer import can_fall
+from meshwright.parts import Observer, Parts, StepEvent, StepStats, StragglerShare
 from meshwright.pipeline.executor import Feed
 from meshwright.schedule.action import Action, Kind, Span
 from meshwright.schedule.load import format_schedule
@@ -131,17 +133,20 @@ def build_trace(pipeline: Sequence[RankSpans], parts: Parts) -> Trace:
     )
 
 
-def handle_nonfinite(parts: Parts, feed: Feed, numbers: str) -> None:
+def handle_nonfinite(parts: Parts, feed: Feed, stats: StepStats) -> None:
     """Reject a step whose reduced scalars are not finite: skip it, or end the run. Collective over all ranks; blocks.
 
-    No rank has taken the step. ``numbers``: text that names the values.
+    No rank has taken the step. An overflow that a smaller loss scale may avoid is no fault: that step is left out.
 
     Raises:
         NonFiniteError: on every rank, if ``watch.on_nonfinite`` is not "skip", or ``watch.most_skipped`` steps in a row
             were skipped before this one.
     """
     watch, state = parts.config.watch, parts.state
-    step = f"step {state.step + 1}: {numbers}"
+    if math.isfinite(stats.loss) and can_fall(parts.config, state.loss_scale):
+        return
+    at = f" with the loss scale {stats.loss_scale:g}" if parts.config.train.dtype == "float16" else ""
+    step = f"step {state.step + 1}: the loss is {stats.loss}, the gradient norm {stats.grad_norm}{at}"
     if watch.on_nonfinite == "skip" and state.skipped_in_a_row < watch.most_skipped:
         why = find_cause(parts, feed, replay=False)
         state.skipped_in_a_row += 1

@@ -46,7 +46,7 @@ def trained(
     """(losses of three steps, all that a checkpoint would have of this rank)."""
     parts = built(config_json)
     losses = [take_step(parts).loss for _ in range(3)]
-    found = pieces(parts.replicas, parts.optimizer, parts.mesh, parts.running())
+    found = pieces(parts.replicas, parts.optimizer, parts.mesh, parts.step_state.buffers())
     return losses, {(piece.kind, piece.info.name): piece.tensor.clone() for piece in found}
 
 
