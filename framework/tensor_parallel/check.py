@@ -23,7 +23,7 @@ from meshwright.tensor_parallel.shared_units import SharedUnits, entry_of, unit_
 
 
 class ShardingKind(StrEnum):
-    """Kind of sharding of a module, as listed in :mod:`meshwright.tensor_parallel.plan`."""
+    """Kind of sharding of a module, as listed in :mod:`.plan` and :mod:`.unsplit`."""
 
     COLUMN = "column"
     ROW = "row"

@@ -1,58 +1,37 @@
 """The sharding plan: patterns of module names -> kinds of tensor parallelism, applied to the whole model.
 
-    pattern            kind        what happens with tp > 1                       activations it works on
-    "block*.up"        column      nn.Linear, output rows split                   whole -> split
-                                   (shared_units.py: more ranks than units)
-    "block*.down"      row         nn.Linear, input columns split                 split -> whole
-    "block*.qkv"       column_whole   the same, output all-gathered               whole -> full, not split
-    "block*.out"       row_whole      the same, takes its slice of the input      full, not split -> whole
-    "*.relative_bias"  column      nn.Embedding, features split                   ids -> (..., F/tp)
-    "embedding.tokens" vocab       nn.Embedding, rows split                       ids -> whole
-    "head"             vocab       nn.Linear, output rows split, padded           whole -> logits (B, S, V/tp)
-    "*.position"       sequence    output cut under sequence parallelism          positions -> whole
-    "*.drop_scores"    heads       parameters see some of the heads, dropouts     (B, H/tp, ...)
-                                   draw their part of the mask along dim 1
-    "*.drop_hidden"    features    dropouts draw their part along the last dim     (B, S, F/tp)
-    "*.norm_of_q"      uncut       works on all features, between column_whole    full, not split
-                                   and row_whole: all ranks compute it alike
-    "*.attention"      gather      under sequence parallelism its first input is  cut -> whole for its columns, which
-                                   gathered before it, and not by its columns     then do not communicate
-    "*.core"           context     attention core (q, k, v, ...), on heads; of      (B, H/tp, ...)
-    "*.rotary"         positions   outputs by position, and a module that takes    (.., S, r), the same on all ranks
-    "block0"           places      its tokens' places: context_parallel/plan
-    "*.experts"        experts     dim 0 of each parameter counts the experts,     whole -> whole, token by token
-                                   forward(x, ids, weights); never cut by tp
-    "*.router"         router      scores of the experts, also whole on each rank  whole -> whole, token by token
-    all else           replicate   the same on all ranks
+    pattern            kind           what happens with tp > 1                    activations
+    "block*.up"        column         nn.Linear, output rows split                whole -> split
+    "block*.down"      row            nn.Linear, input columns split              split -> whole
+    "embedding.tokens" vocab          nn.Embedding, rows split                    ids -> whole
+    "head"             vocab          nn.Linear, output rows split, padded        whole -> logits (B, S, V/tp)
+    "*.relative_bias"  column         nn.Embedding, features split                ids -> (..., F/tp)
+    "block*.qkv"       column_whole   as column, output all-gathered              whole -> full, not split
+    "block*.out"       row_whole      as row, takes its slice of the input        full, not split -> whole
+    ...                ...            kinds that split no parameter: unsplit.py
+    all else           replicate      the same on all ranks
 
-"Whole" is (B, S, D), and (B, S/tp, D) under sequence parallelism; "split" is (B, S, F/tp) in both.
+"Whole" is (B, S, D), and (B, S/tp, D) under sequence parallelism; "split" is (B, S, F/tp) in both. A function in place
+of a kind is the user's own rule (:mod:`own_rule`); with more ranks than units of a column see :mod:`shared_units`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from meshwright.mesh.comm import Group, sum_tokens_over
+from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
-from meshwright.seeding import SeededDropout
 from meshwright.tensor_parallel.check import SPLITTING, PlannedModule, ShardingKind, check_plan
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
-from meshwright.tensor_parallel.own_rule import Rule, change_first, check_ties, split_by_rule
+from meshwright.tensor_parallel.own_rule import Rule, check_ties, split_by_rule
 from meshwright.tensor_parallel.own_rule import SplitLayer as SplitLayer
-from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
-from meshwright.tensor_parallel.shared_units import SharedColumnLinear
+from meshwright.tensor_parallel.shared_units import SharedColumnLinear, share_counts
+from meshwright.tensor_parallel.unsplit import fit_unsplit, has_partial_gradient, kind_of
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
-
-POSITION_DIM = -2
-"""Sequence dim of the output of a module of kind ``sequence``: (S, D) or (B, S, D)."""
-
-ON_HEADS = (ShardingKind.HEADS, ShardingKind.CONTEXT)
-"""Kinds of modules that see some of the heads, in dim 1."""
 
 COLUMNS = {
     ShardingKind.COLUMN: ColumnLinear,
@@ -64,7 +43,8 @@ ROWS = {ShardingKind.ROW: RowLinear, ShardingKind.ROW_WHOLE: WholeRowLinear}
 CARRIED = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 """Attributes of a replaced module that the new one keeps: an adapter, and the hooks of context parallelism."""
 
-Swapped = ColumnLinear | RowLinear | VocabEmbedding | ColumnEmbedding
+Slices = dict[str, Slice | None]
+"""Parameter name -> slice that this rank holds; None: it holds the whole parameter."""
 
 
 def apply(
@@ -92,40 +72,24 @@ def apply(
     if group.size == 1:
         return {name: ParameterInfo(name, shape) for name, shape in shapes.items()}
     slices = _swap(model, placements, group, sequence)
-    for name, module in model.named_modules():
-        kind = _kind_of(name, placements)
-        if sequence and name in placements and kind is ShardingKind.GATHER:
-            module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
-        if sequence and name in placements and kind is ShardingKind.SEQUENCE:
-            module.register_forward_hook(partial(_cut_output, group))
-        if sequence and name in placements and kind is ShardingKind.ROUTER:
-            sum_tokens_over(module, group)
-        if isinstance(module, SeededDropout) and kind is not ShardingKind.OWN:
-            whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)  # the sequence is cut after these modules
-            split = kind in ON_HEADS or (sequence and not whole)
-            module.shard = (1, group.rank, group.size) if split else None
-            if kind is ShardingKind.FEATURES:
-                module.shard = (-1, group.rank, group.size)
-    check_ties(slices, [name for name in shapes if _kind_of(name, placements) is ShardingKind.OWN], tied)
+    fit_unsplit(model, placements, group, sequence)
+    kinds = {name: kind_of(name, placements) for name in shapes}
+    check_ties(slices, [name for name, kind in kinds.items() if kind is ShardingKind.OWN], tied)
     infos = {}
     for name, shape in shapes.items():
         part = slices.get(name)
-        kind = _kind_of(name, placements)
-        of_part = sequence or kind in (*ON_HEADS, ShardingKind.OWN)
-        partial_sum = part is None and kind is not ShardingKind.UNCUT and of_part
-        infos[name] = ParameterInfo(name, shape, part, partial_sum)
+        infos[name] = ParameterInfo(name, shape, part, part is None and has_partial_gradient(kinds[name], sequence))
     return infos
 
 
-def _swap(
-    model: nn.Sequential, placements: Mapping[str, PlannedModule], group: Group, sequence: bool
-) -> dict[str, Slice | None]:
-    """Replace the modules that are split; return the slice of each of their parameters by full name."""
-    swapped: dict[
-        int, tuple[nn.Module, dict[str, Slice | None]]
-    ] = {}  # a module or parameter used twice in the model stays one object
+def _swap(model: nn.Sequential, placements: Mapping[str, PlannedModule], group: Group, sequence: bool) -> Slices:
+    """Replace the modules that are split; return the slice of each of their parameters by full name.
+
+    A module or parameter that is used twice in the model stays one object.
+    """
+    swapped: dict[int, tuple[nn.Module, Slices]] = {}
     parameters: dict[int, nn.Parameter] = {}
-    slices: dict[str, Slice | None] = {}
+    slices: Slices = {}
     for name, placement in placements.items():
         plain = placement.module
         if placement.kind not in SPLITTING and placement.rule is None:
@@ -133,59 +97,37 @@ def _swap(
         if id(plain) not in swapped:
             around = [other.kind for other in placements.values() if name.startswith(f"{other.name}.")]
             gathered = sequence and ShardingKind.GATHER in around
-            if placement.rule is not None:
-                new, parts = split_by_rule(name, plain, placement.rule, group, sequence=sequence, gathered=gathered)
-            else:
-                new = _split(placement, group, sequence, gathered).train(plain.training)
-                for attribute in CARRIED:
-                    setattr(new, attribute, getattr(plain, attribute))
-                parts = new.slices
-                if isinstance(new, SharedColumnLinear):
-                    new.share_count(model.get_submodule(name.rpartition(".")[0]))
-            swapped[id(plain)] = new, parts
-            for attribute, parameter in plain.named_parameters(recurse=placement.rule is not None):
-                owner, _, child = attribute.rpartition(".")
-                setattr(
-                    new.get_submodule(owner), child, parameters.setdefault(id(parameter), new.get_parameter(attribute))
-                )
-        parent, _, child = name.rpartition(".")
+            new, parts = swapped[id(plain)] = _split(placement, group, sequence, gathered)
+            for path, parameter in plain.named_parameters(recurse=placement.rule is not None):
+                owner, _, attribute = path.rpartition(".")
+                one = parameters.setdefault(id(parameter), new.get_parameter(path))
+                setattr(new.get_submodule(owner), attribute, one)
         new, parts = swapped[id(plain)]
+        parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, new)
-        slices |= {f"{name}.{attribute}": slice_ for attribute, slice_ in parts.items()}
+        slices |= {f"{name}.{path}": part for path, part in parts.items()}
+    share_counts(model)
     return slices
 
 
-def _split(placement: PlannedModule, group: Group, sequence: bool, gathered: bool) -> Swapped:
+def _split(placement: PlannedModule, group: Group, sequence: bool, gathered: bool) -> tuple[nn.Module, Slices]:
+    """Return this rank's part of a module, and the slices of its parameters by name."""
     plain, kind = placement.module, placement.kind
+    if placement.rule is not None:
+        return split_by_rule(placement.name, plain, placement.rule, group, sequence=sequence, gathered=gathered)
+    new: ColumnLinear | RowLinear | VocabEmbedding | ColumnEmbedding
     if isinstance(plain, nn.Embedding):
-        if kind is ShardingKind.COLUMN:
-            return ColumnEmbedding(plain, group)
-        return VocabEmbedding(plain, group, sequence)
-    assert isinstance(plain, nn.Linear)
-    if kind in ROWS:
-        return ROWS[kind](plain, group, sequence)
-    if placement.shared is not None:
-        return SharedColumnLinear(plain, group, sequence, gathered, units=placement.shared)
-    return COLUMNS[kind](plain, group, sequence, gathered)
-
-
-def _cut_output(group: Group, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Cut this rank's part of the sequence from the output of a module of kind ``sequence``. No communication."""
-    return cut_sequence(output, group, POSITION_DIM)
-
-
-def _gather_input(
-    group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """All-gather the sequence of the first input of a module of kind ``gather``: (B, S/tp, D) -> (B, S, D). Blocks."""
-    return change_first(partial(gather_sequence, group=group), args, kwargs)
-
-
-def _kind_of(name: str, placements: Mapping[str, PlannedModule]) -> ShardingKind:
-    """Return the kind of a module or parameter: its own, or that of the nearest enclosing module that has one."""
-    parts = name.split(".")
-    for length in range(len(parts), 0, -1):
-        placement = placements.get(".".join(parts[:length]))
-        if placement is not None:
-            return placement.kind
-    return ShardingKind.REPLICATE
+        is_column = kind is ShardingKind.COLUMN
+        new = ColumnEmbedding(plain, group) if is_column else VocabEmbedding(plain, group, sequence)
+    else:
+        assert isinstance(plain, nn.Linear)
+        if kind in ROWS:
+            new = ROWS[kind](plain, group, sequence)
+        elif placement.shared is not None:
+            new = SharedColumnLinear(plain, group, sequence, gathered, units=placement.shared)
+        else:
+            new = COLUMNS[kind](plain, group, sequence, gathered)
+    new.train(plain.training)
+    for attribute in CARRIED:
+        setattr(new, attribute, getattr(plain, attribute))
+    return new, new.slices

@@ -101,6 +101,13 @@ class SharedColumnLinear(ColumnLinear):
 
 
 @outside_graphs
+def share_counts(model: nn.Module) -> None:
+    """Let each module around shared units count those of one rank, in place."""
+    for name, module in model.named_modules():
+        if isinstance(module, SharedColumnLinear):
+            module.share_count(model.get_submodule(name.rpartition(".")[0]))
+
+
 def copy_parts(y: Tensor, group: Group, sharers: int, copied: int, size: int) -> Tensor:
     """Return y (B, S, F) with its last ``copied`` parts, of size / sharers features each, completed to ``size``.
 

@@ -1,0 +1,86 @@
+"""Modules of a sharding plan that are not split: each rank runs them on a part of the activations, or on all of them.
+
+    pattern            kind        what it is                                     activations it works on
+    "*.position"       sequence    output cut under sequence parallelism          positions -> whole
+    "*.drop_scores"    heads       parameters see some of the heads, dropouts     (B, H/tp, ...)
+                                   draw their part of the mask along dim 1
+    "*.drop_hidden"    features    dropouts draw their part along the last dim    (B, S, F/tp)
+    "*.norm_of_q"      uncut       works on all features, between column_whole    full, not split
+                                   and row_whole: all ranks compute it alike
+    "*.attention"      gather      under sequence parallelism its first input is  cut -> whole for its columns, which
+                                   gathered before it, and not by its columns     then do not communicate
+    "*.router"         router      scores of the experts, also whole on each rank whole -> whole, token by token
+
+Kinds of other axes, which tensor parallelism leaves alone:
+
+    "*.core"           context     attention core (q, k, v, ...), on heads; of    (B, H/tp, ...)
+    "*.rotary"         positions   outputs by position, and a module that takes   (.., S, r), the same on all ranks
+    "block0"           places      its tokens' places: context_parallel/plan
+    "*.experts"        experts     dim 0 of each parameter counts the experts,    whole -> whole, token by token
+                                   forward(x, ids, weights); never cut by tp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.mesh.comm import Group, sum_tokens_over
+from meshwright.seeding import SeededDropout
+from meshwright.tensor_parallel.check import PlannedModule, ShardingKind
+from meshwright.tensor_parallel.own_rule import change_first
+from meshwright.tensor_parallel.regions import cut_sequence, gather_sequence
+
+POSITION_DIM = -2
+"""Sequence dim of the output of a module of kind ``sequence``: (S, D) or (B, S, D)."""
+
+ON_HEADS = (ShardingKind.HEADS, ShardingKind.CONTEXT)
+"""Kinds of modules that see some of the heads, in dim 1."""
+
+
+def fit_unsplit(model: nn.Sequential, placements: Mapping[str, PlannedModule], group: Group, sequence: bool) -> None:
+    """Fit the modules that are not split to their part of the activations, in place: hooks, and masks of dropouts."""
+    for name, module in model.named_modules():
+        kind = kind_of(name, placements)
+        if sequence and name in placements and kind is ShardingKind.GATHER:
+            module.register_forward_pre_hook(partial(_gather_input, group), with_kwargs=True)
+        if sequence and name in placements and kind is ShardingKind.SEQUENCE:
+            module.register_forward_hook(partial(_cut_output, group))
+        if sequence and name in placements and kind is ShardingKind.ROUTER:
+            sum_tokens_over(module, group)
+        if isinstance(module, SeededDropout) and kind is not ShardingKind.OWN:
+            whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)  # the sequence is cut after these modules
+            split = kind in ON_HEADS or (sequence and not whole)
+            module.shard = (1, group.rank, group.size) if split else None
+            if kind is ShardingKind.FEATURES:
+                module.shard = (-1, group.rank, group.size)
+
+
+def kind_of(name: str, placements: Mapping[str, PlannedModule]) -> ShardingKind:
+    """Return the kind of a module or parameter: its own, or that of the nearest enclosing module that has one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        placement = placements.get(".".join(parts[:length]))
+        if placement is not None:
+            return placement.kind
+    return ShardingKind.REPLICATE
+
+
+def has_partial_gradient(kind: ShardingKind, sequence: bool) -> bool:
+    """Return whether each rank's gradient of a whole parameter is a partial sum: it saw some of the tokens or heads."""
+    return kind is not ShardingKind.UNCUT and (sequence or kind in (*ON_HEADS, ShardingKind.OWN))
+
+
+def _cut_output(group: Group, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Cut this rank's part of the sequence from the output of a module of kind ``sequence``. No communication."""
+    return cut_sequence(output, group, POSITION_DIM)
+
+
+def _gather_input(
+    group: Group, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """All-gather the sequence of the first input of a module of kind ``gather``: (B, S/tp, D) -> (B, S, D). Blocks."""
+    return change_first(partial(gather_sequence, group=group), args, kwargs)
