@@ -19,10 +19,10 @@ from meshwright.config import (
     shard_factor,
 )
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
-from meshwright.data_parallel.fully_sharded import FullyShardedStage
+from meshwright.data_parallel.expert_stage import StageSharding, fully_sharded_stage, open_sharding
 from meshwright.data_parallel.members import members_of, shard_layout
-from meshwright.data_parallel.replica import ExpertStage, Replica, StageReplica
-from meshwright.data_parallel.sharding import Sharding, StageParameter, StageSharding, Tie
+from meshwright.data_parallel.replica import Replica, StageReplica
+from meshwright.data_parallel.sharding import StageParameter, Tie
 from meshwright.errors import MeshError
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
@@ -89,10 +89,7 @@ def build(
         open_files(source)
     tied = tied_groups(blueprint, mesh)
     losses = pick_loss(blueprint, mesh.tp, training=True), pick_loss(blueprint, mesh.tp, training=False)
-    sharding = StageSharding(
-        Sharding(*mesh.split(mesh.dp, shard_factor(config))),
-        Sharding(*mesh.split(mesh.expert_replicas, expert_shard_factor(config) if mesh.ep.size > 1 else 1)),
-    )
+    sharding = open_sharding(mesh, shard_factor(config), expert_shard_factor(config))
     host, offload = host_memory(config, mesh.device), activation_offload(config, mesh.device)
     replicas: dict[int, Replica] = {}
     stages: dict[int, Stage] = {}
@@ -187,7 +184,7 @@ def _replica(
     """Return the layers of a stage with their weights, and the replica that shards them as the configuration asks."""
     parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
     trains = any(parameter.requires_grad for parameter in blueprint.stage_layers(stage).parameters())
-    of_stage = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
+    plain = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
     ranks = mesh.dp, mesh.tp, mesh.device
     optimizer = blueprint.config.optimizer
     make_replica = partial(
@@ -200,16 +197,11 @@ def _replica(
         block_size=optimizer.block_size if optimizer.name == "adamw8bit" else 1,
     )
     if parallel.zero == 3 and sharding.dense.shard.size > 1 and trains:
-        layers = materialise(*of_stage, torch.device("cpu"), ranks=ranks)
+        layers = materialise(*plain, torch.device("cpu"), ranks=ranks)
         members = stage_members(blueprint, stage, layers, tied)
-        of_experts = [member for member in members if member.info.over == "ep"]
-        dense = [member for member in members if member.info.over != "ep"]
-        of_fsdp = sharding.dense, mesh.tp, layers, dtype, mesh.device
-        fully = FullyShardedStage(dense, *of_fsdp, offload=host is not None)
-        for member in of_experts:
-            member.parameter.data = member.parameter.data.to(mesh.device)
-        return layers, ExpertStage(fully, make_replica(of_experts)) if of_experts else fully
-    layers = materialise(*of_stage, mesh.device, ranks=ranks)
+        of_stage = members, layers, sharding, mesh.tp, mesh.device
+        return layers, fully_sharded_stage(*of_stage, offload=host is not None, make_buckets=make_replica)
+    layers = materialise(*plain, mesh.device, ranks=ranks)
     return layers, make_replica(stage_members(blueprint, stage, layers, tied))
 
 

@@ -1,15 +1,48 @@
-"""Stage under ZeRO-3 whose experts are shared over ep: two replicas of its parameters as one."""
+"""Experts that ep ranks share, among the parameters of a stage: they have replicas of their own.
+
+dense weights      dp x cp ranks hold copies, in shards of shard_factor
+experts            dp x cp x tp / ep ranks hold copies; under ZeRO-3 in buckets, beside FSDP's layers
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from typing import Protocol
+from collections.abc import Callable, Sequence, Set
+from typing import NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
-from meshwright.data_parallel.sharding import ShardedParameters, StageParameter
+from meshwright.data_parallel.sharding import ShardedParameters, Sharding, StageParameter
+from meshwright.mesh.comm import Group
+from meshwright.mesh.mesh import Mesh
+
+
+class StageSharding(NamedTuple):
+    """Sharding of a stage's parameters by the ranks that hold copies of them."""
+
+    dense: Sharding
+    """Over the dp x cp replicas."""
+    experts: Sharding
+    """Over the dp x cp x tp / ep ranks with the same experts, of parameters that are sliced over ep."""
+
+    def of(self, member: StageParameter) -> Sharding:
+        """Return the sharding of a parameter."""
+        return self.experts if member.info.over == "ep" else self.dense
+
+
+def open_sharding(mesh: Mesh, shard_factor: int, expert_shard_factor: int) -> StageSharding:
+    """Make the groups of a stage's parameters. Collective over all ranks; blocks.
+
+    Args:
+        shard_factor: number of shards of the optimizer state; 1: every replica has all of it.
+        expert_shard_factor: that of the experts, if ep ranks share them.
+    """
+    of_experts = expert_shard_factor if mesh.ep.size > 1 else 1
+    return StageSharding(
+        Sharding(*mesh.split(mesh.dp, shard_factor)), Sharding(*mesh.split(mesh.expert_replicas, of_experts))
+    )
 
 
 class BucketStage(Protocol):
@@ -70,3 +103,26 @@ class ExpertStage:
     def wait_for_weights(self) -> None:
         """Block until the weights of all layers are complete."""
         self._parts[1].wait_for_weights()
+
+
+def fully_sharded_stage(
+    members: Sequence[StageParameter],
+    layers: nn.Sequential,
+    sharding: StageSharding,
+    tp: Group,
+    device: torch.device,
+    *,
+    offload: bool,
+    make_buckets: Callable[[list[StageParameter]], BucketStage],
+) -> FullyShardedStage | ExpertStage:
+    """Shard the parameters of a stage under ZeRO-3; see :class:`FullyShardedStage`.
+
+    ``make_buckets``: function that puts experts into buckets, whose weights stay whole on this rank.
+    """
+    dense = [member for member in members if member.info.over != "ep"]
+    of_experts = [member for member in members if member.info.over == "ep"]
+    dtype = members[0].parameter.dtype
+    fully = FullyShardedStage(dense, sharding.dense, tp, layers, dtype, device, offload=offload)
+    for member in of_experts:
+        member.parameter.data = member.parameter.data.to(device)
+    return ExpertStage(fully, make_buckets(of_experts)) if of_experts else fully

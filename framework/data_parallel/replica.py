@@ -20,12 +20,12 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.data_parallel.buckets import Bucket
-from meshwright.data_parallel.expert_stage import ExpertStage as ExpertStage
+from meshwright.data_parallel.expert_stage import ExpertStage, StageSharding
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.offload import OffloadedBucket
 from meshwright.data_parallel.products import add_product, adds_products
-from meshwright.data_parallel.sharding import StageParameter, StageSharding, sum_over_tp
+from meshwright.data_parallel.sharding import StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group
 from meshwright.optimizer import HostMemory
 from meshwright.parameters import GradientSum, WeightProduct

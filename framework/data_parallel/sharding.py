@@ -41,19 +41,6 @@ class Sharding(NamedTuple):
         return self.shard.rank * per_shard, (self.shard.rank + 1) * per_shard
 
 
-class StageSharding(NamedTuple):
-    """Sharding of a stage's parameters by the ranks that hold copies of them."""
-
-    dense: Sharding
-    """Over the dp x cp replicas."""
-    experts: Sharding
-    """Over the dp x cp x tp / ep ranks with the same experts, of parameters that are sliced over ep."""
-
-    def of(self, member: StageParameter) -> Sharding:
-        """Return the sharding of a parameter."""
-        return self.experts if member.info.over == "ep" else self.dense
-
-
 class Tie(NamedTuple):
     """Membership of a stage's parameter in a weight that is tied across stages."""
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright.data_parallel.expert_stage import StageSharding
 from meshwright.data_parallel.members import members_of
 from meshwright.data_parallel.replica import StageReplica
-from meshwright.data_parallel.sharding import Sharding, StageParameter, StageSharding, Tie
+from meshwright.data_parallel.sharding import Sharding, StageParameter, Tie
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid

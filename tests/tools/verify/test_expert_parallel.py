@@ -12,7 +12,7 @@ import meshwright.build
 import meshwright.expert_parallel.plan
 from meshwright.config import RunConfig
 from meshwright.data_parallel.buckets import Bucket
-from meshwright.data_parallel.sharding import StageSharding
+from meshwright.data_parallel.expert_stage import StageSharding
 from meshwright.errors import ConfigError
 from meshwright.expert_parallel.dispatch import Route
 from meshwright.expert_parallel.exchange import _Combine, _move
