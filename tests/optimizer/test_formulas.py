@@ -13,7 +13,7 @@ import meshwright.optimizer.factored
 import meshwright.optimizer.pieces
 from meshwright.config import Optimizer
 from meshwright.mesh.comm import Group
-from meshwright.optimizer import ShardPlace, evaluating, factors_of, read_states
+from meshwright.optimizer import ShardLayout, ShardPlace, evaluating, factors_of, read_states
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.schedule_free import average_weight
 from meshwright.parameters import ParameterInfo
@@ -80,7 +80,8 @@ def test_adafactor_is_torch_s_on_whole_parameters(together: int, monkeypatch: py
     weights = torch.cat([each.detach().flatten() for each in theirs])
     slots = tuple((ParameterInfo(str(i), shape), starts[i]) for i, shape in enumerate(SHAPES))
     gradient = torch.zeros_like(weights)
-    of = shard(weights, gradient)._replace(place=ShardPlace(slots, 0, 0), holders=Group("alone", (0,), 0))
+    layout = ShardLayout(ShardPlace(slots, 0, 0), holders=Group("alone", (0,), 0))
+    of = shard(weights, gradient)._replace(layout=layout)
     ours = FlatOptimizer([of], config)
     for step in range(4):
         for index, each in enumerate(theirs):
