@@ -41,8 +41,8 @@ from meshwright.pipeline.executor import Executor, Microbatch
 from meshwright.pipeline.plan import SplitBackward
 from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.pipeline.values import describe_value
-from meshwright.schedule.action import Schedule, Span
-from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
+from meshwright.schedule.action import Schedule
+from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, simulate
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 

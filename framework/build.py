@@ -20,10 +20,9 @@ from meshwright.config import (
 )
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.expert_stage import StageSharding, fully_sharded_stage, open_sharding
-from meshwright.data_parallel.members import members_of, shard_layout
+from meshwright.data_parallel.members import shard_layout, stage_members, tied_groups
 from meshwright.data_parallel.replica import Replica, StageReplica
-from meshwright.data_parallel.sharding import StageParameter, Tie
-from meshwright.errors import MeshError
+from meshwright.data_parallel.sharding import StageParameter
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.build import materialise
@@ -53,22 +52,6 @@ def pick_loss(blueprint: Blueprint, tp: Group, *, training: bool) -> Loss:
     return with_heads(loss, model.loss_heads, training=training)
 
 
-def compare_digests(blueprint: Blueprint, mesh: Mesh) -> None:
-    """Compare the blueprints of all ranks: with different ones their messages would not match. Collective; blocks.
-
-    Raises:
-        MeshError: names the ranks that differ from rank 0.
-    """
-    digests = mesh.world.gather_objects(blueprint.digest())
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        raise MeshError(
-            "MW-RUN-007",
-            f"ranks {different} have another configuration or schedule than rank 0: start all of them with the same "
-            f"config file, overrides and code",
-        )
-
-
 def build(
     config: RunConfig,
     mesh: Mesh,
@@ -83,18 +66,22 @@ def build(
         it.
     """
     blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep) if blueprint is None else blueprint
-    compare_digests(blueprint, mesh)
+    mesh.compare_digests(blueprint.digest())
     training, validation = open_sources(config) if sources is None else sources
     for source in (training, validation):
         open_files(source)
-    tied = tied_groups(blueprint, mesh)
+    stages_of = blueprint.stage_of_parameter()
+    tied = tied_groups(stages_of, blueprint.schedule.rank_of, mesh)
+    members_of = partial(
+        stage_members, infos=blueprint.infos, canonical=blueprint.model.canonical, stages_of=stages_of, tied=tied
+    )
     losses = pick_loss(blueprint, mesh.tp, training=True), pick_loss(blueprint, mesh.tp, training=False)
     sharding = open_sharding(mesh, shard_factor(config), expert_shard_factor(config))
     host, offload = host_memory(config, mesh.device), activation_offload(config, mesh.device)
     replicas: dict[int, Replica] = {}
     stages: dict[int, Stage] = {}
     for index in blueprint.schedule.stages_of(mesh.at.pp_rank):
-        layers, replicas[index] = _replica(blueprint, index, mesh, sharding, tied, host)
+        layers, replicas[index] = _replica(blueprint, index, mesh, sharding, members_of, host)
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
         stages[index].offload = offload
@@ -178,7 +165,7 @@ def _replica(
     stage: int,
     mesh: Mesh,
     sharding: StageSharding,
-    tied: Mapping[str, Group],
+    members_of: Callable[[int, nn.Sequential], list[StageParameter]],
     host: HostMemory | None,
 ) -> tuple[nn.Sequential, Replica]:
     """Return the layers of a stage with their weights, and the replica that shards them as the configuration asks."""
@@ -198,37 +185,7 @@ def _replica(
     )
     if parallel.zero == 3 and sharding.dense.shard.size > 1 and trains:
         layers = materialise(*plain, torch.device("cpu"), ranks=ranks)
-        members = stage_members(blueprint, stage, layers, tied)
-        of_stage = members, layers, sharding, mesh.tp, mesh.device
+        of_stage = members_of(stage, layers), layers, sharding, mesh.tp, mesh.device
         return layers, fully_sharded_stage(*of_stage, offload=host is not None, make_buckets=make_replica)
     layers = materialise(*plain, mesh.device, ranks=ranks)
-    return layers, make_replica(stage_members(blueprint, stage, layers, tied))
-
-
-def tied_groups(blueprint: Blueprint, mesh: Mesh) -> dict[str, Group]:
-    """Return canonical name -> group of the ranks that hold copies of a weight tied across stages.
-
-    The ranks differ in pp alone. Collective over all ranks: it makes process groups.
-    """
-    groups: dict[tuple[int, ...], Group] = {}
-    found: dict[str, Group] = {}
-    for name, stages in sorted(blueprint.stage_of_parameter().items()):
-        pp_ranks = tuple(sorted({blueprint.schedule.rank_of(stage) for stage in stages}))
-        if len(stages) > 1:
-            if pp_ranks not in groups:
-                groups[pp_ranks] = mesh.stage_group(pp_ranks)
-            found[name] = groups[pp_ranks]
-    return found
-
-
-def stage_members(
-    blueprint: Blueprint, stage: int, layers: nn.Sequential, tied: Mapping[str, Group]
-) -> list[StageParameter]:
-    """Return the parameters of a stage, frozen ones included, with the ties and shapes that data parallelism needs."""
-    members = []
-    stages = blueprint.stage_of_parameter()
-    for name, parameter, layer in members_of(layers):
-        canonical = blueprint.model.canonical(name)
-        tie = Tie(canonical, tied[canonical], stages[canonical][0] == stage) if canonical in tied else None
-        members.append(StageParameter(blueprint.infos[canonical], parameter, layer, tie))
-    return members
+    return layers, make_replica(members_of(stage, layers))

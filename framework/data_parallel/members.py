@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.data_parallel.sharding import BucketKind, ShardedParameters, StageParameter, accumulation_dtype
+from meshwright.data_parallel.sharding import BucketKind, ShardedParameters, StageParameter, Tie, accumulation_dtype
 from meshwright.mesh.comm import Group
+from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer import MatrixShard, MatrixSlot, ShardLayout, ShardPlace
+from meshwright.parameters import ParameterInfo
 
 
 def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
@@ -23,6 +25,49 @@ def members_of(layers: nn.Sequential) -> list[tuple[str, nn.Parameter, str]]:
                 seen.add(id(parameter))
                 found.append((f"{layer_name}.{name}", parameter, layer_name))
     return found
+
+
+def tied_groups(stages_of: Mapping[str, Sequence[int]], rank_of: Callable[[int], int], mesh: Mesh) -> dict[str, Group]:
+    """Return canonical name -> group of the ranks that hold copies of a weight tied across stages.
+
+    The ranks differ in pp alone. Collective over all ranks: it makes process groups.
+
+    Args:
+        stages_of: canonical name of each parameter -> the stages that hold it, in order.
+        rank_of: pipeline rank of a stage.
+    """
+    groups: dict[tuple[int, ...], Group] = {}
+    found: dict[str, Group] = {}
+    for name, stages in sorted(stages_of.items()):
+        pp_ranks = tuple(sorted({rank_of(stage) for stage in stages}))
+        if len(stages) > 1:
+            if pp_ranks not in groups:
+                groups[pp_ranks] = mesh.stage_group(pp_ranks)
+            found[name] = groups[pp_ranks]
+    return found
+
+
+def stage_members(
+    stage: int,
+    layers: nn.Sequential,
+    infos: Mapping[str, ParameterInfo],
+    canonical: Callable[[str], str],
+    stages_of: Mapping[str, Sequence[int]],
+    tied: Mapping[str, Group],
+) -> list[StageParameter]:
+    """Return the parameters of a stage, frozen ones included, with their ties and shapes.
+
+    Args:
+        canonical: function that returns the name under which a tied weight is stored.
+        stages_of: canonical name of each parameter -> the stages that hold it, in order.
+        tied: canonical name of each tied weight -> the ranks that hold it, see :func:`tied_groups`.
+    """
+    members = []
+    for name, parameter, layer in members_of(layers):
+        known = canonical(name)
+        tie = Tie(known, tied[known], stages_of[known][0] == stage) if known in tied else None
+        members.append(StageParameter(infos[known], parameter, layer, tie))
+    return members
 
 
 def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[list[StageParameter]]:

@@ -116,6 +116,21 @@ class Mesh:
         made = self._subgroup("tied", ranks if is_member else (self.rank,))
         return made if is_member else self._group("tied", ())
 
+    def compare_digests(self, digest: str) -> None:
+        """Compare what all ranks are about to run: otherwise their messages would not match. Collective; blocks.
+
+        Raises:
+            MeshError: names the ranks that differ from rank 0.
+        """
+        digests = self.world.gather_objects(digest)
+        different = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if different:
+            raise MeshError(
+                "MW-RUN-007",
+                f"ranks {different} have another configuration or schedule than rank 0: start all of them with the "
+                f"same config file, overrides and code",
+            )
+
     def open_links(self, pairs: Collection[tuple[int, int]]) -> LinkedGroup:
         """Return the pipeline group with a link for each (source, destination) in ``pairs``. Collective over all
         ranks; blocks."""

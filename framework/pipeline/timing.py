@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from meshwright.schedule.action import COMPUTE, Action, Kind, Span
+from meshwright.schedule.action import COMPUTE, Action, Kind
+from meshwright.schedule.analysis import Span
 
 
 class CpuClock:

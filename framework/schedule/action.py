@@ -4,8 +4,8 @@
     0F0 {0SEND_F0+0RECV_B0} 0F1 {0SEND_F1+0RECV_B1} 0B0 ...    a row per pp_rank; each action is stage, kind and
     1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 ...                 micro-batch; braces: communications posted together
 
-An action has no time, buffer or rank. The simulator or a measurement adds time (:class:`Span`), buffers belong to the
-stage, and the rank is the index of the row. :mod:`load` has the text form.
+An action has no time, buffer or rank. The simulator or a measurement adds time, buffers belong to the stage, and the
+rank is the index of the row. :mod:`load` has the text form.
 """
 
 from __future__ import annotations
@@ -76,15 +76,6 @@ class Action(NamedTuple):
         assert self.stage is not None, self
         kind, offset = _PARTNERS[self.kind]
         return Action(kind, self.stage + offset, self.microbatch)
-
-
-class Span(NamedTuple):
-    """An action of the pipeline rank ``rank`` with its start and end, in seconds or ticks of one clock."""
-
-    rank: int
-    action: Action
-    start: float
-    end: float
 
 
 Item: TypeAlias = Action | tuple[Action, ...]
@@ -192,8 +183,3 @@ class Schedule:
         begin."""
         last = {action.stage: action for _, action in self.actions(pp_rank) if action.kind in LAST_HALVES}
         return frozenset(last.values())
-
-
-def format_item(item: Item) -> str:
-    """Format an item: ``2F0``, or ``{0SEND_F1+0RECV_B0}`` for communications posted together."""
-    return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"

@@ -7,16 +7,7 @@ import re
 from pathlib import Path
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import (
-    COMMUNICATION,
-    COMPUTE,
-    Action,
-    Item,
-    Kind,
-    Placement,
-    Schedule,
-    format_item,
-)
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Item, Kind, Placement, Schedule
 from meshwright.system.bounded import read_text
 
 _HEADER = re.compile(
@@ -25,6 +16,11 @@ _HEADER = re.compile(
 _ACTION = re.compile(r"(?P<stage>\d+)?(?P<kind>[A-Z]+(?:_[A-Z])?)(?P<microbatch>\d+)?", re.ASCII)
 _HAS_STAGE = frozenset(Kind) - {Kind.STEP}
 _HAS_MICROBATCH = COMPUTE | COMMUNICATION
+
+
+def format_item(item: Item) -> str:
+    """Format an item: ``2F0``, or ``{0SEND_F1+0RECV_B0}`` for communications posted together."""
+    return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"
 
 
 def format_schedule(schedule: Schedule) -> str:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from meshwright.adapters.attach import is_adapter
 from meshwright.blueprint import Blueprint, draw_blueprint
-from meshwright.build import stage_members
 from meshwright.checkpoint import (
     CheckpointMetadata,
     CheckpointReader,
@@ -45,7 +44,7 @@ from meshwright.config import (
     resolve,
     write_snapshot,
 )
-from meshwright.data_parallel.members import plan_buckets
+from meshwright.data_parallel.members import plan_buckets, stage_members
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
@@ -197,9 +196,11 @@ def added_states(checkpoint: CheckpointReader, blueprint: Blueprint) -> list[Ten
 def _members(blueprint: Blueprint, stage: int) -> list[StageParameter]:
     """Return the parameters of a stage, each once. The group of a tied weight has only its first rank, alone."""
     alone = Group("pp", (0,), 0)
-    tied = {name: alone for name, stages in blueprint.stage_of_parameter().items() if len(stages) > 1}
+    stages_of = blueprint.stage_of_parameter()
+    tied = {name: alone for name, stages in stages_of.items() if len(stages) > 1}
+    of_stage = stage, blueprint.stage_layers(stage), blueprint.infos, blueprint.model.canonical
     found: dict[str, StageParameter] = {}
-    for member in stage_members(blueprint, stage, blueprint.stage_layers(stage), tied):
+    for member in stage_members(*of_stage, stages_of, tied):
         found.setdefault(member.info.name, member)
     return list(found.values())
 

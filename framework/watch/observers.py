@@ -22,7 +22,8 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer import can_fall
 from meshwright.parts import Observer, Parts, StepEvent, StepStats, StragglerShare
 from meshwright.pipeline.executor import Feed
-from meshwright.schedule.action import Action, Kind, Span
+from meshwright.schedule.action import Action, Kind
+from meshwright.schedule.analysis import Span
 from meshwright.schedule.load import format_schedule
 from meshwright.terminal.output import tell
 from meshwright.watch.drift import check_drift

@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from meshwright.errors import DataError, ScheduleError
-from meshwright.schedule.action import Action, Schedule, Span
-from meshwright.schedule.analysis import Reading, Timeline, name_of
+from meshwright.schedule.action import Action, Schedule
+from meshwright.schedule.analysis import Reading, Span, Timeline, name_of
 from meshwright.schedule.load import parse_schedule
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes

@@ -25,7 +25,8 @@ from meshwright.optimizer import read_states, restore_states
 from meshwright.parts import Parts
 from meshwright.run.directory import run_directory
 from meshwright.run.resume import resume
-from meshwright.schedule.action import Action, Span, actions_of
+from meshwright.schedule.action import Action, actions_of
+from meshwright.schedule.analysis import Span
 from meshwright.seeding import Draw, SeededDropout
 from meshwright.step import StepFeed, take_step
 from meshwright.tensor_parallel import megatron

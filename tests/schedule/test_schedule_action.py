@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import Action, Kind, Placement, Schedule, actions_of, format_item
+from meshwright.schedule.action import Action, Kind, Placement, Schedule, actions_of
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.load import format_schedule, parse_schedule, read_schedule, schedule_digest
 from meshwright.schedule.lower import lower
+from meshwright.schedule.text import format_item
 from tests.schedule.sizes import built
 
 HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Item, Kind, Schedule, Span, actions_of
-from meshwright.schedule.analysis import Costs, Timeline, bubble_share, check, peak_activations, simulate
+from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Item, Kind, Schedule, actions_of
+from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, check, peak_activations, simulate
 from meshwright.schedule.analysis.simulator import Channel
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.load import parse_schedule

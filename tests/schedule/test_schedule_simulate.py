@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule, Span
-from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
+from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, pace, simulate
 from meshwright.schedule.analysis.simulator import Channel
 from meshwright.schedule.build import build
 from meshwright.schedule.load import parse_schedule

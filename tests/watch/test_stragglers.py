@@ -11,8 +11,8 @@ from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
 from meshwright.launch.status import describe
 from meshwright.run.directory import run_directory
-from meshwright.schedule.action import Action, Kind, Span
-from meshwright.schedule.analysis import Timeline, on_their_way
+from meshwright.schedule.action import Action, Kind
+from meshwright.schedule.analysis import Span, Timeline, on_their_way
 from meshwright.tracking.jsonl import read_records
 from meshwright.watch.stragglers import NO_STRAGGLER, Straggler, StragglerReport, judge
 from tests.end_to_end.conftest import corpus

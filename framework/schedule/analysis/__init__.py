@@ -2,7 +2,7 @@
 
 check, report           faults of a lowered schedule: missing, repeated or misplaced actions, deadlocks
 simulate, pace          Schedule and Costs -> Timeline
-Timeline, Reading       one step in time, simulated or measured
+Timeline, Span, Reading one step in time, simulated or measured
 bubble_share, bubbles, on_their_way, peak_activations     measures of a timeline
 links_of                links of a pipeline that schedules use
 timeline_of, caption, name_of, elide, typical_shortest    names and scale of pictures
@@ -20,6 +20,7 @@ from meshwright.schedule.analysis.simulator import Costs as Costs
 from meshwright.schedule.analysis.simulator import pace as pace
 from meshwright.schedule.analysis.simulator import simulate as simulate
 from meshwright.schedule.analysis.timeline import Reading as Reading
+from meshwright.schedule.analysis.timeline import Span as Span
 from meshwright.schedule.analysis.timeline import Timeline as Timeline
 from meshwright.schedule.analysis.timeline import bubble_share as bubble_share
 from meshwright.schedule.analysis.timeline import bubbles as bubbles

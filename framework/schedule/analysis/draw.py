@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from meshwright.schedule.action import COMPUTE, Kind, Schedule, Span
+from meshwright.schedule.action import COMPUTE, Kind, Schedule
 from meshwright.schedule.analysis.simulator import Costs, simulate
-from meshwright.schedule.analysis.timeline import Timeline, bubble_share, peak_activations
+from meshwright.schedule.analysis.timeline import Span, Timeline, bubble_share, peak_activations
 from meshwright.schedule.lower import lower
 
 TICKS = Costs(f=1, b=1, i=1, w=1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from meshwright.schedule.action import Schedule, format_item
+from meshwright.schedule.action import Schedule
 from meshwright.schedule.analysis.faults import Problem
+from meshwright.schedule.text import format_item
 
 
 def report(schedule: Schedule, problems: list[Problem], limit: int = 8, around: int = 3) -> str:

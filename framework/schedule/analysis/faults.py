@@ -19,8 +19,9 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule, format_item
+from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule
 from meshwright.schedule.analysis.simulator import Blocked, Channel, Costs, play
+from meshwright.schedule.text import format_item
 
 
 class Fault(StrEnum):

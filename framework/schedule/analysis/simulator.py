@@ -19,8 +19,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind, Schedule, Span, actions_of
-from meshwright.schedule.analysis.timeline import Timeline
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind, Schedule, actions_of
+from meshwright.schedule.analysis.timeline import Span, Timeline
 
 
 class Channel(StrEnum):

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule, Span
+from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule
+
+
+class Span(NamedTuple):
+    """An action of the pipeline rank ``rank`` with its start and end, in seconds or ticks of one clock."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
 
 
 class Timeline(NamedTuple):

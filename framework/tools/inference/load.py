@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.adapters.attach import is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base
 from meshwright.blueprint import Blueprint, draw_blueprint
-from meshwright.build import compare_digests, make_stage, pick_loss
+from meshwright.build import make_stage, pick_loss
 from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
 from meshwright.config import RunConfig, leaves_out_base, load_saved, parse, read_resolved
 from meshwright.errors import CheckpointError, ConfigError
@@ -168,7 +168,7 @@ def open_trained(
         CheckpointError: on every rank; no checkpoint is sound, or it belongs to another model.
     """
     blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep) if blueprint is None else blueprint
-    compare_digests(blueprint, mesh)
+    mesh.compare_digests(blueprint.digest())
     path = newest_sound(place.run, mesh, print_warning, only=place.checkpoints)
     assert path is not None, place
     loss = loss or pick_loss(blueprint, mesh.tp, training=False)

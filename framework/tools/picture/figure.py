@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from meshwright.schedule.action import COMPUTE, Kind, Span
-from meshwright.schedule.analysis import Timeline, caption, typical_shortest
+from meshwright.schedule.action import COMPUTE, Kind
+from meshwright.schedule.analysis import Span, Timeline, caption, typical_shortest
 from meshwright.tools.picture.axis import TimeAxis, time_axis, unit_of_seconds
 from meshwright.tools.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
 from meshwright.tools.picture.library import require_matplotlib

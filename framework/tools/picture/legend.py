@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.schedule.action import COMPUTE, Kind, Span
+from meshwright.schedule.action import COMPUTE, Kind
+from meshwright.schedule.analysis import Span
 from meshwright.tools.picture.palette import INK, LEGEND_FONT, LETTER_WIDTH, PAINTS, POINTS, TEXT, shade
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind, Span
+from meshwright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from meshwright.schedule.analysis import Span
 from meshwright.tools.picture.panel import Panel, Unit
 
 MICROSECONDS = {Unit.TICKS: 1e3, Unit.SECONDS: 1e6}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.action import Action, Kind, Span
-from meshwright.schedule.analysis import Costs, Reading, Timeline, simulate
+from meshwright.schedule.action import Action, Kind
+from meshwright.schedule.analysis import Costs, Reading, Span, Timeline, simulate
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.lower import lower
 from meshwright.tools.report.account import Account, account, measured_costs, table, without_early_steps
