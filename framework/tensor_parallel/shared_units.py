@@ -100,7 +100,6 @@ class SharedColumnLinear(ColumnLinear):
         return copy_parts(y, self.group, self.sharers, self.units.copied, self.units.rows[-1])
 
 
-@outside_graphs
 def share_counts(model: nn.Module) -> None:
     """Let each module around shared units count those of one rank, in place."""
     for name, module in model.named_modules():
@@ -108,6 +107,7 @@ def share_counts(model: nn.Module) -> None:
             module.share_count(model.get_submodule(name.rpartition(".")[0]))
 
 
+@outside_graphs
 def copy_parts(y: Tensor, group: Group, sharers: int, copied: int, size: int) -> Tensor:
     """Return y (B, S, F) with its last ``copied`` parts, of size / sharers features each, completed to ``size``.
 
