@@ -26,9 +26,9 @@ from observe import Observer
 from meshwright.config import RunConfig
 from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.mesh import prepare_allocator
-from meshwright.parts import Parts
+from meshwright.parts import Parts, StepFeed
 from meshwright.pipeline.executor import RowResult
-from meshwright.step import StepFeed, all_reduce_sums
+from meshwright.step import all_reduce_sums
 from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
 
 MODEL = "llama-8b-8-blocks"

@@ -1,28 +1,34 @@
 """Parts of one rank, the state of its run, and the protocol of observers.
 
 build     Parts          everything that one rank needs to train
+          StepFeed       this rank's micro-batches of a step
 step      StepStats      the numbers of one optimizer step, the same on every rank
 train     StepEvent      one step, as observers see it; Observer is what train calls between steps
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from meshwright.blueprint import Blueprint
-from meshwright.config import RunConfig
-from meshwright.data.sources import Source
+from meshwright.config import RunConfig, batch_numbers
+from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.running_buffers import StepState
 from meshwright.optimizer import LossScale, add_state
 from meshwright.optimizer.flat import FlatOptimizer
-from meshwright.pipeline.executor import Executor, Feed, RowResult
+from meshwright.parameters import DTYPES
+from meshwright.pipeline.executor import Executor, Feed, Microbatch, RowResult
+from meshwright.pipeline.values import cast_floats
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
 """A rank was asked to end the run; a rank could not write its share of a checkpoint; the run's directory is gone."""
@@ -58,6 +64,52 @@ class ForwardParts:
     executor: Executor
     data_s: float = field(default=0.0, kw_only=True)
     """Seconds of the current step that went into reading samples."""
+
+    def feeds(self, source: Source, batches: Iterable[int]) -> Iterator[StepFeed]:
+        """Yield the feeds of these global batches of a source, counted from 0."""
+        size = batch_numbers(self.config).global_batch
+        return (StepFeed(self, source, batch * size) for batch in batches)
+
+
+@dataclass
+class StepFeed:
+    """The micro-batches of one step for this replica, on this rank's device: as many as the executor's schedule has.
+
+    NOTE [sample indices]: a step trains on global_batch consecutive sample indices from samples_seen on. Micro-batch m
+    of replica dp_rank is the block of micro_batch_size indices that starts at samples_seen + (dp_rank x chunks + m) x
+    micro_batch_size. No other place has this formula: sources are read by index, so that the layout does not matter
+    and a resume needs one number.
+    """
+
+    parts: ForwardParts
+    source: Source
+    samples_seen: int
+
+    def indices(self, m: int) -> range:
+        """Return the sample indices of micro-batch ``m``: see NOTE [sample indices]."""
+        micro_batch_size, chunks = self.parts.config.batch.micro_batch_size, self.parts.executor.schedule.chunks
+        assert micro_batch_size is not None
+        assert 0 <= m < chunks, (m, chunks)
+        first = self.samples_seen + (self.parts.mesh.at.dp_rank * chunks + m) * micro_batch_size
+        return range(first, first + micro_batch_size)
+
+    def microbatch(self, m: int) -> Microbatch:
+        """Read micro-batch ``m`` and begin its copy to the device; add the seconds to the parts' ``data_s``."""
+        parts, device = self.parts, self.parts.mesh.device
+        start_s = time.perf_counter()
+        samples = self.source.read(self.indices(m))
+        parts.data_s += time.perf_counter() - start_s
+        dtype, cut = DTYPES[parts.config.train.dtype], parts.blueprint.cut
+        tokens = cut.tokens_of(samples[0], device)
+        inputs, labels = (tree_map(parts.mesh.to_device, part) for part in samples)
+        labels = cast_floats(labels, torch.promote_types(dtype, torch.float32))  # the loss is computed in float32
+        labels = cut.take_labels(labels, tokens)
+        return Microbatch(cast_floats(inputs, dtype), labels, self.sample_indices(m), tokens)
+
+    def sample_indices(self, m: int) -> Tensor:
+        """Return :meth:`indices` as (B,) int64 on the device."""
+        indices = self.indices(m)
+        return torch.arange(indices.start, indices.stop, device=self.parts.mesh.device)
 
 
 @dataclass
@@ -104,6 +156,12 @@ class Parts(ForwardParts):
     def add_state(self, name: str) -> list[Tensor]:
         """Add a state with one number per weight of this rank; from an observer's ``setup``."""
         return add_state(self.optimizer, name)
+
+    def validation_feeds(self) -> Iterator[StepFeed]:
+        """Yield the feeds of one validation."""
+        source, size = self.validation, batch_numbers(self.config).global_batch
+        assert isinstance(source, AnySource)
+        return self.feeds(source, range(validation_steps(source.num_samples, size, self.config.train.validate_steps)))
 
     def request_stop(self, reason: str) -> None:
         """Ask to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""

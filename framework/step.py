@@ -1,4 +1,4 @@
-"""One optimizer step: feed, forward and backward by the schedule, all-reduce, update. And one validation, forward only.
+"""One optimizer step: feed, forward and backward by the schedule, all-reduce, update.
 
 take_step
     executor.run(feed)      this rank's row of the schedule
@@ -11,74 +11,19 @@ take_step
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from meshwright.config import batch_numbers
-from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.members import sum_ties
 from meshwright.model.metrics import means
-from meshwright.optimizer import evaluating, next_scale
+from meshwright.optimizer import next_scale
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.parameters import DTYPES
-from meshwright.parts import FLAGS, ForwardParts, Parts, StepStats
-from meshwright.pipeline.executor import Microbatch, RowResult
-from meshwright.pipeline.values import cast_floats
-
-
-@dataclass
-class StepFeed:
-    """The micro-batches of one step for this replica, on this rank's device: as many as the executor's schedule has.
-
-    NOTE [sample indices]: a step trains on global_batch consecutive sample indices from samples_seen on. Micro-batch m
-    of replica dp_rank is the block of micro_batch_size indices that starts at samples_seen + (dp_rank x chunks + m) x
-    micro_batch_size. No other place has this formula: sources are read by index, so that the layout does not matter
-    and a resume needs one number.
-    """
-
-    parts: ForwardParts
-    source: Source
-    samples_seen: int
-
-    def indices(self, m: int) -> range:
-        """Return the sample indices of micro-batch ``m``: see NOTE [sample indices]."""
-        micro_batch_size, chunks = self.parts.config.batch.micro_batch_size, self.parts.executor.schedule.chunks
-        assert micro_batch_size is not None
-        assert 0 <= m < chunks, (m, chunks)
-        first = self.samples_seen + (self.parts.mesh.at.dp_rank * chunks + m) * micro_batch_size
-        return range(first, first + micro_batch_size)
-
-    def microbatch(self, m: int) -> Microbatch:
-        """Read micro-batch ``m`` and begin its copy to the device; add the seconds to the parts' ``data_s``."""
-        parts, device = self.parts, self.parts.mesh.device
-        start_s = time.perf_counter()
-        samples = self.source.read(self.indices(m))
-        parts.data_s += time.perf_counter() - start_s
-        dtype, cut = DTYPES[parts.config.train.dtype], parts.blueprint.cut
-        tokens = cut.tokens_of(samples[0], device)
-        inputs, labels = (tree_map(lambda leaf: _to_device(leaf, device), part) for part in samples)
-        labels = cast_floats(labels, torch.promote_types(dtype, torch.float32))  # the loss is computed in float32
-        labels = cut.take_labels(labels, tokens)
-        return Microbatch(cast_floats(inputs, dtype), labels, self.sample_indices(m), tokens)
-
-    def sample_indices(self, m: int) -> Tensor:
-        """Return :meth:`indices` as (B,) int64 on the device."""
-        indices = self.indices(m)
-        return torch.arange(indices.start, indices.stop, device=self.parts.mesh.device)
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to the device; on CUDA from pinned memory, so that the host does not wait for the GPU."""
-    pins = device.type == "cuda" and tensor.device.type == "cpu"
-    return tensor.pin_memory().to(device, non_blocking=True) if pins else tensor.to(device)
+from meshwright.parts import FLAGS, Parts, StepFeed, StepStats
+from meshwright.pipeline.executor import RowResult
 
 
 def take_step(parts: Parts) -> StepStats:
@@ -183,61 +128,12 @@ def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     on_device = {
         "loss_sum": sum((part.loss_sum.double() for part in loss_parts), zero),
         "num_tokens": sum((part.num_tokens.double() for part in loss_parts), zero),
-        "square_norm": _to_device(optimizer.square_norm() + spare, mesh.device),
+        "square_norm": mesh.to_device(optimizer.square_norm() + spare),
     }
     on_host = {"busy_s": busy_s, "passed_s": passed_s, **{flag: float(parts.flags[flag]()) for flag in FLAGS}}
     assert (*on_device, *on_host) == StepSums._fields
-    host_sums = _to_device(torch.tensor(list(on_host.values()), dtype=torch.float64), mesh.device)  # one copy
+    host_sums = mesh.to_device(torch.tensor(list(on_host.values()), dtype=torch.float64))  # one copy
     numbers = (torch.stack(list(on_device.values())), host_sums, row.recorder.vector(mesh.device))
     sums = torch.cat([*numbers, parts.step_state.vector(mesh.device)])
     mesh.world.all_reduce(sums).wait()
     return parts.step_state.take(sums)
-
-
-def validate(parts: Parts) -> float:
-    """Return the mean loss over the validation batches, in eval mode. Equal on every rank and in every layout."""
-    source, global_batch = parts.validation, batch_numbers(parts.config).global_batch
-    assert isinstance(source, AnySource)
-    batches = range(validation_steps(source.num_samples, global_batch, parts.config.train.validate_steps))
-    with evaluating(parts.optimizer):
-        found = total_loss(parts, source, batches)
-    parts.validation_metrics = found.metrics
-    return found.loss_sum / max(found.num_tokens, 1)
-
-
-class TotalLoss(NamedTuple):
-    """Loss over several global batches."""
-
-    loss_sum: float
-    """Sum of the labels' losses in nats, accumulated in float64."""
-    num_tokens: int
-    """Labels that counted."""
-    metrics: Mapping[str, float] = MappingProxyType({})
-    """Metrics that layers and the loss recorded, by name."""
-
-
-def total_loss(parts: ForwardParts, source: Source, batches: Iterable[int]) -> TotalLoss:
-    """Run forward in eval mode over these global batches of ``source``, counted from 0; return the total loss.
-
-    Collective over all ranks. Equal on every rank and in every layout.
-    """
-    names = parts.executor.metrics
-    sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=parts.mesh.device)
-    schedule = parts.executor.schedule
-    parts.executor.follow(parts.blueprint.schedule)
-    stages = parts.executor.stages.values()
-    modes = {module: module.training for stage in stages for module in stage.layers.modules()}
-    for stage in stages:
-        stage.layers.eval()
-    for batch in batches:
-        feed = StepFeed(parts, source, batch * batch_numbers(parts.config).global_batch)
-        row = parts.executor.validate(feed)
-        sums[2:] += row.recorder.vector(parts.mesh.device)
-        for part in row.loss_parts if parts.mesh.at.tp_rank == 0 else ():
-            sums[:2] += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
-    for module, training in modes.items():  # what the builder has put into eval mode stays there
-        module.training = training
-    parts.executor.follow(schedule)
-    parts.mesh.world.all_reduce(sums).wait()
-    loss_sum, num_tokens, *recorded = sums.tolist()
-    return TotalLoss(float(loss_sum), int(num_tokens), means(names, recorded))

@@ -30,9 +30,9 @@ from meshwright.launch.work import check, open_run_files, open_run_mesh, work
 from meshwright.mesh.mesh import close_mesh, environment_rank
 from meshwright.parts import Observer, Parts, StepStats
 from meshwright.run import RunFiles
-from meshwright.run.observers import Checkpoints
+from meshwright.run.observers import Checkpoints, validate
 from meshwright.run.resume import record_start, resume
-from meshwright.step import take_step, validate
+from meshwright.step import take_step
 from meshwright.system.process import GiveUp, StopRequest
 from meshwright.terminal.output import print_lines
 from meshwright.tools.inference.evaluate import EvaluationJob, EvaluationResult

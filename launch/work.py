@@ -35,9 +35,9 @@ from meshwright.run.observers import (
     RunFilesCheck,
     StepCollector,
     Validation,
+    validate,
 )
 from meshwright.run.resume import check_added_states, prepare, record_start, resume
-from meshwright.step import validate
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tools.context_balance import describe_balance
@@ -173,7 +173,7 @@ def observe(
     return [
         RunFilesCheck(checkpoints.saver),  # lost files of the run's directory
         Timing(parts, files.directory, log),  # the traced step, stragglers
-        Validation(validate, lambda loss: log(describe_validation(parts, loss))),
+        Validation(lambda loss: log(describe_validation(parts, loss))),
         *own,  # the user's, of train.callbacks and of a script; they may add metrics to the record
         *gpu_metrics(parts),  # utilization, power, temperature and more of all GPUs, sampled in the background
         *expert_load(parts, files.directory),  # tokens of each expert, where a router counts them

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.errors import MeshError
@@ -69,6 +70,11 @@ class Mesh:
     def peak_memory_bytes(self) -> int:
         """Return the peak memory of this rank's device, or on CPU of this process."""
         return peak_memory_bytes(self.device.type)
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the device; on CUDA from pinned memory, so that the host does not wait for the GPU."""
+        pins = self.device.type == "cuda" and tensor.device.type == "cpu"
+        return tensor.pin_memory().to(self.device, non_blocking=True) if pins else tensor.to(self.device)
 
     def open_store(self) -> NoteStore | None:
         """Open a store for small notes between ranks, over a connection of its own. None for a mesh of one rank."""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
 
 from meshwright.checkpoint import find
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
-from meshwright.model.metrics import model_metrics
-from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, Observer, Parts, StepEvent
+from meshwright.model.metrics import means, model_metrics
+from meshwright.optimizer import evaluating
+from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, ForwardParts, Observer, Parts, StepEvent
+from meshwright.pipeline.executor import Feed
 from meshwright.run.collector import StepCollector as StepCollector
 from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles
@@ -49,9 +55,9 @@ class GarbageCollection(Observer):
 class Validation(Observer):
     """Observer that validates every ``train.validate_every`` steps and after the last."""
 
-    def __init__(self, validate: Callable[[Parts], float], report: Callable[[float], None]) -> None:
-        """Validate by ``validate``; call ``report`` with the last validation loss, after the last checkpoint."""
-        self._validate, self._report = validate, report
+    def __init__(self, report: Callable[[float], None]) -> None:
+        """Call ``report`` with the last validation loss, after the last checkpoint."""
+        self._report = report
         self._last: float | None = None
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
@@ -60,7 +66,7 @@ class Validation(Observer):
         is_due = event.is_last or (every > 0 and parts.state.step % every == 0)
         if is_due and not event.is_stopping and parts.validation is not None:
             with parts.mesh.activity.during("validating"):
-                event.validation_loss = self._last = self._validate(parts)
+                event.validation_loss = self._last = validate(parts)
             event.metrics |= model_metrics(parts.validation_metrics, "validation/")
 
     def after_training(self, parts: Parts) -> None:
@@ -160,3 +166,48 @@ class Checkpoints(Observer):
         if parts.mesh.world.gather_objects(bool(parts.mesh.rank == 0 and find(saver.directory)))[0]:
             return "it could not be saved, the last checkpoint remains"
         return "it could not be saved, and there is no other checkpoint"
+
+
+def validate(parts: Parts) -> float:
+    """Return the mean loss over the validation batches, in eval mode. Equal on every rank and in every layout."""
+    with evaluating(parts.optimizer):
+        found = total_loss(parts, parts.validation_feeds())
+    parts.validation_metrics = found.metrics
+    return found.loss_sum / max(found.num_tokens, 1)
+
+
+class TotalLoss(NamedTuple):
+    """Loss over several global batches."""
+
+    loss_sum: float
+    """Sum of the labels' losses in nats, accumulated in float64."""
+    num_tokens: int
+    """Labels that counted."""
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """Metrics that layers and the loss recorded, by name."""
+
+
+def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:
+    """Run forward in eval mode over these global batches; return the total loss.
+
+    Collective over all ranks. Equal on every rank and in every layout.
+    """
+    names = parts.executor.metrics
+    sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=parts.mesh.device)
+    schedule = parts.executor.schedule
+    parts.executor.follow(parts.blueprint.schedule)
+    stages = parts.executor.stages.values()
+    modes = {module: module.training for stage in stages for module in stage.layers.modules()}
+    for stage in stages:
+        stage.layers.eval()
+    for feed in feeds:
+        row = parts.executor.validate(feed)
+        sums[2:] += row.recorder.vector(parts.mesh.device)
+        for part in row.loss_parts if parts.mesh.at.tp_rank == 0 else ():
+            sums[:2] += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
+    for module, training in modes.items():  # what the builder has put into eval mode stays there
+        module.training = training
+    parts.executor.follow(schedule)
+    parts.mesh.world.all_reduce(sums).wait()
+    loss_sum, num_tokens, *recorded = sums.tolist()
+    return TotalLoss(float(loss_sum), int(num_tokens), means(names, recorded))

@@ -6,8 +6,7 @@ from meshwright.context_parallel.balance import batch_imbalance
 from meshwright.context_parallel.cut import STARTS
 from meshwright.context_parallel.order import ORDERS
 from meshwright.data.sources import causal_corpora
-from meshwright.parts import Parts
-from meshwright.step import StepFeed
+from meshwright.parts import Parts, StepFeed
 
 MOST_SAMPLES = 8
 """Samples whose documents are read."""

@@ -26,7 +26,7 @@ from meshwright.launch.work import work
 from meshwright.model.build import configured_model, materialise
 from meshwright.parameters import ParameterInfo
 from meshwright.run.directory import run_directory
-from meshwright.step import total_loss
+from meshwright.run.observers import total_loss
 from meshwright.tools.inference.load import config_for, locate, open_inference_mesh, open_trained
 from meshwright.tools.interop.huggingface import adapters
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
@@ -180,7 +180,8 @@ def loss_rank(rank: int, world_size: int, run: Path, tp: int) -> float:
     layout = [f"--parallel.tp={tp}", "--parallel.pp=1", "--parallel.dp=1", "--parallel.sequence=false"]
     config = resolve(config_for(place, layout, "eval", trust_code=True), world_size)
     mesh = open_inference_mesh(config)
-    total = total_loss(open_trained(config, mesh, place)[0], Rows(), [0])
+    parts = open_trained(config, mesh, place)[0]
+    total = total_loss(parts, parts.feeds(Rows(), [0]))
     return total.loss_sum / total.num_tokens
 
 

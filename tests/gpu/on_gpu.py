@@ -22,13 +22,13 @@ from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh, peak_memory_bytes, pick_device
 from meshwright.optimizer import read_states, restore_states
-from meshwright.parts import Parts
+from meshwright.parts import Parts, StepFeed
 from meshwright.run.directory import run_directory
 from meshwright.run.resume import resume
 from meshwright.schedule.action import Action, actions_of
 from meshwright.schedule.analysis import Span
 from meshwright.seeding import Draw, SeededDropout
-from meshwright.step import StepFeed, take_step
+from meshwright.step import take_step
 from meshwright.tensor_parallel import megatron
 from meshwright.tools.verify.rank import open_verify_source, run_layout
 from meshwright.watch.drift import bits, replicated_tensors

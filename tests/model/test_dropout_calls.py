@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from meshwright.build import build
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
+from meshwright.parts import StepFeed
 from meshwright.seeding import GOLDEN, Draw, SeededDropout, keep_mask, key_of, restart_calls
-from meshwright.step import StepFeed
 from meshwright.tools.verify.layouts import layout_config, parse_layout
 from meshwright.tools.verify.rank import open_verify_source
 from tests.tools.verify.cases import config_of

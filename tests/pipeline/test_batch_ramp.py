@@ -13,9 +13,10 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import close_mesh
+from meshwright.run.observers import total_loss
 from meshwright.run.resume import resume
 from meshwright.schedule.load import format_schedule
-from meshwright.step import take_step, total_loss
+from meshwright.step import take_step
 from meshwright.tools.summary import summarise
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import tolerance_of
@@ -68,7 +69,7 @@ def part_of_a_run(
     while parts.state.step < steps:
         stats = take_step(parts)
         found.append((stats.num_samples, stats.loss))
-        total_loss(parts, open_verify_source(config, True), [0])
+        total_loss(parts, parts.feeds(open_verify_source(config, True), [0]))
     if not resumes:
         save(parts, saved)
     close_mesh(mesh)

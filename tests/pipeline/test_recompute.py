@@ -19,7 +19,7 @@ from meshwright.build import build
 from meshwright.errors import ModelError
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.step import StepFeed
+from meshwright.parts import StepFeed
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.rank import open_verify_source
 from tests.pipeline.kept import KeptBytes, MadeBytes

@@ -11,8 +11,8 @@ from meshwright.config import Batch, RunConfig
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.data.sources import Source
 from meshwright.mesh.comm import Group
+from meshwright.parts import StepFeed
 from meshwright.pipeline.executor import Microbatch
-from meshwright.step import StepFeed
 
 
 def microbatch(

@@ -28,13 +28,13 @@ from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh import Coordinates, Grid
 from meshwright.mesh.fake import PlaceholderGroup, fake_mesh
 from meshwright.optimizer import states_of
-from meshwright.parts import Parts
+from meshwright.parts import Parts, StepFeed
 from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.schedule.action import Action, Kind
 from meshwright.seeding import Draw
-from meshwright.step import StepFeed, all_reduce_sums
+from meshwright.step import all_reduce_sums
 from meshwright.tools.dryrun.kernels import kernels_of
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import StepRecorder

@@ -25,7 +25,7 @@ from meshwright.mesh import Axis
 from meshwright.mesh.mesh import close_mesh
 from meshwright.parts import ForwardParts
 from meshwright.run.directory import METRICS
-from meshwright.step import TotalLoss, total_loss
+from meshwright.run.observers import TotalLoss, total_loss
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.terminal.format import format_duration
@@ -139,8 +139,8 @@ class EvaluationJob:
         batches = num_batches(source, config, self.steps)
         logged = validation_steps(source.num_samples, batch_numbers(config).global_batch, config.train.validate_steps)
         numbers = batches_with_progress(batches, mesh.rank == 0)
-        first = total_loss(forward, source, itertools.islice(numbers, min(logged, batches)))
-        rest = total_loss(forward, source, numbers)
+        first = total_loss(forward, forward.feeds(source, itertools.islice(numbers, min(logged, batches))))
+        rest = total_loss(forward, forward.feeds(source, numbers))
         total = TotalLoss(first.loss_sum + rest.loss_sum, first.num_tokens + rest.num_tokens)
         has_tokens = has_perplexity(forward.blueprint)
         text = count_text(source, config, batches) if mesh.rank == 0 and has_tokens else None

@@ -21,7 +21,8 @@ from meshwright.model.build import configured_model
 from meshwright.optimizer import evaluating
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
-from meshwright.step import take_step, total_loss
+from meshwright.run.observers import total_loss
+from meshwright.step import take_step
 from meshwright.tools.verify.plain_state import digests
 from meshwright.tools.verify.reference import RunNumbers, checksum, validated_after, widened
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
@@ -110,7 +111,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
         if step in validated_after(steps):
             recorder.seen = {}
             with evaluating(parts.optimizer):
-                total = total_loss(parts, recorder, [steps])
+                total = total_loss(parts, parts.feeds(recorder, [steps]))
             findings.tokens.append(recorder.seen)
             findings.validation.append(total.loss_sum / max(total.num_tokens, 1))
             findings.metrics.append(dict(total.metrics))

@@ -31,10 +31,10 @@ from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.optimizer.flat import FlatOptimizer
+from meshwright.parts import StepFeed
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.seeding import Draw, SeededDropout
-from meshwright.step import StepFeed
 from meshwright.tools.verify import (
     Layout,
     compare,
