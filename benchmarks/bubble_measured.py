@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.pipeline.executor import Executor, Microbatch
+from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.plan import SplitBackward
 from meshwright.pipeline.stage import Stage, StageSpec
-from meshwright.pipeline.values import describe_value
+from meshwright.pipeline.values import Microbatch, describe_value
 from meshwright.schedule.action import Schedule
 from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, simulate
 from meshwright.schedule.build import build

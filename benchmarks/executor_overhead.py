@@ -55,9 +55,9 @@ from torch.distributed.pipelining import (
 from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
-from meshwright.pipeline.executor import Executor, Microbatch
+from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage, StageSpec
-from meshwright.pipeline.values import describe_value
+from meshwright.pipeline.values import Microbatch, describe_value
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 

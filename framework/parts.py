@@ -27,8 +27,8 @@ from meshwright.model.running_buffers import StepState
 from meshwright.optimizer import LossScale, add_state
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import DTYPES
-from meshwright.pipeline.executor import Executor, Feed, Microbatch, RowResult
-from meshwright.pipeline.values import cast_floats
+from meshwright.pipeline.executor import Executor, RowResult
+from meshwright.pipeline.values import Feed, Microbatch, cast_floats
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
 """A rank was asked to end the run; a rank could not write its share of a checkpoint; the run's directory is gone."""

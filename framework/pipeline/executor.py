@@ -30,27 +30,9 @@ from meshwright.pipeline.activation_offload import ActivationOffload
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
 from meshwright.pipeline.value_store import MessageGroup, ValueStore, message_group
+from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import Action, Kind, Schedule, actions_of
 from meshwright.seeding import Draw
-
-
-class Microbatch(NamedTuple):
-    """Samples of one micro-batch; the same on every rank of a replica."""
-
-    inputs: Any  # a tensor, or a tree of tensors, each (B, ...)
-    labels: Tensor  # (B, ...), IGNORED_LABEL where it does not count
-    sample_indices: Tensor  # (B,) int64, global
-    tokens: Any = None  # this rank's tokens of each sample, where they differ by sample: see Draw
-
-
-class Feed(Protocol):
-    """Source of the micro-batches of one step of this replica."""
-
-    def microbatch(self, m: int) -> Microbatch:
-        """Read micro-batch ``m``. The first stage uses its inputs, and the last stage its labels."""
-
-    def sample_indices(self, m: int) -> Tensor:
-        """Return the (B,) int64 global sample indices of micro-batch ``m``, without reading it."""
 
 
 class GradientReducer(Protocol):

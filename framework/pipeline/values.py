@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,25 @@ class ValueSpec(NamedTuple):
     def with_gradient(self) -> tuple[TensorSpec, ...]:
         """Specs of the leaves that need a gradient."""
         return tuple(leaf for leaf in self.leaves if leaf.needs_gradient)
+
+
+class Microbatch(NamedTuple):
+    """Samples of one micro-batch; the same on every rank of a replica."""
+
+    inputs: Any  # a tensor, or a tree of tensors, each (B, ...)
+    labels: Tensor  # (B, ...), IGNORED_LABEL where it does not count
+    sample_indices: Tensor  # (B,) int64, global
+    tokens: Any = None  # this rank's tokens of each sample, where they differ by sample: see Draw
+
+
+class Feed(Protocol):
+    """Source of the micro-batches of one step of this replica."""
+
+    def microbatch(self, m: int) -> Microbatch:
+        """Read micro-batch ``m``. The first stage uses its inputs, and the last stage its labels."""
+
+    def sample_indices(self, m: int) -> Tensor:
+        """Return the (B,) int64 global sample indices of micro-batch ``m``, without reading it."""
 
 
 class MetaMicrobatch(NamedTuple):

@@ -15,7 +15,7 @@ from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFin
 from meshwright.model.metrics import means, model_metrics
 from meshwright.optimizer import evaluating
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, ForwardParts, Observer, Parts, StepEvent
-from meshwright.pipeline.executor import Feed
+from meshwright.pipeline.values import Feed
 from meshwright.run.collector import StepCollector as StepCollector
 from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles

@@ -101,7 +101,7 @@ class SharedColumnLinear(ColumnLinear):
 
 
 def share_counts(model: nn.Module) -> None:
-    """Let each module around shared units count those of one rank, in place."""
+    """Divide the counts of the modules around shared units by the ranks that share each, in place."""
     for name, module in model.named_modules():
         if isinstance(module, SharedColumnLinear):
             module.share_count(model.get_submodule(name.rpartition(".")[0]))

@@ -195,9 +195,8 @@ def added_states(checkpoint: CheckpointReader, blueprint: Blueprint) -> list[Ten
 
 def _members(blueprint: Blueprint, stage: int) -> list[StageParameter]:
     """Return the parameters of a stage, each once. The group of a tied weight has only its first rank, alone."""
-    alone = Group("pp", (0,), 0)
     stages_of = blueprint.stage_of_parameter()
-    tied = {name: alone for name, stages in stages_of.items() if len(stages) > 1}
+    tied = {name: Group("pp", (0,), 0) for name, stages in stages_of.items() if len(stages) > 1}
     of_stage = stage, blueprint.stage_layers(stage), blueprint.infos, blueprint.model.canonical
     found: dict[str, StageParameter] = {}
     for member in stage_members(*of_stage, stages_of, tied):

@@ -21,7 +21,7 @@ from meshwright.errors import NonFiniteError
 from meshwright.mesh.mesh import Mesh
 from meshwright.optimizer import can_fall
 from meshwright.parts import Observer, Parts, StepEvent, StepStats, StragglerShare
-from meshwright.pipeline.executor import Feed
+from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.analysis import Span
 from meshwright.schedule.load import format_schedule

@@ -20,7 +20,7 @@ from meshwright.data.fingerprint import Fingerprint, SourceSummary, Split
 from meshwright.data.order import OnceInOrder, SampleOrder
 from meshwright.data.sources import unigram_nats, validation_steps
 from meshwright.errors import DataError
-from meshwright.pipeline.executor import Microbatch
+from meshwright.pipeline.values import Microbatch
 from tests.support.layouts import microbatch, samples
 
 END = 0

@@ -12,7 +12,7 @@ from meshwright.context_parallel.cut import TokenCut
 from meshwright.data.sources import Source
 from meshwright.mesh.comm import Group
 from meshwright.parts import StepFeed
-from meshwright.pipeline.executor import Microbatch
+from meshwright.pipeline.values import Microbatch
 
 
 def microbatch(

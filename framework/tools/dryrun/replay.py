@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.mesh import Grid
 from meshwright.mesh.fake import fake_mesh
-from meshwright.pipeline.executor import Executor, Microbatch
+from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import LossPart
-from meshwright.pipeline.values import TensorSpec, ValueSpec
+from meshwright.pipeline.values import Microbatch, TensorSpec, ValueSpec
 from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.schedule.analysis import links_of
 from meshwright.tools.dryrun.fake_step import FakeSource, SharedBlueprint, grid_of

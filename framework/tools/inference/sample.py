@@ -29,9 +29,8 @@ from meshwright.mesh import Coordinates, Grid
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.parts import ForwardParts
-from meshwright.pipeline.executor import Microbatch
 from meshwright.pipeline.plan import describe_boundaries
-from meshwright.pipeline.values import ValueSpec
+from meshwright.pipeline.values import Microbatch, ValueSpec
 from meshwright.seeding import derive
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process

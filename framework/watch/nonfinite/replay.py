@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
 from meshwright.parameters import GradientSum
 from meshwright.parts import Parts
-from meshwright.pipeline.executor import Feed, RowResult
+from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.stage import LossPart, Stage
+from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import Kind
 from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, EvidenceKind, backward_order, broken
 

@@ -27,7 +27,8 @@ from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
 from meshwright.mesh import Axis, Grid
 from meshwright.parts import Parts
-from meshwright.pipeline.executor import Feed, RowResult
+from meshwright.pipeline.executor import RowResult
+from meshwright.pipeline.values import Feed
 from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, EvidenceKind, backward_order, broken, cause
 from meshwright.watch.nonfinite.replay import losses, positions_of, replay_step
 from meshwright.watch.ranks import ranks_at

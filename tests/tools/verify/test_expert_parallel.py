@@ -82,8 +82,8 @@ def norm_without_experts(patch: pytest.MonkeyPatch) -> None:
 
     def uncounted(*args: Any) -> OptimizerShard:
         shard = make(*args)
-        assert shard.place is not None
-        return shard._replace(is_counted=shard.is_counted and shard.place.slots[0][0].over != "ep")
+        assert shard.layout.place is not None
+        return shard._replace(is_counted=shard.is_counted and shard.layout.place.slots[0][0].over != "ep")
 
     patch.setattr(meshwright.build, "OptimizerShard", uncounted)
 
