@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "read-the-code.md"
 
 READING_PATH = (
-    *("mesh/grid", "schedule/action", "schedule/build", "schedule/lower", "blueprint", "parts"),
+    *("mesh/grid", "schedule/action", "schedule/build", "schedule/lower", "blueprint", "parts/rank"),
     *("tensor_parallel/plan", "tensor_parallel/layers", "tensor_parallel/regions", "pipeline/stage"),
     *("pipeline/executor", "data_parallel/sharding", "data_parallel/buckets", "data_parallel/replica"),
     *("optimizer/flat", "optimizer/learning_rate", "build", "step", "train"),

@@ -1,0 +1,70 @@
+"""Protocol of observers, which the training loop calls between steps; :class:`StepEvent` is one step as they see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from meshwright.parts.rank import Parts, StepStats
+
+
+class StragglerShare(NamedTuple):
+    """A rank, a link or a gradient reduction that the other ranks wait for."""
+
+    name: str
+    """As in "rank 5 on h2"; empty: nothing holds the others up for long enough."""
+    rank: int
+    share: float
+    """Share of the step for which the others wait."""
+
+
+@dataclass
+class StepEvent:
+    """One step, as observers see it. An observer fills its own field for those after it."""
+
+    stats: StepStats
+    step_s: float
+    is_first: bool
+    """The first step since this start of the run."""
+    is_last: bool
+    is_stopping: bool
+    """A rank was asked to end the run: it ends after this step."""
+    is_saving: bool
+    """A checkpoint of this step is due."""
+    save_s: float | None = None
+    """Seconds of the checkpoint that appeared since the step before."""
+    straggler: StragglerShare | None = None
+    """None: not measured in this step, or not on this rank."""
+    validation_loss: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """More metrics of the step, by name: a callback adds its own, and rank 0 records them."""
+
+
+class Observer:
+    """Callbacks of the training loop, all of them empty here.
+
+    Every rank has the same observers in the same order, so that each may communicate.
+    """
+
+    def setup(self, parts: Parts) -> None:
+        """Run once, when the parts are built and before a checkpoint is loaded; add states here (``add_state``)."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state to save with each checkpoint: plain JSON, the same on every rank. Called after each step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the saved state, after a checkpoint that has one was loaded."""
+
+    def before_step(self, parts: Parts) -> None:
+        """Run before each step."""
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Run after each step; raise to end the run on all ranks. Weights may be in an all-gather: wait_for_weights."""
+
+    def after_training(self, parts: Parts) -> None:
+        """Run once, after the last step and the last ``after_step``."""
+
+    def on_error(self, parts: Parts, error: Exception) -> None:
+        """Run when an error ends training, perhaps on this rank alone: communicate only if all ranks raise it."""
