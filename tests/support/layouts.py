@@ -20,7 +20,8 @@ def microbatch(
 ) -> Microbatch:
     """Return micro-batch ``m`` of replica ``dp_rank`` in the step that starts at ``samples_seen``."""
     batch = Batch(micro_batch_size=micro_batch_size, chunks=chunks, global_batch=micro_batch_size * chunks * dp)
-    mesh = SimpleNamespace(at=SimpleNamespace(dp_rank=dp_rank), device=torch.device("cpu"))
+    at, device = SimpleNamespace(dp_rank=dp_rank), torch.device("cpu")
+    mesh = SimpleNamespace(at=at, device=device, to_device=lambda tensor: tensor)
     executor = SimpleNamespace(schedule=SimpleNamespace(chunks=chunks))
     blueprint = SimpleNamespace(cut=TokenCut(Group("cp", (0,), 0), "zigzag", torch.zeros(1, 1)))
     parts: Any = SimpleNamespace(
