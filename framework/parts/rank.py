@@ -162,6 +162,10 @@ class Parts(ForwardParts):
         assert isinstance(source, AnySource)
         return self.feeds(source, range(validation_steps(source.num_samples, size, self.config.train.validate_steps)))
 
+    def running(self) -> dict[str, Tensor]:
+        """Return the running buffers of this rank's stages by name, as they are now. Equal on every tp rank."""
+        return self.step_state.buffers()
+
     def request_stop(self, reason: str) -> None:
         """Ask to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""
         self.stop_reason = reason

@@ -52,7 +52,7 @@ def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
 def saved_running(parts: Parts) -> dict[str, Tensor]:
     """Return the running buffers of this rank's stages that a checkpoint holds, by name."""
     layers = parts.blueprint.model.layers
-    return {name: buffer for name, buffer in parts.step_state.buffers().items() if is_saved(layers, name)}
+    return {name: buffer for name, buffer in parts.running().items() if is_saved(layers, name)}
 
 
 def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:

@@ -94,7 +94,7 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
             named = ((member.info.name, parameter),)
             replicas = parts.mesh.replicas(kind.over)
             yield ReplicatedTensor("", parameter, named, replicas, kind.replicated_over_tp, kind.tied, over=kind.over)
-    for name, buffer in parts.step_state.buffers().items():
+    for name, buffer in parts.running().items():
         yield ReplicatedTensor("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
 
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from meshwright.blueprint import batch_numbers
 from meshwright.build import build
 from meshwright.checkpoint import TensorKind
-from meshwright.config import RunConfig, batch_numbers, parse
+from meshwright.config import RunConfig, parse
 from meshwright.data_parallel.fsdp import FsdpLayers
 from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankPool
@@ -46,7 +47,7 @@ def trained(
     """(losses of three steps, all that a checkpoint would have of this rank)."""
     parts = built(config_json)
     losses = [take_step(parts).loss for _ in range(3)]
-    found = pieces(parts.replicas, parts.optimizer, parts.mesh, parts.step_state.buffers())
+    found = pieces(parts.replicas, parts.optimizer, parts.mesh, parts.running())
     return losses, {(piece.kind, piece.info.name): piece.tensor.clone() for piece in found}
 
 

@@ -135,7 +135,7 @@ def _spoil_gradient(parts: Parts, spec: Spoil, parameter: Tensor) -> Callable[[]
 
 def held(parts: Parts) -> list[Tensor]:
     """All that a step changes on this rank: weights, masters, moments, running buffers."""
-    found = list(parts.step_state.buffers().values())
+    found = list(parts.running().values())
     index = 0
     for replica in parts.replicas.values():
         replica.wait_for_weights()

@@ -309,7 +309,7 @@ def without_an_update(rank: int, world_size: int, config_json: str, saved: str) 
     state = skipping.state
     told.append((state.step, state.optimizer_steps, state.samples_seen, state.skipped_in_a_row) == (5, 3, 40, 0))
     told.append(resumed.state == state)
-    has_running = bool(plain.step_state.buffers())  # of those a step without update is none
+    has_running = bool(plain.running())  # of those a step without update is none
     same = same_bits(held(skipping), held(plain)) or has_running
     again = same_bits(held(skipping), held(resumed))
     close_mesh(mesh)

@@ -140,7 +140,7 @@ def _weights(parts: Parts) -> list[TensorSlice]:
             if parts.mesh.is_first(member.info.over) and member.kind.owns(parts.mesh.at.tp_rank):
                 slices.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
     if parts.mesh.dp.rank == 0 and parts.mesh.at.tp_rank == 0:
-        buffers = widened(parts.step_state.buffers())
+        buffers = widened(parts.running())
         slices += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
     return slices
 
