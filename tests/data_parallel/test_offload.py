@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from meshwright.blueprint import batch_numbers
 from meshwright.build import build
 from meshwright.checkpoint import TensorKind
-from meshwright.config import RunConfig, parse
+from meshwright.config import RunConfig, batch_numbers, parse
 from meshwright.data_parallel.fsdp import FsdpLayers
 from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankPool
