@@ -135,10 +135,8 @@ def draw_blueprint(
     parallel, batch, dtype = config.parallel, batch_numbers(config), DTYPES[config.train.dtype]
     grid = Grid(*parallel.degrees)
     shapes = MetaMicrobatch(*example(config, batch.micro_batch_size))
-    if parallel.sequence:
-        check_sequence_lengths(
-            shapes.inputs, parallel.tp, config.data.sequence_length if config.data.builder is None else None
-        )
+    corpus_length = config.data.sequence_length if config.data.builder is None else None
+    check_sequence_lengths(shapes.inputs, parallel.tp if parallel.sequence else 1, corpus_length)
     model = configured_model(config)
     check_supported(config.model.builder, model.impossible, grid, sequence=parallel.sequence)
     whole = describe_model(config, model, shapes)

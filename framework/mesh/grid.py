@@ -97,7 +97,3 @@ class Grid(NamedTuple):
         of_stage = self.num_replicas * self.tp
         first = rank - rank % of_stage
         return tuple(range(first + rank % self.ep, first + of_stage, self.ep))
-
-    def groups(self, axis: Axis) -> list[tuple[int, ...]]:
-        """Return all groups of an axis, by their first rank: a partition of the ranks."""
-        return [self.group(axis, n) for n in range(self.size) if not getattr(self.coordinates(n), f"{axis}_rank")]

@@ -54,7 +54,7 @@ def check_placement(
             f"the mesh {grid} has {grid.size} ranks, the nodes have {len(nodes)}: "
             f"change a degree or the number of processes so that both agree",
         )
-    for ranks in [] if tp_across_nodes else grid.groups(Axis.TP):
+    for ranks in [] if tp_across_nodes else _all_groups(grid, Axis.TP):
         found = list(dict.fromkeys(nodes[rank] for rank in ranks))
         if len(found) > 1:
             raise MeshError(
@@ -73,6 +73,12 @@ def check_placement(
                 f"divides the ranks of a node, or allow it with --parallel.ep_across_nodes=true\n\n"
                 f"{draw_placement(grid, nodes)}",
             )
+
+
+def _all_groups(grid: Grid, axis: Axis) -> list[tuple[int, ...]]:
+    """Return all groups of an axis, by their first rank: a partition of the ranks."""
+    firsts = (rank for rank in range(grid.size) if not getattr(grid.coordinates(rank), f"{axis}_rank"))
+    return [grid.group(axis, rank) for rank in firsts]
 
 
 def draw_placement(grid: Grid, nodes: Sequence[str]) -> str:
@@ -204,7 +210,7 @@ def _data_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
 
 
 def _groups(grid: Grid, axis: Axis, nodes: Sequence[str]) -> str:
-    groups = grid.groups(axis)
+    groups = _all_groups(grid, axis)
     most = max(_num_nodes(group, nodes) for group in groups)
     where = "each inside one node" if most == 1 else f"across up to {most:,} nodes"
     example = " ".join(_elided([str(rank) for rank in groups[0]], 6, "ranks"))
