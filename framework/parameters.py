@@ -146,9 +146,10 @@ def add_gradient(parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor | 
 
     Call it in backward. There AccumulateGrad's hooks follow, unless another gradient was asked for (autograd.grad).
     """
-    total = sum_for(parameter, gradient)
-    if total is None or not torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+    total: GradientSum | None = getattr(parameter, "gradient_sum", None)
+    if total is None or not isinstance(gradient, WeightProduct):
         return gradient()
-    assert isinstance(gradient, WeightProduct)
+    if not torch._C._will_engine_execute_node(get_gradient_edge(parameter).node):
+        return gradient()
     total.add(parameter, gradient)
     return None

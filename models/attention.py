@@ -172,7 +172,9 @@ class AttentionCore(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float | None) -> Tensor:
         """Attend without dropout. q: (B, H, S, d); k, v: (B, G, S, d); starts: (B, S) or None. Return q's shape."""
-        heads_per_group, form = q.shape[1] // k.shape[1], self.form(q, starts is not None)
+        heads_per_group = q.shape[1] // k.shape[1]
+        sees_all = starts is None and (self.window is None or self.window >= q.shape[-2])
+        form = "causal" if sees_all else self.form(q, starts is not None)
         if form == "causal":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads_per_group > 1)
         if form == "by document":

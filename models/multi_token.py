@@ -34,10 +34,16 @@ class Carried:
             middle where the model has them.
     """
 
+    starts: Tensor | None = None
+    ids: Tensor | None = None
+
     def __init__(self, value: Tensor | Sequence[Tensor]) -> None:
         self.x, *self.others = (value,) if isinstance(value, Tensor) else value
-        self.starts = next((other for other in self.others if other.dtype == torch.bool), None)
-        self.ids = next((other for other in self.others if other.dtype == torch.int64), None)
+        for other in self.others:
+            if other.dtype == torch.bool:
+                self.starts = other
+            elif other.dtype == torch.int64:
+                self.ids = other
 
     def beside(self, x: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return a new x (B, S, D) with all that travels beside it, and with ``more``."""

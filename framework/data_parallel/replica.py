@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -69,6 +68,8 @@ class StageReplica:
         self._buckets_of_layer: dict[str, list[Bucket]] = defaultdict(list)
         self._reduction: _Reduction | None = None
         """Reductions of the running backward; None while gradients only accumulate."""
+        self._members = [frozenset(slot.member.parameter for slot in bucket.slots) for bucket in self.buckets]
+        """Parameters of each bucket."""
         self._untouched: set[Tensor] = set()
         """Parameters without a gradient in this step so far; their bucket slot holds last step's gradient, or zero."""
         self._multiplied: set[Tensor] = set()
@@ -79,11 +80,10 @@ class StageReplica:
                     self._buckets_of_layer[member.layer].append(bucket)
                 if not bucket.is_mixed_precision and bucket.keeps_gradient:
                     member.parameter.grad = bucket.gradient_views[number]
-                call = partial(_call_alive, weakref.ref(self), index=index, number=number)
-                hook = partial(call, StageReplica._accumulated)
+                hook = partial(StageReplica._accumulated, weakref.ref(self), index=index, number=number)
                 member.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 if adds_products(member.parameter, bucket.master.dtype):
-                    add = partial(call, StageReplica._add_product)
+                    add = partial(StageReplica._add_product, weakref.ref(self), index=index, number=number)
                     member.parameter.gradient_sum = GradientSum(add, hook)  # type: ignore[attr-defined]
 
     def begin_step(self) -> None:
@@ -92,40 +92,52 @@ class StageReplica:
         A step's first gradient overwrites the old one, which is cheaper than zeroing and adding.
         """
         self._reduction = None
-        self._untouched.clear()
+        self._untouched.update(*self._members)
         for bucket in self.buckets:
             bucket.begin_step()
             for slot in bucket.slots:
                 slot.member.parameter.grad = None
-                self._untouched.add(slot.member.parameter)
 
-    def _accumulated(self, parameter: Tensor, *, index: int, number: int) -> None:
-        """Add one parameter's gradient of a micro-batch to its bucket, after autograd has computed it."""
-        gradient, bucket = parameter.grad, self.buckets[index]
-        if gradient is None and parameter not in self._multiplied:  # the split backward computes it later (W)
+    @staticmethod
+    def _accumulated(reference: weakref.ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:
+        """Add one parameter's gradient of a micro-batch to its bucket, after autograd has computed it.
+
+        NOTE [weak hooks]: a parameter's hooks refer to the replica weakly, and do nothing without it. Python's garbage
+        collector does not see them: a strong reference would keep hooks, buckets and connections alive forever.
+        """
+        replica, gradient = reference(), parameter.grad
+        if replica is None or (gradient is None and parameter not in replica._multiplied):  # W computes it later
             return
-        self._multiplied.discard(parameter)
-        bucket.open_gradient()
+        if replica._multiplied:
+            replica._multiplied.discard(parameter)
+        bucket = replica.buckets[index]
+        if not bucket.gradient_views:
+            bucket.open_gradient()
         view = bucket.gradient_views[number]
         if (
             gradient is not None and gradient is not view
         ):  # the step's first (autograd made a tensor of its own), or another dtype
-            if parameter in self._untouched:
-                self._untouched.remove(parameter)
+            if parameter in replica._untouched:
+                replica._untouched.remove(parameter)
                 view.copy_(gradient)
             else:
                 view.add_(gradient)
             parameter.grad = view if not bucket.is_mixed_precision and bucket.keeps_gradient else None
-        if self._reduction is not None:
-            self._reduction.missing[index] -= 1
-            self._post_complete(self._reduction)
+        if replica._reduction is not None:
+            replica._reduction.missing[index] -= 1
+            replica._post_complete(replica._reduction)
 
-    def _add_product(self, parameter: Tensor, product: WeightProduct, *, index: int, number: int) -> None:
+    @staticmethod
+    def _add_product(
+        reference: weakref.ref[StageReplica], parameter: Tensor, product: WeightProduct, *, index: int, number: int
+    ) -> None:
         """Add one weight gradient of a micro-batch to its bucket by the GEMM; the parameter's hook counts it later."""
-        self.buckets[index].open_gradient()
-        add_product(self.buckets[index].gradient_views[number], product, first=parameter in self._untouched)
-        self._untouched.discard(parameter)
-        self._multiplied.add(parameter)
+        replica = reference()
+        if replica is not None:
+            replica.buckets[index].open_gradient()
+            add_product(replica.buckets[index].gradient_views[number], product, first=parameter in replica._untouched)
+            replica._untouched.discard(parameter)
+            replica._multiplied.add(parameter)
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
         """Start to reduce each bucket as soon as the next backward of this stage has completed it.
@@ -137,11 +149,10 @@ class StageReplica:
                 already.
             last: this is the step's last backward.
         """
-        members = [[slot.member.parameter for slot in bucket.slots] for bucket in self.buckets]
-        missing = [sum(awaited is None or parameter in awaited for parameter in group) for group in members]
+        missing = [len(members if awaited is None else members & awaited) for members in self._members]
         self._reduction = _Reduction(missing, last)
         if awaited is not None:
-            self._zero_untouched({parameter for group in members for parameter in group} - awaited)
+            self._zero_untouched(frozenset().union(*self._members) - awaited)
             self._post_complete(self._reduction)
 
     def _post_complete(self, reduction: _Reduction) -> None:
@@ -155,18 +166,19 @@ class StageReplica:
             if not bucket.keeps_gradient:
                 self.buckets[reduction.next_bucket - 1].wait()  # index -1: the previous backward's last bucket
                 bucket.wait()  # its own reduction of the previous micro-batch
-                self._untouched |= {slot.member.parameter for slot in bucket.slots}
+                self._untouched |= self._members[reduction.next_bucket]
             bucket.reduce(last=reduction.is_last)
             reduction.next_bucket += 1
 
     def _zero_untouched(self, parameters: Set[Tensor]) -> None:
         """Zero the gradients of those ``parameters`` that had none in this step."""
+        zeroed = self._untouched & parameters
         for bucket in self.buckets:
-            if bucket.keeps_gradient:  # other buckets start from zeros
+            if zeroed and bucket.keeps_gradient:  # other buckets start from zeros
                 for view, slot in zip(bucket.gradient_views, bucket.slots, strict=True):
-                    if slot.member.parameter in self._untouched & parameters:
+                    if slot.member.parameter in zeroed:
                         view.zero_()
-        self._untouched -= parameters
+        self._untouched -= zeroed
 
     def end_reducing(self) -> None:
         """Post the reduction of all remaining buckets after the backward. Does not block.
@@ -194,7 +206,8 @@ class StageReplica:
     def wait_for_layer(self, layer: str) -> None:
         """Block until the all-gathered weights of one layer are complete. Free when nothing is pending."""
         for bucket in self._buckets_of_layer[layer]:
-            bucket.wait()
+            if bucket.pending is not None:
+                bucket.wait()
 
     def wait_for_weights(self) -> None:
         """Block until the weights of all layers are complete."""
@@ -204,16 +217,3 @@ class StageReplica:
 
 Replica = StageReplica | FullyShardedStage | ExpertStage
 """A stage's parameters on one replica, for any ZeRO stage: the classes have the same methods."""
-
-
-def _call_alive(
-    replica: weakref.ref[StageReplica], method: Callable[..., None], *args: Any, index: int, number: int
-) -> None:
-    """Call a method of the replica that a parameter belongs to, if the replica still exists.
-
-    The parameter holds its replica by a weak reference. Python's garbage collector does not see a parameter's hooks, so
-    a strong reference would keep hooks, buckets and the ranks' connections alive forever.
-    """
-    alive = replica()
-    if alive is not None:
-        method(alive, *args, index=index, number=number)

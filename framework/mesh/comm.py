@@ -202,45 +202,40 @@ class Group:
         work = dist.broadcast(tensor, self.ranks[source], group=self.process_group, async_op=True)
         return self._handle(work, f"broadcast of {tuple(tensor.shape)} from rank {self.ranks[source]}", [tensor])
 
-    def exchange(
-        self, transfers: Sequence[Transfer], what: Callable[[], str]
-    ) -> tuple[TransferHandle | None, TransferHandle | None]:
-        """Post point-to-point sends and receives together (one NCCL group: no order can deadlock). Does not block.
+    def transfer(
+        self, tensors: Sequence[Tensor], peer: int, sends: bool, what: Callable[[], str]
+    ) -> TransferHandle | None:
+        """Send these tensors to ``peer``, or receive into them. Does not block. Returns None without tensors.
 
         Messages between an ordered pair of ranks are matched in the order in which they are posted. ``what`` is called
-        on failure. Returns the handle of the sends (keeps the tensors alive) and that of the receives, each None if
-        empty. Wire: the bytes of the sent tensors.
+        on failure. Wire: the bytes of the sent tensors.
         """
-        if not transfers:
-            return None, None
-        sent = [tensor for tensor, _, sends in transfers if sends]
-        for tensor in sent:
-            self._count("send", tensor_bytes(tensor))
+        if not tensors:
+            return None
+        if sends:
+            for tensor in tensors:
+                self._count("send", tensor_bytes(tensor))
         finish = None
-        if self.stages_messages or (transfers[0].tensor.is_cuda and dist.get_backend(self.process_group) == "gloo"):
-            transfers, finish = through_host(transfers)
-            sent = [tensor for tensor, _, sends in transfers if sends]
-        if transfers[0].tensor.is_cuda:
-            works = self._coalesced(transfers)
-            if len(works) != len(transfers):  # NCCL coalesces: one work for all
-                peers = [transfer.peer for transfer in transfers]
-                handle = TransferHandle(works, what, [transfer.tensor for transfer in transfers], self, peers)
-                return (handle if sent else None), (handle if len(sent) < len(transfers) else None)
+        if self.stages_messages or (tensors[0].is_cuda and dist.get_backend(self.process_group) == "gloo"):
+            tensors, finish = through_host(tensors, sends)
+        if tensors[0].is_cuda:
+            works = self._coalesced([Transfer(tensor, peer, sends) for tensor in tensors])
         else:  # what dist.isend and irecv come to, without their checks: there are many small messages
             assert self.process_group is not None
-            send, receive = self.process_group.send, self.process_group.recv
-            works = [(send if sends else receive)([tensor], peer, 0) for tensor, peer, sends in transfers]
-        if not sent or len(sent) == len(works):
-            peers = [peer for _, peer, _ in transfers]
-            handle = TransferHandle(works, what, sent, self, peers, bool(sent), None if sent else finish)
-            return (handle, None) if sent else (None, handle)
-        outgoing = [(work, peer) for work, (_, peer, sends) in zip(works, transfers, strict=True) if sends]
-        incoming = [(work, peer) for work, (_, peer, sends) in zip(works, transfers, strict=True) if not sends]
-        (posted, to), (arriving, of) = zip(*outgoing, strict=True), zip(*incoming, strict=True)
-        return (
-            TransferHandle(posted, what, sent, self, to, sends=True),
-            TransferHandle(arriving, what, (), self, of, finish=finish),
-        )
+            post = self.process_group.send if sends else self.process_group.recv
+            works = [post([tensor], peer, 0) for tensor in tensors]
+        return TransferHandle(works, what, tensors, self, [peer] * len(tensors), sends, finish)
+
+    def exchange(self, transfers: Sequence[Transfer], what: Callable[[], str]) -> list[TransferHandle]:
+        """Post sends and receives with several peers; by NCCL together, so that no order of them can deadlock."""
+        if transfers[0].tensor.is_cuda and dist.get_backend(self.process_group) != "gloo":
+            for tensor, _, sends in transfers:
+                if sends:
+                    self._count("send", tensor_bytes(tensor))
+            tensors, peers = [each.tensor for each in transfers], [each.peer for each in transfers]
+            return [TransferHandle(self._coalesced(transfers), what, tensors, self, peers)]
+        posted = (self.transfer([tensor], peer, sends, what) for tensor, peer, sends in transfers)
+        return [handle for handle in posted if handle is not None]
 
     def _coalesced(self, transfers: Sequence[Transfer]) -> list[Any]:
         operations = [

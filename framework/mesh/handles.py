@@ -92,7 +92,7 @@ class TransferHandle:
     operation: Callable[[], str]
     """Return the description, such as ``1RECV_F3``. Called only on failure and by the watchdog."""
     keep: Sequence[Tensor]
-    """Sent tensors, which gloo reads until the send is done."""
+    """Tensors to keep alive until done: gloo reads a sent one until then."""
     group: GroupMembers
     peers: Sequence[int]
     """Positions of the peers in the group."""

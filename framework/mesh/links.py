@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from meshwright.mesh.comm import Group, Transfer, TransferHandle
+from meshwright.mesh.comm import Group, TransferHandle
 
 Pair = tuple[int, int]
 """(source, destination): positions in the pipeline group."""
@@ -44,16 +45,12 @@ class LinkedGroup(Group):
         self.links = links
         """Group of each link that this rank is an end of."""
 
-    def exchange(
-        self, transfers: Sequence[Transfer], what: Callable[[], str]
-    ) -> tuple[TransferHandle | None, TransferHandle | None]:
-        """Post messages of one link, all in its direction. Does not block; see :meth:`Group.exchange`."""
-        if not transfers:
-            return None, None
-        peer, sends = transfers[0].peer, transfers[0].sends
-        assert all((each.peer, each.sends) == (peer, sends) for each in transfers), "messages of several links"
+    def transfer(
+        self, tensors: Sequence[Tensor], peer: int, sends: bool, what: Callable[[], str]
+    ) -> TransferHandle | None:
+        """Post messages on the link to or from ``peer``. Does not block; see :meth:`Group.transfer`."""
         link = self.links[(self.rank, peer) if sends else (peer, self.rank)]
-        return link.exchange([each._replace(peer=1 - link.rank) for each in transfers], what)
+        return link.transfer(tensors, 1 - link.rank, sends, what)
 
 
 def open_links(
@@ -79,8 +76,8 @@ def open_links(
             key = f"{pp.name}-{pp.ranks[pair[0]]}>{pp.ranks[pair[1]]}"
             links[pair] = Group(pp.name, ranks, rank, made, pp.traffic, pp.activity, key)
             links[pair].stages_messages = pp.stages_messages
-            first = Transfer(torch.zeros(1, device=device), 1 - rank, pair[0] == pp.rank)
-            for handle in Group(pp.name, ranks, rank, made).exchange([first], lambda: "the first message of a link"):
-                if handle is not None:
-                    handle.wait()
+            first = [torch.zeros(1, device=device)], 1 - rank, pair[0] == pp.rank
+            opening = Group(pp.name, ranks, rank, made).transfer(*first, lambda: "the first message of a link")
+            assert opening is not None
+            opening.wait()
     return LinkedGroup(pp, links)

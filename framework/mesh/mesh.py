@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Mesh:
     expert_replicas: Group = field(default_factory=lambda: Group("experts", (0,), 0))
     """Ranks with the same experts; this rank alone with ep = 1, where experts are like other weights."""
 
-    @property
+    @cached_property
     def at(self) -> Coordinates:
         """Coordinates of this rank."""
         return self.grid.coordinates(self.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,23 +19,18 @@ class Transfer(NamedTuple):
     sends: bool
 
 
-def through_host(transfers: Sequence[Transfer]) -> tuple[list[Transfer], Callable[[], None]]:
-    """Return the transfers on host tensors, and a function that copies what has arrived to the device.
+def through_host(tensors: Sequence[Tensor], sends: bool) -> tuple[list[Tensor], Callable[[], None] | None]:
+    """Return host tensors in place of these, and for a receive the function that copies what has arrived to the device.
 
     Blocks until the device has computed what is sent.
     """
-    staged = [
-        Transfer(_host_copy(tensor) if sends else torch.empty(tensor.shape, dtype=tensor.dtype), peer, sends)
-        for tensor, peer, sends in transfers
-    ]
-
-    def copy_in() -> None:
-        for given, host in zip(transfers, staged, strict=True):
-            if not given.sends:
-                given.tensor.copy_(host.tensor)
-
-    return staged, copy_in
+    hosts = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+    if sends:
+        _copy(hosts, tensors)
+        return hosts, None
+    return hosts, partial(_copy, tensors, hosts)
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

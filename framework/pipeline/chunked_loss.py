@@ -45,8 +45,9 @@ def chunked_cross_entropy(logits: Tensor, labels: Tensor, options: LossOptions) 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
     step = rows_per_chunk(logits)
-    for start in range(0, len(logits), step):
-        yield slice(start, min(start + step, len(logits)))
+    rows = logits.shape[0]
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -55,7 +56,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        losses = logits.new_empty(len(logits), dtype=dtype)
+        losses = logits.new_empty(logits.shape[0], dtype=dtype)
         for part in _chunks(logits):
             chunk, target = logits[part].to(dtype), labels[part]
             found = F.cross_entropy(
@@ -81,7 +82,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             share = torch.softmax(logits[part], -1, dtype=gradient.dtype)
             if z_loss:
                 share *= 1 + 2 * z_loss * logits[part].to(gradient.dtype).logsumexp(-1, keepdim=True)
-            share.scatter_add_(1, target[part], share.new_full((len(share), 1), smoothing - 1))
+            share.scatter_add_(1, target[part], share.new_full((share.shape[0], 1), smoothing - 1))
             if smoothing:
                 share -= smoothing / logits.shape[-1]
             torch.mul(share, gradient[part], out=result[part])

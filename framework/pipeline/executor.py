@@ -29,9 +29,9 @@ from meshwright.model.metrics import Recorder, Recording
 from meshwright.pipeline.activation_offload import ActivationOffload
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
-from meshwright.pipeline.value_store import MessageGroup, ValueStore, message_group
+from meshwright.pipeline.value_store import Computation, MessageGroup, ValueStore, computation_of, message_group
 from meshwright.pipeline.values import Feed
-from meshwright.schedule.action import Action, Kind, Schedule, actions_of
+from meshwright.schedule.action import COMPUTE, LAST_HALVES, Action, Kind, Schedule, actions_of
 from meshwright.seeding import Draw
 
 
@@ -65,6 +65,7 @@ class _Run(NamedTuple):
     step: Callable[[RowResult], object]
     times: RowTimes
     result: RowResult
+    recording: Recording
 
 
 @dataclass
@@ -97,23 +98,26 @@ class Executor:
     def follow(self, schedule: Schedule) -> None:
         """Run this schedule from now on. Resolves each item of the row to its method and argument."""
         self.schedule = schedule
-        self._last_backwards = self.schedule.last_backwards(self.pp.rank)
         if self.offload is not None:
             self.offload.follow(schedule, self.pp.rank)
-        methods: dict[Kind, Callable[[Action, _Run], None]] = {
+        last_backwards = schedule.last_backwards(self.pp.rank)
+        methods: dict[Kind, Callable[[Any, _Run], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward,
-            Kind.W: self._backward_weight,
+            Kind.W: self._backward,
             Kind.REDUCE: self._reduce,
             Kind.STEP: self._step,
         }
         self._row: list[tuple[Callable[[Any, _Run], None], Any]] = []
-        for item in self.schedule.rows[self.pp.rank]:
-            if isinstance(item, Action) and item.kind in methods:
-                self._row.append((methods[item.kind], item))
+        for item in schedule.rows[self.pp.rank]:
+            if not isinstance(item, Action) or item.kind not in methods:
+                self._row.append((self._communicate, message_group(actions_of(item), schedule, self.stages)))
+            elif item.kind in COMPUTE:
+                found = computation_of(item, schedule.num_stages - 1, is_last=item in last_backwards)
+                self._row.append((methods[item.kind], found))
             else:
-                self._row.append((self._communicate, message_group(actions_of(item), self.schedule, self.stages)))
+                self._row.append((methods[item.kind], item))
 
     def run(self, feed: Feed, step: Callable[[RowResult], object] = lambda result: None) -> RowResult:
         """Run every item of this rank's row, in order. ``step``: function that STEP calls."""
@@ -128,80 +132,67 @@ class Executor:
     def validate(self, feed: Feed) -> RowResult:
         """Run forward only: the same row without its backward and step items."""
         run = self._begin(feed, lambda result: None)
-        for item in self.schedule.rows[self.pp.rank]:
-            kept = [action for action in actions_of(item) if action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)]
-            if kept and kept[0].kind is Kind.F:
-                self._forward(kept[0], run, train=False)
-            elif kept:
-                self._values.exchange(message_group(kept, self.schedule, self.stages), run.times)
+        for _, argument in self._row:
+            if isinstance(argument, MessageGroup):
+                kept = MessageGroup(message for message in argument if message.key[0] is Kind.F)
+                if kept:
+                    self._values.exchange(kept, run.times)
+            elif isinstance(argument, Computation) and argument.action.kind is Kind.F:
+                self._forward(argument, run, train=False)
         self._values.wait_for_sends(0)
         return run.result
 
     def _begin(self, feed: Feed, step: Callable[[RowResult], object]) -> _Run:
         times = RowTimes(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
-        return _Run(feed, step, times, RowResult(times, [], Recorder(self.metrics)))
+        recorder = Recorder(self.metrics)
+        return _Run(feed, step, times, RowResult(times, [], recorder), Recording(recorder))
 
-    def _forward(self, action: Action, run: _Run, *, train: bool = True) -> None:
-        index, microbatch = _position(action)
-        stage, times = self.stages[index], run.times
-        samples = None
-        if stage.is_first or stage.is_last or self.reads_samples:
+    def _forward(self, item: Computation, run: _Run, *, train: bool = True) -> None:
+        action, index, microbatch, taken, result, _ = item
+        times, samples, draw = run.times, None, self.draw
+        if taken is None or result is None or self.reads_samples:
             start = times.clock.read()
             self._activity.begin(self._activity.READING_SAMPLES)
             samples = run.feed.microbatch(microbatch)
             times.readings_of_data.append((start, times.clock.read()))
-        inputs = (
-            samples.inputs if stage.is_first and samples else self._values.take((Kind.F, index - 1, microbatch), times)
-        )
+        inputs = self._values.take(taken, times) if taken is not None else samples and samples.inputs
         self._activity.begin(action)
         start = times.clock.read()
-        self.draw.sample_indices = run.feed.sample_indices(microbatch) if samples is None else samples.sample_indices
-        self.draw.tokens = None if samples is None else samples.tokens
-        labels = samples.labels if stage.is_last and samples else None
-        with Recording(run.result.recorder):
-            found = stage.forward(microbatch, inputs, labels, train=train)
+        draw.sample_indices = run.feed.sample_indices(microbatch) if samples is None else samples.sample_indices
+        draw.tokens = samples and samples.tokens
+        labels = samples.labels if samples is not None and result is None else None
+        with run.recording:
+            found = self.stages[index].forward(microbatch, inputs, labels, train=train)
         if isinstance(found, LossPart):
             run.result.loss_parts.append(found)
-        else:
-            self._values.put((Kind.F, index, microbatch), found)
+        elif result is not None:
+            self._values.put(result, found)
         times.end(action, start)
 
-    def _backward(self, action: Action, run: _Run) -> None:
-        """Run B, or I, which defers weight gradients and therefore reduces none."""
-        index, microbatch = _position(action)
-        stage, times, is_whole = self.stages[index], run.times, action.kind is Kind.B
-        gradients = None if stage.is_last else self._values.take((Kind.B, index + 1, microbatch), times)
-        self._activity.begin(action)
-        start = times.clock.read()
-        if is_whole:
-            self._begin_reducing(action, None)
-            found = stage.backward(microbatch, gradients)
-            self._end_reducing(action)
-        else:
-            found = stage.backward_input(microbatch, gradients)
-        if not stage.is_first:
-            self._values.put((Kind.B, index, microbatch), found)
-        times.end(action, start)
-
-    def _backward_weight(self, action: Action, run: _Run) -> None:
-        index, microbatch = _position(action)
+    def _backward(self, item: Computation, run: _Run) -> None:
+        """Run B, I or W. I defers weight gradients and therefore reduces none."""
+        action, index, microbatch, taken, result, is_last = item
         stage, times = self.stages[index], run.times
+        found: list[Tensor] = []
+        gradients = None if taken is None else self._values.take(taken, times)
         self._activity.begin(action)
         start = times.clock.read()
-        self._begin_reducing(action, stage.awaited(microbatch))
-        stage.backward_weight(microbatch)
-        self._end_reducing(action)
+        reducer = None
+        if is_last or (self.reduces_each_microbatch and action.kind in LAST_HALVES):
+            reducer = self.replicas.get(index)
+        if reducer is not None:
+            reducer.begin_reducing(stage.awaited(microbatch) if action.kind is Kind.W else None, last=is_last)
+        if action.kind is Kind.B:
+            found = stage.backward(microbatch, gradients)
+        elif action.kind is Kind.I:
+            found = stage.backward_input(microbatch, gradients)
+        else:
+            stage.backward_weight(microbatch)
+        if reducer is not None and not is_last:  # after the last one comes REDUCE
+            reducer.end_reducing()
+        if result is not None:
+            self._values.put(result, found)
         times.end(action, start)
-
-    def _begin_reducing(self, action: Action, awaited: set[Tensor] | None) -> None:
-        replica, last = self.replicas.get(_position(action)[0]), action in self._last_backwards
-        if replica is not None and (last or self.reduces_each_microbatch):
-            replica.begin_reducing(awaited, last=last)
-
-    def _end_reducing(self, action: Action) -> None:
-        replica, last = self.replicas.get(_position(action)[0]), action in self._last_backwards
-        if replica is not None and self.reduces_each_microbatch and not last:  # after the last one comes REDUCE
-            replica.end_reducing()
 
     def _communicate(self, messages: MessageGroup, run: _Run) -> None:
         self._values.exchange(messages, run.times)
@@ -210,9 +201,9 @@ class Executor:
         self._activity.begin(action)
         times = run.times
         start, before_s = times.clock.read(), self._activity.waited_s
-        replica = self.replicas.get(_position(action)[0])
-        if replica is not None:
-            replica.finish_reduce()
+        assert action.stage is not None
+        if action.stage in self.replicas:
+            self.replicas[action.stage].finish_reduce()
         times.waited_in_reduce_s += self._activity.waited_s - before_s
         times.end(action, start)
 
@@ -224,9 +215,3 @@ class Executor:
         run.step(run.result)
         times.waited_in_step_s = self._activity.waited_s - before_s
         times.end(action, start)
-
-
-def _position(action: Action) -> tuple[int, int]:
-    """Return (stage, micro-batch) of an action other than STEP; micro-batch 0 for REDUCE."""
-    assert action.stage is not None, action
-    return action.stage, action.microbatch or 0

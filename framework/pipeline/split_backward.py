@@ -15,7 +15,6 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -79,7 +78,7 @@ class SplitBackward(TorchFunctionMode):
                 return self._linear(*args, **kwargs)
             if func is F.embedding:
                 return self._embedding(*args, **kwargs)
-            if getattr(func, "defers_gradients", False):
+            if kwargs and getattr(func, "defers_gradients", False):
                 kwargs["defer"] = self.defer
         return func(*args, **kwargs)
 
@@ -130,11 +129,14 @@ def accumulate_deferred(deferred: list[DeferredGradient]) -> None:
     A parameter that was used several times gets the sum in one accumulation. Hooks that count finished parameters
     therefore count correctly.
     """
-    remaining = Counter(each.parameter for each in deferred)
-    sums: dict[Tensor, Tensor] = {}
+    remaining: dict[int, int] = {}
+    for each in deferred:
+        remaining[id(each.parameter)] = remaining.get(id(each.parameter), 0) + 1
+    sums: dict[int, Tensor] = {}
     while deferred:
         parameter, gradient = deferred.pop(0)
-        total = sums.pop(parameter, None)
+        key = id(parameter)
+        total = sums.pop(key, None)
         found = None
         own = sum_for(parameter, gradient)
         if own is not None and isinstance(gradient, WeightProduct):
@@ -142,10 +144,10 @@ def accumulate_deferred(deferred: list[DeferredGradient]) -> None:
         else:
             found = gradient()
             total = found if total is None else total.add_(found)
-        remaining[parameter] -= 1
-        if remaining[parameter]:
+        remaining[key] -= 1
+        if remaining[key]:
             if total is not None:
-                sums[parameter] = total
+                sums[key] = total
         elif total is not None:
             torch.autograd.backward([parameter], [total])  # a leaf: AccumulateGrad and its hooks, nothing else
         elif own is not None:

@@ -9,7 +9,7 @@ backward_weight  W     the deferred gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,12 +21,13 @@ from meshwright.model.running_buffers import SpareCounters, running_values
 from meshwright.pipeline.activation_offload import ActivationOffload as ActivationOffload
 from meshwright.pipeline.activation_offload import activation_offload as activation_offload
 from meshwright.pipeline.compiled import compile_layers as compile_layers
+from meshwright.pipeline.layer_calls import LayerCalls
 from meshwright.pipeline.pointwise import Hooks
-from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
+from meshwright.pipeline.recompute import RecomputeContext, recompute_layers
 from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred
-from meshwright.pipeline.stage_checks import Advice, InspectedLayer, check_ignored, check_outputs, nested_checkpoint
+from meshwright.pipeline.stage_checks import check_ignored, check_outputs, explained, nested_checkpoint
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, ValueSpec, leaves_of
-from meshwright.seeding import Draw, dropouts_of, restart_calls
+from meshwright.seeding import Draw
 
 
 class LossPart(NamedTuple):
@@ -92,17 +93,14 @@ class Stage:
         """Factor on ``loss_scale`` in the present step: the loss scale of float16."""
         self.layers = layers
         self.loss, self.validation_loss = loss, validation_loss or loss
-        self.before_layer = before_layer
         self.split = SplitBackward() if spec.splits_backward else None
         self._running = spec.running
-        self._layers = tuple(layers.named_children())
-        self._dropouts = {name: dropouts_of(layer) for name, layer in self._layers}
+        self._splitting: AbstractContextManager[object] = self.split or nullcontext()
         self._again = RecomputeContext(draw or Draw(), self.split, SpareCounters(layers))
-        self._advice = Advice(self._again.draw)
         self.offload: ActivationOffload | None = None
         """Offload of the tensors that the layers in ``spec.offloaded`` save for backward."""
-        self._offloaded = [name for name, _ in self._layers if name in spec.offloaded]
-        self._recomputed = recompute_layers(layers, spec.recomputed, self._again, self._outer_hooks)
+        whole = recompute_layers(layers, spec.recomputed, self._again, self._outer_hooks)
+        self._calls = LayerCalls(layers, before_layer, self._again, whole, spec.offloaded)
         self._checks_layers, self._checks_loss = True, checks_loss
         """True until the first forward of training has ended."""
         self._saved: dict[int, _Saved] = {}
@@ -152,21 +150,20 @@ class Stage:
         assert microbatch not in self._saved, f"micro-batch {microbatch} is already in flight on stage {self.index}"
         leaves: list[Tensor] = []
         found: list[Tensor] | LossPart
-        with torch.set_grad_enabled(train), self.split or nullcontext(), self._advice:
+        with self._splitting if train else torch.no_grad():
             value = inputs
             if self.input_spec is not None:
                 pairs = zip(inputs, self.input_spec.leaves, strict=True)
                 leaves = [tensor.detach().requires_grad_(train and spec.needs_gradient) for tensor, spec in pairs]
                 value = self.input_spec.value_of(leaves)
-            if train and self.offload is not None:
-                self.offload.begin_forward(self.index, microbatch, [*leaves, *self.layers.buffers()])
-            for name, layer in self._layers:
-                self.before_layer(name)
-                self._advice.layer = name
-                value = self._run(name, layer, value, train)
+            offload = self.offload if train else None
+            if offload is not None:
+                offload.begin_forward(self.index, microbatch, [*leaves, *self.layers.buffers()])
+            inspected = self._running if train and self._checks_layers else None
+            value = self._calls.run(value, offload=offload, running=inspected)
             if self.output_spec is not None:
                 outputs = leaves_of(value)
-                check_outputs(outputs, self.output_spec, f"layer {self._layers[-1][0]}", self.index, train)
+                check_outputs(outputs, self.output_spec, self.layers, self.index, train)
                 specs = zip(outputs, self.output_spec.leaves, strict=True)
                 roots = [output for output, spec in specs if spec.needs_gradient]
                 found = [output.detach().contiguous() for output in outputs]
@@ -174,26 +171,14 @@ class Stage:
                 assert labels is not None
                 if train and self._checks_loss:
                     check_ignored(self.loss, value, labels)
-                self._advice.layer = None
-                loss_sum = (self.loss if train else self.validation_loss)(value, labels).sum()
+                loss = self.loss if train else self.validation_loss
+                loss_sum = explained("the loss", self._again.draw, loss, value, labels).sum()
                 roots = [loss_sum]
                 found = LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
         if train:
             self._saved[microbatch] = _Saved(leaves, roots)
             self.skip_first_checks()
         return found
-
-    def _run(self, name: str, layer: nn.Module, value: Any, train: bool) -> Any:
-        inspects = train and self._checks_layers
-        inner: Callable[[Any], Any] = InspectedLayer(name, layer, self._running) if inspects else layer
-
-        def run(value: Any) -> Any:
-            restart_calls(self._dropouts[name])  # also in the second forward of a recompute
-            return inner(value)
-
-        offload = self.offload if train and name in self._offloaded else None
-        with offload.around_layer(is_last=name == self._offloaded[-1]) if offload is not None else nullcontext():
-            return recomputed(run, self._again, value) if name in self._recomputed else run(value)
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
         """Run the backward of one micro-batch; weight gradients accumulate in place.
@@ -206,7 +191,7 @@ class Stage:
             the gradients of the input leaves that need one, in their shapes; an empty list on the first stage.
         """
         inputs, roots = self._saved.pop(microbatch)
-        if self.is_last:
+        if self.output_spec is None:
             gradients = [torch.full_like(root, self.loss_scale * self.step_scale) for root in roots]
         if self.offload is not None:
             self.offload.begin_backward(self.index, microbatch)

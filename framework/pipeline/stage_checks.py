@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -75,18 +75,21 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def check_outputs(outputs: Sequence[Tensor], spec: ValueSpec, layer: str, stage: int, train: bool) -> None:
+def check_outputs(outputs: Sequence[Tensor], spec: ValueSpec, layers: nn.Sequential, stage: int, train: bool) -> None:
     """Check the outputs of a stage against the shapes and dtypes that the next stage has allocated.
 
     Raises:
         ModelError: they differ.
     """
     expected = spec.leaves
-    if [(tensor.shape, tensor.dtype) for tensor in outputs] == [(leaf.shape, leaf.dtype) for leaf in expected]:
+    fits = len(outputs) == len(expected)
+    for tensor, leaf in zip(outputs, expected, strict=False):
+        fits = fits and tensor.shape == leaf.shape and tensor.dtype == leaf.dtype
+    if fits:
         return
     raise ModelError(
         "MW-PIPELINE-015",
-        f"{layer}, the last of stage {stage}, returns {_shapes(outputs)} in "
+        f"layer {list(layers._modules)[-1]}, the last of stage {stage}, returns {_shapes(outputs)} in "
         f"{'training' if train else 'eval mode'}, and {_shapes(expected)} on the meta device in training, where "
         f"the run was planned: the next stage has room for that only. Give the same shapes and dtypes in train and "
         f"eval mode, on every device and for all data (a dtype that torch.autocast chooses: .to() it at the end)",
@@ -118,19 +121,13 @@ def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
     )
 
 
-class Advice:
-    """Context around the layers and the loss of one forward, in which :func:`advise` explains errors."""
-
-    def __init__(self, draw: Draw) -> None:
-        self.draw = draw
-        self.layer: str | None = None
-        """Name of the layer that runs; None: the loss."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError | IndexError):
-            advise("the loss" if self.layer is None else f"layer {self.layer}", error, self.draw.sample_indices)
+def explained(place: str, draw: Draw, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``function(*arguments)``, with errors as :func:`advise` explains them."""
+    try:
+        return function(*arguments)
+    except (RuntimeError, IndexError) as error:
+        advise(place, error, draw.sample_indices)
+        raise
 
 
 def advise(place: str, error: RuntimeError | IndexError, samples: Tensor | None) -> None:

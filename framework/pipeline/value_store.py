@@ -1,4 +1,4 @@
-"""Values between stages that lie on one rank or are on their way to it, and the messages that carry them.
+"""Values between stages that lie on one rank or are on their way to it, and what computes, sends and receives them.
 
 A value is the list of its tensors: the output of a stage for one micro-batch, or the gradient of a stage's input.
 Messages of one group are posted together, each on the link of its two ranks. A receive only posts; taking the value
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from meshwright.mesh.comm import Group, Transfer, TransferHandle
+from meshwright.mesh.comm import Group, TransferHandle
 from meshwright.pipeline.stage import Stage
 from meshwright.pipeline.timing import RowTimes
 from meshwright.pipeline.values import TensorSpec
@@ -23,6 +23,20 @@ from meshwright.schedule.action import SENDS, Action, Kind, Schedule
 
 ValueKey: TypeAlias = tuple[Kind, int, int]
 """(F, stage, micro-batch) for the output of a stage; (B, stage, micro-batch) for the gradient of its input."""
+
+
+class Computation(NamedTuple):
+    """F, B, I or W of this rank's row, with the keys of its values."""
+
+    action: Action
+    stage: int
+    microbatch: int
+    taken: ValueKey | None
+    """Value that it starts from; None where that is the samples or the loss, and for W."""
+    result: ValueKey | None
+    """Value that it stores; None where that is the loss or the samples' gradient, and for W."""
+    is_last: bool
+    """True for the stage's last B or W of the step."""
 
 
 class Message(NamedTuple):
@@ -62,12 +76,28 @@ def _message(action: Action, schedule: Schedule, stages: Mapping[int, Stage]) ->
     return Message(action, (kind, partner.stage, action.microbatch), peer, received)
 
 
+def computation_of(action: Action, last_stage: int, *, is_last: bool) -> Computation:
+    """Return a computation with the keys of its values. ``is_last``: the stage's last B or W of the step."""
+    stage, microbatch = action.stage, action.microbatch
+    assert stage is not None and microbatch is not None, action
+    taken: ValueKey | None = None
+    result: ValueKey | None = None
+    if action.kind is Kind.F:
+        taken = (Kind.F, stage - 1, microbatch) if stage > 0 else None
+        result = (Kind.F, stage, microbatch) if stage < last_stage else None
+    elif action.kind is not Kind.W:
+        taken = (Kind.B, stage + 1, microbatch) if stage < last_stage else None
+        result = (Kind.B, stage, microbatch) if stage > 0 else None
+    return Computation(action, stage, microbatch, taken, result, is_last)
+
+
 class ValueStore:
     """Values of the micro-batches in flight on this rank, by key."""
 
     def __init__(self, pp: Group, device: torch.device) -> None:
         self._pp, self._device = pp, device
         self._can_poll = device.type == "cuda"  # a gloo send is done only once it has been awaited
+        self._most_sends = 2 * pp.size
         self._values: dict[ValueKey, list[Tensor]] = {}
         self._arriving: dict[ValueKey, tuple[Action, TransferHandle | None]] = {}
         self._sends: deque[TransferHandle] = deque()
@@ -96,18 +126,18 @@ class ValueStore:
         start = times.clock.read()
         for action, key, peer, received in messages:
             if received is None:
-                transfers = [Transfer(tensor, peer, True) for tensor in self._values.pop(key)]
-            else:
+                posted = self._pp.transfer(self._values.pop(key), peer, True, action.__str__)
+                if posted is not None:
+                    self._sends.append(posted)
+            else:  # its span is recorded by the action that waits for it
                 tensors = self._values[key] = [leaf.empty(self._device) for leaf in received]
-                transfers = [Transfer(tensor, peer, False) for tensor in tensors]
-            posted, arriving = self._pp.exchange(transfers, action.__str__)
-            if posted is not None:
-                self._sends.append(posted)
-            if received is not None:  # its span is recorded by the action that waits for it
-                self._arriving[key] = (action, arriving)
-        self.wait_for_sends(2 * self._pp.size)
+                self._arriving[key] = (action, self._pp.transfer(tensors, peer, False, action.__str__))
+        if self._can_poll or len(self._sends) > self._most_sends:
+            self.wait_for_sends(self._most_sends)
         end = times.clock.read()
-        times.readings += [(message.action, start, end) for message in messages if message.received is None]
+        for message in messages:
+            if message.received is None:
+                times.readings.append((message.action, start, end))
 
     def wait_for_sends(self, at_most: int) -> None:
         """Release sends, oldest first: those that are done, and then by waiting until ``at_most`` are left."""

@@ -54,7 +54,7 @@ class ValueSpec(NamedTuple):
 
     def value_of(self, leaves: Sequence[Tensor]) -> Any:
         """Build the value from its leaves."""
-        return leaves[0] if self.is_tensor else tree_unflatten(leaves, self.tree)
+        return leaves[0] if self.tree.num_nodes == 1 == len(leaves) else tree_unflatten(leaves, self.tree)
 
     @property
     def is_tensor(self) -> bool:

@@ -10,7 +10,6 @@ import torch
 
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.activity import Activity, Waits
-from meshwright.mesh.comm import Transfer
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.mesh.store import NoteStore
@@ -37,10 +36,9 @@ def operations(mesh: Mesh) -> dict[str, Callable[[], object]]:
     tensor, comes = torch.ones(3), mesh.rank == 0
 
     def exchange() -> None:
-        sent, arriving = mesh.pp.exchange([Transfer(tensor, 1 - mesh.rank, not comes)], lambda: "0RECV_B2")
-        for handle in (sent, arriving):
-            if handle is not None:
-                handle.wait()
+        handle = mesh.pp.transfer([tensor], 1 - mesh.rank, not comes, lambda: "0RECV_B2")
+        assert handle is not None
+        handle.wait()
 
     return {
         "all-reduce": lambda: mesh.world.all_reduce(tensor).wait(),

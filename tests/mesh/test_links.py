@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from meshwright.launch.pool import RankPool
-from meshwright.mesh.comm import Transfer
 from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.links import link_rounds
@@ -50,8 +49,8 @@ def received(rank: int, world_size: int) -> list[float]:
     for step in (1, 2):
         inbox = torch.zeros(2)
         to, of = (pp.rank + step) % 3, (pp.rank - step) % 3
-        messages = Transfer(torch.full((2,), 10.0 * rank + step), to, True), Transfer(inbox, of, False)
-        handles = [handle for each in messages for handle in pp.exchange([each], lambda: "a message")]
+        messages = (torch.full((2,), 10.0 * rank + step), to, True), (inbox, of, False)
+        handles = [pp.transfer([tensor], peer, sends, lambda: "a message") for tensor, peer, sends in messages]
         for handle in filter(None, handles):
             handle.wait()
         found.append(float(inbox[1]))

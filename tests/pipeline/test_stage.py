@@ -35,7 +35,9 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def cut(model: nn.Sequential, sizes: list[int], loss_scale: float = 1.0, splits: bool = False) -> list[Stage]:
+def cut(
+    model: nn.Sequential, sizes: list[int], loss_scale: float = 1.0, splits: bool = False, **changes: Any
+) -> list[Stage]:
     """The model as a chain of stages of so many layers each; their parameters are the model's own."""
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     ranges = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -57,6 +59,7 @@ def cut(model: nn.Sequential, sizes: list[int], loss_scale: float = 1.0, splits:
                 ),
                 piece,
                 token_loss,
+                **changes,
             )
         )
     return stages
@@ -215,9 +218,7 @@ def test_each_layer_is_announced_before_it_runs() -> None:
     """Whoever brings the weights is asked just in time, by the layers' names in the whole model."""
     told: list[str] = []
     model = builders.carrying()
-    stages = cut(model, [2, 3])
-    for stage in stages:
-        stage.before_layer = told.append
+    stages = cut(model, [2, 3], before_layer=told.append)
     forward(stages, 0, *batch(0))
     assert told == ["begin", "middle0", "middle1", "pack", "end"]
 

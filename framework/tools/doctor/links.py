@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.mesh import Axis
-from meshwright.mesh.comm import Group, Transfer
+from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import Mesh
 
 LATENCY_REPEATS = 20
@@ -120,9 +120,9 @@ def _time_round_trips(
 
 
 def _transfer(world: Group, peer: int, sends: bool, message: torch.Tensor) -> None:
-    for handle in world.exchange([Transfer(message, peer, sends)], lambda: "measuring a link"):
-        if handle is not None:
-            handle.wait()
+    handle = world.transfer([message], peer, sends, lambda: "measuring a link")
+    assert handle is not None
+    handle.wait()
     if message.is_cuda:
         torch.cuda.synchronize(message.device)
 

@@ -160,8 +160,7 @@ def measure_links(group: Group) -> dict[Message, Link]:
     def send_around(whole: torch.Tensor) -> None:
         transfers = [Transfer(whole, following, True), Transfer(torch.empty_like(whole), previous, False)]
         for handle in group.exchange(transfers, lambda: "a message"):
-            if handle is not None:
-                handle.wait()
+            handle.wait()
 
     # kind -> (function, fraction of the tensor on the wire, hops)
     messages: dict[Message, tuple[Callable[[torch.Tensor], object], float, int]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -174,10 +175,12 @@ def per_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """The gradient of each micro-batch is orthogonalised before it is added to the others."""
     accumulated = StageReplica._accumulated
 
-    def orthogonal(replica: StageReplica, parameter: Tensor, *, index: int, number: int) -> None:
+    def orthogonal(reference: ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:
+        replica = reference()
+        assert replica is not None
         if parameter.grad is not None and replica.buckets[index].kind.is_matrix:
             parameter.grad = newton_schulz(parameter.grad, 5)
-        accumulated(replica, parameter, index=index, number=number)
+        accumulated(reference, parameter, index=index, number=number)
 
     patch.setattr(StageReplica, "_accumulated", orthogonal)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import pytest
 import torch
@@ -34,7 +35,6 @@ from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.pipeline.stage import LossPart, Stage, StageSpec
 from meshwright.pipeline.values import IGNORED_LABEL
-from meshwright.schedule.action import Action
 from meshwright.seeding import SeededDropout, seeded
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
@@ -194,10 +194,9 @@ def reduced_per_microbatch(patch: pytest.MonkeyPatch) -> None:
         reduce(bucket, last=last)
         bucket.wait()
 
-    def taken_for_the_last(executor: Executor, action: Action, *more: Any) -> None:
-        assert action.stage is not None
-        executor.replicas[action.stage].begin_reducing()
-        backward(executor, action, *more)
+    def taken_for_the_last(executor: Executor, item: Any, *more: Any) -> None:
+        executor.replicas[item.stage].begin_reducing()
+        backward(executor, item, *more)
 
     patch.setattr(Executor, "_backward", taken_for_the_last)
     patch.setattr(Bucket, "reduce", reduce_now)
@@ -212,10 +211,12 @@ def accumulated_in_bfloat16(patch: pytest.MonkeyPatch) -> None:
     """The sum over the micro-batches is rounded to bfloat16 after each of them."""
     accumulated = StageReplica._accumulated
 
-    def rounding(replica: StageReplica, parameter: Tensor, *, index: int, number: int) -> None:
+    def rounding(reference: ref[StageReplica], parameter: Tensor, *, index: int, number: int) -> None:
+        replica = reference()
+        assert replica is not None
         view = replica.buckets[index].gradient_views[number]
         view.copy_(view.bfloat16())
-        accumulated(replica, parameter, index=index, number=number)
+        accumulated(reference, parameter, index=index, number=number)
 
     patch.setattr(StageReplica, "_accumulated", rounding)
 
