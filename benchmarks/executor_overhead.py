@@ -120,7 +120,7 @@ class Ours:
         self.batch = (*samples(chunks), torch.arange(chunks))
         self.indices = self.batch[-1].split(1)
         self.microbatches: list[Microbatch] = []
-        self.reads = any(stage.is_first or stage.is_last for stage in stages.values())
+        self.reads = any(None in (stage.input_spec, stage.output_spec) for stage in stages.values())
 
     def microbatch(self, m: int) -> Microbatch:
         """Return one sample as a micro-batch."""

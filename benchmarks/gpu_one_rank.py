@@ -76,7 +76,7 @@ def measure(config: RunConfig, layout: Layout, device: torch.device, tiny: bool)
     with watched as observer, fake_mesh(grid_of(config), layout.rank, device=str(device)) as mesh:
         parts = build_on_device(config, mesh, job_of(MODEL, layout.chunks, tiny))
         for stage in parts.executor.stages.values():
-            stage.skip_first_checks()
+            stage.calls.skip_first_checks()
         for _ in range(2):
             step(parts)
         gc.collect()

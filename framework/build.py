@@ -84,7 +84,7 @@ def build(
         layers, replicas[index] = _replica(blueprint, index, mesh, sharding, members_of, host)
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
-        stages[index].offload = offload
+        stages[index].calls.offload = offload
     holders = mesh.over_tp(sharding.dense.shard) if config.optimizer.steps_wholes else None
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, host=host, holders=holders)
     executor = Executor(

@@ -6,14 +6,18 @@ here    sum += gy^T x in one GEMM, whose output is the sum: 8 bytes per element,
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.kernels import device_kind
-from meshwright.parameters import WeightProduct
+from meshwright.parameters import GradientSum, WeightProduct
 
 
 def adds_products(parameter: Tensor, dtype: torch.dtype) -> bool:
@@ -21,6 +25,39 @@ def adds_products(parameter: Tensor, dtype: torch.dtype) -> bool:
     if device_kind(parameter) != "cuda" or parameter.dim() != 2 or dtype != torch.float32:
         return False
     return parameter.dtype in (torch.bfloat16, torch.float16) and _has_kernel(parameter.device, parameter.dtype)
+
+
+class ProductSums(Protocol):
+    """Replica of the stage that has the sums of the gradients, in buckets."""
+
+    @property
+    def buckets(self) -> Sequence[ShardedParameters]:
+        """Its buckets."""
+
+    def begin_product(self, parameter: Tensor, *, index: int, number: int) -> tuple[Tensor, bool]:
+        """Return the sum that gets a product, and whether it has no gradient of this step yet."""
+
+
+def offer_products(
+    replica: ProductSums, parameter: nn.Parameter, finish: Callable[[Tensor], None], *, index: int, number: int
+) -> None:
+    """Let a backward add products to the sum of a parameter's gradients, if the device's GEMM can.
+
+    Args:
+        finish: function of the parameter that counts the gradient.
+        index: index of the parameter's bucket. ``number``: of its slot there.
+    """
+    if not adds_products(parameter, replica.buckets[index].master.dtype):
+        return
+    reference = weakref.ref(replica)  # see NOTE [weak hooks] in replica.py
+
+    def add(parameter: Tensor, product: WeightProduct) -> None:
+        alive = reference()
+        if alive is not None:
+            total, is_first = alive.begin_product(parameter, index=index, number=number)
+            add_product(total, product, first=is_first)
+
+    parameter.gradient_sum = GradientSum(add, finish)  # type: ignore[attr-defined]
 
 
 @cache

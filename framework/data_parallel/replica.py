@@ -23,11 +23,10 @@ from meshwright.data_parallel.expert_stage import ExpertStage, StageSharding
 from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.offload import OffloadedBucket
-from meshwright.data_parallel.products import add_product, adds_products
+from meshwright.data_parallel.products import offer_products
 from meshwright.data_parallel.sharding import StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group
 from meshwright.optimizer import HostMemory
-from meshwright.parameters import GradientSum, WeightProduct
 
 
 @dataclass
@@ -82,9 +81,7 @@ class StageReplica:
                     member.parameter.grad = bucket.gradient_views[number]
                 hook = partial(StageReplica._accumulated, weakref.ref(self), index=index, number=number)
                 member.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                if adds_products(member.parameter, bucket.master.dtype):
-                    add = partial(StageReplica._add_product, weakref.ref(self), index=index, number=number)
-                    member.parameter.gradient_sum = GradientSum(add, hook)  # type: ignore[attr-defined]
+                offer_products(self, member.parameter, hook, index=index, number=number)
 
     def begin_step(self) -> None:
         """Mark all gradients as missing.
@@ -127,17 +124,13 @@ class StageReplica:
             replica._reduction.missing[index] -= 1
             replica._post_complete(replica._reduction)
 
-    @staticmethod
-    def _add_product(
-        reference: weakref.ref[StageReplica], parameter: Tensor, product: WeightProduct, *, index: int, number: int
-    ) -> None:
-        """Add one weight gradient of a micro-batch to its bucket by the GEMM; the parameter's hook counts it later."""
-        replica = reference()
-        if replica is not None:
-            replica.buckets[index].open_gradient()
-            add_product(replica.buckets[index].gradient_views[number], product, first=parameter in replica._untouched)
-            replica._untouched.discard(parameter)
-            replica._multiplied.add(parameter)
+    def begin_product(self, parameter: Tensor, *, index: int, number: int) -> tuple[Tensor, bool]:
+        """Return the sum to which the GEMM adds a weight gradient, and whether it has none of this step yet."""
+        self.buckets[index].open_gradient()
+        is_first = parameter in self._untouched
+        self._untouched.discard(parameter)
+        self._multiplied.add(parameter)  # the parameter's hook counts it later
+        return self.buckets[index].gradient_views[number], is_first
 
     def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
         """Start to reduce each bucket as soon as the next backward of this stage has completed it.

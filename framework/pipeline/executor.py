@@ -17,9 +17,9 @@ the stream, not the host. ``check`` has shown that the order cannot deadlock, ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +27,13 @@ from torch import Tensor
 from meshwright.mesh.comm import Group
 from meshwright.model.metrics import Recorder, Recording
 from meshwright.pipeline.activation_offload import ActivationOffload
+from meshwright.pipeline.reducer import GradientReducer
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
 from meshwright.pipeline.value_store import Computation, MessageGroup, ValueStore, computation_of, message_group
 from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import COMPUTE, LAST_HALVES, Action, Kind, Schedule, actions_of
 from meshwright.seeding import Draw
-
-
-class GradientReducer(Protocol):
-    """Reduction of one stage's gradients over its replicas, implemented by :mod:`meshwright.data_parallel`."""
-
-    def begin_reducing(self, awaited: Set[Tensor] | None = None, *, last: bool = True) -> None:
-        """Reduce during the next backward. ``awaited``: parameters that get gradients in it; None: all."""
-
-    def end_reducing(self) -> None:
-        """Post the remaining reductions of a backward that is not the last of the step."""
-
-    def finish_reduce(self) -> None:
-        """Block until every shard holds the gradient of the global batch."""
 
 
 class RowResult(NamedTuple):

@@ -1,20 +1,44 @@
 """Calls of a stage's layers, resolved once: what a layer does not use costs no call per micro-batch.
 
-wait for its weights -> offload of what it saves -> recompute -> restart of its dropouts -> the layer
+forward    wait for a layer's weights -> offload of what it saves -> recompute -> restart of its dropouts -> the layer
+loss       the loss; in the first forward of training also the check that it ignores ignored labels
+backward   prefetch of offloaded tensors -> torch's backward
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
+from meshwright.model.running_buffers import SpareCounters
 from meshwright.pipeline.activation_offload import ActivationOffload
-from meshwright.pipeline.recompute import RecomputeContext, recomputed
-from meshwright.pipeline.stage_checks import InspectedLayer, advise
-from meshwright.seeding import dropouts_of, restart_calls
+from meshwright.pipeline.pointwise import Hooks
+from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
+from meshwright.pipeline.split_backward import SplitBackward
+from meshwright.pipeline.stage_checks import InspectedLayer, advise, check_ignored, explained, nested_checkpoint
+from meshwright.pipeline.values import Loss
+from meshwright.seeding import Draw, dropouts_of, restart_calls
+
+
+class CallSpec(Protocol):
+    """Names of layers and buffers of a stage, see :class:`~.stage.StageSpec`."""
+
+    @property
+    def recomputed(self) -> Collection[str]:
+        """Layers, and parts of layers, with activation checkpointing (recompute)."""
+
+    @property
+    def offloaded(self) -> Collection[str]:
+        """Layers whose saved tensors lie in host memory until backward."""
+
+    @property
+    def running(self) -> Collection[str]:
+        """Buffers of the model that forward may change."""
 
 
 class LayerCalls:
@@ -22,22 +46,34 @@ class LayerCalls:
 
     Args:
         before_layer: function called with the name of each layer before it runs.
-        again: state that the second forward of a recompute restores.
-        whole: layers that are recomputed as a whole.
-        offloaded: layers whose saved tensors lie in host memory until backward.
+        draw: sample indices of the current micro-batch, restored when a forward is recomputed.
+        split: mode in which backward is split in halves; None: it is whole.
     """
 
     def __init__(
         self,
         layers: nn.Sequential,
+        spec: CallSpec,
         before_layer: Callable[[str], None],
-        again: RecomputeContext,
-        whole: Collection[str],
-        offloaded: Collection[str],
+        draw: Draw,
+        split: SplitBackward | None,
     ) -> None:
-        self._layers, self._before_layer, self._again, self._whole = layers, before_layer, again, whole
-        self._offloaded = [name for name, _ in layers.named_children() if name in offloaded]
+        self.offload: ActivationOffload | None = None
+        """Offload of the tensors that the layers in ``spec.offloaded`` save for backward."""
+        self._layers, self._before_layer, self._running, self._split = layers, before_layer, spec.running, split
+        self._again = RecomputeContext(draw, split, SpareCounters(layers))
+        self._whole = recompute_layers(layers, spec.recomputed, self._again, self._outer_hooks)
+        self._offloaded = [name for name, _ in layers.named_children() if name in spec.offloaded]
         self._calls = [(name, self._call_of(name, layer, layer)) for name, layer in layers.named_children()]
+        self._checks_layers = self._checks_loss = True
+        """True until the first forward of training."""
+
+    def skip_first_checks(self) -> None:
+        """Skip the checks of the first forward, which read values and cost time."""
+        self._checks_layers = self._checks_loss = False
+
+    def _outer_hooks(self) -> Hooks | None:
+        return None if self.offload is None else self.offload.hooks()
 
     def _call_of(self, name: str, layer: nn.Module, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
         dropouts = dropouts_of(layer)
@@ -49,27 +85,50 @@ class LayerCalls:
         call = run if dropouts else inner
         return partial(recomputed, call, self._again) if name in self._whole else call
 
-    def run(self, value: Any, *, offload: ActivationOffload | None, running: Collection[str] | None = None) -> Any:
-        """Run the layers on the value that the first one takes; return the value of the last one.
+    def begin_forward(self, stage: int, microbatch: int, received: Sequence[Tensor]) -> None:
+        """Begin a forward of training. ``received``: tensors that stay on the device anyway."""
+        if self.offload is not None:
+            self.offload.begin_forward(stage, microbatch, [*received, *self._layers.buffers()])
 
-        Args:
-            offload: None: all saved tensors stay on the device.
-            running: buffers that forward may change, to check that it changes no others; None: no check.
-        """
+    def run(self, value: Any, *, train: bool) -> Any:
+        """Run the layers on the value that the first one takes; return the value of the last one."""
         calls, name = self._calls, ""
-        if running is not None:
-            layers = self._layers.named_children()
-            calls = [(name, self._call_of(name, each, InspectedLayer(name, each, running))) for name, each in layers]
-        offloaded = self._offloaded if offload is not None else []
+        if train and self._checks_layers:
+            self._checks_layers, layers = False, self._layers.named_children()
+            inspected = [(name, each, InspectedLayer(name, each, self._running)) for name, each in layers]
+            calls = [(name, self._call_of(name, each, inner)) for name, each, inner in inspected]
+        offload = self.offload if train and self._offloaded else None
         try:
             for name, call in calls:
                 self._before_layer(name)
-                if offload is None or name not in offloaded:
+                if offload is None or name not in self._offloaded:
                     value = call(value)
                 else:
-                    with offload.around_layer(is_last=name == offloaded[-1]):
+                    with offload.around_layer(is_last=name == self._offloaded[-1]):
                         value = call(value)
         except (RuntimeError, IndexError) as error:
             advise(f"layer {name}", error, self._again.draw.sample_indices)
             raise
         return value
+
+    def run_loss(self, loss: Loss, value: Any, labels: Tensor, *, checks: bool) -> Tensor:
+        """Return the sum of the labels' losses, (). ``checks``: once, that the loss ignores ignored labels."""
+        if checks and self._checks_loss:
+            check_ignored(loss, value, labels)
+            self._checks_loss = False
+        total: Tensor = explained("the loss", self._again.draw, loss, value, labels).sum()
+        return total
+
+    def run_backward(self, stage: int, microbatch: int, roots: list[Tensor], gradients: list[Tensor] | None) -> None:
+        """Run torch's backward from these roots, with their gradients."""
+        if self.offload is not None:
+            self.offload.begin_backward(stage, microbatch)
+        if roots:
+            try:
+                torch.autograd.backward(roots, gradients)
+            except CheckpointError as error:
+                if self._split is None:
+                    raise
+                raise nested_checkpoint(stage, error) from error
+        if self.offload is not None:
+            self.offload.end_backward()

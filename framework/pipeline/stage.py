@@ -15,17 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
-from meshwright.model.running_buffers import SpareCounters, running_values
-from meshwright.pipeline.activation_offload import ActivationOffload as ActivationOffload
 from meshwright.pipeline.activation_offload import activation_offload as activation_offload
 from meshwright.pipeline.compiled import compile_layers as compile_layers
 from meshwright.pipeline.layer_calls import LayerCalls
-from meshwright.pipeline.pointwise import Hooks
-from meshwright.pipeline.recompute import RecomputeContext, recompute_layers
 from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred
-from meshwright.pipeline.stage_checks import check_ignored, check_outputs, explained, nested_checkpoint
+from meshwright.pipeline.stage_checks import check_outputs
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, ValueSpec, leaves_of
 from meshwright.seeding import Draw
 
@@ -94,34 +89,11 @@ class Stage:
         self.layers = layers
         self.loss, self.validation_loss = loss, validation_loss or loss
         self.split = SplitBackward() if spec.splits_backward else None
-        self._running = spec.running
+        self.checks_loss = checks_loss
         self._splitting: AbstractContextManager[object] = self.split or nullcontext()
-        self._again = RecomputeContext(draw or Draw(), self.split, SpareCounters(layers))
-        self.offload: ActivationOffload | None = None
-        """Offload of the tensors that the layers in ``spec.offloaded`` save for backward."""
-        whole = recompute_layers(layers, spec.recomputed, self._again, self._outer_hooks)
-        self._calls = LayerCalls(layers, before_layer, self._again, whole, spec.offloaded)
-        self._checks_layers, self._checks_loss = True, checks_loss
-        """True until the first forward of training has ended."""
+        self.calls = LayerCalls(layers, spec, before_layer, draw or Draw(), self.split)
         self._saved: dict[int, _Saved] = {}
         self._deferred: dict[int, list[DeferredGradient]] = {}
-
-    def _outer_hooks(self) -> Hooks | None:
-        return None if self.offload is None else self.offload.hooks()
-
-    def skip_first_checks(self) -> None:
-        """Skip the checks of the first forward, which read values and cost time."""
-        self._checks_layers = self._checks_loss = False
-
-    @property
-    def is_first(self) -> bool:
-        """True when this stage takes the samples."""
-        return self.input_spec is None
-
-    @property
-    def is_last(self) -> bool:
-        """True when this stage computes the loss."""
-        return self.output_spec is None
 
     @property
     def num_in_flight(self) -> int:
@@ -131,10 +103,6 @@ class Stage:
     def roots_of(self, microbatch: int) -> list[Tensor]:
         """Return the tensors that the backward of a micro-batch starts from."""
         return self._saved[microbatch].roots
-
-    def running_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that forward changes, by their names in the whole model."""
-        return running_values(self.layers, self._running)
 
     def forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> list[Tensor] | LossPart:
         """Run the layers on one micro-batch; when training, save the tensors that backward needs. All shapes are local.
@@ -156,11 +124,9 @@ class Stage:
                 pairs = zip(inputs, self.input_spec.leaves, strict=True)
                 leaves = [tensor.detach().requires_grad_(train and spec.needs_gradient) for tensor, spec in pairs]
                 value = self.input_spec.value_of(leaves)
-            offload = self.offload if train else None
-            if offload is not None:
-                offload.begin_forward(self.index, microbatch, [*leaves, *self.layers.buffers()])
-            inspected = self._running if train and self._checks_layers else None
-            value = self._calls.run(value, offload=offload, running=inspected)
+            if train:
+                self.calls.begin_forward(self.index, microbatch, leaves)
+            value = self.calls.run(value, train=train)
             if self.output_spec is not None:
                 outputs = leaves_of(value)
                 check_outputs(outputs, self.output_spec, self.layers, self.index, train)
@@ -169,15 +135,12 @@ class Stage:
                 found = [output.detach().contiguous() for output in outputs]
             else:
                 assert labels is not None
-                if train and self._checks_loss:
-                    check_ignored(self.loss, value, labels)
                 loss = self.loss if train else self.validation_loss
-                loss_sum = explained("the loss", self._again.draw, loss, value, labels).sum()
+                loss_sum = self.calls.run_loss(loss, value, labels, checks=train and self.checks_loss)
                 roots = [loss_sum]
                 found = LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
         if train:
             self._saved[microbatch] = _Saved(leaves, roots)
-            self.skip_first_checks()
         return found
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:
@@ -193,17 +156,7 @@ class Stage:
         inputs, roots = self._saved.pop(microbatch)
         if self.output_spec is None:
             gradients = [torch.full_like(root, self.loss_scale * self.step_scale) for root in roots]
-        if self.offload is not None:
-            self.offload.begin_backward(self.index, microbatch)
-        if roots:
-            try:
-                torch.autograd.backward(roots, gradients)
-            except CheckpointError as error:
-                if self.split is None:
-                    raise
-                raise nested_checkpoint(self.index, error) from error
-        if self.offload is not None:
-            self.offload.end_backward()
+        self.calls.run_backward(self.index, microbatch, roots, gradients)
         if self.input_spec is None:
             return []
         found = []

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.build import build
 from meshwright.config import RunConfig
-from meshwright.data_parallel import replica as replica_module
+from meshwright.data_parallel import products as products_module
 from meshwright.data_parallel.products import add_product, adds_products
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
@@ -36,7 +36,7 @@ def is_matrix(parameter: Tensor, dtype: torch.dtype) -> bool:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_module, "adds_products", is_matrix)
+    monkeypatch.setattr(products_module, "adds_products", is_matrix)
 
 
 @pytest.mark.parametrize("keeps_gradient", [True, False])
@@ -102,7 +102,10 @@ def train(rank: int, world_size: int, config: RunConfig) -> Trained:
         num_products += 1
         add_product(*args, **kwargs)
 
-    with patch.object(replica_module, "adds_products", is_matrix), patch.object(replica_module, "add_product", counted):
+    with (
+        patch.object(products_module, "adds_products", is_matrix),
+        patch.object(products_module, "add_product", counted),
+    ):
         mesh = open_mesh(Grid(parallel.pp, parallel.dp, parallel.tp), config.train.device)
         parts = build(config, mesh, (open_verify_source(config, random_tokens=True), None))
         stats = [take_step(parts) for _ in range(2)]

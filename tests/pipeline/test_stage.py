@@ -69,7 +69,7 @@ def forward(stages: list[Stage], microbatch: int, tokens: Tensor, labels: Tensor
     """Through all stages, as the wire would carry it: tensors that share nothing with what was sent."""
     values: Any = tokens
     for stage in stages:
-        found = stage.forward(microbatch, values, labels if stage.is_last else None, train=train)
+        found = stage.forward(microbatch, values, labels if stage.output_spec is None else None, train=train)
         if isinstance(found, LossPart):
             return found
         assert not any(leaf.requires_grad for leaf in found)

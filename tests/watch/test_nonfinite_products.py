@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-from meshwright.data_parallel import replica as replica_module
+from meshwright.data_parallel import products as products_module
 from meshwright.data_parallel.products import add_product
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import close_mesh
@@ -18,7 +18,7 @@ WEIGHT = "block1.mlp.down.weight"
 def poisoned_step(rank: int, world_size: int, config_json: str) -> str | None:
     """The message of a step in which one product of rank 1 gives NaN."""
     config, mesh = opened(config_json)
-    with patch.object(replica_module, "adds_products", is_matrix):
+    with patch.object(products_module, "adds_products", is_matrix):
         parts = parts_for(config, mesh)
     assert taken(parts) is None
     buckets = [bucket for replica in parts.replicas.values() for bucket in replica.buckets]
@@ -34,7 +34,7 @@ def poisoned_step(rank: int, world_size: int, config_json: str) -> str | None:
         if any(total is view or total.data_ptr() == view.data_ptr() for view in ours):
             total[0, 0] = float("nan")
 
-    with patch.object(replica_module, "add_product", poisoned):
+    with patch.object(products_module, "add_product", poisoned):
         message = taken(parts)
     close_mesh(mesh)
     return message

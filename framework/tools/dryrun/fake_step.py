@@ -199,7 +199,7 @@ def record_step(
         with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants, kernels_of(config, device):
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
-                stage.skip_first_checks()
+                stage.calls.skip_first_checks()
             if parts.executor.offload is not None:
                 parts.executor.offload.copies.on_allocate = recorder.note_host
             _make_states(parts)

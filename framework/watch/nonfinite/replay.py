@@ -151,7 +151,7 @@ class _StageChecks:
 
     def _during_forward(self, microbatch: int, inputs: Any, labels: Tensor | None, *, train: bool) -> Any:
         self._microbatch, self._forward, self._num_calls = microbatch, True, 0
-        if self.stage.is_first:
+        if self.stage.input_spec is None:
             self._note(EvidenceKind.INPUT, -1, "", inputs)
         try:
             output: list[Tensor] | LossPart = type(self.stage).forward(
