@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.action import COMMUNICATION, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
-from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, pace, simulate
+from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, simulate
 from meshwright.schedule.analysis.simulator import Channel
 from meshwright.schedule.build import build
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
+from meshwright.tools.planner.pace import pace
 from tests.schedule.sizes import built
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bubbles.py"

@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import COMMUNICATION, COMPUTE, SENDS, Action, Kind, Schedule, actions_of
+from meshwright.schedule.action import COMMUNICATION, SENDS, Action, Kind, Schedule, actions_of
 from meshwright.schedule.analysis.timeline import Span, Timeline
 
 
@@ -79,56 +79,6 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channe
         where = ", ".join(f"rank {rank} at position {position} ({action})" for rank, position, action in blocked)
         raise ScheduleError("MW-SCHEDULE-007", f"{schedule.name} hangs with {channel} sends: {where}. check() says why")
     return timeline
-
-
-def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
-    """Return the computations of the timeline with buffered sends, several times as fast as :func:`simulate`.
-
-    ``schedule``: as ``build`` gives it. Raises :class:`ScheduleError` where it hangs.
-    """
-    last = schedule.num_stages - 1
-    ranks = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
-    forth = [costs[s].comm if s < last and ranks[s] != ranks[s + 1] else 0.0 for s in range(last + 1)]
-    back = [costs[s].comm if s > 0 and ranks[s] != ranks[s - 1] else 0.0 for s in range(last + 1)]
-    takes = {(kind, stage): cost.of(kind) for kind in COMPUTE for stage, cost in enumerate(costs)}
-    arrives: dict[tuple[bool, int, int], float] = {}
-    """(forward, the stage that it is for, micro-batch)."""
-    waiting: dict[tuple[bool, int, int], int] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.rows]
-    clocks = [0.0] * schedule.pp
-    to_visit = deque(range(schedule.pp))
-    while to_visit:
-        rank = to_visit.popleft()
-        row, own, clock = schedule.rows[rank], spans[rank], clocks[rank]
-        for position in range(len(own), len(row)):
-            action = row[position]
-            assert isinstance(action, Action), action
-            kind, stage, microbatch = action
-            assert stage is not None and microbatch is not None, action
-            forward = kind is Kind.F
-            if kind is not Kind.W:
-                if stage != (0 if forward else last):
-                    need = (forward, stage, microbatch)
-                    ready = arrives.get(need)
-                    if ready is None:
-                        waiting[need] = rank
-                        break
-                    clock = max(clock, ready)
-                end = clock + takes[kind, stage]
-                made = (forward, stage + 1 if forward else stage - 1, microbatch)
-                arrives[made] = end + (forth if forward else back)[stage]
-                if made in waiting:
-                    to_visit.append(waiting.pop(made))
-            else:
-                end = clock + takes[kind, stage]
-            own.append(Span(rank, action, clock, end))
-            clock = end
-        clocks[rank] = clock
-    if waiting:
-        raise ScheduleError(
-            "MW-SCHEDULE-008", f"{schedule.name} hangs: nobody computes what {len(waiting)} ranks wait for; see check()"
-        )
-    return Timeline(schedule.name, tuple(span for row in spans for span in row))
 
 
 def play(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel) -> tuple[Timeline, tuple[Blocked, ...]]:

@@ -93,3 +93,9 @@ def on_their_way(timeline: Timeline, at_least: float = 0.0) -> dict[tuple[int, i
             waited = span.end - span.start - bubble
             found[sent[span.action.partner()].rank, span.rank] += max(waited - at_least, 0.0)
     return dict(found)
+
+
+def name_of(schedule: Schedule) -> str:
+    """Return a name such as ``1f1b pp=4 chunks=8``."""
+    interleave = f" interleave={schedule.interleave}" if schedule.interleave > 1 else ""
+    return f"{schedule.name} pp={schedule.pp} chunks={schedule.chunks}{interleave}"

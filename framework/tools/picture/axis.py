@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.schedule.action import Kind
-from meshwright.schedule.analysis import Span, typical_shortest
+from meshwright.schedule.analysis import Span
+from meshwright.tools.picture.captions import typical_shortest
 from meshwright.tools.picture.palette import DIGIT_WIDTH, MAX_WIDTH, MIN_FONT, POINTS, label
 
 MAX_COLUMNS = 240

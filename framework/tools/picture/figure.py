@@ -20,8 +20,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from meshwright.schedule.action import COMPUTE, Kind
-from meshwright.schedule.analysis import Span, Timeline, caption, typical_shortest
+from meshwright.schedule.analysis import Span, Timeline
 from meshwright.tools.picture.axis import TimeAxis, time_axis, unit_of_seconds
+from meshwright.tools.picture.captions import caption, typical_shortest
 from meshwright.tools.picture.legend import LINE, READINGS, add_legend, entries_of, lines_of
 from meshwright.tools.picture.library import require_matplotlib
 from meshwright.tools.picture.palette import (

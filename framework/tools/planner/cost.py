@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from meshwright.config import batch_numbers, expert_shard_factor, shard_factor
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
-from meshwright.schedule.analysis import Costs, Timeline, bubble_share, pace, simulate
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.matrix_step import matrix_step_s
+from meshwright.tools.planner.pace import pace
 from meshwright.tools.planner.rates import OWN_BYTES, FrameworkTraits, GroupLink, PerformanceModel
 from meshwright.tools.planner.replica_time import replicas_s
 from meshwright.tools.planner.stage_time import StageTime, stages_by_rank

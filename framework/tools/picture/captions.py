@@ -1,4 +1,4 @@
-"""Names, captions and scale of a drawn schedule or timeline; ``tools/picture`` draws them."""
+"""Captions and scale of a drawn schedule or timeline."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from meshwright.schedule.action import COMPUTE, Kind, Schedule
-from meshwright.schedule.analysis.simulator import Costs, simulate
-from meshwright.schedule.analysis.timeline import Span, Timeline, bubble_share, peak_activations
+from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, name_of, peak_activations, simulate
 from meshwright.schedule.lower import lower
 
 TICKS = Costs(f=1, b=1, i=1, w=1)
@@ -19,12 +18,6 @@ _MAX_ROWS = 16
 def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
     """Simulate a schedule, lowered or not, under a name with its size."""
     return simulate(schedule if schedule.is_lowered else lower(schedule), costs)._replace(name=name_of(schedule))
-
-
-def name_of(schedule: Schedule) -> str:
-    """Return a name such as ``1f1b pp=4 chunks=8``."""
-    interleave = f" interleave={schedule.interleave}" if schedule.interleave > 1 else ""
-    return f"{schedule.name} pp={schedule.pp} chunks={schedule.chunks}{interleave}"
 
 
 def caption(timeline: Timeline) -> str:
