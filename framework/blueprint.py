@@ -23,8 +23,8 @@ from meshwright.expert_parallel import plan as experts
 from meshwright.fp8.convert import check_sizes
 from meshwright.mesh import Grid
 from meshwright.mesh.comm import Group
+from meshwright.model.buffers import cast_model
 from meshwright.model.build import PlainModel, configured_model
-from meshwright.model.running_buffers import cast_model
 from meshwright.optimizer import sampled_rates, with_settings
 from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.pipeline.plan import (

@@ -4,7 +4,6 @@ once."""
 from meshwright.config.batch import phases as phases
 from meshwright.config.batch import samples_after as samples_after
 from meshwright.config.batch import step_of as step_of
-from meshwright.config.derived import BatchNumbers as BatchNumbers
 from meshwright.config.derived import batch_numbers as batch_numbers
 from meshwright.config.derived import bucket_bytes as bucket_bytes
 from meshwright.config.derived import check_expert_ranks as check_expert_ranks

@@ -20,7 +20,6 @@ from meshwright.mesh.comm import Group
 from meshwright.mesh.device import peak_memory_bytes as peak_memory_bytes
 from meshwright.mesh.device import pick_device as pick_device
 from meshwright.mesh.device import prepare_allocator as prepare_allocator
-from meshwright.mesh.device import prepare_recorder as prepare_recorder
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 from meshwright.mesh.links import LinkedGroup, open_links
 from meshwright.mesh.placement import check_placement

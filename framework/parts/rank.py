@@ -22,7 +22,7 @@ from meshwright.config import RunConfig, batch_numbers
 from meshwright.data.sources import AnySource, Source, validation_steps
 from meshwright.data_parallel.replica import Replica
 from meshwright.mesh.mesh import Mesh
-from meshwright.model.running_buffers import StepState
+from meshwright.model.buffers import StepState
 from meshwright.optimizer import LossScale, add_state
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import DTYPES

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from meshwright.model.running_buffers import SpareCounters
+from meshwright.model.buffers import SpareCounters
 from meshwright.pipeline.activation_offload import ActivationOffload
 from meshwright.pipeline.pointwise import Hooks
 from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed

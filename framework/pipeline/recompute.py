@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.model.running_buffers import SpareCounters
+from meshwright.model.buffers import SpareCounters
 from meshwright.pipeline.pointwise import OuterHooks, no_hooks, recompute_pointwise
 from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.seeding import Draw, SeededDropout, dropouts_of

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError
 
 from meshwright.errors import ModelError
+from meshwright.model.buffers import INSTEAD
 from meshwright.model.metrics import Recording
-from meshwright.model.running_buffers import INSTEAD
 from meshwright.pipeline.values import IGNORED_LABEL, Loss, TensorSpec, ValueSpec
 from meshwright.seeding import Draw
 

@@ -20,7 +20,7 @@ from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.errors import CheckpointError
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh
-from meshwright.model.running_buffers import is_saved
+from meshwright.model.buffers import is_saved
 from meshwright.optimizer import (
     GRADIENT_POINT,
     evaluated_weights,

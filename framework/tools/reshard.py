@@ -48,7 +48,7 @@ from meshwright.data_parallel.members import plan_buckets, stage_members
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh.comm import Group
-from meshwright.model.running_buffers import is_saved
+from meshwright.model.buffers import is_saved
 from meshwright.optimizer import factor_infos, saved_states_of
 from meshwright.parameters import ParameterInfo
 from meshwright.run import RunLock

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
+from meshwright.model.buffers import cast_running, couples_samples, running_buffers
 from meshwright.model.build import PlainModel
-from meshwright.model.running_buffers import cast_running, couples_samples, running_buffers
 from meshwright.pipeline.plan import check_running
 from meshwright.pipeline.stage import Stage, StageSpec
 from meshwright.schedule.action import Schedule

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
-from meshwright.model.running_buffers import StepState, couples_samples, running_buffers
+from meshwright.model.buffers import StepState, couples_samples, running_buffers
 from meshwright.tools.verify import Verification, parse_layout, traits_of
 from meshwright.tools.verify.layouts import layout_config
 from meshwright.tools.verify.rank import merge, run_layout

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
+from meshwright.model.buffers import BufferWatch
 from meshwright.model.build import PlainModel, meta_copy
 from meshwright.model.metrics import Recorder, Recording
-from meshwright.model.running_buffers import BufferWatch
 from meshwright.pipeline.plan.boundaries import run_on_meta
 from meshwright.pipeline.plan.standalone import LayerWatch
 from meshwright.pipeline.values import Loss, MetaMicrobatch, ValueSpec, full_loss

@@ -16,8 +16,7 @@ from torch import nn
 
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
-from meshwright.model.build import PlainModel
-from meshwright.model.running_buffers import (
+from meshwright.model.buffers import (
     INSTEAD,
     has_statistics,
     has_step_sums,
@@ -25,6 +24,7 @@ from meshwright.model.running_buffers import (
     owner_of,
     step_sum_problem,
 )
+from meshwright.model.build import PlainModel
 from meshwright.schedule.action import Kind, Schedule
 
 WHOLE = ("router", "replicate", "experts")

@@ -23,8 +23,8 @@ from meshwright.config import RunConfig, leaves_out_base, load_saved, parse, rea
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
+from meshwright.model.buffers import is_saved
 from meshwright.model.build import materialise
-from meshwright.model.running_buffers import is_saved
 from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.parts import ForwardParts
 from meshwright.pipeline.executor import Executor

@@ -10,8 +10,8 @@ from torch import nn
 from meshwright.config import RunConfig
 from meshwright.expert_parallel import plan as experts
 from meshwright.mesh.fake import CountingGroup
+from meshwright.model.buffers import cast_parameters
 from meshwright.model.build import PlainModel
-from meshwright.model.running_buffers import cast_parameters
 from meshwright.optimizer import with_settings
 from meshwright.parameters import DTYPES
 from meshwright.tensor_parallel import plan as sharding

@@ -23,9 +23,9 @@ from meshwright.config.functions import error_place
 from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
 from meshwright.fp8.linear import Fp8Linear
+from meshwright.model.buffers import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.model.build import PlainModel, configured_model, find_builder
 from meshwright.model.metrics import Recorder, Recording
-from meshwright.model.running_buffers import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import seeded

@@ -13,8 +13,8 @@ from meshwright.context_parallel.cut import STARTS
 from meshwright.context_parallel.plan import CORE
 from meshwright.data.sources import Source, example
 from meshwright.expert_parallel.plan import expert_names
+from meshwright.model.buffers import couples_samples, has_statistics, has_step_sums, owner_of, running_buffers
 from meshwright.model.build import PlainModel, configured_model
-from meshwright.model.running_buffers import couples_samples, has_statistics, has_step_sums, owner_of, running_buffers
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.seeding import SeededDropout
 from meshwright.tools.verify.probe import find_coupling

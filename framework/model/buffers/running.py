@@ -8,13 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.model.buffers.step_state import has_step_sums
 from meshwright.model.build import meta_copy
-from meshwright.model.step_state import SpareCounters as SpareCounters
-from meshwright.model.step_state import StepState as StepState
-from meshwright.model.step_state import has_statistics as has_statistics
-from meshwright.model.step_state import has_step_sums as has_step_sums
-from meshwright.model.step_state import is_saved as is_saved
-from meshwright.model.step_state import step_sum_problem as step_sum_problem
 
 INSTEAD = (
     "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with track_running_stats=False, "
