@@ -11,12 +11,11 @@ from pathlib import Path
 
 from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError
-from meshwright.schedule.analysis import Costs, bubble_share, simulate
+from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
 from meshwright.schedule.load import draw_schedule
 from meshwright.system.atomic import write_out, writing
 from meshwright.terminal.output import put
 from meshwright.tools.picture.axis import unit_of_seconds
-from meshwright.tools.picture.captions import timeline_of
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.text import text
 from meshwright.tools.report.account import account, measured_costs, table, without_early_steps

@@ -41,7 +41,7 @@ class ProductSums(Protocol):
 def offer_products(
     replica: ProductSums, parameter: nn.Parameter, finish: Callable[[Tensor], None], *, index: int, number: int
 ) -> None:
-    """Let a backward add products to the sum of a parameter's gradients, if the device's GEMM can.
+    """Register the sum of a parameter's gradients, to which backward adds products, if the device's GEMM can.
 
     Args:
         finish: function of the parameter that counts the gradient.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.schedule.analysis import Costs, simulate
+from meshwright.schedule.analysis import Costs, simulate, timeline_of
 from meshwright.schedule.build import build
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.tools.picture.captions import timeline_of
 from meshwright.tools.picture.text import text
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from meshwright.schedule.action import COMPUTE, SENDS, Kind
-from meshwright.schedule.analysis import Costs, Reading
+from meshwright.schedule.analysis import Costs, Reading, timeline_of
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.degrees import INTERLEAVES
-from meshwright.tools.picture.captions import timeline_of
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.perfetto import chrome_trace
 from tests.tools.picture.test_figure import INTERLEAVED

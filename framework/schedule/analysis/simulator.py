@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.action import COMMUNICATION, SENDS, Action, Kind, Schedule, actions_of
-from meshwright.schedule.analysis.timeline import Span, Timeline
+from meshwright.schedule.analysis.timeline import Span, Timeline, name_of
+from meshwright.schedule.lower import lower
 
 
 class Channel(StrEnum):
@@ -58,6 +59,15 @@ class Blocked(NamedTuple):
     rank: int
     position: int
     action: Action
+
+
+TICKS = Costs(f=1, b=1, i=1, w=1)
+"""F as long as B: every computation is a cell."""
+
+
+def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
+    """Simulate a schedule, lowered or not, under a name with its size."""
+    return simulate(schedule if schedule.is_lowered else lower(schedule), costs)._replace(name=name_of(schedule))
 
 
 def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel = Channel.BUFFERED) -> Timeline:

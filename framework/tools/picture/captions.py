@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from statistics import median
 
-from meshwright.schedule.action import COMPUTE, Kind, Schedule
-from meshwright.schedule.analysis import Costs, Span, Timeline, bubble_share, name_of, peak_activations, simulate
-from meshwright.schedule.lower import lower
+from meshwright.schedule.action import COMPUTE, Kind
+from meshwright.schedule.analysis import Span, Timeline, bubble_share, peak_activations
 
-TICKS = Costs(f=1, b=1, i=1, w=1)
-"""F as long as B: every computation is a cell."""
 _MAX_ROWS = 16
-
-
-def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
-    """Simulate a schedule, lowered or not, under a name with its size."""
-    return simulate(schedule if schedule.is_lowered else lower(schedule), costs)._replace(name=name_of(schedule))
 
 
 def caption(timeline: Timeline) -> str:

@@ -10,8 +10,8 @@ Communication is not drawn: what it costs is seen as dots. :mod:`figure` makes S
 from __future__ import annotations
 
 from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Kind, Schedule
-from meshwright.schedule.analysis import Timeline
-from meshwright.tools.picture.captions import caption, elide, timeline_of, typical_shortest
+from meshwright.schedule.analysis import Timeline, timeline_of
+from meshwright.tools.picture.captions import caption, elide, typical_shortest
 
 _MARGIN = " … "
 MAX_COLUMNS = 100_000

@@ -14,14 +14,13 @@ from markupsafe import Markup
 from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import UserError
 from meshwright.mesh import Grid
-from meshwright.schedule.analysis import Costs, bubble_share, simulate
+from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
 from meshwright.schedule.load import draw_schedule
 from meshwright.terminal.format import format_duration, format_gib
 from meshwright.tools.interop.configs.readers import flat
 from meshwright.tools.page.chart import SIDE
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.picture.axis import unit_of_seconds
-from meshwright.tools.picture.captions import timeline_of
 from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel, Unit
 from meshwright.tools.picture.text import text

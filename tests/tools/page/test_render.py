@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ElementTree
 
 from matplotlib.figure import Figure
 
+from meshwright.schedule.analysis import timeline_of
 from meshwright.schedule.build import build
 from meshwright.tools.page.render import svg_of
-from meshwright.tools.picture.captions import timeline_of
 from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel
 

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.schedule.action import COMPUTE, Kind
-from meshwright.schedule.analysis import Costs, Reading, Timeline
+from meshwright.schedule.analysis import Costs, Reading, Timeline, timeline_of
 from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.degrees import INTERLEAVES
 from meshwright.schedule.load import parse_schedule
 from meshwright.tools.picture.axis import time_axis, unit_of_seconds
-from meshwright.tools.picture.captions import timeline_of
 from meshwright.tools.picture.figure import PNG_DPI, figure, save
 from meshwright.tools.picture.legend import entries_of
 from meshwright.tools.picture.palette import PAINTS, _channels, shade
