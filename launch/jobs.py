@@ -37,7 +37,8 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.run import RunLock
     from meshwright.run.directory import run_directory
 
-    config, launcher = _load_config(options, overrides)
+    routing = [] if options.routing is None else [f"--train.routing={options.routing}"]
+    config, launcher = _load_config(options, [*overrides, *routing])
     if launcher is not Launcher.NONE:
         return _run_as_rank(config, launcher, _prepare_training)
     directory = run_directory(config)

@@ -56,7 +56,12 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
                 f"--layouts needs {largest} ranks: verify runs all of them on this machine, at most {MAX_RANKS}",
             )
         verification = Verification(
-            config, global_batch=global_batch, steps=options.steps, dtype=dtype, random_tokens=not whole
+            config,
+            global_batch=global_batch,
+            steps=options.steps,
+            dtype=dtype,
+            random_tokens=not whole,
+            routing=(options.routing, options.routing_directory),
         )
         rows = []
         for layout in layouts:

@@ -45,12 +45,14 @@ from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
 from meshwright.tracking.observer import (
     Records,
+    check_routing,
     expert_load,
     find_sinks,
     gpu_metrics,
     has_perplexity,
     loss_unit,
     open_tracker,
+    routing,
 )
 from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
@@ -66,6 +68,7 @@ def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
     """
     config = resolve(config, world_size)
     blueprint = draw_blueprint(config)
+    check_routing(blueprint)
     source, _ = open_sources(config)
     find_callbacks(config)
     find_sinks(config)
@@ -171,6 +174,7 @@ def observe(
     checkpoints = Checkpoints(parts, files, request, log)
     own = [callbacks] if callbacks.observers else []
     return [
+        *routing(parts, files.directory),  # ends the step's recording, before a validation
         RunFilesCheck(checkpoints.saver),  # lost files of the run's directory
         Timing(parts, files.directory, log),  # the traced step, stragglers
         Validation(lambda loss: log(describe_validation(parts, loss))),

@@ -66,8 +66,8 @@ Requirements on a splittable module
 * Buffers are made in ``__init__`` on ``device="cpu"``: they stay real while the parameters are on the meta device.
 
 ``models/decoder.py``, ``models/gpt2.py``, ``models/llama.py`` and ``models/t5.py`` contain builders.
-``models/attention.py``, ``models/blocks.py``, ``models/expert_balance.py``, ``models/experts.py``,
-``models/feed_forward.py``, ``models/last_norm.py``, ``models/mla.py``, ``models/moe_options.py``,
-``models/multi_token.py``, ``models/mup.py``, ``models/option_tables.py``, ``models/row_order.py``,
-``models/sizes.py`` and ``models/some_queries.py`` are shared code.
+``models/attention.py``, ``models/blocks.py``, ``models/expert_balance.py``, ``models/expert_capacity.py``,
+``models/experts.py``, ``models/feed_forward.py``, ``models/last_norm.py``, ``models/mla.py``,
+``models/moe_options.py``, ``models/multi_token.py``, ``models/mup.py``, ``models/option_tables.py``,
+``models/router.py``, ``models/row_order.py``, ``models/sizes.py`` and ``models/some_queries.py`` are shared code.
 """

@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.models.expert_balance import Balance
-from meshwright.models.experts import GROUP_SCORES, SCORES, Experts, MoE, Router, Routing
+from meshwright.models.experts import Experts, MoE
 from meshwright.models.feed_forward import GatedMlp
 from meshwright.models.option_tables import read_table
+from meshwright.models.router import GROUP_SCORES, SCORES, Router, Routing
 
 BALANCES = ("none", "bias")
 LOSSES = ("sequence_loss", "batch_loss", "router_z_loss")
-NOT_NEGATIVE = ("shared_ffn_size", "first_dense", "count_tokens", *LOSSES)
+NOT_NEGATIVE = ("shared_ffn_size", "first_dense", "count_tokens", "capacity_factor", *LOSSES)
 """Options whose least value is 0."""
 
 
@@ -49,7 +50,7 @@ class MoeOptions(NamedTuple):
     num_groups: int = 1
     groups_per_token: int = 1
     group_score: str = "top2"
-    """See :class:`~meshwright.models.experts.Routing`, for these three."""
+    """See :class:`~meshwright.models.router.Routing`, for these three."""
     balance: str = "none"
     """"bias": a buffer of the router is added to the scores for the choice (DeepSeek-V3)."""
     bias_rate: float = 0.001
@@ -59,7 +60,9 @@ class MoeOptions(NamedTuple):
     router_z_loss: float = 0.0
     """Coefficients of losses that are added in training, see :mod:`~meshwright.models.expert_balance`; 0: none."""
     count_tokens: bool = False
-    """The tokens of each expert are counted and recorded; with any balance or loss they are anyway."""
+    """The tokens of each expert are counted and recorded; with any balance, loss or capacity they are anyway."""
+    capacity_factor: float = 0.0
+    """In training an expert takes at most this many times k S / E tokens of a sample; 0: no token is dropped."""
 
     def check(self, ffn_size: int, num_layers: int) -> None:
         """Raise ValueError for options without a meaning."""
@@ -69,6 +72,9 @@ class MoeOptions(NamedTuple):
             if type(value) in (int, float) and value <= 0 and name not in NOT_NEGATIVE
         ]
         problems += [f"{name}={value} must not be negative" for name in LOSSES if (value := getattr(self, name)) < 0]
+        if self.capacity_factor and not 0 < self.capacity_factor < self.num_experts / self.top_k:
+            problems.append(f"capacity_factor={self.capacity_factor} must be positive and below num_experts / top_k = ")
+            problems[-1] += f"{self.num_experts / self.top_k:g}, from which on nothing is dropped; 0 turns it off"
         if self.top_k > self.num_experts:
             problems.append(f"top_k={self.top_k} of num_experts={self.num_experts}: at most all of them")
         if self.shared_ffn_size < 0 or not 0 <= self.first_dense < num_layers:
@@ -109,12 +115,12 @@ class MoeOptions(NamedTuple):
         """Return the choice of experts that the options describe."""
         groups = self.num_groups, self.groups_per_token, self.group_score
         chosen = self.num_experts, self.top_k, self.router, self.normalise, self.scaling
-        return Routing(*chosen, *groups, has_bias=self.balance == "bias")
+        return Routing(*chosen, *groups, self.balance == "bias", self.capacity_factor)
 
     def balancing(self) -> Balance | None:
         """Return the balance that the options describe; None: nothing is added or counted."""
-        rate = self.bias_rate if self.balance == "bias" else 0.0
-        found = Balance(rate, self.sequence_loss, self.batch_loss, self.router_z_loss, self.count_tokens)
+        rate, counts = self.bias_rate if self.balance == "bias" else 0.0, self.count_tokens or self.capacity_factor > 0
+        found = Balance(rate, self.sequence_loss, self.batch_loss, self.router_z_loss, counts)
         return found if any(found) else None
 
 
@@ -149,6 +155,7 @@ class FeedForwards(NamedTuple):
             return self._gated(self.ffn_size)
         router = Router(self.hidden_size, moe.routing(), moe.balancing())
         experts = Experts(moe.num_experts, self.hidden_size, moe.expert_ffn_size or self.ffn_size, activation=F.silu)
+        experts.may_drop = moe.capacity_factor > 0
         shared = self._gated(moe.shared_ffn_size) if moe.shared_ffn_size else None
         return MoE(router, experts, shared, nn.Linear(self.hidden_size, 1, bias=False) if moe.shared_gate else None)
 

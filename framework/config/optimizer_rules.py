@@ -1,4 +1,4 @@
-"""Rules between the keys of single optimizers, and all rules together."""
+"""Rules between the keys of single optimizers, of the routing, and all rules together."""
 
 from __future__ import annotations
 
@@ -34,8 +34,21 @@ def _state_dtype(config: RunConfig) -> str | None:
     return f'optimizer.state_dtype = "bfloat16" is for optimizer.name = "adamw", not {chosen}: leave it out'
 
 
+def _routing(config: RunConfig) -> str | None:
+    mode, directory = config.train.routing, config.train.routing_directory
+    if mode == "replay" and directory is None:
+        return 'train.routing = "replay" needs train.routing_directory, the directory of a recording: set it'
+    if mode == "off" and directory is not None:
+        return (
+            f'train.routing_directory = {format_value(directory)} has no effect with train.routing = "off": leave it '
+            f'out, or choose "record" or "replay"'
+        )
+    return None
+
+
 OPTIMIZER_RULES = (
     Rule("MW-CONFIG-070", _schedule_free, ("optimizer.name", "optimizer.schedule", "optimizer.betas")),
     Rule("MW-CONFIG-071", _state_dtype, ("optimizer.state_dtype", "optimizer.name", "optimizer.builder")),
+    Rule("MW-CONFIG-078", _routing, ("train.routing", "train.routing_directory")),
 )
 ALL_RULES = (*LAYOUT_RULES, *RULES, *OPTIMIZER_RULES)

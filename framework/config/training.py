@@ -125,6 +125,11 @@ class Train(Section):
     """Global batches in one validation."""
     gc_every: Steps = 50
     """Steps between runs of Python's garbage collector, the same on all ranks; 0: whenever Python starts it."""
+    routing: Literal["off", "record", "replay"] = "off"
+    """Experts of each token in the training steps: record them to files, or take them from files;
+    docs/mixture-of-experts.md."""
+    routing_directory: str | None = Field(default=None, pattern=r"^[^\x00]+$", description="a path")
+    """Directory of these files. Default for a recording: ``routing`` in the run's directory."""
     callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
     """Functions ``module:function`` that take the parts of a rank and return an observer; docs/python.md."""
 

@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.config import Parallel
 from meshwright.context_parallel.cut import HeadCut, TokenCut
-from meshwright.context_parallel.exchange import gather_keys, heads_to_tokens, tokens_to_heads
+from meshwright.context_parallel.exchange import gather_keys, heads_to_tokens, in_sample_order, tokens_to_heads
 from meshwright.context_parallel.mixing import check_mixing
 from meshwright.errors import ModelError
-from meshwright.mesh.comm import Group, sum_tokens_over
+from meshwright.mesh.comm import Group, share_router_tokens
 from meshwright.model.build import PlainModel
 from meshwright.seeding import SeededDropout
 
@@ -135,11 +135,16 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, head_cut: Head
     elif kind == POSITIONS:
         before = partial(_lengthen, cut)
     elif kind == ROUTER:
-        sum_tokens_over(module, cut.group)
+        share_router_tokens(module, cut.group, partial(cut.take, dim=1), partial(_in_sample_order, cut))
     if before is not None:
         module.register_forward_pre_hook(before, with_kwargs=True)
     if kind in (POSITIONS, SEQUENCE):
         module.register_forward_hook(partial(_own_rows, name, kind, cut))
+
+
+def _in_sample_order(cut: TokenCut, ranked: Tensor) -> Tensor:
+    """Return tokens (S, B, ...) of rank 0, rank 1, .. in the order of the sample."""
+    return in_sample_order(ranked, cut.from_ranks(ranked.device))
 
 
 def _give_places(

@@ -5,10 +5,10 @@
               -> rank 0   -> rank 1      experts 0, 1 on rank 0, experts 2, 3 on rank 1
 
 A rank receives the rows of its experts from rank 0, then from rank 1, ..: each expert has its rows in one order, which
-only the layout decides.
+only the layout decides. A slot of the expert number E has no expert, because its own is full: it is not sent.
 
-Shapes: N tokens of this rank, k experts of a token, S = N k rows that it sends, R rows that it receives, E experts of
-the layer, n ranks of the ep group.
+Shapes: N tokens of this rank, k experts of a token, S = N k slots, T rows that it sends, S without drops, R rows that
+it receives, E experts of the layer, n ranks of the ep group.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Route(NamedTuple):
     group: Group
     top_k: int
     order: Tensor
-    """(S,) slot of each sorted row."""
+    """(T,) slot of each sorted row."""
     inverse: Tensor
-    """(S,) place of each slot among the sorted rows."""
+    """(S,) place of each slot among the sorted rows; slots without an expert come last."""
     sent: list[int]
     """(n,) rows to each rank."""
     received: list[int]
@@ -47,8 +47,9 @@ def find_route(ids: Tensor, num_experts: int, group: Group) -> Route:
     """
     chosen, experts_here = ids.reshape(-1), num_experts // group.size
     order = chosen.argsort(stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
+    counts = counts[:num_experts]
     arriving = torch.empty_like(counts)
     equal = [experts_here] * group.size
     group.all_to_all(arriving, counts, equal, equal).wait()
@@ -56,4 +57,4 @@ def find_route(ids: Tensor, num_experts: int, group: Group) -> Route:
     sent, received = group.host_counts(per_rank, len(chosen))
     local = torch.arange(experts_here, device=ids.device).repeat(group.size)
     local_ids = local.repeat_interleave(arriving, output_size=sum(received))
-    return Route(group, ids.shape[-1], order, order.argsort(), sent, received, local_ids)
+    return Route(group, ids.shape[-1], order[: sum(sent)], order.argsort(), sent, received, local_ids)

@@ -37,6 +37,12 @@ def combine(y: Tensor, route: Route) -> Tensor:
     return found
 
 
+def _slots(rows: Tensor, route: Route) -> Tensor:
+    """Return a row for each slot, (T, D) -> (S, D), zeros for those without an expert."""
+    lost = len(route.inverse) - len(rows)
+    return (torch.cat([rows, rows.new_zeros(lost, rows.shape[1])]) if lost else rows).index_select(0, route.inverse)
+
+
 def _move(rows: Tensor, route: Route, to: Sequence[int], of: Sequence[int]) -> Tensor:
     """Exchange rows, ``to`` each rank, ``of`` each rank: (sum of to, D) -> (sum of ``of``, D). Blocks."""
     width = rows.shape[1]
@@ -58,7 +64,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
-        rows = _move(g, route, route.received, route.sent).index_select(0, route.inverse)
+        rows = _slots(_move(g, route, route.received, route.sent), route)
         return rows.view(-1, route.top_k, rows.shape[1]).sum(1), None
 
 
@@ -68,7 +74,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return _move(y, route, route.received, route.sent).index_select(0, route.inverse)
+        return _slots(_move(y, route, route.received, route.sent), route)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:

@@ -22,7 +22,7 @@ from meshwright.mesh.chunks import even_shares, rows_per_chunk
 from meshwright.mesh.handles import BlockingCollective, CollectiveHandle, TransferHandle
 from meshwright.mesh.messages import MAX_BYTES, decode, encode
 from meshwright.mesh.staged import Transfer, through_host
-from meshwright.mesh.token_sums import sum_tokens_over
+from meshwright.mesh.token_sums import share_router_tokens
 from meshwright.mesh.traffic import Traffic
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "TransferHandle",
     "place_of",
     "rows_per_chunk",
-    "sum_tokens_over",
+    "share_router_tokens",
     "tensor_bytes",
 ]
 

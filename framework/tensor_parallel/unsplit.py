@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from meshwright.mesh.comm import Group, sum_tokens_over
+from meshwright.mesh.comm import Group, share_router_tokens
 from meshwright.seeding import SeededDropout
 from meshwright.tensor_parallel.check import PlannedModule, ShardingKind
 from meshwright.tensor_parallel.own_rule import change_first
@@ -50,7 +50,7 @@ def fit_unsplit(model: nn.Sequential, placements: Mapping[str, PlannedModule], g
         if sequence and name in placements and kind is ShardingKind.SEQUENCE:
             module.register_forward_hook(partial(_cut_output, group))
         if sequence and name in placements and kind is ShardingKind.ROUTER:
-            sum_tokens_over(module, group)
+            share_router_tokens(module, group)
         if isinstance(module, SeededDropout) and kind is not ShardingKind.OWN:
             whole = kind in (ShardingKind.SEQUENCE, ShardingKind.UNCUT)  # the sequence is cut after these modules
             split = kind in ON_HEADS or (sequence and not whole)

@@ -1,7 +1,8 @@
 """Load of a model's experts: metrics of each step, and a file with the counts of each expert for the report.
 
-The counts are the step sums called ``counts`` (tokens of each expert of one router, over the global batch). Every rank
-has those of all layers, because they travel with the step's loss.
+The counts are the step sums called ``counts`` (tokens of each expert of one router, over the global batch), ``dropped``
+(those of them beyond its capacity) and ``entropy`` (sum over tokens, and tokens). Every rank has those of all layers,
+because they travel with the step's loss.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.tracking.record import EXPERT_LOAD
 
-COUNTS = ".counts"
+COUNTS, DROPPED, ENTROPY = ".counts", ".dropped", ".entropy"
 MAX_LINES = 200
 """About so many steps of a run have a line in the file, evenly spaced."""
 
 
-def counts_of(sums: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    """Return the tokens of each expert, by the name of its router, from the sums of a step."""
-    found = {name.removesuffix(COUNTS): sums[name] for name in sums if name.endswith(COUNTS) and sums[name].dim() == 1}
+def counts_of(sums: Mapping[str, Tensor], kind: str = COUNTS) -> dict[str, list[int]]:
+    """Return the tokens of each expert, or those dropped (``kind``), by the name of its router, from a step's sums."""
+    found = {name.removesuffix(kind): sums[name] for name in sums if name.endswith(kind) and sums[name].dim() == 1}
     return {name: [round(count) for count in counts.tolist()] for name, counts in found.items()}
 
 
@@ -47,6 +48,23 @@ def load_metrics(counts: Mapping[str, list[int]]) -> dict[str, float]:
     }
 
 
+def choice_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the metrics of a step's choices, from its sums; those that no router counts are left out.
+
+    ``experts/token_entropy``: of a token's scores over the experts, a mean over tokens and layers; 1: all are equal, 0:
+    one expert has all.
+    ``experts/dropped_share``: share of the choices of all layers whose expert was full.
+    """
+    of_tokens = [sums[name].tolist() for name in sums if name.endswith(ENTROPY) and sums[name].numel() == 2]
+    entropies = [entropy / tokens for entropy, tokens in of_tokens if tokens]
+    found = {"experts/token_entropy": sum(entropies) / len(entropies)} if entropies else {}
+    counts, dropped = counts_of(sums), counts_of(sums, DROPPED)
+    chosen = sum(sum(counts.get(name, ())) for name in dropped)
+    if chosen:
+        found["experts/dropped_share"] = sum(map(sum, dropped.values())) / chosen
+    return found
+
+
 class ExpertLoad(Observer):
     """Metrics of the experts' load in each step, and lines of ``expert-load.jsonl``, written by rank 0."""
 
@@ -55,12 +73,14 @@ class ExpertLoad(Observer):
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
         """Add the metrics of the step. A skipped step has none."""
-        counts = {} if event.stats.skipped else counts_of(parts.step_state.step_sums())
-        event.metrics |= load_metrics(counts)
+        sums = {} if event.stats.skipped else parts.step_state.step_sums()
+        counts, dropped = counts_of(sums), counts_of(sums, DROPPED)
+        event.metrics |= load_metrics(counts) | choice_metrics(sums)
         every = max(1, parts.config.train.steps // MAX_LINES)
         is_due = event.is_first or event.is_last or parts.state.step % every == 0
         if counts and is_due and parts.mesh.rank == 0:
-            self._append(json.dumps({"step": parts.state.step, "counts": counts}))
+            lost = {"dropped": dropped} if dropped else {}
+            self._append(json.dumps({"step": parts.state.step, "counts": counts, **lost}))
 
     def _append(self, line: str) -> None:
         try:

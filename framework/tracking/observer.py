@@ -18,6 +18,12 @@ from meshwright.tracking.expert_load import COUNTS, ExpertLoad
 from meshwright.tracking.gpu import GpuMetrics
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord, perplexity
+from meshwright.tracking.routing import RoutingObserver
+from meshwright.tracking.routing import check_model as check_model
+from meshwright.tracking.routing import check_routing as check_routing
+from meshwright.tracking.routing import hooks_of as hooks_of
+from meshwright.tracking.routing import plan_of as plan_of
+from meshwright.tracking.routing import step_key as step_key
 from meshwright.tracking.tracker import Sink, Tracker
 from meshwright.tracking.wandb import WandbSink
 
@@ -88,6 +94,11 @@ def gpu_metrics(parts: Parts) -> list[Observer]:
 def expert_load(parts: Parts, directory: Path) -> list[Observer]:
     """Return the observer of the experts' load, if the model counts it."""
     return [ExpertLoad(directory)] if any(name.endswith(COUNTS) for name in parts.step_state.names) else []
+
+
+def routing(parts: Parts, directory: Path) -> list[Observer]:
+    """Return the observer that records or replays the routing, if the configuration has it."""
+    return [RoutingObserver(parts, directory)] if parts.config.train.routing != "off" else []
 
 
 def has_perplexity(blueprint: Blueprint) -> bool:

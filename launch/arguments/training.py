@@ -32,7 +32,12 @@ def train(added: Added) -> None:
         "  srun --ntasks-per-node=8 meshwright train configs/demo.toml",
     )
     config_file(parser)
+    routing(parser, "the experts of each token: write them to train.routing_directory, or take them from there")
     trust_code(parser)
+
+
+def routing(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--routing", choices=("record", "replay"), help=text)
 
 
 def doctor(added: Added) -> None:
@@ -150,6 +155,13 @@ def verify(added: Added) -> None:
         help="precision of both runs; each has its own tolerances (default: float64)",
     )
     parser.add_argument("--whole", action="store_true", help="keep the model at its full size (default: shrunk)")
+    routing(parser, "record: compare the experts of each token with the plain run's; replay: all runs take its experts")
+    parser.add_argument(
+        "--routing-directory",
+        type=Path,
+        metavar="DIR",
+        help="of the plain run's record, to write or to replay (default: a temporary one)",
+    )
     trust_code(parser)
 
 

@@ -219,6 +219,15 @@ def test_shards_of_two_models_are_not_published(tmp_path: Path, fake: Any) -> No
         publish(temporary, final_directory(tmp_path, 1), fake.head(1))
 
 
+def test_experts_numbered_from_0_on_every_rank_are_not_published(tmp_path: Path, fake: Any) -> None:
+    temporary = begin(tmp_path, 1, "a1")
+    for index in range(2):
+        info = ParameterInfo("block0.mlp.experts.down", (4, 2, 2), Slice(0, 0, 2, 2), over="ep")
+        write_shard(temporary, f"shard{index}", [TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(2, 2, 2))])
+    with pytest.raises(CheckpointError, match=r"'weights/block0\.mlp\.experts\.down': .* overlap"):
+        publish(temporary, final_directory(tmp_path, 1), fake.head(1))
+
+
 def test_a_shard_that_lost_bytes_is_not_published(tmp_path: Path, fake: Any) -> None:
     temporary, final = shards(tmp_path, fake, [(1, 0)])
     os.truncate(temporary / "shard0-00000.safetensors", 100)

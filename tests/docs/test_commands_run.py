@@ -34,6 +34,7 @@ ELSEWHERE = {
     r"train runs/llama/config.toml": "follows from that conversion; tests/tools/interop/huggingface/test_back.py",
     r"(train|verify) run.toml": "needs a transformers directory; tests/tools/interop/huggingface/test_restructure.py",
     r"train configs/moe-demo.toml": "minutes on eight ranks: tests/end_to_end/test_shared_experts.py, a smaller model",
+    r"verify configs/moe-demo.toml": "minutes on eight ranks: tests/tools/verify/test_routing.py, a smaller model",
     r"verify moe.toml": "minutes on eight ranks: tests/tools/verify/test_experts.py proves the same layouts",
     r"(eval|sample) runs/llama3-70b": "a model of 70 billion parameters",
     r"slurm .*--submit": "needs a cluster: `make slurm-test`; the script itself: tests/launch/test_slurm_script.py",

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.models.expert_balance import Balance, count_tokens, loss_sum
-from meshwright.models.experts import Router, Routing, unchanged
 from meshwright.models.moe_options import moe_of
+from meshwright.models.router import Router, Routing, unchanged
 
 B, S, D, E, K = 3, 5, 6, 4, 2
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models import llama
-from meshwright.models.experts import Experts, MoE, Router, Routing
+from meshwright.models.experts import Experts, MoE
+from meshwright.models.router import Router, Routing
 
 D = 12
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.tools.report.experts import MAX_LAYERS, MAX_ROWS, MAX_STEPS, evenly, heat_maps, read_loads
-from meshwright.tracking.expert_load import counts_of, load_metrics
+from meshwright.tracking.expert_load import choice_metrics, counts_of, load_metrics
 from meshwright.tracking.record import EXPERT_LOAD
 
 
@@ -24,6 +24,15 @@ def test_figures_of_a_step() -> None:
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
     assert found["experts/entropy"] == pytest.approx((entropy + 1) / 2)
     assert load_metrics({}) == load_metrics({"a": [0, 0]}) == {}
+
+
+def test_figures_of_the_choices_of_a_step() -> None:
+    sums = {"a.counts": torch.tensor([6.0, 2.0]), "a.dropped": torch.tensor([2.0, 0.0])}
+    sums |= {"b.counts": torch.tensor([4.0, 4.0]), "a.entropy": torch.tensor([3.0, 4.0])}
+    sums |= {"b.entropy": torch.tensor([1.0, 4.0]), "c.entropy": torch.zeros(2)}
+    found = choice_metrics({name: each.double() for name, each in sums.items()})
+    assert found == {"experts/token_entropy": 0.5, "experts/dropped_share": 0.25}, "b has no capacity, c no tokens"
+    assert choice_metrics({}) == {} and counts_of(sums, ".dropped") == {"a": [2, 0]}
 
 
 def test_maps_of_a_run(tmp_path: Path) -> None:

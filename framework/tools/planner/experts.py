@@ -7,6 +7,7 @@ exchange_s      seconds of the all-to-alls: bytes to ranks of the node and to ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
@@ -37,6 +38,17 @@ def expert_counts(model: PlainModel) -> frozenset[int]:
     """Return the different numbers of experts of the layers; empty for a model without any."""
     names = expert_names(model.layers, model.plan)
     return frozenset(whole.shape[0] for name in names for whole in model.layers.get_submodule(name).parameters())
+
+
+def load_limit(model: PlainModel) -> float:
+    """Return the largest load of a rank in training, rows over the mean: the capacity of its experts, infinity without.
+
+    A factor below 1 counts as 1: dropped rows are not left out of a balanced load. Rounding of the capacity to whole
+    tokens is left out too.
+    """
+    routings = [getattr(module, "routing", None) for module in model.layers.modules() if hasattr(module, "route_ids")]
+    factors = [getattr(routing, "capacity_factor", 0.0) for routing in routings]
+    return max(1.0, *factors) if factors and all(factors) else math.inf
 
 
 def degrees_to_try(

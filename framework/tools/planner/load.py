@@ -16,6 +16,8 @@ def room_for_skew(cache: ModelCache, hardware: Hardware, layout: RankedLayout) -
     if ep == 1:
         return []
     most = largest_skew(cache, hardware, layout)
+    if most is None and cache.load_limit < ep:
+        return [f"load of the experts: fits up to their capacity, {cache.load_limit:g} times the mean of {ep} ranks"]
     if most is None:
         return [f"load of the experts: fits even if one of {ep} ranks has all rows ({ep} times the mean)"]
     text = f"fits until the busiest of {ep} ranks has {most:.2f} times the rows of the mean"
@@ -28,7 +30,8 @@ def largest_skew(cache: ModelCache, hardware: Hardware, layout: RankedLayout) ->
     A rank's peak is the largest of sums that grow linearly with the load. A chord between two loads is therefore never
     below it, and the load at which the chord reaches the limit fits.
     """
-    room, low, high = usable_bytes(hardware), min(cache.skew, float(layout.choice.ep)), float(layout.choice.ep)
+    room, high = usable_bytes(hardware), min(float(layout.choice.ep), cache.load_limit)
+    low = min(cache.skew, high)
 
     def peak(skew: float) -> int:
         drawn = cache.replaced(skew=skew).layout(layout.config, layout.layout.schedule)

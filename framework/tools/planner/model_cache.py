@@ -29,7 +29,7 @@ from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_par
 from meshwright.tools.at_rest import Elements
 from meshwright.tools.planner.context import ContextModel
 from meshwright.tools.planner.experts import AXIS as EP
-from meshwright.tools.planner.experts import ExpertGroup, expert_counts, stand_for
+from meshwright.tools.planner.experts import ExpertGroup, expert_counts, load_limit, stand_for
 from meshwright.tools.planner.footprint import Footprint, SharedWeight, stage_footprints
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
@@ -142,6 +142,11 @@ class ModelCache:
         """Different numbers of experts of the layers."""
         return expert_counts(self.model)
 
+    @cached_property
+    def load_limit(self) -> float:
+        """Largest load of a rank's experts that their capacity allows."""
+        return load_limit(self.model)
+
     def split(self, tp: int, sequence: bool, cp: int = 1, ep: int = 1) -> SplitLayers:
         """Shard the representative layers over ``tp`` ranks, after their tokens over ``cp`` and their experts over
         ``ep``."""
@@ -154,7 +159,7 @@ class ModelCache:
         layers, group = copy.deepcopy(originals), counting_group(tp)
         meter = self.context.install_meter(layers, group, cp)
         of_experts = ExpertGroup(EP, tuple(range(ep)), 0, traffic=group.traffic)
-        of_experts.skew = self.skew
+        of_experts.skew = min(self.skew, self.load_limit)
         parameters = shard(self.config, self.model, layers, group, of_experts, sequence=sequence)
         stand_for("cuda" if self.execution.groups_experts else "", layers)
         return SplitLayers(layers, group, parameters, meter, (ep, self.skew))

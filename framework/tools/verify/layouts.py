@@ -187,7 +187,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "ramp": None,
         },
         loss_scale=FLOAT16_SCALE if dtype == "float16" else {},
-        train={"dtype": dtype, "device": device, "compile": False},
+        train={"dtype": dtype, "device": device, "compile": False, "routing": "off", "routing_directory": None},
     )
 
 

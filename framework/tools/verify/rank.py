@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from meshwright.build import build
-from meshwright.config import RunConfig, parse
+from meshwright.config import RunConfig, batch_numbers, parse
 from meshwright.data.sources import Source, example, open_sources
 from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.sharding import ShardedParameters
+from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.model.build import configured_model
@@ -23,9 +24,12 @@ from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.observers import total_loss
 from meshwright.step import take_step
+from meshwright.tools.verify.checksums import checksum
 from meshwright.tools.verify.plain_state import digests
-from meshwright.tools.verify.reference import RunNumbers, checksum, validated_after, widened
+from meshwright.tools.verify.reference import RunNumbers, validated_after, widened
+from meshwright.tools.verify.routes import step_key, validation_key
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
+from meshwright.tracking.observer import hooks_of
 
 TensorSlice = tuple[ParameterInfo, Tensor]
 
@@ -82,7 +86,14 @@ class RecordingSource:
         return inputs, labels
 
 
-def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_tokens: bool) -> RankFindings:
+def run_layout(
+    rank: int,
+    world_size: int,
+    config_json: str,
+    steps: int,
+    random_tokens: bool,
+    routing: RoutingPlan = NO_ROUTING,
+) -> RankFindings:
     """Train one rank of one layout through the same parts and steps as a training run, and return its numbers."""
     config = parse(config_json)
     mesh = open_mesh(
@@ -93,6 +104,7 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
     )
     recorder = RecordingSource(open_verify_source(config, random_tokens))
     parts = build(config, mesh, (recorder, None))
+    routes = hooks_of(parts, routing)
     findings = RankFindings([], [], [], [], [], [], [], [], [])
     findings.initial.extend(_weights(parts))
 
@@ -103,14 +115,18 @@ def run_layout(rank: int, world_size: int, config_json: str, steps: int, random_
     parts.on_gradients = record_gradients
     for step in range(1, steps + 1):
         recorder.seen = {}
-        stats = take_step(parts)
+        seen = parts.state.samples_seen
+        with routes.during(step_key(step), range(seen, seen + batch_numbers(config, seen).global_batch)):
+            stats = take_step(parts)
         findings.tokens.append(recorder.seen)
         findings.losses.append(stats.loss)
         findings.grad_norms.append(stats.grad_norm)
         findings.metrics.append(dict(stats.metrics) | digests(parts.step_state.step_sums()))
         if step in validated_after(steps):
             recorder.seen = {}
-            with evaluating(parts.optimizer):
+            size = batch_numbers(config).global_batch
+            of_routing = routes.during(validation_key(step), range(steps * size, (steps + 1) * size))
+            with evaluating(parts.optimizer), of_routing:
                 total = total_loss(parts, parts.feeds(recorder, [steps]))
             findings.tokens.append(recorder.seen)
             findings.validation.append(total.loss_sum / max(total.num_tokens, 1))

@@ -16,19 +16,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.config import RunConfig, samples_after
 from meshwright.config.functions import error_place
 from meshwright.data.sources import Source, example
 from meshwright.errors import ModelError, UserError
+from meshwright.expert_parallel.routing import NO_ROUTING, RankTokens, RoutingHooks, RoutingPlan
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.model.buffers import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.model.build import PlainModel, configured_model, find_builder
 from meshwright.model.metrics import Recorder, Recording
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
-from meshwright.seeding import seeded
+from meshwright.seeding import Draw, seeded
+from meshwright.tools.verify.checksums import checksums
 from meshwright.tools.verify.dropout import KeyedDropout
 from meshwright.tools.verify.near_ties import NearestTie, TieWatch
 from meshwright.tools.verify.plain_adapter import use_adapters
@@ -37,6 +38,7 @@ from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
 from meshwright.tools.verify.plain_state import begin_state, end_state, metrics_of
+from meshwright.tools.verify.routes import step_key, validation_key
 
 
 class RunNumbers(NamedTuple):
@@ -62,14 +64,6 @@ class RunNumbers(NamedTuple):
     """Metrics that layers and the loss recorded: per step, each followed by those of its validation."""
     nearest_tie: NearestTie = NearestTie()
     """The closest choice of a router; of the plain run alone."""
-
-
-def checksum(inputs: Any, labels: Tensor) -> int:
-    """Return a checksum of one sample's inputs and labels, on CPU, sensitive to every value and to their order."""
-    parts = [leaf.reshape(-1).contiguous() for leaf in (*tree_leaves(inputs), labels)]
-    whole = [p.double().view(torch.int64) if p.is_floating_point() else p.to(torch.int64) for p in parts]
-    both = torch.cat(whole)
-    return int((both * torch.arange(1, both.numel() + 1) * 2654435761).sum())
 
 
 def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
@@ -110,7 +104,13 @@ class PlainRun:
     """Training of the plain model in one process. See :func:`run_reference`."""
 
     def __init__(
-        self, config: RunConfig, source: Source, dtype: torch.dtype, micro_batch_size: int, factor: float = 1.0
+        self,
+        config: RunConfig,
+        source: Source,
+        dtype: torch.dtype,
+        micro_batch_size: int,
+        factor: float = 1.0,
+        routing: RoutingPlan = NO_ROUTING,
     ) -> None:
         assert config.batch.global_batch is not None
         self.config, self.source, self.dtype, self.micro_batch_size = config, source, dtype, micro_batch_size
@@ -127,6 +127,9 @@ class PlainRun:
         self.dropout = KeyedDropout(self.layers, config.run.seed)
         self.loss = getattr(self.layers, "loss", None)
         self.ties = TieWatch(self.layers)
+        self.draw = Draw()
+        tokens = RankTokens(outline.labels.shape[1] if outline.labels.dim() > 1 else 1, self.draw)
+        self.routes = RoutingHooks(routing, [self.layers], self.layers, tokens)
         self.parameters = {model.canonical(n): p for n, p in self.layers.named_parameters() if p.requires_grad}
         self.frozen = {model.canonical(n): p for n, p in self.layers.named_parameters() if not p.requires_grad}
         self.labels_per_step = self.global_batch * outline.labels_per_sample
@@ -147,11 +150,10 @@ class PlainRun:
         weights = {name: p.detach().clone() for name, p in {**self.parameters, **self.frozen}.items()}
         return weights | widened(running_values(self.layers, self.running))
 
-    def microbatches(self, first: int, stop: int) -> list[tuple[Any, Tensor, Tensor]]:
-        """Return (inputs, labels, sample indices (B,)) of the micro-batches of samples [first, stop), in order."""
+    def microbatches(self, samples: range) -> list[tuple[Any, Tensor, Tensor]]:
+        """Return (inputs, labels, sample indices (B,)) of the micro-batches of these samples, in order."""
         size = self.micro_batch_size
-        starts = range(first, stop, size)
-        return [(*self.source.read(range(at, at + size)), torch.arange(at, at + size)) for at in starts]
+        return [(*self.source.read(range(at, at + size)), torch.arange(at, at + size)) for at in samples[::size]]
 
     def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor, *, training: bool = True) -> Tensor:
         """Return the loss summed over the labels that count: the model's own loss, or cross-entropy.
@@ -159,6 +161,7 @@ class PlainRun:
         Label smoothing and z-loss of the model are for training alone.
         """
         self.dropout.begin(sample_indices)
+        self.draw.sample_indices = sample_indices
         wide = torch.promote_types(self.dtype, torch.float32)  # the loss is computed in float32
         output, labels = cast_floats(self.layers(cast_floats(inputs, self.dtype)), wide), cast_floats(labels, wide)
         if self.loss is not None:
@@ -168,7 +171,8 @@ class PlainRun:
 
     def step(self, step: int, findings: RunNumbers) -> None:
         """Run one optimizer step on global batch ``step``, counted from 0, and append its numbers to ``findings``."""
-        batch = self.microbatches(*(samples_after(self.config.batch, each) for each in (step, step + 1)))
+        samples = range(*(samples_after(self.config.batch, each) for each in (step, step + 1)))
+        batch = self.microbatches(samples)
         num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
         # gradients in 8 or 16 bits must be rounded as in the layouts: they scale by the largest number of labels
         rounds = self.dtype.itemsize == 2 or self.config.train.linear == "fp8"
@@ -178,13 +182,14 @@ class PlainRun:
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay
         recorder = Recorder()
-        for inputs, labels, sample_indices in batch:
-            with Recording(recorder):
-                loss_sum = self.loss_sum(inputs, labels, sample_indices)
-            total += float(loss_sum.detach())
-            self.scaler.scale(loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
-            if self.dtype.itemsize == 2:  # a long sum in 16 bits would lose most of its bits
-                self._accumulate()
+        with self.routes.during(step_key(step + 1), samples):
+            for inputs, labels, sample_indices in batch:
+                with Recording(recorder):
+                    loss_sum = self.loss_sum(inputs, labels, sample_indices)
+                total += float(loss_sum.detach())
+                self.scaler.scale(loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
+                if self.dtype.itemsize == 2:  # a long sum in 16 bits would lose most of its bits
+                    self._accumulate()
         self.scaler.unscale_(self.optimizer)
         if divisor != num_tokens:
             for master in self.masters.values():
@@ -217,13 +222,15 @@ class PlainRun:
                 gradient += parameter.grad
                 parameter.grad = None
 
-    def validate(self, batch_index: int, findings: RunNumbers) -> None:
-        """Append the loss of one global batch in eval mode to ``findings``."""
+    def validate(self, after: int, batch_index: int, findings: RunNumbers) -> None:
+        """Append the loss of one global batch in eval mode, after so many steps, to ``findings``."""
         modes = {module: module.training for module in self.layers.modules()}
         self.layers.eval()
-        batch = self.microbatches(batch_index * self.global_batch, (batch_index + 1) * self.global_batch)
+        samples = range(batch_index * self.global_batch, (batch_index + 1) * self.global_batch)
+        batch = self.microbatches(samples)
         recorder = Recorder()
-        with torch.no_grad(), averaged(self.optimizer, self.masters, self.parameters), Recording(recorder):
+        states = averaged(self.optimizer, self.masters, self.parameters)
+        with torch.no_grad(), states, Recording(recorder), self.routes.during(validation_key(after), samples):
             total = sum(float(self.loss_sum(*microbatch, training=False)) for microbatch in batch)
         for module, training in modes.items():  # modules that the builder has put into eval mode stay in it
             module.training = training
@@ -236,15 +243,6 @@ class PlainRun:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad.detach().clone()
-
-
-def checksums(batch: list[tuple[Any, Tensor, Tensor]]) -> dict[int, int]:
-    """Return global sample index -> checksum of the sample."""
-    return {
-        index: checksum(tree_map(lambda leaf, row=row: leaf[row], inputs), labels[row])
-        for inputs, labels, indices in batch
-        for row, index in enumerate(indices.tolist())
-    }
 
 
 def validated_after(steps: int) -> list[int]:
@@ -269,27 +267,33 @@ def _explained(config: RunConfig) -> Iterator[None]:
 
 
 def run_reference(
-    config: RunConfig, source: Source, steps: int, dtype: torch.dtype, micro_batch_size: int = 1, factor: float = 1.0
+    config: RunConfig,
+    source: Source,
+    steps: int,
+    dtype: torch.dtype,
+    micro_batch_size: int = 1,
+    factor: float = 1.0,
+    routing: RoutingPlan = NO_ROUTING,
 ) -> RunNumbers:
     """Train the plain model for ``steps`` steps and return its findings.
 
     Args:
         config: resolved; ``batch.global_batch`` is the number of samples of a step.
-        micro_batch_size: samples per forward. It has no effect on the numbers unless samples depend on each other
-            (BatchNorm).
+        micro_batch_size: samples per forward; without effect unless samples depend on each other (BatchNorm).
         factor: of the loss in backward, divided out of the gradients afterwards. It changes rounding alone.
+        routing: of the routers' choices.
 
     Raises:
         ModelError: the model does not run in plain torch.
     """
     with _explained(config):
-        run = PlainRun(config, source, dtype, micro_batch_size, factor)
+        run = PlainRun(config, source, dtype, micro_batch_size, factor, routing)
         findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [], [])
         with run.dropout.installed():
             for step in range(steps):
                 run.step(step, findings)
                 if step + 1 in validated_after(steps):
-                    run.validate(steps, findings)
+                    run.validate(step + 1, steps, findings)
     findings.weights.update(run.values())
     if run.masters is not run.parameters:
         findings.masters.update({name: p.detach().clone() for name, p in run.masters.items()})

@@ -6,6 +6,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
+from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
 from meshwright.model.build import configured_model
 from meshwright.parameters import DTYPES
 from meshwright.tools.verify.compare import ROUNDING_MARGIN, SAME_ROUNDING, compare, relative_distances, tolerance_of
@@ -23,6 +25,7 @@ from meshwright.tools.verify.near_ties import NearestTie
 from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.report import Report, VerdictRow
+from meshwright.tools.verify.routes import Routes, of_layout, open_routes
 from meshwright.tools.verify.sources import VerifySource
 from meshwright.tools.verify.traits import probe_coupling, traits_of
 
@@ -65,7 +68,13 @@ class Reference(NamedTuple):
 
 
 def reference_of(
-    plain: RunConfig, source: VerifySource, steps: int, dtype: str, micro_batch_size: int, others: Sequence[int]
+    plain: RunConfig,
+    source: VerifySource,
+    steps: int,
+    dtype: str,
+    micro_batch_size: int,
+    others: Sequence[int],
+    routes: Routes | None = None,
 ) -> Reference:
     """Run the plain model and measure its rounding error.
 
@@ -75,15 +84,18 @@ def reference_of(
     Args:
         others: Micro-batch sizes of the further runs. The samples are the same; the order of summation differs, as it
             does between layouts.
+        routes: recordings of the routers' choices.
     """
     start_s = time.monotonic()
-    found = run_reference(plain, source, steps, DTYPES[dtype], micro_batch_size)
+    first = NO_ROUTING if routes is None else routes.of_reference(plain, micro_batch_size)
+    again = NO_ROUTING if routes is None else routes.of_rounding(plain, micro_batch_size)
+    found = run_reference(plain, source, steps, DTYPES[dtype], micro_batch_size, routing=first)
     duration_s = time.monotonic() - start_s
 
     def rounding_errors(steps: int, tensors_of: Callable[[RunNumbers], dict[str, Tensor]]) -> dict[str, float]:
         """Return, per parameter, the largest distance of the runs from a float64 run."""
-        exact = tensors_of(run_reference(plain, source, steps, torch.float64, micro_batch_size))
-        runs = [found, *(run_reference(plain, source, steps, DTYPES[dtype], size) for size in others)]
+        exact = tensors_of(run_reference(plain, source, steps, torch.float64, micro_batch_size, routing=again))
+        runs = [found, *(run_reference(plain, source, steps, DTYPES[dtype], size, routing=again) for size in others)]
         distances = [relative_distances(tensors_of(run), exact) for run in runs]
         return {name: max(distance[name] for distance in distances) for name in distances[0]}
 
@@ -108,14 +120,19 @@ class Rounding(NamedTuple):
 
 
 def rounding_of(
-    found: RunNumbers, plain: RunConfig, source: VerifySource, steps: int, sizes: Sequence[int]
+    found: RunNumbers,
+    plain: RunConfig,
+    source: VerifySource,
+    steps: int,
+    sizes: Sequence[int],
+    routing: RoutingPlan = NO_ROUTING,
 ) -> Rounding:
     """Return the rounding errors of a float64 run.
 
     They are the largest distances between ``found``, that run, and plain runs that differ by rounding alone. Other
     micro-batch ``sizes`` sum in another order, and a loss scaled by :data:`RESCALED` rounds backward's products anew.
     """
-    runs = [run_reference(plain, source, steps, torch.float64, size, RESCALED) for size in sizes]
+    runs = [run_reference(plain, source, steps, torch.float64, size, RESCALED, routing) for size in sizes]
 
     def largest(tensors_of: Callable[[RunNumbers], dict[str, Tensor]]) -> dict[str, float]:
         distances = [relative_distances(tensors_of(run), tensors_of(found)) for run in runs]
@@ -148,12 +165,21 @@ class Verification:
     """
 
     def __init__(
-        self, config: RunConfig, *, global_batch: int, steps: int = 10, dtype: str = "float64", random_tokens: bool
+        self,
+        config: RunConfig,
+        *,
+        global_batch: int,
+        steps: int = 10,
+        dtype: str = "float64",
+        random_tokens: bool,
+        routing: tuple[str | None, Path | None] = (None, None),
     ) -> None:
+        """Build the model once. ``routing``: "record" or "replay", and a directory: see routes.py."""
         self.config, self.global_batch, self.steps, self.dtype = config, global_batch, steps, dtype
         self.random_tokens = random_tokens
         self.plain = layout_config(config, Layout(), global_batch, dtype)
-        draw_blueprint(self.plain)  # one error for a model that no layout supports, instead of one per layout
+        drawn = draw_blueprint(self.plain)  # one error for a model that no layout supports, not one per layout
+        self.routes = open_routes(drawn, *routing, random_tokens)
         self.source = open_verify_source(self.plain, random_tokens)
         self.traits = probe_coupling(traits_of(self.plain), self.plain, self.source)
         model = configured_model(self.plain)
@@ -164,7 +190,8 @@ class Verification:
 
     def _run_reference(self, micro_batch_size: int) -> Reference:
         others = () if self.traits.couples_samples else micro_batch_sizes_of(self.global_batch)
-        found = reference_of(self.plain, self.source, self.steps, self.dtype, micro_batch_size, others)
+        of_run = self.source, self.steps, self.dtype, micro_batch_size, others
+        found = reference_of(self.plain, *of_run, self.routes)
         self.nearest_tie = min(self.nearest_tie, found.findings.nearest_tie)
         return found
 
@@ -172,7 +199,8 @@ class Verification:
         """Measure the rounding of a float64 reference, which takes three more plain runs."""
         others = () if self.traits.couples_samples else micro_batch_sizes_of(self.global_batch)[:2]
         found = self._reference(micro_batch_size).findings
-        return rounding_of(found, self.plain, self.source, self.steps, (micro_batch_size, *others))
+        routing = NO_ROUTING if self.routes is None else self.routes.of_rounding(self.plain, micro_batch_size)
+        return rounding_of(found, self.plain, self.source, self.steps, (micro_batch_size, *others), routing)
 
     def compare_layout(self, layout: Layout, pool: Pool, *, is_repeated: bool = True) -> VerdictRow:
         """Run a layout and compare it with the reference by the tolerances of the precision.
@@ -190,17 +218,19 @@ class Verification:
             config = layout_config(self.config, layout, self.global_batch, self.dtype)
             draw_blueprint(config)  # refuse an impossible layout before any rank starts
             arguments = (config.model_dump_json(), self.steps, self.random_tokens)
-            runs = [
-                pool.run(run_layout, layout.size, *arguments, timeout_s=timeout_s)
-                for _ in range(2 if is_repeated else 1)
-            ]
+            with of_layout(self.routes, config, micro_batch_size) as routing:
+                runs = [
+                    pool.run(run_layout, layout.size, *arguments, routing, timeout_s=timeout_s)
+                    for _ in range(2 if is_repeated else 1)
+                ]
+                other = "" if self.routes is None else self.routes.difference(routing.record, micro_batch_size)
         except Exception as error:  # a defect of one layout, in whatever form
             return VerdictRow(str(layout), failure=failure_of(error))
         found, again = merge(runs[0]), merge(runs[1]) if is_repeated else None
         tolerance, noise = tolerance_of(self.dtype, layout), expected.noise_in(layout, self.tied)
         row = compare(str(layout), found, again, expected.findings, tolerance, expected.rounding, noise)
-        if row.passed or self.dtype != "float64":
-            return row
+        if row.passed or self.dtype != "float64" or other:
+            return row._replace(problems=[*row.problems, *filter(None, [other])])
         # rounding is measured for a layout that misses a tolerance, and costs nothing otherwise
         rounding = self._rounding(micro_batch_size)
         return compare(str(layout), found, again, expected.findings, tolerance, rounding.weights, rounding.noise)

@@ -142,7 +142,7 @@ def dropout_refusal(config: RunConfig) -> str | None:
     try:
         run = PlainRun(plain, open_verify_source(plain, True), torch.float32, 1)
         with run.dropout.installed():
-            run.loss_sum(*run.microbatches(0, 1)[0])
+            run.loss_sum(*run.microbatches(range(1))[0])
             drawn = run.dropout.has_foreign_draws()
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

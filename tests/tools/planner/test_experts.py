@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -85,6 +86,17 @@ def test_the_busiest_rank_has_skew_times_the_rows() -> None:
         assert more_bytes - share == 1.5 * (even_bytes - share)
     assert even.kept_bytes < more.kept_bytes < most.kept_bytes
     assert products(block(mixture(skew=1.5), choice(1))) == products(even)
+
+
+def test_a_capacity_limits_the_load() -> None:
+    limited = replace(cache(moe=MOE | {"capacity_factor": 1.5}), skew=2.0)
+    expected, even = block(mixture(skew=1.5), choice(2)), block(mixture(skew=1.0), choice(2))
+    assert exchanged(block(limited, choice(2))) == exchanged(expected) != exchanged(even)
+    assert limited.load_limit == 1.5 and math.isinf(mixture().load_limit)
+    assert cache(moe=MOE | {"capacity_factor": 0.5}).load_limit == 1.0
+    bench = replace(limited, pins={"ep": 2, "pp": 1})
+    (line,) = room_for_skew(bench, hardware(), search(bench, hardware(), 1, best=1).best[0])
+    assert line == "load of the experts: fits up to their capacity, 1.5 times the mean of 2 ranks"
 
 
 def test_experts_of_a_rank_are_one_product_on_a_gpu() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.models import llama
-from meshwright.models.experts import Router
+from meshwright.models.router import Router
 
 FACTORS = {"loss x tp": 2.0, "loss / dp": 0.5, "loss not attached": 0.0}
 

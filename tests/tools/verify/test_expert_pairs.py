@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.model.build import configured_model
 from meshwright.parameters import ParameterInfo
-from meshwright.tools.verify import compare, layout_config, parse_layout
+from meshwright.tools.verify import Verification, compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
 from tests.tools.verify.cases import LATER, References, prove
@@ -93,6 +94,20 @@ def test_the_pair_has_the_numbers_of_one_process(
     config, parsed = config_of(name, sections), parse_layout(layout)
     row = prove(config, parsed, pool, references, global_batch=8, steps=3, twice=False)
     assert row.passed, row.problems
+
+
+@functools.cache
+def with_batch_norm(micro_batch_size: int) -> Verification:
+    config = config_of("mixtral", {"batch": {"micro_batch_size": micro_batch_size}})
+    config = config.replace(model={"builder": "tests.tools.verify.normed_experts:build"})
+    return Verification(config, global_batch=8, steps=2, random_tokens=True)
+
+
+@pytest.mark.parametrize("layout", ["dp2,ep2,mbs2", LATER("dp2,pp2,ep2,mbs2,zb_h1"), LATER("dp4,ep4,zero3,mbs2")])
+def test_batch_norm_before_shared_experts(layout: str, pool: RankPool) -> None:
+    row = with_batch_norm(2).compare_layout(parse_layout(layout), pool, is_repeated=False)
+    assert row.passed, (row.problems, row.failure)
+    assert with_batch_norm(2).traits.has_statistics and with_batch_norm(2).traits.couples_samples
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", LATER("float16"), LATER("float32")])

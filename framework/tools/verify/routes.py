@@ -1,0 +1,100 @@
+"""Routing in verify: a record of the plain run's choices of experts, which layouts are compared with, or replay.
+
+record     every run chooses by itself; a layout's choices are compared with the plain run's
+replay     every run takes the choices of the plain run (or of a directory), so that only other numbers are left
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshwright.blueprint import Blueprint
+from meshwright.config import RunConfig
+from meshwright.data.sources import data_fingerprint, open_sources
+from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan, compare_files
+from meshwright.tracking.observer import check_model, plan_of
+from meshwright.tracking.observer import step_key as step_key
+
+
+def validation_key(step: int) -> str:
+    """Return the name of the file of the validation after a step."""
+    return f"validation-{step:08d}"
+
+
+class Routes:
+    """Recordings of one verification.
+
+    Args:
+        mode: "record" or "replay".
+        directory: where the plain run's recording lies, or is written; None: a temporary directory.
+    """
+
+    def __init__(self, mode: str, directory: Path | None, data: dict[str, str]) -> None:
+        self.mode = mode
+        self.data = data
+        self._given = directory
+        self._temporary = tempfile.TemporaryDirectory(prefix="meshwright-routing-")
+
+    def _of_plain(self, micro_batch_size: int) -> Path:
+        """Return the directory of the plain run; those of models that couple samples differ by their size."""
+        given = self._given or Path(self._temporary.name) / "plain"
+        return given if micro_batch_size == 1 else given / f"mbs{micro_batch_size}"
+
+    def of_reference(self, config: RunConfig, micro_batch_size: int) -> RoutingPlan:
+        """Return the plan of the plain run: a record, or the replay of a given directory."""
+        place = self._of_plain(micro_batch_size)
+        is_given = self.mode == "replay" and self._given is not None
+        return plan_of(config, self.data, record=None if is_given else place, replay=place if is_given else None)
+
+    def of_rounding(self, config: RunConfig, micro_batch_size: int) -> RoutingPlan:
+        """Return the plan of further runs, layouts among them: in a replay they take the plain run's choices."""
+        place = self._of_plain(micro_batch_size)
+        return plan_of(config, self.data, record=None, replay=place) if self.mode == "replay" else NO_ROUTING
+
+    def difference(self, record: Path | None, micro_batch_size: int) -> str:
+        """Describe the tokens with other experts than in the plain run; "" for none."""
+        if record is None:
+            return ""
+        place = self._of_plain(micro_batch_size)
+        found = [
+            (file.stem, other)
+            for file in sorted(place.glob("step-*.safetensors"))
+            for other in compare_files(record / file.name, file)
+        ]
+        if not found:
+            return ""
+        key, first = found[0]
+        total, (sample, position) = sum(other.num_tokens for _, other in found), first.first
+        return (
+            f"{total} choices of experts are not the plain run's, first in step {int(key.partition('-')[2])}: "
+            f"{first.num_tokens} of {first.num_all} tokens in {first.router}, the first of them position {position} of "
+            f"sample {sample} of the batch"
+        )
+
+
+def open_routes(blueprint: Blueprint, mode: str | None, directory: Path | None, random_tokens: bool) -> Routes | None:
+    """Open the recordings of a verification; None without a mode.
+
+    Raises:
+        ConfigError: the model's routers cannot be recorded.
+    """
+    if mode is None:
+        return None
+    check_model(blueprint)
+    data = {"tokens": "random"} if random_tokens else data_fingerprint(open_sources(blueprint.config)[0])
+    return Routes(mode, directory, data)
+
+
+@contextmanager
+def of_layout(routes: Routes | None, config: RunConfig, micro_batch_size: int) -> Iterator[RoutingPlan]:
+    """Yield the plan of one layout; its recording is deleted after the block."""
+    if routes is None:
+        yield NO_ROUTING
+    elif routes.mode == "replay":
+        yield routes.of_rounding(config, micro_batch_size)
+    else:
+        with tempfile.TemporaryDirectory(prefix="meshwright-routing-") as own:
+            yield plan_of(config, routes.data, record=Path(own), replay=None)

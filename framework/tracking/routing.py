@@ -1,0 +1,77 @@
+"""Record or replay of the routing of a run's training steps: the observer of ``train.routing``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.blueprint import Blueprint
+from meshwright.config import RunConfig, batch_numbers
+from meshwright.expert_parallel.plan import expert_names
+from meshwright.expert_parallel.routing import RankTokens, RoutingHooks, RoutingPlan, check_routers, fingerprint_of
+from meshwright.parts import Observer, Parts, StepEvent
+from meshwright.terminal.output import print_warning
+
+DIRECTORY = "routing"
+"""Directory of a recording in the run's own, by default."""
+
+
+def check_routing(blueprint: Blueprint) -> None:
+    """Check that the model's routers can be recorded, if the configuration has them recorded or replayed.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if blueprint.config.train.routing != "off":
+        check_model(blueprint)
+
+
+def check_model(blueprint: Blueprint) -> None:
+    """Check that the model's routers can be recorded.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    model = blueprint.model
+    check_routers(blueprint.config.model.builder, model.layers, expert_names(model.layers, model.plan))
+
+
+def plan_of(config: RunConfig, data: dict[str, str], *, record: Path | None, replay: Path | None) -> RoutingPlan:
+    """Return the plan of a record or a replay, with the fingerprint of a run. ``data``: hashes of its corpus."""
+    model, length = config.model, config.data.sequence_length
+    return RoutingPlan(record, replay, fingerprint_of(model.builder, model.options, data, config.run.seed, length))
+
+
+def hooks_of(parts: Parts, plan: RoutingPlan) -> RoutingHooks:
+    """Return the hooks on the routers of this rank's stages."""
+    adds = parts.mesh.at.tp_rank == 0 or parts.config.parallel.sequence
+    drawn = parts.blueprint
+    tokens = RankTokens(drawn.cut.length, parts.executor.draw, parts.mesh.device, parts.mesh.world, adds)
+    return RoutingHooks(plan, [stage.layers for stage in parts.executor.stages.values()], drawn.model.layers, tokens)
+
+
+def step_key(step: int) -> str:
+    """Return the name of the file of a step, from 1."""
+    return f"step-{step:08d}"
+
+
+class RoutingObserver(Observer):
+    """Record of the routing of each step, or its replay. Rank 0 writes; a full disk is a warning."""
+
+    def __init__(self, parts: Parts, directory: Path) -> None:
+        train = parts.config.train
+        place = Path(train.routing_directory) if train.routing_directory else directory / DIRECTORY
+        record, replay = (place, None) if train.routing == "record" else (None, place)
+        self._hooks = hooks_of(parts, plan_of(parts.config, dict(parts.data_fingerprint), record=record, replay=replay))
+        self._key = ""
+
+    def before_step(self, parts: Parts) -> None:
+        """Open the step's record."""
+        seen = parts.state.samples_seen
+        self._key = step_key(parts.state.step + 1)
+        self._hooks.begin(self._key, range(seen, seen + batch_numbers(parts.config, seen).global_batch))
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Close it. Collective over all ranks for a recording."""
+        reason = self._hooks.end(self._key)
+        if reason is not None:
+            print_warning(f"the routing of {self._key} could not be written ({reason}); training goes on")
