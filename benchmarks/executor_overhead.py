@@ -61,6 +61,8 @@ from meshwright.pipeline.values import Microbatch, describe_value
 from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 
+TIMEOUT_S = 600.0
+"""Timeout of all turns of a schedule, on a machine with other users."""
 Times = dict[str, float]
 """Seconds by contender."""
 
@@ -218,8 +220,8 @@ def _thread_s(contender: Ours | Theirs, steps: int) -> float:
 def compare(pool: RankPool, name: str, pp: int, chunks: int, repeats: int, steps: int) -> dict[str, Any]:
     """Measure both runtimes with one schedule."""
     builders = {"ours": partial(Ours, name, pp, chunks), "theirs": partial(Theirs, name, pp, chunks)}
-    alone = pool.run(race_alone, pp, builders, repeats, steps)
-    ranks = pool.run(race, pp, builders, repeats, steps)
+    alone = pool.run(race_alone, pp, builders, repeats, steps, timeout_s=TIMEOUT_S)
+    ranks = pool.run(race, pp, builders, repeats, steps, timeout_s=TIMEOUT_S)
     actions = 2 * chunks * stages_per_rank(name)  # of a rank, in a step
     found: dict[str, Any] = {"schedule": name, "torch": THEIRS[name].__name__, "actions_of_a_rank": actions}
     blocks = {who: repeats_of(ranks, who) for who in builders}
