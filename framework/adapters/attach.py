@@ -14,6 +14,8 @@ Names of base parameters stay as they are. Each has its own entry in the shardin
     vocab, of an embedding   vocab                    replicate       all-reduce or reduce-scatter of (B, S, rank)
     any other                inherited                inherited       -
 
+With ``adapter.dora`` the target itself gets a parameter (O,), split as its bias would be: see :mod:`magnitude`.
+
 NOTE [gradients of adapters]: what crosses between A and B is (B, S, rank), so a factor that is not cut sees whole
 activations, and its gradient is complete. Under sequence parallelism it sees this rank's tokens, and the plan's rule
 for replicated parameters sums it over tp. No second rule exists that could differ from it.
@@ -32,6 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.adapters.magnitude import MAGNITUDE, decompose
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.errors import ModelError
 from meshwright.seeding import Draw, SeededDropout
@@ -92,7 +95,7 @@ def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
     if not adapter.rank:
         return {}
     first: dict[str, nn.Module] = {}
-    targets = find_targets(model, adapter.targets)
+    targets = find_targets(model, adapter.targets, dora=adapter.dora)
     known = [name for name, _ in model.layers.named_modules(remove_duplicate=False)]
     entries: dict[str, str] = {}
     for name, module in targets.items():
@@ -105,6 +108,10 @@ def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
         if adapter.dropout and not is_embedding:
             dropout = SeededDropout(adapter.dropout, model.seed, f"{name}.{DROPOUT}", model.draw)
             module.add_module(DROPOUT, dropout.train(module.training))
+        if adapter.dora:
+            outline = up.weight.new_empty(len(up.weight))
+            first[f"{name}.{MAGNITUDE}"] = FirstFactor(outline, "zero", adapter.rank)
+            module.register_parameter(MAGNITUDE, nn.Parameter(outline))
         module.register_forward_hook(partial(_add, factor_of(config)))
         entries |= dict(_entries(name, module, model.plan))
         for pattern, (rows, copied, *_) in list(model.shared_units.items()):
@@ -123,7 +130,7 @@ def freeze_base(model: Adaptable, adapters: Mapping[str, object]) -> None:
         model.groups |= {name: ParameterGroup(names=[name], frozen=True) for name in names}
 
 
-def find_targets(model: Adaptable, patterns: Sequence[str]) -> dict[str, nn.Module]:
+def find_targets(model: Adaptable, patterns: Sequence[str], *, dora: bool = False) -> dict[str, nn.Module]:
     """Return the linears and embeddings that the patterns name, in the model's order.
 
     Raises:
@@ -155,6 +162,8 @@ def find_targets(model: Adaptable, patterns: Sequence[str]) -> dict[str, nn.Modu
             why = "it lies in a layer that a function of the sharding_plan splits"
         elif isinstance(module, nn.Embedding) and _patterns(name, "column", model.plan):
             why = "it is an embedding whose features are split (column)"
+        elif isinstance(module, nn.Embedding) and dora:
+            why = "it is an embedding, and adapter.dora is of linears, whose rows are outputs"
         if why is not None:
             raise ModelError("MW-MODEL-041", f"adapter.targets: {name} cannot have an adapter: {why}. Leave it out")
     return found
@@ -179,8 +188,8 @@ def factor_of(config: RunConfig) -> float:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter's name is that of a factor of an adapter."""
-    return name.endswith((f".{A}.weight", f".{B}.weight"))
+    """Return whether a parameter's name is that of a factor of an adapter, or of its magnitudes."""
+    return name.endswith((f".{A}.weight", f".{B}.weight", f".{MAGNITUDE}"))
 
 
 def _factors(module: nn.Module, rank: int) -> tuple[nn.Linear | nn.Embedding, nn.Linear]:
@@ -199,8 +208,11 @@ def _add(factor: float, module: nn.Module, args: tuple[Any, ...], output: Tensor
     """Add an adapter's output to that of its target, in the target's local shape."""
     (x,) = args
     dropout = module._modules.get(DROPOUT)
-    z = module.get_submodule(A)(x if dropout is None else dropout(x))
-    return output + factor * module.get_submodule(B)(z)  # type: ignore[no-any-return]
+    down, up = module.get_submodule(A), module.get_submodule(B)
+    y: Tensor = output + factor * up(down(x if dropout is None else dropout(x)))
+    if MAGNITUDE not in module._parameters:
+        return y
+    return decompose(module, down.get_parameter("weight"), up.get_parameter("weight"), factor, y)
 
 
 def _entries(name: str, module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

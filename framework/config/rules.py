@@ -263,13 +263,15 @@ def _layers(config: RunConfig) -> str | None:
 
 def _adapter(config: RunConfig) -> str | None:
     rank, targets = config.adapter.rank, config.adapter.targets
+    if config.adapter.dora and not rank:
+        return "adapter.dora = true has no effect with adapter.rank = 0: set a rank, such as 16"
     if targets and not rank:
         return f"adapter.targets = {format_value(targets)} has no effect with adapter.rank = 0: set a rank, such as 16"
     return "adapter.rank needs adapter.targets, the names of the linears to adapt" if rank and not targets else None
 
 
 RULES = (
-    Rule("MW-CONFIG-066", _adapter, ("adapter.rank", "adapter.targets")),
+    Rule("MW-CONFIG-066", _adapter, ("adapter.rank", "adapter.targets", "adapter.dora")),
     Rule("MW-CONFIG-036", _layers, ("model.options",)),
     Rule("MW-CONFIG-046", _corpus, ("data.train", "data.builder")),
     Rule("MW-CONFIG-061", _stages, ("data.stages", "train.steps")),

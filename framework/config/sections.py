@@ -85,6 +85,8 @@ class Adapter(Section):
     """Dropout of an adapter's input."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
     """First values of A: uniform as of a linear, or normal with a deviation of 1 / rank. B begins at zero."""
+    dora: bool = False
+    """Train a magnitude for each output beside the low-rank direction (weight-decomposed adapters)."""
 
 
 class Weighted(Section):

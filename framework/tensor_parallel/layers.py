@@ -59,17 +59,20 @@ class ColumnLinear(nn.Module):
     sequence and reduces the gradient, so this module does not communicate.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, plain: nn.Linear, group: Group, sequence: bool, gathered: bool = False) -> None:
         super().__init__()
         self.group = group
         self.sequence = sequence
         self.gathered = gathered
         self.is_fp8 = isinstance(plain, Fp8Linear)
-        self.slices: dict[str, Slice | None] = dict.fromkeys(
-            ["weight"] if plain.bias is None else ["weight", "bias"], self.slice_of(plain, group)
-        )
-        self.weight = local_parameter(plain.weight, self.slices["weight"])
-        self.bias = None if plain.bias is None else local_parameter(plain.bias, self.slices["bias"])
+        part = self.slice_of(plain, group)
+        self.weight = local_parameter(plain.weight, part)
+        self.register_parameter("bias", None)
+        self.slices: dict[str, Slice | None] = {name: part for name, _ in plain.named_parameters(recurse=False)}
+        for name in self.slices:  # the weight, and vectors of its outputs: the bias, magnitudes of an adapter
+            self.register_parameter(name, local_parameter(plain.get_parameter(name), part))
         self.out_features, self.in_features = self.weight.shape
 
     def slice_of(self, plain: nn.Linear, group: Group) -> Slice:
@@ -108,12 +111,14 @@ class RowLinear(nn.Module):
         self.group = group
         self.sequence = sequence
         self.is_fp8 = isinstance(plain, Fp8Linear)
-        self.slices: dict[str, Slice | None] = {"weight": even_slice(1, plain.in_features, group.rank, group.size)}
-        self.weight = local_parameter(plain.weight, self.slices["weight"])
-        self.bias = None
-        if plain.bias is not None:
-            self.slices["bias"] = None
-            self.bias = plain.bias
+        part = even_slice(1, plain.in_features, group.rank, group.size)
+        self.weight = local_parameter(plain.weight, part)
+        self.register_parameter("bias", None)
+        self.slices: dict[str, Slice | None] = {"weight": part}
+        for name, vector in plain.named_parameters(recurse=False):
+            if name != "weight":
+                self.slices[name] = None
+                self.register_parameter(name, vector)
         self.out_features, self.in_features = self.weight.shape
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,6 +128,10 @@ class RowLinear(nn.Module):
         else:
             y = reduce_out(partial, self.group, fresh=True)
         return y if self.bias is None else y + self.bias
+
+    def whole_sums(self, sums: Tensor) -> Tensor:
+        """All-reduce sums over this rank's input columns, of any shape, over tp. Blocks. Overwrites them."""
+        return reduce_out(sums, self.group, fresh=True)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features} here, {self.slices['weight']}, sequence={self.sequence}"

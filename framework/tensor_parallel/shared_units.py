@@ -94,7 +94,10 @@ class SharedColumnLinear(ColumnLinear):
             setattr(parent, self.units.attribute, getattr(parent, self.units.attribute) // self.sharers)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
+        return self.of_outputs(super().forward(x))
+
+    def of_outputs(self, y: Tensor) -> Tensor:
+        """Complete the copied parts of features of this rank's rows: (..., O/tp) -> (..., F). Blocks."""
         if not self.units.copied:
             return y
         return copy_parts(y, self.group, self.sharers, self.units.copied, self.units.rows[-1])
@@ -109,7 +112,7 @@ def share_counts(model: nn.Module) -> None:
 
 @outside_graphs
 def copy_parts(y: Tensor, group: Group, sharers: int, copied: int, size: int) -> Tensor:
-    """Return y (B, S, F) with its last ``copied`` parts, of size / sharers features each, completed to ``size``.
+    """Return y (..., F) with its last ``copied`` parts, of size / sharers features each, completed to ``size``.
 
     The ``sharers`` neighbouring tp ranks exchange theirs. Blocks, also in backward. Bytes on the wire per rank, each
     way: (sharers - 1) m, m = bytes of this rank's shares. The traffic counts sharers m (tp-1)/tp.

@@ -53,7 +53,11 @@ class WholeColumnLinear(ColumnLinear):
     """Column linear that all-gathers its output over tp in forward as well: (B, S, I) -> (B, S, O) on every rank."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return gather_features(super().forward(x), self.group)
+        return self.of_outputs(super().forward(x))
+
+    def of_outputs(self, x: Tensor) -> Tensor:
+        """All-gather features of this rank's rows over tp: (..., O/tp) -> (..., O). Blocks."""
+        return gather_features(x, self.group)
 
 
 class WholeRowLinear(RowLinear):

@@ -78,12 +78,14 @@ def test_rank_above_tp_and_above_the_width(pool: RankPool, references: Reference
     assert prove(config, layout, pool, references, global_batch=global_batch, steps=2, twice=False).passed
 
 
-def found_by(config: RunConfig, layout: str, global_batch: int, pool: RankPool, change: Any = None) -> Any:
-    """What the ranks of a layout find in 2 steps; ``change``: of the code, in each rank."""
+def found_by(
+    config: RunConfig, layout: str, global_batch: int, pool: RankPool, change: Any = None, steps: int = 2
+) -> Any:
+    """What the ranks of a layout find in these steps; ``change``: of the code, in each rank."""
     chosen = parse_layout(layout)
     text = layout_config(config, chosen, global_batch, "float64").model_dump_json()
     function = run_layout if change is None else partial(broken, change)
-    return merge(pool.run(function, chosen.size, text, 2, True))
+    return merge(pool.run(function, chosen.size, text, steps, True))
 
 
 def broken(change: Callable[[pytest.MonkeyPatch], None], rank: int, *args: Any) -> RankFindings:

@@ -1,6 +1,7 @@
 """Low-rank adapters of the plain run: the formula of docs/adapters.md on the user's own module, in plain torch.
 
     y = base(x) + (alpha / rank) (dropout(x) A^T) B^T        only A and B are trained
+    y = m (x W^T + ..) / |W + (alpha / rank) B A| + bias     DoRA; m = |W| + lora_magnitude, |.| of each row
 
 Written without :mod:`meshwright.adapters`, so that a mistake in one of them does not hide in the other. Shared are the
 names of the parameters, by which both sides get their first values.
@@ -35,12 +36,20 @@ def use_adapters(layers: nn.Sequential, config: RunConfig) -> None:
             module.lora_b = nn.Linear(adapter.rank, outputs, False)
             if not is_table:
                 module.lora_dropout = nn.Dropout(adapter.dropout)
+            if adapter.dora:
+                module.lora_magnitude = nn.Parameter(module.weight.new_zeros(outputs))
             module.register_forward_hook(partial(_linear if not is_table else _table, scale))
 
 
 def _linear(scale: float, module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
     z = F.linear(module.lora_dropout(args[0]), module.lora_a.weight)
-    return y + F.linear(z, module.lora_b.weight) * scale
+    low = F.linear(z, module.lora_b.weight) * scale
+    if not hasattr(module, "lora_magnitude"):
+        return y + low
+    whole = (module.weight + scale * module.lora_b.weight @ module.lora_a.weight).detach()
+    lengths = module.weight.norm(dim=1) + module.lora_magnitude
+    y = (F.linear(args[0], module.weight) + low) * (lengths / whole.norm(dim=1))
+    return y if module.bias is None else y + module.bias
 
 
 def _table(scale: float, module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
