@@ -65,9 +65,13 @@ def row_norms(module: nn.Module, down: Tensor, up: Tensor, factor: float) -> tup
     return before, after
 
 
+def row_lengths(weight: Tensor) -> Tensor:
+    """Return the norms of a whole weight's rows, (O, I) -> (O,) float64."""
+    return torch.linalg.vector_norm(weight.double(), dim=1)
+
+
 def merged(weight: Tensor, low: Tensor, magnitude: Tensor) -> Tensor:
-    """Return m (W + s B A) / |W + s B A| of whole matrices (O, I); ``low``: s B A."""
-    both = weight + low
-    norm = torch.linalg.vector_norm(both, dim=1)
-    lengths = torch.linalg.vector_norm(weight, dim=1) + magnitude
-    return both * (lengths / torch.where(norm > 0, norm, 1.0)).unsqueeze(1)
+    """Return m (W + s B A) / |W + s B A| of whole matrices (O, I) float64; ``low``: s B A."""
+    norm = row_lengths(weight + low)
+    change = (row_lengths(weight) + magnitude) / torch.where(norm > 0, norm, 1.0)
+    return (weight + low) * change.unsqueeze(1)

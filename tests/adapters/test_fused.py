@@ -59,8 +59,11 @@ def peft_files(path: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
     return path
 
 
-def drawn(leave_out: tuple[str, ...] = (), *, share_a: bool = False) -> dict[str, Tensor]:
-    """A and B of every linear and of the embedding, float64; ``share_a``: q, k and v have one A, as gate and up."""
+def drawn(leave_out: tuple[str, ...] = (), *, share_a: bool = False, dora: bool = False) -> dict[str, Tensor]:
+    """A and B of every linear and of the embedding, float64; ``share_a``: q, k and v have one A, as gate and up.
+
+    ``dora``: magnitudes too, of linears alone.
+    """
     generator = torch.Generator().manual_seed(5)
 
     def normal(*sizes: int) -> Tensor:
@@ -78,7 +81,9 @@ def drawn(leave_out: tuple[str, ...] = (), *, share_a: bool = False) -> dict[str
                     down = shared.setdefault(part, down).clone()
                 if name not in leave_out:
                     found[f"{key}.lora_A.weight"], found[f"{key}.lora_B.weight"] = down, up
-    return found
+                    if dora:
+                        found[f"{key}.lora_magnitude_vector"] = normal(rows).abs() + 0.5
+    return {name: tensor for name, tensor in found.items() if not (dora and "embed_tokens" in name)}
 
 
 def merged(theirs: Path, adapter: Path) -> dict[str, Tensor]:
@@ -93,6 +98,9 @@ def merged(theirs: Path, adapter: Path) -> dict[str, Tensor]:
         else:
             product = factors["B.weight"] @ factors["A.weight"]
         found[f"{name}.weight"] += fields["lora_alpha"] / fields["r"] * product.double()
+        if "magnitude_vector" in factors:
+            lengths = factors["magnitude_vector"] / found[f"{name}.weight"].norm(dim=1)
+            found[f"{name}.weight"] *= lengths.unsqueeze(1)
     return found
 
 
@@ -129,6 +137,16 @@ def logits_of(model: Any) -> Tensor:
     with torch.no_grad(), keep_float64(torch.float64):
         found: Tensor = model.eval()(IDS).logits
     return found
+
+
+def test_fused_magnitudes_are_the_split_ones(theirs: Path, base: Path, tmp_path: Path) -> None:
+    adapter = peft_files(tmp_path / "peft", drawn(("k_proj", "gate_proj"), dora=True), use_dora=True)
+    expected = merged(theirs, adapter)
+    convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
+    equals(tmp_path / "tuned", expected, tmp_path / "merged")
+    convert(tmp_path / "tuned", None, ("peft", str(tmp_path / "back")), [], None, None, None)
+    again = merged(theirs, tmp_path / "back")
+    assert all((again[name] - weight).abs().max() <= 1e-12 * weight.abs().max() for name, weight in expected.items())
 
 
 def test_one_a_for_all_parts_keeps_the_rank_and_the_bits(theirs: Path, base: Path, tmp_path: Path) -> None:
@@ -178,7 +196,7 @@ def rows(split: str) -> Rows:
 
 @pytest.mark.parametrize(
     ("changes", "code"),
-    [({"r": 3}, "MW-INTEROP-113"), ({"use_dora": True}, "MW-INTEROP-104"), ({"name": "q"}, "MW-INTEROP-115")],
+    [({"r": 3}, "MW-INTEROP-113"), ({"lora_bias": True}, "MW-INTEROP-104"), ({"name": "q"}, "MW-INTEROP-115")],
 )
 def test_files_that_do_not_fit_are_refused(base: Path, tmp_path: Path, changes: dict[str, Any], code: str) -> None:
     tensors = {name.replace("q_proj", "q" if "name" in changes else "q_proj"): t for name, t in drawn().items()}

@@ -103,6 +103,13 @@ def run(configure: Configure, pool: RankPool) -> Path:
     return trained(pool, configure("whole", {"pp": 2, "tp": 2, "sequence": True}))
 
 
+@pytest.fixture(scope="module")
+def decomposed(configure: Configure, pool: RankPool) -> Path:
+    """The same with magnitudes (DoRA)."""
+    config = configure("decomposed", {"pp": 2, "tp": 2, "sequence": True}, adapter=ADAPTER | {"dora": True})
+    return trained(pool, config)
+
+
 def test_checkpoints_hold_adapters_and_a_fingerprint_of_the_base(run: Path) -> None:
     checkpoint = open_checkpoint(find(run)[0].path)
     names = checkpoint.parameters(TensorKind.WEIGHTS)
@@ -223,17 +230,24 @@ def with_formula(exported: Path) -> Callable[[Any], Any]:
         fields = json.loads((exported / "adapter_config.json").read_text())
         tensors = load_file(exported / "adapter_model.safetensors")
         modules = {name: module for name, module in model.named_modules() if name in fields["target_modules"]}
-        assert len(modules) == len(fields["target_modules"]) == len(tensors) // 2
+        assert len(modules) == len(fields["target_modules"]) == len(tensors) // (3 if fields["use_dora"] else 2)
         for name, module in modules.items():
             a, b = (tensors[f"base_model.model.{name}.lora_{each}.weight"] for each in "AB")
-            scale = fields["lora_alpha"] / fields["r"]
-            module.register_forward_hook(lambda m, x, y, a=a, b=b, scale=scale: y + scale * x[0] @ a.t() @ b.t())
+            low = fields["lora_alpha"] / fields["r"] * b @ a
+            if fields["use_dora"]:
+                whole, length = module.weight + low, tensors[f"base_model.model.{name}.lora_magnitude_vector"]
+                low = whole * (length / whole.norm(dim=1)).unsqueeze(1) - module.weight
+            module.register_forward_hook(lambda m, x, y, low=low: y + x[0] @ low.t())
         return model
 
     return change
 
 
-def test_peft_s_files_and_merged_weights_are_one_model(run: Path, base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["run", "decomposed"])
+def test_peft_s_files_and_merged_weights_are_one_model(
+    which: str, base: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    run: Path = request.getfixturevalue(which)
     assert "peft.PeftModel" in convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     convert(run, None, ("merged", str(tmp_path / "merged")), [], None, None, None)
     adapted, merged = logits_of(base, with_formula(tmp_path / "peft")), logits_of(tmp_path / "merged")
@@ -274,6 +288,25 @@ def test_a_model_of_ours_gives_each_of_the_fused_linears_its_part(
     assert torch.allclose(tensors["model.layers.0.self_attn.k_proj.weight"].view(2, 4, 16), qkv[:, 2], atol=1e-14)
 
 
+def test_magnitudes_go_out_and_come_back(
+    decomposed: Path, base: Path, corpus: Path, pool: RankPool, tmp_path: Path
+) -> None:
+    """Run, export, import: the loss of all three, and the differences from the base's rows to rounding."""
+    convert(decomposed, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
+    logits = logits_of(base, with_formula(tmp_path / "peft"))
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    for tp in (1, 2):
+        assert pool.run(loss_rank, tp, decomposed, tp)[0] == pytest.approx(float(expected), rel=1e-12)
+    data = [f"--data.train={corpus / 'train'}", "--data.sequence_length=12"]
+    convert(tmp_path / "back", ("peft", str(tmp_path / "peft")), None, data, None, None, None)
+    again, before = open_checkpoint(find(tmp_path / "back")[0].path), open_checkpoint(find(decomposed)[0].path)
+    names = before.parameters(TensorKind.WEIGHTS)
+    assert again.parameters(TensorKind.WEIGHTS) == names and sum("magnitude" in name for name in names) == 14
+    for name in names:
+        assert torch.allclose(read(again, name), read(before, name), rtol=0, atol=1e-14), name
+        assert "magnitude" not in name or read(before, name).abs().max() > 1e-2
+
+
 def test_adapters_of_peft_go_out_and_come_back(
     run: Path, base: Path, corpus: Path, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -294,7 +327,8 @@ def test_adapters_of_peft_go_out_and_come_back(
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        ({"use_dora": True}, "MW-INTEROP-104"),
+        ({"lora_bias": True}, "MW-INTEROP-104"),
+        ({"use_dora": True}, "MW-INTEROP-103"),
         ({"r": 4}, "MW-INTEROP-103"),
         ({"base_model_name_or_path": "someone/model"}, "MW-INTEROP-105"),
     ],
@@ -337,9 +371,11 @@ def test_an_imported_model_is_the_base_of_adapters_that_start_at_their_first_val
             assert torch.equal(weight, before[name]), name
 
 
-def test_peft_computes_the_same(run: Path, base: Path, tmp_path: Path) -> None:
-    """Logits, and the gradients of A and B of every target, in one process."""
+@pytest.mark.parametrize("which", ["run", "decomposed"])
+def test_peft_computes_the_same(which: str, base: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Logits, and the gradients of A, B and the magnitudes of every target, in one process."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
+    run: Path = request.getfixturevalue(which)
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     theirs = import_transformers().AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft", is_trainable=True).eval()
@@ -351,10 +387,11 @@ def test_peft_computes_the_same(run: Path, base: Path, tmp_path: Path) -> None:
         F.cross_entropy(found[:, :-1].flatten(0, 1), IDS[:, 1:].flatten()).backward()
     gradients = {name: each.grad for name, each in theirs.named_parameters() if each.requires_grad}
     ours = {name: each.grad for name, each in layers.named_parameters() if each.requires_grad}
-    assert len(gradients) == len(ours) == 28
+    assert len(gradients) == len(ours) == (28 if which == "run" else 42)
     for name, gradient in ours.items():
-        block, inner, which, _ = re.match(r"block(\d+)\.layer\.(.*)\.lora_([ab])\.(weight)", name).groups()  # type: ignore[union-attr]
-        wanted = gradients[f"base_model.model.model.layers.{block}.{inner}.lora_{which.upper()}.default.weight"]
+        block, inner, factor = re.match(r"block(\d+)\.layer\.(.*)\.lora_([ab]|magnitude)", name).groups()  # type: ignore[union-attr]
+        theirs_name = "magnitude_vector" if factor == "magnitude" else factor.upper()
+        wanted = gradients[f"base_model.model.model.layers.{block}.{inner}.lora_{theirs_name}.default.weight"]
         assert gradient is not None and (gradient - wanted).norm() <= 1e-10 * wanted.norm(), name
 
 

@@ -4,7 +4,7 @@
     merged   a directory as of :mod:`export`, with W + (alpha / rank) B A in place of W
 
 A linear that fuses several of theirs (qkv, gate_up) gives an adapter to each of them: A is the same, the rows of B are
-split by the rule of W.
+split by the rule of W. DoRA: peft stores the magnitudes themselves, here their difference from the rows of W.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from meshwright.adapters.attach import factor_of, is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base
+from meshwright.adapters.magnitude import MAGNITUDE, merged, row_lengths
 from meshwright.checkpoint import CheckpointReader, TensorKind
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, TensorEntry
 from meshwright.config import RunConfig, leaves_out_base, parse
@@ -87,12 +88,17 @@ def export_adapter(plan_export: PlanExport, source: Path, out: Path, *, dtype: s
         config = parse(json.dumps(checkpoint.manifest.config), f"{checkpoint.path}/{MANIFEST}")
         plan = plan_export(config, checkpoint.path)
         rules = {rule.ours: rule for rule in plan.rules}
-        layers = model_of(config).layers
+        model = model_of(config)
+        base = BaseWeights(checkpoint, config, model) if config.adapter.dora else None
         tensors: dict[str, Tensor] = {}
         for target in targets:
-            is_table = isinstance(layers.get_submodule(target), nn.Embedding)
+            is_table = isinstance(model.layers.get_submodule(target), nn.Embedding)
             down, up = (read_factor(checkpoint, f"{target}.lora_{each}.weight") for each in "ab")
             tensors |= dict(_theirs(target, rules, down, up, is_table))
+            if base is not None:
+                added = read_factor(checkpoint, f"{target}.{MAGNITUDE}")
+                lengths = row_lengths(base.read(f"{target}.weight")) + added.double()
+                tensors |= dict(_magnitudes(rules[f"{target}.weight"], lengths.to(added.dtype)))
     tensors = {name: tensor.to(chosen or tensor.dtype).contiguous() for name, tensor in tensors.items()}
     with published_directory(out, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
         save_file(tensors, temporary / TENSORS, {"format": "pt"})
@@ -126,6 +132,12 @@ def _theirs(
         yield f"{name}.lora_B.weight", part
 
 
+def _magnitudes(rule: TensorMapping, lengths: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and values of each vector of magnitudes in peft's file."""
+    for theirs, part in rule._replace(transposed=False).split(lengths.unsqueeze(1)):
+        yield f"{PREFIX}{theirs.removesuffix('.weight')}.lora_magnitude_vector", part.squeeze(1).clone()
+
+
 def _config(config: RunConfig, plan: ExportPlan, names: list[str]) -> dict[str, Any]:
     """Return peft's adapter_config.json. Targets are whole names, so that no other module has one of their endings."""
     adapter, builder = config.adapter, config.model.builder
@@ -140,22 +152,51 @@ def _config(config: RunConfig, plan: ExportPlan, names: list[str]) -> dict[str, 
         "lora_dropout": adapter.dropout,
         "target_modules": modules,
         "bias": "none",
+        "use_dora": adapter.dora,
         "fan_in_fan_out": not transposed.isdisjoint(modules),
         "inference_mode": True,
     }
 
 
+class BaseWeights:
+    """Frozen weights beside the adapters of a checkpoint: of the checkpoint, or of the model's directory.
+
+    A base from a directory is compared with the fingerprint first.
+    """
+
+    def __init__(self, checkpoint: CheckpointReader, config: RunConfig, model: PlainModel) -> None:
+        self._checkpoint, self._model = checkpoint, model
+        if leaves_out_base(config):
+            saved, dtype = checkpoint.manifest.state.get(FINGERPRINT), DTYPES[config.train.dtype]
+            check_base(saved, self._sum(dtype), str(checkpoint.path), config.model.builder)
+
+    def _sum(self, dtype: torch.dtype) -> Tensor:
+        """Return the sum of the directory's weights, in the dtype of training. Reads them once more, one at a time."""
+        named = self._model.layers.named_parameters()
+        infos = [ParameterInfo(name, tuple(p.shape)) for name, p in named if not is_adapter(name)]
+        return base_sum((info, self._model.initial(info.name).to(dtype)) for info in infos)
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole weight."""
+        kind = TensorKind.WEIGHTS
+        if kind.of(name) not in self._checkpoint.manifest.tensors:
+            return self._model.initial(name)
+        found = self._checkpoint.read(kind, ParameterInfo(name, self._checkpoint.shape(kind, name)))
+        assert found is not None, name
+        return found
+
+
 class MergedWeights:
     """Weights of a checkpoint with the adapters merged, read as from a checkpoint without adapters.
 
-    A base from a directory is compared with the fingerprint first. W + (alpha / rank) B A is computed in float64, so
-    that the export rounds it once, to the dtype that it writes.
+    W + (alpha / rank) B A, with DoRA scaled by row, is computed in float64, so that the export rounds it once, to the
+    dtype that it writes.
     """
 
     def __init__(self, checkpoint: CheckpointReader, config: RunConfig) -> None:
         self.checkpoint, self.path = checkpoint, checkpoint.path
         self._targets = set(targets_of(checkpoint))
-        self._factor = factor_of(config)
+        self._factor, self._is_dora = factor_of(config), config.adapter.dora
         self._model = model_of(config)
         entries = checkpoint.manifest.tensors
         any_adapter = entries[TensorKind.WEIGHTS.of(f"{min(self._targets)}.lora_a.weight")]
@@ -164,16 +205,8 @@ class MergedWeights:
             if not is_adapter(name) and self._model.canonical(name) == name:
                 key = TensorKind.WEIGHTS.of(name)
                 tensors[key] = entries.get(key, any_adapter.model_copy(update={"shape": tuple(parameter.shape)}))
-        if leaves_out_base(config):
-            saved, dtype = checkpoint.manifest.state.get(FINGERPRINT), DTYPES[config.train.dtype]
-            check_base(saved, self._sum(dtype), str(self.path), config.model.builder)
+        self._base = BaseWeights(checkpoint, config, self._model)
         self.manifest: Manifest = checkpoint.manifest.model_copy(update={"tensors": tensors})
-
-    def _sum(self, dtype: torch.dtype) -> Tensor:
-        """Return the sum of the directory's weights, in the dtype of training. Reads them once more, one at a time."""
-        named = self._model.layers.named_parameters()
-        infos = [ParameterInfo(name, tuple(p.shape)) for name, p in named if not is_adapter(name)]
-        return base_sum((info, self._model.initial(info.name).to(dtype)) for info in infos)
 
     def parameters(self, kind: TensorKind) -> list[str]:
         """Return the names of the merged weights; of any other kind there are none."""
@@ -186,16 +219,16 @@ class MergedWeights:
 
     def read(self, kind: TensorKind, info: ParameterInfo) -> Tensor:
         """Read a whole weight: of the checkpoint, or of the model's directory; with its adapter, if it has one."""
-        is_saved = kind.of(info.name) in self.checkpoint.manifest.tensors
-        weight = self.checkpoint.read(kind, info) if is_saved else self._model.initial(info.name)
-        assert weight is not None, info
+        weight = self._base.read(info.name)
         target = info.name.removesuffix(".weight")
         if target not in self._targets or target == info.name:
             return weight
         down, up = (read_factor(self.checkpoint, f"{target}.lora_{each}.weight").double() for each in "ab")
         is_table = isinstance(self._model.layers.get_submodule(target), nn.Embedding)
-        product = down @ up.t() if is_table else up @ down
-        return weight.double() + self._factor * product
+        product = self._factor * (down @ up.t() if is_table else up @ down)
+        if not self._is_dora:
+            return weight.double() + product
+        return merged(weight.double(), product, read_factor(self.checkpoint, f"{target}.{MAGNITUDE}").double())
 
     def close(self) -> None:
         """Release the files."""

@@ -15,7 +15,7 @@ from meshwright.config import RunConfig, resolve, to_toml, write_snapshot
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.adapters import CONFIG
 
-ONLY_VALUES = {"bias": "none", "use_dora": False, "modules_to_save": None, "layer_replication": None}
+ONLY_VALUES = {"bias": "none", "modules_to_save": None, "layer_replication": None}
 ONLY_VALUES |= {"rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None, "lora_bias": False}
 """Keys of adapter_config.json with the only value that is imported."""
 
@@ -27,6 +27,13 @@ class AdapterSettings(NamedTuple):
     factor: float
     """Factor on an adapter's output: alpha / rank, or alpha / rank^0.5 with ``use_rslora``."""
     dropout: float
+    dora: bool
+    """Whether each module has a vector of magnitudes, ``lora_magnitude_vector``."""
+
+    @property
+    def kinds(self) -> set[str]:
+        """Endings of the tensors of a module."""
+        return {"A", "B", *["magnitude_vector"] * self.dora}
 
 
 class ImportedAdapter(NamedTuple):
@@ -55,7 +62,8 @@ def settings_of(fields: Mapping[str, Any], source: Path) -> AdapterSettings:
             "MW-INTEROP-104", f"{source / CONFIG}: {', '.join(problems)}: only LoRA of one rank and scale is imported"
         )
     assert isinstance(rank, int) and isinstance(alpha, int | float)
-    return AdapterSettings(rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank), dropout)
+    factor = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    return AdapterSettings(rank, factor, dropout, bool(fields.get("use_dora")))
 
 
 def write_run(run: Path, config: RunConfig, pieces: Iterable[TensorPiece], comment: str) -> None:

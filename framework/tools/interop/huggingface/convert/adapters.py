@@ -4,8 +4,9 @@
     ours     qkv    [B_q  0   0 ; 0  B_k  0 ; 0   0  B_v] [A_q ; A_k ; A_v]     rank 3 r, the same function
     or       qkv    [B_q ; B_k ; B_v] A                                if all have one A: rank r, as an export writes it
 
-The rows of B lie as those of the weight do. A run has one rank: the factors of other targets are filled up with zeros,
-which add nothing and have no gradient. The base is that of a run directory, most often ``convert --from hf``.
+The rows of B lie as those of the weight do, and so do the magnitudes of DoRA. A run has one rank: the factors of other
+targets are filled up with zeros, which add nothing and have no gradient. The base is that of a run directory, most
+often ``convert --from hf``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.adapters.attach import A, B, is_adapter
+from meshwright.adapters.magnitude import MAGNITUDE, row_lengths
 from meshwright.checkpoint import TensorKind, TensorPiece
 from meshwright.checkpoint.files import final_directory
 from meshwright.checkpoint.manifest import MANIFEST
@@ -42,8 +44,9 @@ from meshwright.tools.interop.huggingface.peft_files import (
 from meshwright.tools.interop.huggingface.rules import TensorMapping
 from meshwright.tools.interop.huggingface.source import open_source
 
-Pairs = Mapping[str, tuple[Tensor, Tensor]]
-"""Module of transformers -> A (rank, I) and B (O, rank); of an embedding both turned."""
+Pairs = Mapping[str, tuple[Tensor, ...]]
+"""Module of transformers -> A (rank, I) and B (O, rank), and with DoRA magnitudes (O,); A and B of an embedding turned.
+"""
 
 
 class Fused(NamedTuple):
@@ -53,11 +56,27 @@ class Fused(NamedTuple):
     """A (rank, I)."""
     up: Tensor
     """B (O, rank)."""
+    rule: TensorMapping
+    """Rule of its weight."""
+    magnitudes: Mapping[str, Tensor]
+    """Weight of transformers -> magnitudes, with DoRA."""
 
-    def widened(self, rank: int) -> Fused:
-        """Return the same product with a larger rank."""
+    def widened(self, rank: int) -> tuple[Tensor, Tensor]:
+        """Return the factors of the same product with a larger rank."""
         more = rank - len(self.down)
-        return Fused(nn.functional.pad(self.down, (0, 0, 0, more)), nn.functional.pad(self.up, (0, more)))
+        return nn.functional.pad(self.down, (0, 0, 0, more)), nn.functional.pad(self.up, (0, more))
+
+    def lengthened(self, weight: Tensor) -> Tensor:
+        """Return the differences of the magnitudes from the rows of the base's weight (O, I): (O,)."""
+        rule, rows = self.rule._replace(transposed=False), len(weight)
+        parts = dict(rule.split(row_lengths(weight).unsqueeze(1)))
+
+        def read(theirs: str) -> Tensor:
+            found = self.magnitudes.get(theirs)
+            return torch.zeros_like(parts[theirs]) if found is None else found.double().unsqueeze(1) - parts[theirs]
+
+        dtype = torch.promote_types(self.up.dtype, torch.float32)
+        return rule.join(read, (rows, 1), torch.float64).squeeze(1).to(dtype)
 
 
 def import_fused(source: Path, out: Path, base: Path, overrides: Sequence[str] = ()) -> ImportedAdapter:
@@ -99,6 +118,11 @@ def import_fused(source: Path, out: Path, base: Path, overrides: Sequence[str] =
                 weight = checkpoint.read(TensorKind.WEIGHTS, info)
                 assert weight is not None, name
                 yield TensorPiece(TensorKind.WEIGHTS, info, weight)
+                each = fused.get(name.removesuffix(".weight"))
+                if settings.dora and each is not None and name.endswith(".weight"):
+                    added = each.lengthened(weight)
+                    info = ParameterInfo(f"{name.removesuffix('weight')}{MAGNITUDE}", tuple(added.shape))
+                    yield TensorPiece(TensorKind.WEIGHTS, info, added)
             for name, factor in factors.items():
                 whole = (factor.t() if name in tables else factor).contiguous()
                 yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(whole.shape)), whole)
@@ -121,7 +145,13 @@ def _config(
         "run": {"name": out.name, "directory": str(out.parent)},
         "model": {name: dumped["model"][name] for name in ("builder", "options") if name in dumped["model"]},
         "data": {} if ("data", "builder") in {key[:2] for key in given_keys(overrides)} else dumped.get("data", {}),
-        "adapter": {"rank": rank, "alpha": settings.factor * rank, "targets": targets, "dropout": settings.dropout},
+        "adapter": {
+            "rank": rank,
+            "alpha": settings.factor * rank,
+            "targets": targets,
+            "dropout": settings.dropout,
+            "dora": settings.dora,
+        },
         "batch": {"micro_batch_size": 1, "global_batch": 16},
         "optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0},
         "train": {"dtype": saved.train.dtype},
@@ -144,13 +174,13 @@ def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
         which = which.removesuffix(".weight").removeprefix("embedding_")
         factors.setdefault(module, {})[which] = found.read(name)
     for module, each in factors.items():
-        if set(each) != {"A", "B"} or len(each["A"]) != settings.rank or each["B"].shape[1] != settings.rank:
+        if set(each) != settings.kinds or len(each["A"]) != settings.rank or each["B"].shape[1] != settings.rank:
             raise ModelError(
                 "MW-INTEROP-113",
                 f"{source / TENSORS}: {module} does not have A and B of rank {settings.rank}: is it the file that "
                 f"belongs to {CONFIG}?",
             )
-    return {module: (each["A"], each["B"]) for module, each in factors.items()}
+    return {module: tuple(each[kind] for kind in sorted(settings.kinds)) for module, each in factors.items()}
 
 
 def _fused(
@@ -172,23 +202,25 @@ def _fused(
         is_table = isinstance(layers.get_submodule(target), nn.Embedding)
         rows, columns = shapes[rule.ours][::-1] if is_table else shapes[rule.ours]
         sizes = rule._replace(transposed=False).shapes((rows, 1))
-        for name, (down, up) in present.items():
+        for name, (down, up, *_) in present.items():
             if (down.shape[1], up.shape[0]) != (columns, rows if is_table else sizes[f"{name}.weight"][0]):
                 raise ModelError(
                     "MW-INTEROP-114",
                     f"{source / TENSORS}: A {list(down.shape)} and B {list(up.shape)} of {name} do not fit {rule.ours} "
                     f"{list(shapes[rule.ours])}: is it the model that they were trained on?",
                 )
-        yield target, _joined(rule, present, rows)
+        down, up = _joined(rule, present, rows)
+        magnitudes = {f"{name}.weight": each for name, (_, _, *more) in present.items() for each in more}
+        yield target, Fused(down, up, rule, magnitudes)
     if left:
         raise ModelError("MW-INTEROP-115", f"{source / TENSORS}: {min(left)} belongs to no module of the base")
 
 
-def _joined(rule: TensorMapping, present: Pairs, rows: int) -> Fused:
-    """Return the adapter of a module of ours with ``rows`` rows, of those of the modules in it."""
-    first, _ = next(iter(present.values()))
-    width, is_one = len(first), all(torch.equal(down, first) for down, _ in present.values())
-    downs = [first] if is_one else [down for down, _ in present.values()]
+def _joined(rule: TensorMapping, present: Pairs, rows: int) -> tuple[Tensor, Tensor]:
+    """Return A and B of a module of ours with ``rows`` rows, of those of the modules in it."""
+    first, *_ = next(iter(present.values()))
+    width, is_one = len(first), all(torch.equal(down, first) for down, *_ in present.values())
+    downs = [first] if is_one else [down for down, *_ in present.values()]
     places = {name: 0 if is_one else index * width for index, name in enumerate(present)}
     straight = rule._replace(transposed=False)
     shapes = straight.shapes((rows, len(downs) * width))
@@ -199,4 +231,4 @@ def _joined(rule: TensorMapping, present: Pairs, rows: int) -> Fused:
             whole[:, places[name] : places[name] + width] = present[name][1]
         return whole
 
-    return Fused(torch.cat(downs), straight.join(read, (rows, len(downs) * width), first.dtype))
+    return torch.cat(downs), straight.join(read, (rows, len(downs) * width), first.dtype)

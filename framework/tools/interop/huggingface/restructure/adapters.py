@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from meshwright.adapters.magnitude import MAGNITUDE, row_lengths
 from meshwright.checkpoint import TensorKind, TensorPiece
 from meshwright.checkpoint.files import final_directory
 from meshwright.config import given_keys, load_saved, resolve
@@ -22,7 +24,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.adapters import CONFIG, PREFIX, TENSORS
 from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
 from meshwright.tools.interop.huggingface.files import read_json
-from meshwright.tools.interop.huggingface.peft_files import ImportedAdapter, settings_of, write_run
+from meshwright.tools.interop.huggingface.peft_files import AdapterSettings, ImportedAdapter, settings_of, write_run
 from meshwright.tools.interop.huggingface.restructure.export import SCHEME
 from meshwright.tools.interop.huggingface.restructure.layers import names_in_transformers
 from meshwright.tools.interop.huggingface.source import SafetensorsDirectory, open_source
@@ -41,23 +43,25 @@ def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> Im
             written then.
     """
     out, fields = check_output_directory(out), read_json(source / CONFIG, "peft writes it beside an adapter")
+    settings = settings_of(fields, source)
     found = open_source(source, single=TENSORS)
     if found is None:
         raise ModelError("MW-INTEROP-102", f"{source / TENSORS} is missing: the adapters themselves")
-    tree = _tree(fields, source, out, overrides)
+    tree = _tree(fields, settings, source, out, overrides)
     base = load_saved(tree, overrides, f"the run {out}")
     model = build_model(base.model.builder, base.model.options, base.run.seed)
     ours = {
         theirs.removesuffix(".weight"): n.removesuffix(".weight")
         for n, theirs in names_in_transformers(model.layers).items()
     }
-    named = dict(_named(found, ours, source))
+    named = dict(_named(found, ours, settings.kinds, source))
     targets = sorted({name.rpartition(".lora_")[0] for name in named})
     tree["adapter"]["targets"] = targets
     config = load_saved(tree, overrides, f"the run {out}")
-    shapes = {name: tuple(p.shape) for name, p in configured_model(config).layers.named_parameters() if name in named}
+    model = configured_model(config)
+    shapes = {name: tuple(p.shape) for name, p in model.layers.named_parameters() if name in named}
     wrong = [name for name in named if shapes.get(name) != _shape(found, named[name])]
-    if wrong or len(named) != 2 * len(targets):
+    if wrong or len(named) != len(settings.kinds) * len(targets):
         name = wrong[0] if wrong else targets[0]
         raise ModelError(
             "MW-INTEROP-103",
@@ -69,6 +73,9 @@ def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> Im
         for name, theirs in named.items():
             tensor: Tensor = found.read(theirs)
             tensor = tensor.t() if theirs.endswith("lora_embedding_A") else tensor
+            if name.endswith(f".{MAGNITUDE}"):
+                lengths = row_lengths(model.initial(f"{name.removesuffix(MAGNITUDE)}weight"))
+                tensor = (tensor.double() - lengths).to(torch.promote_types(tensor.dtype, torch.float32))
             yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, shapes[name]), tensor.contiguous())
 
     with published_directory(out, sum(map(found.num_bytes, named.values()))) as temporary:
@@ -76,13 +83,10 @@ def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> Im
     return ImportedAdapter(final_directory(out, 0), resolve(config), len(targets))
 
 
-def _tree(fields: Mapping[str, Any], source: Path, out: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the configuration of the run as a tree, without targets.
-
-    Raises:
-        ModelError: the adapters are not plain LoRA. ConfigError: nothing names the base.
-    """
-    settings = settings_of(fields, source)
+def _tree(
+    fields: Mapping[str, Any], settings: AdapterSettings, source: Path, out: Path, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Return the configuration of the run as a tree, without targets. Raise ConfigError if nothing names the base."""
     directory = fields.get("base_model_name_or_path")
     if ("model", "builder") not in {key[:2] for key in given_keys(overrides)} and not Path(str(directory)).is_dir():
         raise ConfigError(
@@ -98,13 +102,16 @@ def _tree(fields: Mapping[str, Any], source: Path, out: Path, overrides: Sequenc
             "alpha": settings.factor * settings.rank,
             "targets": ["*"],
             "dropout": settings.dropout,
+            "dora": settings.dora,
         },
         "batch": {"micro_batch_size": 1, "global_batch": 16},
         "optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0},
     }
 
 
-def _named(found: SafetensorsDirectory, ours: Mapping[str, str], source: Path) -> Iterator[tuple[str, str]]:
+def _named(
+    found: SafetensorsDirectory, ours: Mapping[str, str], kinds: set[str], source: Path
+) -> Iterator[tuple[str, str]]:
     """Yield (parameter of ours, tensor of theirs) of each tensor.
 
     Raises:
@@ -113,9 +120,10 @@ def _named(found: SafetensorsDirectory, ours: Mapping[str, str], source: Path) -
     for theirs in sorted(found.tensors):
         module, _, factor = theirs.removeprefix(PREFIX).partition(".lora_")
         which = factor.removesuffix(".weight").removeprefix("embedding_")
-        if module not in ours or which not in ("A", "B"):
+        if module not in ours or which not in kinds:
             raise ModelError("MW-INTEROP-106", f"{source / TENSORS}: {theirs} belongs to no module of the base")
-        yield f"{ours[module]}.lora_{which.lower()}.weight", theirs
+        name = MAGNITUDE if which not in ("A", "B") else f"lora_{which.lower()}.weight"
+        yield f"{ours[module]}.{name}", theirs
 
 
 def _shape(found: SafetensorsDirectory, theirs: str) -> tuple[int, ...]:
