@@ -8,7 +8,8 @@ read_states, restore_states, add_state             state of each shard
 state_names, states_of, saved_states_of            names of the state
 factors_of, factor_infos, factor_elements          states that are no tensors per element (Adafactor)
 evaluating, evaluated_weights, GRADIENT_POINT      weights of evaluation (schedule-free)
-AdamW8bit, table_bytes, step_bytes, find_homes, iteration_flops, matrices_of   for the planner and verify
+AdamW8bit, table_bytes, step_bytes                 for the planner and verify
+find_homes, iteration_flops, matrices_of, batch_size   the same, of Muon
 """
 
 from meshwright.optimizer.choice import ShardLayout as ShardLayout
@@ -27,6 +28,7 @@ from meshwright.optimizer.loss_scale import first_scale as first_scale
 from meshwright.optimizer.loss_scale import next_scale as next_scale
 from meshwright.optimizer.matrix_plan import MatrixShard as MatrixShard
 from meshwright.optimizer.matrix_plan import MatrixSlot as MatrixSlot
+from meshwright.optimizer.matrix_plan import batch_size as batch_size
 from meshwright.optimizer.matrix_plan import find_homes as find_homes
 from meshwright.optimizer.matrix_plan import iteration_flops as iteration_flops
 from meshwright.optimizer.matrix_plan import matrices_of as matrices_of

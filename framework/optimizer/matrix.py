@@ -22,7 +22,7 @@ from torch import Tensor
 
 from meshwright.config import Optimizer
 from meshwright.mesh.comm import CollectiveHandle
-from meshwright.optimizer.matrix_plan import Matrix, MatrixShard, find_homes, matrices_of, tp_part
+from meshwright.optimizer.matrix_plan import Matrix, MatrixShard, batch_size, find_homes, matrices_of, tp_part
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 of one iteration: Jordan's, steep at zero, with singular values within 0.7 .. 1.2."""
@@ -38,18 +38,20 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 @torch.no_grad()
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
-    """Return a matrix (m, n) orthogonalised approximately, in its dtype.
+    """Return a matrix (m, n), or each of a batch (k, m, n), orthogonalised approximately, in its dtype.
 
     Each iteration maps every singular value x to a x + b x^3 + c x^5.
     """
     a, b, c = COEFFICIENTS
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.t() if is_tall else matrix
-    x = x / x.norm().clamp(min=EPSILON)
+    multiply = torch.addmm if matrix.dim() == 2 else torch.baddbmm
+    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    x = matrix.mT if is_tall else matrix
+    norm = x.norm() if matrix.dim() == 2 else torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x = x / norm.clamp(min=EPSILON)
     for _ in range(steps):
-        gram = x @ x.t()
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.t() if is_tall else x
+        gram = x @ x.mT
+        x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 class _Run(NamedTuple):
@@ -68,6 +70,21 @@ class _Resident(NamedTuple):
     tp: int
     runs: list[tuple[int, int]]
     """Offset and length in the received tensor of each holder's run."""
+
+
+def _in_batches(residents: Sequence[_Resident]) -> list[list[_Resident]]:
+    """Return matrices in batches: those of experts with others of their shape, all others alone."""
+    found: list[list[_Resident]] = []
+    alike: dict[tuple[int, int], list[_Resident]] = {}
+    for resident in residents:
+        if resident.matrix.is_of_expert and resident.tp == 1:
+            alike.setdefault(resident.matrix.shape, []).append(resident)
+        else:
+            found.append([resident])
+    for (rows, columns), each in alike.items():
+        size = batch_size(rows * columns, len(each))
+        found += [each[first : first + size] for first in range(0, len(each), size)]
+    return found
 
 
 class MatrixExchange:
@@ -99,7 +116,7 @@ class MatrixExchange:
             if home == me:
                 counts.append((matrix, shard.tp, [shard.count_of(matrix, start, holder) for holder in ranks]))
                 assert sum(counts[-1][2]) == math.prod(matrix.shape), counts[-1]
-        self._residents = self._place(counts)
+        self._batches = _in_batches(self._place(counts))
 
     def _place(self, counts: Sequence[tuple[Matrix, int, list[int]]]) -> list[_Resident]:
         """Return the matrices at home here, with the places of their runs: by holder, then by matrix."""
@@ -129,8 +146,11 @@ class MatrixExchange:
 
         Bytes on the wire per rank: M (n-1)/n, M = bytes of the matrices at home here.
         """
-        for resident in self._residents:
-            self._orthogonalise(resident, steps)
+        for batch in self._batches:
+            if len(batch) > 1:
+                self._orthogonalise_together(batch, steps)
+            else:
+                self._orthogonalise(batch[0], steps)
         return self.holders.all_to_all(self._sent, self._at_home, self._sizes, self._received)
 
     def _orthogonalise(self, resident: _Resident, steps: int) -> None:
@@ -143,6 +163,15 @@ class MatrixExchange:
         parts = torch.split(newton_schulz(whole, steps), [shape[dim] for shape in shapes], dim)
         for t, part in enumerate(parts):
             torch._foreach_copy_(pieces[t::tp], torch.split(part.flatten(), [length for _, length in runs[t::tp]]))
+
+    def _orthogonalise_together(self, batch: Sequence[_Resident], steps: int) -> None:
+        """Replace experts' matrices of one shape (m, n) at home, in place."""
+        pieces = [[self._at_home[at : at + length] for at, length in resident.runs] for resident in batch]
+        together = self._at_home.new_empty((len(batch), *batch[0].matrix.shape))
+        for whole, runs in zip(together, pieces, strict=True):
+            torch.cat(runs, out=whole.view(-1))
+        for whole, runs in zip(newton_schulz(together, steps), pieces, strict=True):
+            torch._foreach_copy_(runs, torch.split(whole.flatten(), [len(run) for run in runs]))
 
     def subtract(self, weights: Sequence[Tensor], rates: Sequence[float]) -> None:
         """Subtract the updates that came back from flat shards of weights. ``rates``: learning rate of each shard."""

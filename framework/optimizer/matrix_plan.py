@@ -21,6 +21,10 @@ from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo
 
+TOGETHER = 2**24
+"""Elements of experts' matrices of one shape in one batch of products, at most: small ones alone would wait for kernels
+to start. A single matrix may be larger."""
+
 
 def with_matrices(
     infos: Mapping[str, ParameterInfo], matrices: Mapping[str, tuple[int, ...]], canonical: Callable[[str], str]
@@ -78,6 +82,11 @@ class Matrix(NamedTuple):
         unit, first, stop = self.bounds
         rows, columns = self.info.global_shape[-2:]
         return rows // unit * (stop - first), columns
+
+    @property
+    def is_of_expert(self) -> bool:
+        """True for a matrix of a batch, which has others of its shape beside it."""
+        return len(self.info.global_shape) == 3
 
     @property
     def flops(self) -> int:
@@ -157,6 +166,11 @@ def find_homes(costs: Sequence[int], num_ranks: int) -> list[int]:
         busy, homes[index] = work[0]
         heapq.heapreplace(work, (busy + costs[index], homes[index]))
     return homes
+
+
+def batch_size(numel: int, number: int) -> int:
+    """Return the matrices of one batch: of ``number`` of ``numel`` elements each, as many as lie within TOGETHER."""
+    return max(1, min(number, TOGETHER // numel))
 
 
 class MatrixSlot(NamedTuple):

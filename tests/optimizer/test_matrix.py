@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwright.optimizer.matrix
+import meshwright.optimizer.matrix_plan
 from meshwright.config import Optimizer
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.optimizer import ShardLayout, read_states, restore_states, states_of
@@ -150,9 +151,13 @@ def test_each_matrix_comes_to_one_home_whole_and_goes_back(
 ) -> None:
     """What arrives is the matrix, element by element; an update that says where each element was comes back there."""
     seen: list[Tensor] = []
-    monkeypatch.setattr(
-        meshwright.optimizer.matrix, "newton_schulz", lambda matrix, steps: seen.append(matrix.clone()) or 3 * matrix
-    )
+
+    def tripled(matrix: Tensor, steps: int) -> Tensor:
+        seen.extend(matrix.clone().unbind() if matrix.dim() == 3 else [matrix.clone()])
+        return 3 * matrix
+
+    monkeypatch.setattr(meshwright.optimizer.matrix, "newton_schulz", tripled)
+    monkeypatch.setattr(meshwright.optimizer.matrix_plan, "TOGETHER", 10)  # two of 1 x 5, and 3 x 5 alone
     weights = WEIGHTS | (EXPERTS if tp == 1 else {})
     ranks = Ranks(weights, shards, tp)
     full = {name: drawn(*shape, seed=at) for at, (name, (shape, _, _)) in enumerate(weights.items())}
@@ -178,6 +183,24 @@ def test_each_matrix_comes_to_one_home_whole_and_goes_back(
     assert all(any(torch.equal(found, each) for found in seen) for each in expected)
     for name, tensor in ranks.whole(updated).items():
         torch.testing.assert_close(tensor, update[name], rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4, 6, 9), (3, 9, 6), (5, 16, 64)])
+def test_a_batch_is_orthogonalised_as_its_matrices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch = drawn(*shape, seed=3).to(dtype)
+    batch[1] = 0
+    together, alone = newton_schulz(batch, 5), torch.stack([newton_schulz(each, 5) for each in batch])
+    assert (together - alone).abs().max() <= 64 * torch.finfo(dtype).eps and together[0].abs().max() > 0.1
+
+
+def test_matrices_of_experts_go_in_batches_of_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(meshwright.optimizer.matrix, "newton_schulz", lambda m, steps: sizes.append(m.shape) or m)
+    exchange = Ranks(WEIGHTS | EXPERTS, 1, 1).exchanges[0]
+    exchange.send([torch.zeros(Ranks(WEIGHTS | EXPERTS, 1, 1).per_shard, dtype=torch.float64)])
+    exchange.orthogonalise(5)
+    assert sorted(size for size in sizes if len(size) == 3) == [(3, 3, 5), (6, 1, 5)] and len(sizes) == 9
 
 
 def test_runs_and_lengths_of_any_cut_are_those_of_counting() -> None:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.config import RunConfig, shard_factor
-from meshwright.optimizer import find_homes, iteration_flops, matrices_of
+from meshwright.optimizer import batch_size, find_homes, iteration_flops, matrices_of
 from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import PerformanceModel
@@ -33,6 +33,8 @@ class MatrixSize(NamedTuple):
     columns: int
     is_cut: bool
     """True if tp cuts its weight."""
+    is_of_expert: bool = False
+    """True if Newton-Schulz takes others of its shape with it."""
 
     @property
     def numel(self) -> int:
@@ -58,7 +60,7 @@ class Exchange(NamedTuple):
 
 def sizes_of(info: ParameterInfo) -> tuple[MatrixSize, ...]:
     """Return the sizes of a weight's matrices; none unless it has some."""
-    return tuple(MatrixSize(*matrix.shape, info.slice is not None) for matrix in matrices_of(info))
+    return tuple(MatrixSize(*matrix.shape, info.slice is not None, matrix.is_of_expert) for matrix in matrices_of(info))
 
 
 def count_sizes(sizes: Iterable[MatrixSize]) -> MatrixCounts:
@@ -98,14 +100,15 @@ def itemsize_of(config: RunConfig) -> int:
 def temporary_bytes(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
     """Return the peak bytes of a step besides those at rest, on the fullest rank.
 
-    Newton-Schulz of a matrix of m x n elements, m <= n: it, two iterates, and two products of m x m.
+    Newton-Schulz of a matrix of m x n elements, m <= n: it, two iterates, and two products of m x m. Experts: a batch.
     """
     elements = largest = 0
     for exchange in exchanges_of(config, stages):
         at_home = max(_numel(home) for home in exchange.homes)
         elements += exchange.numel // exchange.num_holders + (at_home if exchange.num_holders > 1 else 0)
-        sizes = {size for home in exchange.homes for size, _ in home}
-        largest = max(largest, *(3 * size.numel + 2 * min(size.rows, size.columns) ** 2 for size in sizes))
+        for size, number in (each for home in exchange.homes for each in home):
+            together = batch_size(size.numel, number) if size.is_of_expert else 1
+            largest = max(largest, together * (3 * size.numel + 2 * min(size.rows, size.columns) ** 2))
     return (elements + largest) * itemsize_of(config)
 
 
