@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import load
 from meshwright.errors import ConfigError, ModelError, UserError
 from meshwright.model.build import build_model
+from meshwright.tools.interop.huggingface.restructure.blocks import merge_blocks
 from meshwright.tools.verify import layout_config, parse_layout
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -253,3 +255,20 @@ def test_no_key_of_a_configuration_leads_to_code(tmp_path: Path, monkeypatch: py
     assert "has no such key" in said(path, attn_implementation="stranger/kernel:run")
     assert "has no such key" in said(path, auto_map=own)
     assert not (tmp_path / "canary").exists()
+
+
+def test_sampled_experts(tmp_path: Path) -> None:
+    """PhiMoE draws its experts in training: by a Gumbel variable of the process' generator."""
+    assert "draws random numbers in training (exponential_)" in said(directory("phimoe", tmp_path))
+
+
+def test_an_entry_of_some_blocks_does_not_match_a_module_of_another() -> None:
+    """The first block has a dense MLP, whose input sequence parallelism gathers; that of the others holds experts."""
+    layers = nn.Sequential()
+    for name in ("block0", "block1"):
+        layers.add_module(name, nn.ModuleDict({"mlp": nn.Identity(), "attention": nn.Identity()}))
+    layers.block0["dense"] = nn.Identity()  # type: ignore[index, operator]
+    both = {"block0.attention": "gather", "block1.attention": "gather", "block0.dense": "row", "head": "vocab"}
+    merged = {"block*.attention": "gather", "block*.dense": "row", "head": "vocab"}
+    assert merge_blocks(both, layers) == merged
+    assert merge_blocks({**both, "block0.mlp": "gather"}, layers) == {**merged, "block0.mlp": "gather"}

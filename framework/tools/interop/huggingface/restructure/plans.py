@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from meshwright.tools.interop.huggingface.restructure.attention import REGISTRY, install_cores
+from meshwright.tools.interop.huggingface.restructure.blocks import merge_blocks
 from meshwright.tools.interop.huggingface.restructure.derived import DerivedLayer
 from meshwright.tools.interop.huggingface.restructure.experts import STYLES, around_experts
 from meshwright.tools.interop.huggingface.restructure.probe import ProbeResult
@@ -129,7 +130,10 @@ def sharding_of(
     kinds |= dict.fromkeys((name for name, is_uncut in observations.uncut.items() if is_uncut), "uncut")
     heads = _num_heads(layers, kinds)
     return TensorParallelPlan(
-        merge_blocks(kinds), merge_blocks(heads), impossible, merge_blocks(_shared_heads(layers, heads, kinds))
+        merge_blocks(kinds, layers),
+        merge_blocks(heads, layers),
+        impossible,
+        merge_blocks(_shared_heads(layers, heads, kinds), layers),
     )
 
 
@@ -144,7 +148,7 @@ def context_plan(layers: nn.Sequential) -> tuple[dict[str, str], dict[str, str]]
     cores = install_cores(layers)
     if not cores:
         return {}, {"cp": f"no attention of the model goes through transformers' registry ({REGISTRY})"}
-    return merge_blocks(dict.fromkeys(cores, "context")) | dict.fromkeys(layers._modules, "places"), {}
+    return merge_blocks(dict.fromkeys(cores, "context"), layers) | dict.fromkeys(layers._modules, "places"), {}
 
 
 def gathered_beside(layers: nn.Module, kinds: Mapping[str, str]) -> dict[str, list[str]]:
@@ -284,15 +288,3 @@ def _shared_heads(
             rows = (layers.get_parameter(f"{first}.weight").shape[0] // heads[first],)
             found |= {first: (rows, 1, GROUPS), second: (rows, 1, "")}
     return found
-
-
-def merge_blocks(values_by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge entries that are equal in all blocks: ``block0.x``, ``block1.x`` -> ``block*.x``."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in values_by_name.items():
-        groups.setdefault(re.sub(r"^block\d+\.", "block*.", name), {})[name] = value
-    result: dict[str, Any] = {}
-    for pattern, members in groups.items():
-        values = list(members.values())
-        result |= {pattern: values[0]} if all(value == values[0] for value in values) else members
-    return result

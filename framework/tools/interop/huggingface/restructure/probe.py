@@ -17,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.restructure.buffers import check_unchanged, versions
 
+DRAWS = {"bernoulli", "exponential_", "multinomial", "normal_", "poisson", "rand_like", "randn_like", "uniform_"}
+"""Functions that draw a random number for each element."""
+
 
 class FunctionalDropoutRecorder(TorchFunctionMode):
     """Function mode that records each functional dropout, which would draw from the process-wide generator."""
@@ -24,6 +27,8 @@ class FunctionalDropoutRecorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.draws: list[str] = []
+        """Other functions that draw from it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -35,6 +40,8 @@ class FunctionalDropoutRecorder(TorchFunctionMode):
             training = kwargs.get("training", args[2] if len(args) > 2 else True)
             if p and training:
                 self.calls.append(f"{getattr(func, '__name__', func)}, p={p}")
+        elif getattr(func, "__name__", "") in DRAWS:
+            self.draws.append(func.__name__)
         return func(*args, **kwargs)
 
 
@@ -152,8 +159,8 @@ def probe(
         config: its transformers configuration, for hints in errors.
 
     Raises:
-        ModelError: functional dropout, which draws from the process-wide generator: its masks would depend on layout.
-            Or a frozen parameter that the forward writes.
+        ModelError: functional dropout, or another function that draws from the process-wide generator: its numbers
+            would depend on layout. Or a frozen parameter that the forward writes.
     """
     first_of_kind: dict[str, str] = {}
     probed_layers = {
@@ -179,6 +186,12 @@ def probe(
         except Exception:  # a layer that fails on meta is reported, with its reason, when the stages are cut
             return ProbeResult(uncut, [], [])
     _check_dropout(dropouts.calls, place, config)
+    if dropouts.draws:
+        raise ModelError(
+            "MW-INTEROP-117",
+            f"{place}: its forward draws random numbers in training ({dropouts.draws[0]}) from a generator of the "
+            f"process, as where it samples experts: no layout could draw the same numbers again",
+        )
     check_unchanged(on_meta, before, place)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
     unplanned = {name: shapes for name, shapes in tracker.weight_uses.items() if name.rpartition(".")[0] not in named}
