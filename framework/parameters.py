@@ -69,7 +69,7 @@ class ParameterInfo(NamedTuple):
     settings: GroupSettings = GroupSettings()
     matrix: tuple[int, ...] | None = None
     """Rows of the parts of a unit that repeats along dim 0, each part one matrix of a whole-matrix optimizer; (): the
-    weight is one matrix; None: it has none."""
+    weight is one matrix; None: it has none. Negative: the columns of the parts of a transposed weight."""
     over: Literal["tp", "ep"] = "tp"
     """Ranks that hold the other slices. "ep": replicas are the ranks with the same experts, not those along dp x cp."""
 

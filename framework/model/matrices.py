@@ -3,6 +3,7 @@
     model.matrices = {"block*.attention.qkv": (2 * d, d, d), "*.gate": "adamw"}        patterns of names
 
     (2 * d, d, d)    rows of a weight    | q q | k | v | q q | k | v | ...    each of q, k, v is one matrix
+    ("columns", d)   the same of the columns of transposed weights of experts (E, inputs, outputs), in equal parts
     "whole"          one matrix
     "adamw"          none: AdamW steps the weight element by element
 
@@ -26,7 +27,7 @@ from torch import nn
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.errors import ModelError
 
-WHOLE, ADAMW = "whole", "adamw"
+WHOLE, ADAMW, COLUMNS = "whole", "adamw", "columns"
 
 
 def find_matrices(
@@ -36,7 +37,7 @@ def find_matrices(
     groups: Mapping[str, ParameterGroup],
     config: RunConfig,
 ) -> dict[str, tuple[int, ...]]:
-    """Return canonical name of each trained weight with matrices -> rows of their parts, (): one matrix.
+    """Return canonical name of each trained weight with matrices -> rows of their parts; negative: columns. (): one.
 
     Args:
         groups: canonical name -> its parameter group.
@@ -60,7 +61,7 @@ def find_matrices(
         default = ADAMW if has_none else WHOLE
         declared = next((rows for pattern, rows in entries.items() if _fits(name, pattern)), default)
         if declared != ADAMW:
-            found[name] = () if declared == WHOLE else _checked(name, shape[-2], declared)
+            found[name] = () if declared == WHOLE else _checked(name, shape, declared)
     if not found:
         what = "the model has no matrix to step as a whole: no trained weight of two dims beside embeddings and head"
         raise ModelError("MW-MODEL-042", f'optimizer.name = "muon", but {what}; choose "adamw"')
@@ -104,13 +105,22 @@ def _is_experts(name: str, plan: Mapping[str, Any]) -> bool:
     return any(kind == "experts" and fnmatchcase(each, p) for p, kind in plan.items() for each in modules)
 
 
-def _checked(name: str, num_rows: int, rows: Any) -> tuple[int, ...]:
-    """Return the rows of an entry. Raise ModelError unless a unit of them divides the rows of the weight."""
+def _checked(name: str, shape: Sequence[int], rows: Any) -> tuple[int, ...]:
+    """Return the rows of an entry, or its columns as negative numbers. Raise ModelError unless they fit the weight."""
+    num_rows, sign = shape[-2], 1
+    if (
+        isinstance(rows, list | tuple)
+        and rows[:1] in ([COLUMNS], (COLUMNS,))
+        and len(shape) == 3
+        and len(set(rows)) == 2
+    ):
+        num_rows, rows, sign = shape[-1], rows[1:], -1
     is_rows = isinstance(rows, list | tuple) and all(type(number) is int and number > 0 for number in rows)
     if is_rows and rows and num_rows % sum(rows) == 0:
-        return tuple(rows)
+        return tuple(sign * number for number in rows)
     raise ModelError(
         "MW-MODEL-045",
         f'model.matrices gives {name}, which has {num_rows} rows, {rows!r}: it takes "{WHOLE}", "{ADAMW}", or the rows '
-        f"of the parts of a unit that repeats, such as (128, 64, 64), whose sum divides the rows",
+        f"of the parts of a unit that repeats, such as (128, 64, 64), whose sum divides the rows. Transposed weights "
+        f'of experts take ("{COLUMNS}", 64, 64), in equal parts',
     )

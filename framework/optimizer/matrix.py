@@ -75,16 +75,26 @@ class _Resident(NamedTuple):
 def _in_batches(residents: Sequence[_Resident]) -> list[list[_Resident]]:
     """Return matrices in batches: those of experts with others of their shape, all others alone."""
     found: list[list[_Resident]] = []
-    alike: dict[tuple[int, int], list[_Resident]] = {}
+    alike: dict[tuple[int, ...], list[_Resident]] = {}
     for resident in residents:
         if resident.matrix.is_of_expert and resident.tp == 1:
-            alike.setdefault(resident.matrix.shape, []).append(resident)
+            alike.setdefault((*resident.matrix.shape, *resident.matrix.num_columns), []).append(resident)
         else:
             found.append([resident])
-    for (rows, columns), each in alike.items():
+    for (rows, columns, *_), each in alike.items():
         size = batch_size(rows * columns, len(each))
         found += [each[first : first + size] for first in range(0, len(each), size)]
     return found
+
+
+def _of_columns(weights: Tensor, num_columns: Sequence[int], steps: int) -> Tensor:
+    """Return matrices (k, m, n), of which each part of ``num_columns`` is orthogonalised by itself; (): each whole."""
+    if len(num_columns) < 2:
+        return newton_schulz(weights, steps)
+    units = weights.unflatten(2, (-1, len(num_columns), num_columns[0]))  # (k, m, units, parts, columns)
+    parts = units.permute(0, 3, 1, 2, 4)
+    found = newton_schulz(parts.reshape(-1, weights.shape[1], weights.shape[2] // len(num_columns)), steps)
+    return found.view(parts.shape).permute(0, 2, 3, 1, 4).reshape(weights.shape)
 
 
 class MatrixExchange:
@@ -111,7 +121,7 @@ class MatrixExchange:
             first, stop, part = shard.share(matrix, start, me)
             offset = start - me // shard.tp * shard.per_shard
             runs = part.runs(first, stop)
-            self._runs += [_Run(k, offset + a, offset + b, SCALES[scale](*matrix.shape)) for a, b in runs]
+            self._runs += [_Run(k, offset + a, offset + b, SCALES[scale](*matrix.stepped)) for a, b in runs]
             self._sizes[home] += sum(b - a for a, b in runs)
             if home == me:
                 counts.append((matrix, shard.tp, [shard.count_of(matrix, start, holder) for holder in ranks]))
@@ -147,7 +157,7 @@ class MatrixExchange:
         Bytes on the wire per rank: M (n-1)/n, M = bytes of the matrices at home here.
         """
         for batch in self._batches:
-            if len(batch) > 1:
+            if len(batch) > 1 or batch[0].matrix.num_columns:
                 self._orthogonalise_together(batch, steps)
             else:
                 self._orthogonalise(batch[0], steps)
@@ -170,7 +180,8 @@ class MatrixExchange:
         together = self._at_home.new_empty((len(batch), *batch[0].matrix.shape))
         for whole, runs in zip(together, pieces, strict=True):
             torch.cat(runs, out=whole.view(-1))
-        for whole, runs in zip(newton_schulz(together, steps), pieces, strict=True):
+        num_columns = batch[0].matrix.num_columns
+        for whole, runs in zip(_of_columns(together, num_columns, steps), pieces, strict=True):
             torch._foreach_copy_(runs, torch.split(whole.flatten(), [len(run) for run in runs]))
 
     def subtract(self, weights: Sequence[Tensor], rates: Sequence[float]) -> None:

@@ -72,7 +72,7 @@ class Matrix(NamedTuple):
     @property
     def bounds(self) -> tuple[int, int, int]:
         """Rows of a unit, and [first, stop) of the part in it."""
-        parts = self.info.matrix or (self.info.global_shape[-2],)
+        parts = self.info.matrix if self.info.matrix and not self.num_columns else (self.info.global_shape[-2],)
         first = sum(parts[: self.part])
         return sum(parts), first, first + parts[self.part]
 
@@ -89,9 +89,20 @@ class Matrix(NamedTuple):
         return len(self.info.global_shape) == 3
 
     @property
+    def num_columns(self) -> tuple[int, ...]:
+        """Columns of the equal parts of a unit of a transposed weight, which is several matrices; (): it is one."""
+        return tuple(-each for each in self.info.matrix or () if each < 0)
+
+    @property
+    def stepped(self) -> tuple[int, int]:
+        """Outputs and inputs of each matrix that Newton-Schulz takes: this one, or the columns of a part of it."""
+        rows, columns = self.shape
+        return (columns // len(self.num_columns), rows) if self.num_columns else (rows, columns)
+
+    @property
     def flops(self) -> int:
         """FLOPs of one Newton-Schulz iteration."""
-        return iteration_flops(*self.shape)
+        return max(1, len(self.num_columns)) * iteration_flops(*self.stepped)
 
     def rows_before(self, row: int) -> int:
         """Return the number of rows of the matrix among the first ``row`` rows of the weight."""
@@ -105,7 +116,8 @@ def matrices_of(info: ParameterInfo) -> list[Matrix]:
     if info.matrix is None:
         return []
     batch = info.local_shape[0] if len(info.global_shape) == 3 else 1
-    return [Matrix(info, part, place) for place in range(batch) for part in range(len(info.matrix) or 1)]
+    parts = sum(rows > 0 for rows in info.matrix) or 1  # with parts of columns it is exchanged as a whole
+    return [Matrix(info, part, place) for place in range(batch) for part in range(parts)]
 
 
 class TpPart(NamedTuple):

@@ -194,6 +194,27 @@ def test_a_batch_is_orthogonalised_as_its_matrices(shape: tuple[int, ...], dtype
     assert (together - alone).abs().max() <= 64 * torch.finfo(dtype).eps and together[0].abs().max() > 0.1
 
 
+@pytest.mark.parametrize("parts", [(-1, -1), (-3, -3), (-6,)])
+@pytest.mark.parametrize("scale", ["spectral", "match_rms_adamw"])
+def test_transposed_experts_are_stepped_as_their_transposes(parts: tuple[int, ...], scale: str) -> None:
+    """Weights (inputs, outputs) with gate and up in alternate columns, in two blocks, or as one matrix."""
+    ranks, full = Ranks({"turned": ((3, 4, 6), parts, None)}, 2, 1, scale), {"turned": drawn(3, 4, 6, seed=2)}
+    flats = [ranks.flat(full, rank) for rank in range(2)]
+    for exchange, flat in zip(ranks.exchanges, flats, strict=True):
+        exchange.send([flat])
+    for exchange in ranks.exchanges:
+        exchange.orthogonalise(5)
+    updated = [torch.zeros_like(flat) for flat in flats]
+    for exchange, shard in zip(ranks.exchanges, updated, strict=True):
+        exchange.subtract([shard], [1.0])
+    expected = torch.zeros(3, 6, 4, dtype=torch.float64)
+    for expert, turned in zip(expected, full["turned"].mT, strict=True):
+        for part in range(len(parts)):
+            rows = [row for row in range(6) if row % sum(map(abs, parts)) // abs(parts[0]) == part]
+            expert[rows] = -SCALES[scale](len(rows), 4) * newton_schulz(turned[rows], 5)
+    torch.testing.assert_close(ranks.whole(updated)["turned"], expected.mT, rtol=1e-12, atol=1e-14)
+
+
 def test_matrices_of_experts_go_in_batches_of_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[tuple[int, ...]] = []
     monkeypatch.setattr(meshwright.optimizer.matrix, "newton_schulz", lambda m, steps: sizes.append(m.shape) or m)

@@ -60,7 +60,11 @@ class Exchange(NamedTuple):
 
 def sizes_of(info: ParameterInfo) -> tuple[MatrixSize, ...]:
     """Return the sizes of a weight's matrices; none unless it has some."""
-    return tuple(MatrixSize(*matrix.shape, info.slice is not None, matrix.is_of_expert) for matrix in matrices_of(info))
+    return tuple(
+        MatrixSize(*matrix.stepped, info.slice is not None, matrix.is_of_expert)
+        for matrix in matrices_of(info)
+        for _ in matrix.num_columns or (0,)
+    )
 
 
 def count_sizes(sizes: Iterable[MatrixSize]) -> MatrixCounts:

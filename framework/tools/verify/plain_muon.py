@@ -67,7 +67,10 @@ class PlainMuon(torch.optim.AdamW):
         direction = (1 - mu) * gradient + mu * momentum if self._config.nesterov else momentum
         parameter.mul_(1 - rate * decay)
         for weight, wanted in zip(*(t.unbind() if t.dim() == 3 else [t] for t in (parameter, direction)), strict=True):
-            for rows in split_rows(weight.shape[0], self._matrices[parameter]):
+            parts = self._matrices[parameter]
+            if any(each < 0 for each in parts):  # of columns
+                weight, wanted, parts = weight.mT, wanted.mT, tuple(-each for each in parts)
+            for rows in split_rows(weight.shape[0], parts):
                 update = orthogonalised(wanted[rows].to(self._dtype), self._config.ns_steps)
                 m, n = update.shape
                 scale = max(1.0, m / n) ** 0.5 if self._config.scale == "spectral" else 0.2 * max(m, n) ** 0.5

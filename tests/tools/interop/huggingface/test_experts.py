@@ -17,7 +17,7 @@ from tests.tools.interop.huggingface.architectures import directory, run_config
 from tests.tools.interop.huggingface.test_restructure import gradients, unmodified
 
 LATER = partial(pytest.param, marks=pytest.mark.all_layouts)
-KINDS = ("olmoe", "qwen3_moe", "deepseek_v2", "granitemoe", "phimoe", "hunyuan_v1_moe", "ernie4_5_moe", "jamba")
+KINDS = ("olmoe", "qwen3_moe", "deepseek_v2", "granitemoe", "exaone_moe", "hunyuan_v1_moe", "ernie4_5_moe", "jamba")
 LAYOUTS = ("dp2,zero3", "pp2", "tp2", "pp2,tp2,sequence", "dp2,pp2,full", "pp2,zb_h1")
 LAYOUTS += ("dp2,ep2", "dp4,ep2,zero3", "dp2,pp2,ep2", "tp2,ep2,sequence")
 
@@ -63,6 +63,17 @@ def test_every_layout_gives_the_numbers_of_one_process(
     assert report.passed, report.table()
 
 
+@pytest.mark.parametrize(
+    "layout", ["dp2,zero2", LATER("dp2,ep2"), LATER("dp2,pp2,zero3"), LATER("tp2,ep2"), LATER("dp4,ep2,zero1,step")]
+)
+def test_muon_steps_transposed_experts(layout: str, tmp_path: Path, pool: RankPool) -> None:
+    """GPT-OSS has weights (inputs, outputs), gate and up in alternate columns."""
+    own = {"name": "muon", "learning_rate": 1e-2, "scale": "spectral"}
+    config = run_config(directory("gpt_oss", tmp_path)).replace(optimizer=own)
+    report = verify(config, [parse_layout(layout)], pool, global_batch=4, steps=3, random_tokens=True)
+    assert report.passed, report.table()
+
+
 def test_experts_are_in_the_plan_and_their_inner_entries_are_not(tmp_path: Path) -> None:
     model = build_model(f"hf:{directory('qwen3_moe', tmp_path)}", {}, 1)
     assert model.plan["block*.layer.mlp.experts"] == "experts" and not model.impossible
@@ -70,13 +81,14 @@ def test_experts_are_in_the_plan_and_their_inner_entries_are_not(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows"), [("mixtral", (64, 64)), LATER("gpt_oss", None), LATER("deepseek_v2", (24, 24))]
+    ("kind", "rows", "down"),
+    [("mixtral", (64, 64), ()), ("gpt_oss", (-1, -1), (-32,)), LATER("deepseek_v2", (24, 24), ())],
 )
-def test_experts_of_muon_are_batches(kind: str, rows: tuple[int, int] | None, tmp_path: Path) -> None:
-    """Gate and up of an expert are two matrices; transposed ones have none. The plan names experts without tp too."""
+def test_experts_of_muon_are_batches(kind: str, rows: tuple[int, int], down: tuple[int, ...], tmp_path: Path) -> None:
+    """Gate and up of an expert are two matrices, of columns where it is transposed. The plan names experts always."""
     config = run_config(directory(kind, tmp_path)).replace(optimizer={"name": "muon"})
     model = configured_model(config)
     name = next(name for name, _ in model.layers.named_parameters() if name.endswith("experts.gate_up_proj"))
     assert model.matrices.get(name) == rows
-    assert model.matrices.get(name.replace("gate_up_proj", "down_proj")) == (None if rows is None else ())
+    assert model.matrices.get(name.replace("gate_up_proj", "down_proj")) == down
     assert "experts" in model.plan.values() and not [each for each in model.matrices if each.endswith("_bias")]

@@ -135,18 +135,21 @@ def plan_of_experts(layers: nn.Module, plan: Mapping[str, str]) -> dict[str, str
 def matrices_of_experts(layers: nn.Module) -> dict[str, Any]:
     """Return the entries of ``matrices`` for experts: gate and up in one weight are two matrices of each expert.
 
-    Transposed weights (E, I, O) have none: their gate and up are columns.
+    Those of transposed weights (E, I, O) are columns.
     """
     found: dict[str, Any] = {}
     for name, module in layers.named_modules():
         if not is_experts(module):
             continue
         experts: Any = module
-        if experts.is_transposed:
-            found |= {f"{name}.{path}": "adamw" for path, each in module.named_parameters() if each.dim() == 3}
-        elif experts.has_gate:
-            rows = experts.gate_up_proj.shape[1] // 2
-            found[f"{name}.gate_up_proj"] = (rows, rows) if experts.is_concatenated else (1, 1)
+        outputs = ("columns",) if experts.is_transposed else ()
+        for path, each in module.named_parameters():
+            size = each.shape[-1]
+            if path == "gate_up_proj" and experts.has_gate:
+                half = (size if experts.is_transposed else each.shape[1]) // 2
+                found[f"{name}.{path}"] = (*outputs, half, half) if experts.is_concatenated else (*outputs, 1, 1)
+            elif experts.is_transposed and each.dim() == 3:
+                found[f"{name}.{path}"] = (*outputs, size)
     return found
 
 
