@@ -98,7 +98,15 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global"], 3]]},
     "xlnet": {"d_head": 8},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": LATENT
+    | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "per_layer_config": {}, **WINDOW}
+    | {"shared_experts_intermediate_size": 24, "head_dim": 12},
+    "longcat_flash": LATENT | {"num_layers": 2, "zero_expert_num": 4},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "biogpt": {"hidden_dropout_prob": 0.0},
     "big_bird": {"attention_type": "original_full"},

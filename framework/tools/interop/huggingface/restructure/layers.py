@@ -30,9 +30,7 @@ from meshwright.tools.interop.huggingface.restructure.buffers import freeze_buff
 from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
 from meshwright.tools.interop.huggingface.restructure.directory import configuration
 from meshwright.tools.interop.huggingface.restructure.experts import (
-    has_experts,
     implementation,
-    is_experts,
     matrices_of_experts,
     plan_of_experts,
     tables_of,
@@ -158,26 +156,7 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
             "MW-INTEROP-072", f"{place}: transformers cannot build it: {type(error).__name__}: {error}"
         ) from error
     model.config.use_cache = False
-    _check_experts(model, place)
     return model.train()
-
-
-def _check_experts(model: Any, place: str) -> None:
-    """Check that fused weights of several experts belong to modules whose implementation can be chosen.
-
-    Raises:
-        ModelError: others have three dims, and the configuration has keys about experts.
-    """
-    if not has_experts(model.config):
-        return
-    for name, parameter in model.named_parameters():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if parameter.dim() > 2 and not isinstance(owner, nn.modules.conv._ConvNd) and not is_experts(owner):
-            raise ModelError(
-                "MW-INTEROP-078",
-                f"{place}: {name} holds the weights of {len(parameter)} experts, {list(parameter.shape)}: a mixture of "
-                f"experts whose computation transformers fixes (no use_experts_implementation) is not restructured",
-            )
 
 
 def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
