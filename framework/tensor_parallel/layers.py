@@ -59,8 +59,6 @@ class ColumnLinear(nn.Module):
     sequence and reduces the gradient, so this module does not communicate.
     """
 
-    bias: nn.Parameter | None
-
     def __init__(self, plain: nn.Linear, group: Group, sequence: bool, gathered: bool = False) -> None:
         super().__init__()
         self.group = group
@@ -69,10 +67,10 @@ class ColumnLinear(nn.Module):
         self.is_fp8 = isinstance(plain, Fp8Linear)
         part = self.slice_of(plain, group)
         self.weight = local_parameter(plain.weight, part)
-        self.register_parameter("bias", None)
+        self.bias: nn.Parameter | None = None
         self.slices: dict[str, Slice | None] = {name: part for name, _ in plain.named_parameters(recurse=False)}
-        for name in self.slices:  # the weight, and vectors of its outputs: the bias, magnitudes of an adapter
-            self.register_parameter(name, local_parameter(plain.get_parameter(name), part))
+        for name, vector in list(plain.named_parameters(recurse=False))[1:]:  # the bias, an adapter's magnitudes
+            setattr(self, name, local_parameter(vector, part))
         self.out_features, self.in_features = self.weight.shape
 
     def slice_of(self, plain: nn.Linear, group: Group) -> Slice:
@@ -113,12 +111,11 @@ class RowLinear(nn.Module):
         self.is_fp8 = isinstance(plain, Fp8Linear)
         part = even_slice(1, plain.in_features, group.rank, group.size)
         self.weight = local_parameter(plain.weight, part)
-        self.register_parameter("bias", None)
+        self.bias: nn.Parameter | None = None
         self.slices: dict[str, Slice | None] = {"weight": part}
-        for name, vector in plain.named_parameters(recurse=False):
-            if name != "weight":
-                self.slices[name] = None
-                self.register_parameter(name, vector)
+        for name, vector in list(plain.named_parameters(recurse=False))[1:]:
+            self.slices[name] = None
+            setattr(self, name, vector)
         self.out_features, self.in_features = self.weight.shape
 
     def forward(self, x: Tensor) -> Tensor:

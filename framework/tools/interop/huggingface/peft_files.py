@@ -28,7 +28,7 @@ class AdapterSettings(NamedTuple):
     """Factor on an adapter's output: alpha / rank, or alpha / rank^0.5 with ``use_rslora``."""
     dropout: float
     dora: bool
-    """Whether each module has a vector of magnitudes, ``lora_magnitude_vector``."""
+    """True if each module has a vector of magnitudes, ``lora_magnitude_vector``."""
 
     @property
     def kinds(self) -> set[str]:

@@ -185,13 +185,7 @@ def probe(
             raise
         except Exception:  # a layer that fails on meta is reported, with its reason, when the stages are cut
             return ProbeResult(uncut, [], [])
-    _check_dropout(dropouts.calls, place, config)
-    if dropouts.draws:
-        raise ModelError(
-            "MW-INTEROP-117",
-            f"{place}: its forward draws random numbers in training ({dropouts.draws[0]}) from a generator of the "
-            f"process, as where it samples experts: no layout could draw the same numbers again",
-        )
+    _check_draws(dropouts, place, config)
     check_unchanged(on_meta, before, place)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
     unplanned = {name: shapes for name, shapes in tracker.weight_uses.items() if name.rpartition(".")[0] not in named}
@@ -225,15 +219,22 @@ def _record_uncut(on_meta: nn.Sequential, siblings: Mapping[str, Sequence[str]])
     return uncut
 
 
-def _check_dropout(calls: Sequence[str], place: str, config: Any) -> None:
-    if not calls:
+def _check_draws(recorder: FunctionalDropoutRecorder, place: str, config: Any) -> None:
+    """Raise ModelError if the forward draws from the process-wide generator."""
+    if recorder.draws and not recorder.calls:
+        raise ModelError(
+            "MW-INTEROP-117",
+            f"{place}: its forward draws random numbers in training ({recorder.draws[0]}) from a generator of the "
+            f"process, as where it samples experts: no layout could draw the same numbers again",
+        )
+    if not recorder.calls:
         return
     keys = [name for name, value in vars(config).items() if ("drop" in name) and isinstance(value, float) and value > 0]
     options = ", ".join(f"model.options.{key} = 0.0" for key in keys)
     raise ModelError(
         "MW-INTEROP-081",
-        f"{place}: functional dropout ({calls[0]}) draws from a generator of the process: no layout could draw the "
-        f"same masks again. Set {options or 'it to 0 in config.json'}",
+        f"{place}: functional dropout ({recorder.calls[0]}) draws from a generator of the process: no layout could "
+        f"draw the same masks again. Set {options or 'it to 0 in config.json'}",
     )
 
 
