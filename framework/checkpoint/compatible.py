@@ -17,6 +17,7 @@ REFUSED = {
     "model.options": "it is another model",
     "adapter.rank": "the checkpoint has other adapters",
     "adapter.targets": "the checkpoint has other adapters",
+    "adapter.dora": "the checkpoint has other adapters",
     "adapter.alpha": "the trained adapters would count more or less than before",
     "data.sequence_length": "the same text would become other samples",
     "data.packing": "the same text would become other samples",
