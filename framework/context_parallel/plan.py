@@ -103,7 +103,7 @@ def apply(
             around = {kinds[outer] for outer in _enclosing(name) if outer in kinds}
             if around & {HEADS, CORE}:
                 module.cut = (2, cut) if head_cut is None else (1, head_cut)
-            elif not around & {SEQUENCE, VOCAB}:
+            elif SEQUENCE not in around:
                 module.cut = (1, cut)
     planned = {name for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE)}
     check_mixing(builder, model, inputs, planned, cut)
