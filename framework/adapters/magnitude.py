@@ -67,7 +67,8 @@ def row_norms(module: nn.Module, down: Tensor, up: Tensor, factor: float) -> tup
 
 def row_lengths(weight: Tensor) -> Tensor:
     """Return the norms of a whole weight's rows, (O, I) -> (O,) float64."""
-    return torch.linalg.vector_norm(weight.double(), dim=1)
+    found: Tensor = torch.linalg.vector_norm(weight.double(), dim=1)
+    return found
 
 
 def merged(weight: Tensor, low: Tensor, magnitude: Tensor) -> Tensor:

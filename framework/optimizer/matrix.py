@@ -91,7 +91,7 @@ def _of_columns(weights: Tensor, num_columns: Sequence[int], steps: int) -> Tens
     """Return matrices (k, m, n), of which each part of ``num_columns`` is orthogonalised by itself; (): each whole."""
     if len(num_columns) < 2:
         return newton_schulz(weights, steps)
-    units = weights.unflatten(2, (-1, len(num_columns), num_columns[0]))  # (k, m, units, parts, columns)
+    units = weights.view(*weights.shape[:2], -1, len(num_columns), num_columns[0])  # (k, m, units, parts, columns)
     parts = units.permute(0, 3, 1, 2, 4)
     found = newton_schulz(parts.reshape(-1, weights.shape[1], weights.shape[2] // len(num_columns)), steps)
     return found.view(parts.shape).permute(0, 2, 3, 1, 4).reshape(weights.shape)

@@ -15,7 +15,7 @@ from meshwright.config import RunConfig, resolve, to_toml, write_snapshot
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.adapters import CONFIG
 
-ONLY_VALUES = {"bias": "none", "modules_to_save": None, "layer_replication": None}
+ONLY_VALUES: dict[str, Any] = {"bias": "none", "modules_to_save": None, "layer_replication": None}
 ONLY_VALUES |= {"rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None, "lora_bias": False}
 """Keys of adapter_config.json with the only value that is imported."""
 
