@@ -160,8 +160,8 @@ def test_a_value_that_is_not_allowed(write: Write, text: str, line: str) -> None
         (
             "[train]\nlearning_rate = 2",
             "run.toml: train.learning_rate = 2: there is no such key in [train] (steps, dtype, linear, fp8_keep, "
-            "device, compile, validate_every, validate_steps, gc_every, callbacks); did you mean "
-            "optimizer.learning_rate?",
+            "device, compile, validate_every, validate_steps, gc_every, routing, routing_directory, callbacks); "
+            "did you mean optimizer.learning_rate?",
         ),
         (
             "[Train]\nsteps = 2",
