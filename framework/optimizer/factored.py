@@ -107,11 +107,8 @@ class _Weight:
             rows = whole_positions(self.info, torch.arange(start, stop, device=device) * self.width) // width
             rows = rows.clamp_(max=math.prod(outer) * height - 1)  # padding is zero, wherever it is added
             edges = [start, *range((start // local_height + 1) * local_height, stop, local_height), stop]
-            yield _Block(start, stop, rows, columns, [b - a for a, b in pairwise(edges)], self._matrices(rows, edges))
-
-    def _matrices(self, rows: Tensor, edges: list[int]) -> Tensor:
-        first = torch.tensor([edge - edges[0] for edge in edges[:-1]], device=rows.device)
-        return rows[first] // self.info.global_shape[-2]
+            matrices = torch.stack([rows[edge - start] for edge in edges[:-1]]) // height
+            yield _Block(start, stop, rows, columns, [b - a for a, b in pairwise(edges)], matrices)
 
     def rows_of(self, shard: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
         """Return a block as (rows, width), zero outside of the shard; its elements in the shard; and their view in it.
@@ -232,7 +229,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
             weight.add_squares(parameter.grad, sums[index])
             squares[index] = _square_sum(weight.of(parameter))
         holders.all_reduce(flat).wait()
-        numels = torch.tensor([weight.numel for _, weight in weights], dtype=torch.float64, device=flat.device)
+        numels = torch.cat([flat.new_full((1,), weight.numel) for _, weight in weights])  # filled without a host wait
         rms_of_weights, divided = squares.div(numels).sqrt_(), torch.zeros_like(squares)
         for index, (parameter, weight) in enumerate(weights):
             assert parameter.grad is not None
