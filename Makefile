@@ -62,9 +62,10 @@ path:
 	rm -rf build/path && mkdir -p build/path/meshwright
 	ln -s $(CURDIR)/framework/* $(CURDIR)/models $(CURDIR)/launch $(CURDIR)/configs $(CURDIR)/examples build/path/meshwright/
 
-# every combination of layouts, models, schedules: long
+# every combination of layouts, models, schedules: an hour; `make verify-all PART=3/20` runs a twentieth of them
+PART ?= 1/1
 verify-all: $(VENV)/installed
-	$(BIN)/python -m pytest -m all_layouts
+	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m all_layouts --part $(PART)
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy .mypy_cache .ruff_cache .hypothesis

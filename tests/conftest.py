@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -39,6 +40,7 @@ def pool() -> Iterator[RankPool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of what `make torture` draws: moments, ranks, signals, bits")
+    parser.addoption("--part", default="1/1", help="K/N: one of N parts of the tests, which are dealt by their names")
     parser.addoption("--soak-minutes", type=float, default=15.0, help="how long `make torture` disturbs one run")
 
 
@@ -63,8 +65,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid in long:
             item.add_marker("long")
+    part, parts = map(int, config.getoption("--part").split("/"))
     hidden = [mark for mark in ("all_layouts", "long", "slurm", "torture") if mark not in config.option.markexpr]
-    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in hidden)]
+    left_out = [
+        item
+        for item in items
+        if any(item.get_closest_marker(mark) for mark in hidden) or crc32(item.nodeid.encode()) % parts != part - 1
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
