@@ -170,7 +170,7 @@ def _replica(
 ) -> tuple[nn.Sequential, Replica]:
     """Return the layers of a stage with their weights, and the replica that shards them as the configuration asks."""
     parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
-    trains = any(parameter.requires_grad for parameter in blueprint.stage_layers(stage).parameters())
+    has_rows = any(parameter.dim() for parameter in blueprint.stage_layers(stage).parameters())
     plain = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
     ranks = mesh.dp, mesh.tp, mesh.device
     optimizer = blueprint.config.optimizer
@@ -183,7 +183,7 @@ def _replica(
         host=host,
         block_size=optimizer.block_size if optimizer.name == "adamw8bit" else 1,
     )
-    if parallel.zero == 3 and sharding.dense.shard.size > 1 and trains:
+    if parallel.zero == 3 and sharding.dense.shard.size > 1 and has_rows:
         layers = materialise(*plain, torch.device("cpu"), ranks=ranks)
         of_stage = members_of(stage, layers), layers, sharding, mesh.tp, mesh.device
         return layers, fully_sharded_stage(*of_stage, offload=host is not None, make_buckets=make_replica)

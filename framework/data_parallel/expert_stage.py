@@ -50,6 +50,7 @@ class BucketStage(Protocol):
 
     buckets: list[Bucket]
     frozen: list[StageParameter]
+    frozen_shards: Sequence[ShardedParameters]
 
     def begin_step(self) -> None: ...
 
@@ -75,6 +76,7 @@ class ExpertStage:
         self._parts = dense, experts
         self.buckets: Sequence[ShardedParameters] = [*dense.buckets, *experts.buckets]
         self.frozen = [*dense.frozen, *experts.frozen]
+        self.frozen_shards: Sequence[ShardedParameters] = [*dense.frozen_shards, *experts.frozen_shards]
 
     def begin_step(self) -> None:
         """Discard the gradients of the previous step."""

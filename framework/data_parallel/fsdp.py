@@ -72,7 +72,7 @@ class FsdpLayers:
         """Shard ``layers``, which must be on the CPU, over the ranks of ``shard``, and move the shards to ``device``.
 
         It does so unit by unit, so that the device never holds the full stage. Parameters in ``ignored`` stay as they
-        are.
+        are. Frozen ones are sharded and gathered in ``dtype``.
 
         Args:
             dtype: dtype in which the weights are gathered; shards and gradients are float32 (float64 for float64).
@@ -106,13 +106,17 @@ class FsdpLayers:
         self._state: Any = self._root._get_fsdp_state()
         self._state._lazy_init()  # the root's forward would do it, but only its layers are called
         self.parameters: list[FsdpParameter] = []
-        """Sharded parameters, unit by unit."""
+        """Sharded parameters that are trained, unit by unit."""
+        self.frozen: list[FsdpParameter] = []
+        """Sharded parameters that are not: gathered with their unit, without a gradient."""
         self._is_ending = False
         """True while FSDP's callback at the end of a stage's backward runs."""
         for unit in self.units():
-            parameters = [FsdpParameter(of_torch) for of_torch in unit.fsdp_params]
+            every = [FsdpParameter(of_torch) for of_torch in unit.fsdp_params]
+            parameters = [each for each in every if each.sharded.requires_grad]
             unit.post_backward = self._prepared(unit, parameters)
             self.parameters += parameters
+            self.frozen += [each for each in every if not each.sharded.requires_grad]
         for state in self._states():
             state._root_post_backward_final_callback = self._ending(state._root_post_backward_final_callback)
 
@@ -196,7 +200,7 @@ class FsdpLayers:
 
 
 def _shard_units(layers: nn.Sequential, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Apply ``fully_shard`` to the modules that share weights, and to each layer; cast the weights to ``dtype``."""
+    """Apply ``fully_shard`` to the modules that share weights, and to each layer; cast trained weights to ``dtype``."""
     for modules in [
         *_sharing(layers.modules(), lambda module: set(map(id, module.parameters(recurse=False)))),
         *_sharing(layers, lambda layer: {id(each) for each in layer.modules() if list(each.parameters())}),
@@ -205,7 +209,7 @@ def _shard_units(layers: nn.Sequential, dtype: torch.dtype, options: dict[str, A
         own = {parameter for module in modules for parameter in module.parameters()}
         whole = {each for each in own if each not in options["ignored_params"] and not isinstance(each, DTensor)}
         for parameter in whole:
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
         if own and not isinstance(modules[0], FSDPModule):
             shares = len(modules) > 1
             fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)

@@ -5,6 +5,8 @@
 
 Each parameter is cut along its first dim. The rows of one replica, zero-padded to the longest share, form a bucket of
 one slot. Optimizer, checkpoints and checks therefore see the same interface as in :mod:`.buckets`.
+
+Frozen weights, such as the base of adapters, are sharded, gathered and freed with their layer. They have no gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from meshwright.data_parallel.sharding import (
     ShardedParameters,
     Sharding,
     StageParameter,
+    accumulation_dtype,
     sum_over_tp,
 )
 from meshwright.errors import ModelError
@@ -108,30 +111,36 @@ class FullyShardedStage:
         self.tp = tp
         self._sharding = sharding
         self._device = device
-        self.frozen = [member for member in members if not member.parameter.requires_grad]
-        """Parameters that are not trained: full on every replica, without gradient or optimizer state."""
-        trained = {id(member.parameter): member for member in members if member.parameter.requires_grad}
-        _check_dims(trained.values())
+        _check_dims(member for member in members if member.parameter.requires_grad)
+        self.frozen = [member for member in members if member.parameter.dim() == 0]
+        """Frozen numbers, which have no dim to cut: whole on every replica."""
+        sharded = {id(member.parameter): member for member in members if member.parameter.dim()}
         by_key = {
-            (id(module), name): trained[id(parameter)]
+            (id(module), name): sharded[id(parameter)]
             for module in layers.modules()
             for name, parameter in module.named_parameters(recurse=False)
-            if id(parameter) in trained
+            if id(parameter) in sharded
         }
         for member in self.frozen:
             member.parameter.data = member.parameter.data.to(device)
-        ignored = {parameter for parameter in layers.parameters() if id(parameter) not in trained}
+        ignored = {parameter for parameter in layers.parameters() if id(parameter) not in sharded}
         self.fsdp = FsdpLayers(layers, sharding.shard, dtype, device, offload=offload, ignored=ignored)
-        shards = [parameter.padded_rows for parameter in self.fsdp.parameters]
-        sizes = [shard.numel() for shard in shards]
-        self._gradient = torch.zeros(sum(sizes), dtype=shards[0].dtype, device=shards[0].device)
+        sizes = [parameter.padded_rows.numel() for parameter in self.fsdp.parameters]
+        place = torch.device("cpu") if offload else device
+        self._gradient = torch.zeros(sum(sizes), dtype=accumulation_dtype(dtype), device=place)
         """Flat gradient of this rank's rows of all parameters."""
         gradients = torch.split(self._gradient, sizes)
         self.buckets = [
             RowShards(parameter, by_key[parameter.key], sharding, gradient, self.fsdp, device)
             for parameter, gradient in zip(self.fsdp.parameters, gradients, strict=True)
         ]
-        assert len(self.buckets) == len(trained)
+        without = self._gradient.new_empty(0)
+        self.frozen_shards: list[ShardedParameters] = [
+            RowShards(parameter, by_key[parameter.key], sharding, without, self.fsdp, device)
+            for parameter in self.fsdp.frozen
+        ]
+        """Weights that are not trained, sharded as the others."""
+        assert len(self.buckets) + len(self.frozen_shards) == len(sharded)
         for bucket in () if self.fsdp.copies_gradients else self.buckets:
             bucket.accumulate_in_place()
         self._in_halves = False

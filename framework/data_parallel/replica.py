@@ -24,7 +24,7 @@ from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.data_parallel.members import plan_buckets
 from meshwright.data_parallel.offload import OffloadedBucket
 from meshwright.data_parallel.products import offer_products
-from meshwright.data_parallel.sharding import StageParameter, sum_over_tp
+from meshwright.data_parallel.sharding import ShardedParameters, StageParameter, sum_over_tp
 from meshwright.mesh.comm import Group
 from meshwright.optimizer import HostMemory
 
@@ -58,6 +58,8 @@ class StageReplica:
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
         """Parameters that are not trained: no bucket, gradient or optimizer state; the same values on every replica."""
+        self.frozen_shards: Sequence[ShardedParameters] = ()
+        """Those that are sharded: none, but under ZeRO-3."""
         trained = [member for member in members if member.parameter.requires_grad]
         make_bucket = Bucket if host is None else partial(OffloadedBucket, host)
         self.buckets: list[Bucket] = [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from meshwright.adapters.attach import is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT, base_sum, check_base, fingerprint_of
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.config import leaves_out_base
+from meshwright.data_parallel.members import full_weights
+from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 
 
@@ -33,11 +37,24 @@ def check_resumed(parts: Parts, manifest: Manifest, place: str) -> None:
 
 
 def _total(parts: Parts) -> Tensor:
-    """Sum the parts of the fingerprint over all ranks: 8 bytes on the wire. Blocks."""
-    mesh = parts.mesh
-    members = [member for replica in parts.replicas.values() for member in replica.frozen]
-    members = [member for member in members if not is_adapter(member.info.name)]
-    owned = [each for each in members if mesh.is_first(each.info.over) and each.kind.owns(mesh.at.tp_rank)]
-    total = base_sum((member.info, member.parameter.detach()) for member in owned).to(mesh.device)
-    mesh.world.all_reduce(total).wait()
+    """Sum the parts of the fingerprint over all ranks: 8 bytes on the wire, and ZeRO-3's weights once. Blocks."""
+    total = base_sum(_owned(parts)).to(parts.mesh.device)
+    parts.mesh.world.all_reduce(total).wait()
     return total
+
+
+def _owned(parts: Parts) -> Iterator[tuple[ParameterInfo, Tensor]]:
+    """Yield the frozen weights that this rank counts, in local shapes. Under ZeRO-3 collective over the shard group."""
+    mesh = parts.mesh
+    for replica in parts.replicas.values():
+        for member in replica.frozen:
+            if (
+                mesh.is_first(member.info.over)
+                and member.kind.owns(mesh.at.tp_rank)
+                and not is_adapter(member.info.name)
+            ):
+                yield member.info, member.parameter.detach()
+        for bucket in replica.frozen_shards:
+            weights, ((info, *_), start, stop) = full_weights(bucket), bucket.slots[0]
+            if bucket.sharding.is_first and bucket.kind.owns(mesh.at.tp_rank) and not is_adapter(info.name):
+                yield info, weights[start:stop].view(info.local_shape)

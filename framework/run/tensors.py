@@ -135,6 +135,10 @@ def pieces(
                 continue
             if mesh.is_first(member.info.over) and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
+        for bucket in replica.frozen_shards:
+            if (with_frozen or _is_of_adapters(bucket)) and bucket.kind.owns(mesh.at.tp_rank):
+                weights = full_weights(bucket)
+                yield from flat_pieces(TensorKind.WEIGHTS, bucket, weights) if bucket.sharding.is_first else ()
         for bucket in replica.buckets:
             number, index = index, index + 1
             states, _ = read_states(optimizer, number)
@@ -192,9 +196,12 @@ def restore(
                 continue
             found = _read(checkpoint, TensorKind.WEIGHTS, member.info, member.parameter.dtype)
             member.parameter.data.copy_(found.view(member.info.local_shape))
+        for bucket in replica.frozen_shards:
+            if adapted if _is_of_adapters(bucket) else has_base:
+                load_weights(bucket, _read_bucket(checkpoint, TensorKind.WEIGHTS, bucket), None)
         for bucket in replica.buckets:
             start, stop = bucket.shard_range
-            if is_fresh and all(is_adapter(slot.member.info.name) for slot in bucket.slots) and not adapted:
+            if is_fresh and _is_of_adapters(bucket) and not adapted:
                 index += 1
                 continue
             with torch.no_grad():
@@ -214,6 +221,11 @@ def restore(
                 is_saved = bool(checkpoint.parameters(kind))
                 flats[index].copy_(_read_bucket(checkpoint, kind, bucket)[start:stop] if is_saved else bucket.master)
             index += 1
+
+
+def _is_of_adapters(bucket: ShardedParameters) -> bool:
+    """Return whether all parameters of a bucket are an adapter's."""
+    return all(is_adapter(slot.member.info.name) for slot in bucket.slots)
 
 
 def _read(checkpoint: CheckpointReader, kind: TensorKind, info: ParameterInfo, dtype: torch.dtype) -> Tensor:

@@ -93,10 +93,11 @@ def _held_at_rest(config: RunConfig, elements: Elements, shards: int, zero: int)
     )
     states = round(sum(number / shards for number in held)) + elements.factors * wide
     gradients = _gradient_bytes(config, trained * wide, shards)
+    base = frozen // shards * dtype.itemsize  # under ZeRO-3
     if zero == 3 and shards > 1:
         if offload:
-            return frozen * dtype.itemsize, gradients - shard, 0, 2 * shard + states
-        return shard + frozen * dtype.itemsize, gradients, states, 0
+            return 0, gradients - shard, 0, 2 * shard + states + base
+        return shard + base, gradients, states, 0
     weights = (trained + frozen) * dtype.itemsize
     if offload:
         return weights, gradients, 0, shard + states

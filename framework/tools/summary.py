@@ -60,9 +60,9 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
 
 
 def _shared(blueprint: Blueprint, stage: int) -> int:
-    """Return the elements of trained weights that several modules of a stage use, which ZeRO-3 gathers once."""
+    """Return the elements of weights that several modules of a stage use, which ZeRO-3 gathers once."""
     uses = Counter(parameter for _, parameter in blueprint.stage_layers(stage).named_parameters(remove_duplicate=False))
-    return sum(parameter.numel() for parameter, times in uses.items() if times > 1 and parameter.requires_grad)
+    return sum(parameter.numel() for parameter, times in uses.items() if times > 1)
 
 
 def _elements(blueprint: Blueprint, stage: int) -> Elements:
@@ -153,7 +153,8 @@ def _price(blueprint: Blueprint) -> list[str]:
 
     lines = []
     if config.parallel.zero == 3:
-        gathered = max(2 * _elements(blueprint, stage).dense - _shared(blueprint, stage) for stage in stages)
+        counts = {stage: _elements(blueprint, stage) for stage in stages}
+        gathered = max(2 * (each.dense + each.frozen) - _shared(blueprint, stage) for stage, each in counts.items())
         lines.append(
             f"weights    gathered layer by layer, forward and backward: a rank sends {chunks} x "
             f"{sent(gathered * dtype.itemsize)} in a step"

@@ -89,6 +89,8 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
                 moments["" if bucket.flat is None else "the master of "] = bucket.master
             for what, tensor in moments.items():
                 yield _of_bucket(what, bucket, tensor, bucket.sharding.copies, bucket.sharding.shard.rank)
+        for bucket in replica.frozen_shards:
+            yield _of_bucket("", bucket, bucket.master, bucket.sharding.copies, bucket.sharding.shard.rank)
         for member in replica.frozen:
             kind, parameter = member.kind, member.parameter.detach()
             named = ((member.info.name, parameter),)

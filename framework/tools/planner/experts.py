@@ -85,14 +85,14 @@ def refusal(config: RunConfig, counts: Iterable[int], ep: int, tp: int, sequence
     return f"ep {ep} with tp {tp} needs sequence parallelism" if tp > 1 and not sequence else ""
 
 
-def count_shared(layer: nn.Module) -> int:
-    """Return the trained elements of the experts of a layer that ranks share, as this rank holds them."""
+def count_shared(layer: nn.Module, trained: bool = True) -> int:
+    """Return the elements, trained or frozen, of the experts of a layer that ranks share, as this rank holds them."""
     return sum(
         parameter.numel()
         for module in layer.modules()
         if "expert_exchange" in vars(module)
         for parameter in module.parameters()
-        if parameter.requires_grad
+        if parameter.requires_grad is trained
     )
 
 

@@ -21,6 +21,8 @@ class BackwardPoint(NamedTuple):
     """Number of parameters of the layer's experts that ranks share."""
     experts_before: int = 0
     """Number of those whose gradients exist by then."""
+    gathered: int = 0
+    """Number of the layer's weights that ZeRO-3 gathers: those of ``elements`` and frozen ones."""
 
 
 class Footprint(NamedTuple):
@@ -48,8 +50,8 @@ class Footprint(NamedTuple):
     last_group: int = 0
     """Part of ``offloaded`` that stays on the device until another computation has begun."""
     forward_elements: int = 0
-    """Number of parameters of the layer at the peak in forward, and of the next one, without experts that ranks
-    share."""
+    """Number of weights of the layer at the peak in forward, and of the next one, frozen ones included, without experts
+    that ranks share."""
 
 
 class SharedWeight(NamedTuple):
@@ -124,7 +126,7 @@ def footprint(
         peak += 0 if in_halves else waiting
         weight_peak = layer.weight_peak + (waiting if in_halves else 0)
         peak += groups[index] + next((groups[before] for before in reversed(range(index)) if groups[before]), 0)
-        counts = layer.num_dense, elements, layer.num_experts, experts
+        counts = layer.num_dense, elements, layer.num_experts, experts, layer.num_dense + layer.num_frozen
         backward.append(BackwardPoint(live + peak - kept, *counts))
         weight_half.append(BackwardPoint(live_deferred + weight_peak - deferred, *counts))
         live += layer.deferred_bytes - released[index] + groups[index]
@@ -146,7 +148,7 @@ def footprint(
         output_gradients=sent,
         offloaded=sum(groups),
         last_group=next((size for size in reversed(groups) if size), 0),
-        forward_elements=sum(layer.num_dense for layer in layers[at_peak : at_peak + 2]),
+        forward_elements=sum(layer.num_dense + layer.num_frozen for layer in layers[at_peak : at_peak + 2]),
     )
 
 

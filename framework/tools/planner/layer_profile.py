@@ -74,6 +74,8 @@ class LayerProfile:
     """Features of its first floating-point input; 0 without one."""
     num_experts: int = 0
     """Part of ``num_parameters`` in experts that ranks share (expert parallelism)."""
+    num_frozen: int = 0
+    """Number of local elements that are not trained, without experts that ranks share."""
 
     @property
     def num_dense(self) -> int:

@@ -135,6 +135,7 @@ class LayerRun:
             attended=forward.attended,
             cores=forward.cores,
             num_experts=count_shared(layer),
+            num_frozen=sum(p.numel() for p in layer.parameters() if not p.requires_grad) - count_shared(layer, False),
             width=next((leaf.shape[-1] for leaf in leaves if leaf.is_floating_point()), 0),
         )
         return profile, tree_map(_like, forward.specs, is_leaf=lambda leaf: isinstance(leaf, _Spec))

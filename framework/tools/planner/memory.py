@@ -147,9 +147,9 @@ class ReductionBuffers(NamedTuple):
         """
         if in_halves:
             return self.narrow * (points[index].elements_before + points[index].elements) + held
-        prefetched = points[index + 1].elements if index + 1 < len(points) else 0
+        prefetched = points[index + 1].gathered if index + 1 < len(points) else 0
         in_flight = self.wide * points[index - 1].elements if index and reduces else held
-        return self.narrow * (points[index].elements + prefetched) + in_flight
+        return self.narrow * (points[index].gathered + prefetched) + in_flight
 
     def held(self, of: Footprint, backward: Action) -> int:
         """Return the bytes that a stage's backward leaves in flight: under ZeRO-3 until its next one, under ZeRO-2

@@ -48,10 +48,11 @@ def _replica_s(
     chunks = batch_numbers(config).chunks
     if config.parallel.zero == 3:
         layers = sum(len(layout.stages[stage]) for stage in own)
-        copy_s, add_s = _host_shards_s(layout, performance, elements / dense.shards)
+        frozen = sum(layout.elements[stage].frozen for stage in own)
+        copy_s, add_s = _host_shards_s(layout, performance, elements / dense.shards, frozen / dense.shards)
         sums = dense.reduce_scatter_s(layers) + (dense.all_reduce_s(layers) if dense.replicas > dense.shards else 0.0)
         sums += experts.sums_s()
-        in_forward = max(dense.all_gather_s(layers), copy_s)
+        in_forward = max(dense._replace(elements=elements + frozen).all_gather_s(layers), copy_s)
         in_backward = in_forward + sums
         reduce = chunks * (exposed_s(in_backward, backward_s, traits.overlaps_reduce) + add_s)
         once = exposed_s(experts.gathers_s(), forward_s, traits.overlaps_gather)
@@ -139,14 +140,18 @@ def _passes_beside(layout: LayoutModel, num_stages: int) -> float:
     return 1.0 + more * (num_stages - 1) / num_stages
 
 
-def _host_shards_s(layout: LayoutModel, performance: PerformanceModel, shard: float) -> tuple[float, float]:
+def _host_shards_s(
+    layout: LayoutModel, performance: PerformanceModel, shard: float, frozen: float
+) -> tuple[float, float]:
     """Return the seconds of one copy of float32 shards over the host link, and of a sum of gradients on the host.
 
     ZeRO-3 with offload copies each shard (``shard`` elements) to the device for forward, again for backward, and its
     gradient back: in each micro-batch. The link carries both directions at once. The host then adds the gradients.
+    ``frozen``: elements of this rank's shards that are not trained, in the dtype of the weights.
     """
     hardware = performance.hardware
     if not layout.config.parallel.offload or hardware.kind == "cpu":
         return 0.0, 0.0
-    copy_s = shard * 4.0 / hardware.host_link.bytes_per_s
+    copied = shard * 4.0 + frozen * DTYPES[layout.config.train.dtype].itemsize
+    copy_s = copied / hardware.host_link.bytes_per_s
     return copy_s, shard * 12.0 * hardware.devices_per_node / hardware.host_memory_bytes_per_s

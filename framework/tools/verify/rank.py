@@ -150,7 +150,7 @@ def _weights(parts: Parts) -> list[TensorSlice]:
     slices: list[TensorSlice] = []
     for replica in parts.replicas.values():
         replica.wait_for_weights()
-        for bucket in replica.buckets:
+        for bucket in (*replica.buckets, *replica.frozen_shards):
             slices += _slices(parts, bucket, full_weights(bucket))
         for member in replica.frozen:
             if parts.mesh.is_first(member.info.over) and member.kind.owns(parts.mesh.at.tp_rank):

@@ -51,9 +51,10 @@ def _replica_ranks(parts: Parts) -> tuple[int, ...]:
 
 
 def _weights(parts: Parts, index: int, replica: Replica, positions: dict[int, int]) -> list[Evidence]:
-    trained = [(slot.member, _local_weights(bucket, slot)) for bucket in replica.buckets for slot in bucket.slots]
+    buckets = (*replica.buckets, *replica.frozen_shards)
+    sharded = [(slot.member, _local_weights(bucket, slot)) for bucket in buckets for slot in bucket.slots]
     evidence = []
-    for member, weights in trained + [(member, member.parameter.detach()) for member in replica.frozen]:
+    for member, weights in sharded + [(member, member.parameter.detach()) for member in replica.frozen]:
         problem = broken(weights)
         if problem is not None:
             position = positions[id(member.parameter)]
