@@ -132,7 +132,7 @@ def test_a_resumed_run_is_bit_equal_on_its_layout_and_close_on_another(
     unbroken = exact_losses(configure("whole", {}))
     same = resumed("again", run, configure, {"pp": 2, "tp": 2, "sequence": True}, pool)
     assert exact_losses(same) == unbroken and weights_of(run_directory(same)) == weights_of(run)
-    other = resumed("other", run, configure, {"dp": 2, "zero": 1}, pool)
+    other = resumed("other", run, configure, {"dp": 2, "zero": 3}, pool)
     for step, loss in exact_losses(other).items():
         assert float.fromhex(loss) == pytest.approx(float.fromhex(unbroken[step]), rel=1e-11)
     checkpoints = [open_checkpoint(find(run_directory(each))[0].path) for each in (same, other)]
@@ -350,10 +350,10 @@ def test_an_imported_model_is_the_base_of_adapters_that_start_at_their_first_val
     convert(run, ("hf", str(base)), None, [*overrides, "--data.sequence_length=12"], None, None, None)
     before = {name: w.clone() for name, w in load_file(base / "model.safetensors").items()}
     adapted = ["--adapter.rank=3", f"--adapter.targets={json.dumps(FUSED)}", "--train.steps=2", "--train.dtype=float32"]
-    more = ["--batch.micro_batch_size=1", "--batch.global_batch=4", "--parallel.dp=1", "--parallel.tp=2"]
-    more += ["--tracking.console=false", "--checkpoint.every=1"]
+    more = ["--batch.micro_batch_size=1", "--batch.global_batch=4", "--parallel.dp=2", "--parallel.tp=2"]
+    more += ["--tracking.console=false", "--checkpoint.every=1", "--parallel.zero=3"]
     config = resolve(
-        load(run / "config.toml", [*adapted, *more, "--tracking.console=false", "--checkpoint.every=1"]), 2
+        load(run / "config.toml", [*adapted, *more, "--tracking.console=false", "--checkpoint.every=1"]), 4
     )
     trained(pool, config)
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
