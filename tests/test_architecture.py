@@ -91,12 +91,12 @@ MANY_PARAMETERS = {
     "models/llama.py:build": 33,
     "models/t5.py:build": 17,
 }
-CORE_LINES, FRAMEWORK_LINES = 20_250, 64_454
+CORE_LINES, FRAMEWORK_LINES = 20_258, 64_500
 FACE = "meshwright"
 """The public API: names of any room and of launch, imported when they are used."""
 HIDDEN = {"meshwright.run.lock", FACE}
 """Modules that name other rooms for types only: the launcher and ``import meshwright`` work before torch is there."""
-READING_LINES = 2_888
+READING_LINES = 2_889
 README_LINES = 200
 PROSE = 2
 """Docstrings that break a rule of tests/support/prose.py."""

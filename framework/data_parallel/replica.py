@@ -58,8 +58,7 @@ class StageReplica:
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
         """Parameters that are not trained: no bucket, gradient or optimizer state; the same values on every replica."""
-        self.frozen_shards: Sequence[ShardedParameters] = ()
-        """Those that are sharded: none, but under ZeRO-3."""
+        self.frozen_shards: Sequence[ShardedParameters] = ()  # of ZeRO-3 alone
         trained = [member for member in members if member.parameter.requires_grad]
         make_bucket = Bucket if host is None else partial(OffloadedBucket, host)
         self.buckets: list[Bucket] = [
