@@ -21,8 +21,13 @@ class BackwardPoint(NamedTuple):
     """Number of parameters of the layer's experts that ranks share."""
     experts_before: int = 0
     """Number of those whose gradients exist by then."""
-    gathered: int = 0
-    """Number of the layer's weights that ZeRO-3 gathers: those of ``elements`` and frozen ones."""
+    frozen: int = 0
+    """Number of the layer's weights that are not trained, without experts that ranks share."""
+
+    @property
+    def gathered(self) -> int:
+        """Number of the layer's weights that ZeRO-3 gathers."""
+        return self.elements + self.frozen
 
 
 class Footprint(NamedTuple):
@@ -126,7 +131,7 @@ def footprint(
         peak += 0 if in_halves else waiting
         weight_peak = layer.weight_peak + (waiting if in_halves else 0)
         peak += groups[index] + next((groups[before] for before in reversed(range(index)) if groups[before]), 0)
-        counts = layer.num_dense, elements, layer.num_experts, experts, layer.num_dense + layer.num_frozen
+        counts = layer.num_dense, elements, layer.num_experts, experts, layer.num_frozen
         backward.append(BackwardPoint(live + peak - kept, *counts))
         weight_half.append(BackwardPoint(live_deferred + weight_peak - deferred, *counts))
         live += layer.deferred_bytes - released[index] + groups[index]
