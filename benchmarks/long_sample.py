@@ -5,8 +5,9 @@
 A Llama of 2 layers, 8 query heads of 4 features, in float32; documents of 1,024 tokens, so that the attention of a CPU
 takes seconds. Live bytes of a rank are those of all storages that any tensor operation has made and that still live;
 its activations are their peak in a second step less those before the step. The bar is 1.15 / cp of one process'
-activations. The exchange of keys keeps 2 S G d b bytes of keys and values an attention on top: with G = 8 key-value
-heads these are counted apart, with G = 1 they are within the bar. Exit code 1: a rank above it.
+activations. The exchange of keys has keys and values of all tokens on top, 2 S G d b bytes an attention: in one group
+of heads, as with G = 1 key-value head, it keeps those of each attention; in n groups, as with G = 8, it has those of
+two groups at a time. Exit code 1: a rank above the bar.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from torch import Tensor
 import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig, parse, resolve
+from meshwright.context_parallel.grouped import num_groups
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
@@ -101,12 +103,14 @@ def compare(pool: RankPool, length: int, cp: int, document: int) -> dict[str, An
     alone = {kv_heads: run(1, "keys", "zigzag", kv_heads) for kv_heads in sorted({way[2] for way in WAYS})}
     rows = []
     for exchange, order, kv_heads in WAYS:
-        found, kept = run(cp, exchange, order, kv_heads), LAYERS * 2 * length * kv_heads * HEAD_DIM * BYTES
-        keys, whole = kept if exchange == "keys" else 0, alone[kv_heads] / cp
+        found, of_attention = run(cp, exchange, order, kv_heads), 2 * length * kv_heads * HEAD_DIM * BYTES
+        groups = num_groups(cp, HEADS, kv_heads)
+        keys = 0 if exchange == "heads" else of_attention * LAYERS if groups == 1 else 2 * of_attention // groups
+        whole = alone[kv_heads] / cp
         shares = {"share_x_cp": found / whole, "rest_x_cp": (found - keys) / whole}
         names = {"exchange": exchange, "order": order, "kv_heads": kv_heads, "one_process": alone[kv_heads]}
-        rows.append(names | {"bytes": found, "kept_keys": keys} | shares)
-    bars = [(row, row["rest_x_cp" if row["kv_heads"] == HEADS else "share_x_cp"]) for row in rows]
+        rows.append(names | {"bytes": found, "groups": groups, "gathered_keys": keys} | shares)
+    bars = [(row, row["share_x_cp"]) for row in rows]
     problems = [f"{row['exchange']}, {row['order']}: {share:.3f}" for row, share in bars if share > BAR]
     return {"length": length, "cp": cp, "rows": rows, "problems": problems}
 
@@ -126,7 +130,7 @@ def main() -> int:
         found = compare(pool, arguments.length, arguments.cp, arguments.document)
     for row in found["rows"]:
         whole = f"{row['share_x_cp']:.3f} / {found['cp']} of {row['one_process']:,} of one process"
-        words = f"bytes on the fullest rank, {whole}; {row['rest_x_cp']:.3f} without {row['kept_keys']:,} of keys"
+        words = f"bytes on the fullest rank, {whole}; {row['rest_x_cp']:.3f} without {row['gathered_keys']:,} of keys"
         start = f"{row['exchange']:6s}{row['order']:10s}{row['kv_heads']} kv heads {row['bytes']:>13,}"
         console.print(f"{start} {words}", highlight=False)
     report = {"environment": environment(shlex.join(["python", "benchmarks/long_sample.py", *sys.argv[1:]]))} | found

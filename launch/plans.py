@@ -38,7 +38,7 @@ FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.d
 """Overrides that clear a configuration's own batch, so that it cannot contradict another number of samples."""
 SEARCHED = {
     *(f"parallel.{key}" for key in ("pp", "dp", "cp", "tp", "ep", "zero", "shard_factor")),
-    *(f"parallel.{key}" for key in ("sequence", "reduce", "offload")),
+    *(f"parallel.{key}" for key in ("sequence", "reduce", "offload", "cp_exchange", "cp_order")),
     *(f"pipeline.{key}" for key in ("schedule", "interleave", "schedule_file", "recompute", "recompute_layers")),
     *("parallel.tp_across_nodes", "batch.micro_batch_size", "batch.chunks", "launch.processes"),
 }

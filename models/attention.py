@@ -48,6 +48,10 @@ def can_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
+def _reads_places(q: Tensor, places: Tensor) -> bool:
+    return can_read(q) and type(q) is type(places) is Tensor
+
+
 class AttentionShape(NamedTuple):
     """Sizes of an attention, and how far it reaches."""
 
@@ -147,9 +151,8 @@ class AttentionCore(nn.Module):
         heads_per_group, length = q.shape[1] // k.shape[1], k.shape[-2]
         scale = None if self.score_divisor is None else 1 / self.score_divisor
         if dropout is None and places is not None:
-            reads = can_read(q) and type(q) is type(places) is Tensor
             first = some_queries.first_seen(places, starts, self.window)
-            return some_queries.attend(q, k, v, places, first, scale, reads=reads)
+            return some_queries.attend(q, k, v, places, first, scale, reads=_reads_places(q, places))
         if dropout is None:
             return self._attend(q, k, v, starts, scale)
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
@@ -162,6 +165,26 @@ class AttentionCore(nn.Module):
         scores = scores.masked_fill(~mask, -math.inf)
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
         return dropout(probabilities) @ v
+
+    def query_blocks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout: nn.Module | None,
+        starts: Tensor | None = None,
+        *,
+        places: Tensor,
+        length: int,
+    ) -> list[slice] | None:
+        """Return blocks of queries that :meth:`forward` takes alone, with some heads, of the ``length`` tokens.
+
+        None with dropout, whose mask is that of all heads and queries. Arguments: those of forward, k and v not read.
+        """
+        if dropout is not None:
+            return None
+        first = some_queries.first_seen(places, starts, self.window)
+        return some_queries.query_blocks(places, first, length, reads=_reads_places(q, places))
 
     def form(self, q: Tensor, has_documents: bool) -> flex.Form:
         """Return how queries (B, H, S, d) attend without dropout, see :func:`meshwright.models.flex.form_of`."""

@@ -1,26 +1,21 @@
 """Causal attention of some queries of each sample to all of its keys, as a context-parallel rank computes it.
 
 A query sees one run of keys: from the start of its document, or of its window, up to itself. Queries attend block by
-block. Backward computes each block again (recompute), so that no mask and no probability is kept: what stays are the
-queries, keys and values. Where values can be read, a block attends run by run of neighbours in one document, which
-needs no mask if it begins with the document, and skips all keys that none of its queries sees.
+block. The caller, which has chosen the blocks, may compute each again in backward, so that no mask and no probability
+is kept. Where values can be read, a block attends run by run of neighbours in one document, which needs no mask if it
+begins with the document, and skips all keys that none of its queries sees.
 
 Shapes: B samples, Q queries, S tokens, H query heads, G key-value heads, d head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import repeat
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 QUERY_BLOCK = 1024
 """Most queries of a block."""
@@ -51,43 +46,32 @@ def seen(places: Tensor, first: Tensor, keys: range) -> Tensor:
     return ((numbers <= places[..., None]) & (numbers >= first[..., None]))[:, None]
 
 
+def query_blocks(places: Tensor, first: Tensor, length: int, *, reads: bool) -> list[slice]:
+    """Return blocks of queries whose masks are small.
+
+    Args:
+        places: (1 or B, Q) int64, ascending. first: see :func:`first_seen`. length: S.
+        reads: values of tensors can be read for nothing.
+    """
+    most, queries = MASK_ELEMENTS.get(places.device.type, 2**27), places.shape[1]
+    if reads:
+        return _small_blocks(slice(0, queries), places, first, most)
+    size = max(1, min(QUERY_BLOCK, most // length))
+    return [slice(at, min(at + size, queries)) for at in range(0, queries, size)]
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None, *, reads: bool
 ) -> Tensor:
-    """Attend with queries q (B, H, Q, d) to the keys k and values v (B, G, S, d). Return q's shape.
+    """Attend with queries q (B, H, Q, d) to the keys k and values v (B, G, S, d), by :func:`query_blocks`.
 
-    Args:
-        places: (1 or B, Q) int64, ascending. first: see :func:`first_seen`.
-        scale: factor of the scores; None: 1 / sqrt(d).
-        reads: values of tensors can be read for nothing.
+    ``scale``: factor of the scores; None: 1 / sqrt(d). Return q's shape.
     """
-    most = MASK_ELEMENTS.get(q.device.type, 2**27)
-    if reads:
-        blocks = _small_blocks(slice(0, q.shape[-2]), places, first, most)
-    else:
-        size = max(1, min(QUERY_BLOCK, most // k.shape[-2]))
-        blocks = [slice(at, min(at + size, q.shape[-2])) for at in range(0, q.shape[-2], size)]
-    # a compiled layer has no such modes, and torch.compile takes no context of another kind
-    context: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _same_modes}
-    mixed = []
-    for block in blocks:
-        arguments = q[:, :, block], k, v, places[:, block], first[:, block], scale, reads
-        mixed.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False, **context))
+    mixed = [
+        _attend(q[:, :, block], k, v, places[:, block], first[:, block], scale, reads)
+        for block in query_blocks(places, first, k.shape[-2], reads=reads)
+    ]
     return mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=2)
-
-
-def _same_modes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Return the contexts of a block's forward and of its recompute: the second has the function modes of the first."""
-    return nullcontext(), _entered(_get_current_function_mode_stack())
-
-
-@contextmanager
-def _entered(modes: list[TorchFunctionMode]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for mode in modes:
-            if mode not in _get_current_function_mode_stack():
-                stack.enter_context(mode)
-        yield
 
 
 def _small_blocks(queries: slice, places: Tensor, first: Tensor, most: int) -> list[slice]:
@@ -102,7 +86,7 @@ def _small_blocks(queries: slice, places: Tensor, first: Tensor, most: int) -> l
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None, reads: bool) -> Tensor:
-    """Attend with the queries of a block, to be computed again in backward. Arguments: those of :func:`attend`."""
+    """Attend with the queries of a block. Arguments: those of :func:`attend`."""
     if not reads:
         return _masked(q, k, v, seen(places, first, range(k.shape[-2])), scale)
     places, first = (each.expand(q.shape[0], -1) for each in (places, first))

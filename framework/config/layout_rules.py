@@ -81,8 +81,13 @@ def _sequence(config: RunConfig) -> str | None:
 
 def _context(config: RunConfig) -> str | None:
     cp, length = config.parallel.cp, config.data.sequence_length
-    if cp == 1 and (others := non_defaults(config.parallel, "cp_order", "cp_exchange")):
+    if cp == 1 and (others := non_defaults(config.parallel, "cp_order", "cp_exchange", "cp_head_groups")):
         return f"parallel.{others[0]} has no effect with parallel.cp = 1: set parallel.cp to 2 or more, or leave it out"
+    if config.parallel.cp_exchange == "heads" and config.parallel.cp_head_groups is not None:
+        return (
+            f"parallel.cp_head_groups = {config.parallel.cp_head_groups} has no effect with "
+            f'parallel.cp_exchange = "heads", which gathers no keys: leave one out'
+        )
     if cp == 1 or config.data.builder is not None:
         return None
     if config.parallel.cp_order == "documents" and not config.data.document_boundaries:
@@ -225,6 +230,7 @@ LAYOUT_RULES = (
             "parallel.cp",
             "parallel.cp_order",
             "parallel.cp_exchange",
+            "parallel.cp_head_groups",
             "data.sequence_length",
             "data.document_boundaries",
         ),

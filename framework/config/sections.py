@@ -188,6 +188,9 @@ class Parallel(Section):
     cp_exchange: Literal["keys", "heads"] = "keys"
     """Exchange of an attention: gather the keys and values of all tokens; or of heads (Ulysses): each rank attends with
     all tokens of 1/cp of the heads, which cp x tp must divide."""
+    cp_head_groups: Count | None = None
+    """Groups of a tensor-parallel rank's key-value heads, whose keys and values are gathered, used and released one
+    after the other, and again in backward; 1: all at once, and kept. Default: see `docs/long-context.md`."""
     ep: Count = 1
     """Expert-parallel degree: neighbouring ranks of a stage that share the experts of each layer, over tp, cp and dp.
     `docs/mixture-of-experts.md` has the details."""

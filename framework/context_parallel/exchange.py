@@ -9,10 +9,10 @@
     after       (B, H, S/cp, d)              <-- all-to-all -- (B, H/cp, S, d); backward: each all-to-all the other way
 
 With "keys" the queries of a rank stay where they are and see all keys, so that any mask works and each row of scores is
-computed as in one process. With "heads" the core computes some heads as in one process. All collectives block (on CUDA:
-the stream). Bytes on the wire of a rank, forward and backward alike, with b bytes an element:
+computed as in one process; grouped.py gathers the keys of some heads at a time. With "heads" the core computes some
+heads as in one process. Bytes on the wire of a rank, forward and backward alike, with b bytes an element:
 
-    keys        2 B S G d b (cp-1)/cp
+    keys        2 B S G d b (cp-1)/cp; in groups of heads backward gathers them again, as many bytes more
     heads       (2 H + 2 G) B S/cp d b (cp-1)/cp, of which H + 2 G before the core
 
 Shapes: B samples, H query heads and G key-value heads of this rank before the exchange, S tokens, d head_dim.
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from meshwright.context_parallel.cut import TokenCut
+from meshwright.mesh.comm import CollectiveHandle
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -38,26 +39,52 @@ def gather_keys(k: Tensor, v: Tensor, cut: TokenCut) -> tuple[Tensor, Tensor]:
     return found
 
 
+class KeyGathering:
+    """All-gather of keys and values, each (B, G, S/cp, d) -> (B, G, S, d), posted when made: in one message over cp."""
+
+    def __init__(self, k: Tensor, v: Tensor, cut: TokenCut, joined: Tensor) -> None:
+        """Post it. ``joined``: (1 or B, S), see :meth:`TokenCut.from_ranks`."""
+        self._joined, self._k_width = joined, k.shape[-1]
+        part = torch.cat([k, v], dim=-1).movedim(-2, 0).contiguous()  # (S/cp, B, G, 2 d)
+        self._whole = part.new_empty(cut.length, *part.shape[1:])
+        self._handle = CollectiveHandle() if part.is_meta else cut.group.all_gather(self._whole, part)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens in the order of the sample. Blocks (on CUDA: the stream)."""
+        self._handle.wait()
+        both = in_sample_order(self._whole, self._joined).movedim(0, -2)  # (B, G, S, 2 d)
+        del self._whole
+        return both[..., : self._k_width], both[..., self._k_width :]
+
+
+class KeyScattering:
+    """Reduce-scatter of the gradients of all keys and values, (B, G, S, d) -> (B, G, S/cp, d), posted when made."""
+
+    def __init__(self, dk: Tensor, dv: Tensor, cut: TokenCut, joined: Tensor) -> None:
+        """Post it, over cp. ``joined``: (1 or B, S), see :meth:`TokenCut.from_ranks`."""
+        self._k_width = dk.shape[-1]
+        whole = in_rank_order([dk.movedim(-2, 0), dv.movedim(-2, 0)], joined)  # (S, B, G, 2 d)
+        self._part = whole.new_empty(cut.share, *whole.shape[1:])
+        self._handle = CollectiveHandle() if whole.is_meta else cut.group.reduce_scatter(self._part, whole)
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return the gradients of this rank's keys and values. Blocks (on CUDA: the stream)."""
+        self._handle.wait()
+        part = self._part.movedim(0, -2)
+        return part[..., : self._k_width], part[..., self._k_width :]
+
+
 class _GatherKeys(torch.autograd.Function):
     """All-gather of keys and values along the tokens; backward reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, cut: TokenCut) -> tuple[Tensor, Tensor]:
-        ctx.cut, ctx.k_width, ctx.joined = cut, k.shape[-1], cut.from_ranks(k.device)
-        part = torch.cat([k, v], dim=-1).movedim(-2, 0).contiguous()  # (S/cp, B, G, 2 d)
-        whole = part.new_empty(cut.length, *part.shape[1:])
-        cut.group.all_gather(whole, part).wait()
-        both = in_sample_order(whole, ctx.joined).movedim(0, -2)  # (B, G, S, 2 d)
-        return both[..., : ctx.k_width], both[..., ctx.k_width :]
+        ctx.cut, ctx.joined = cut, cut.from_ranks(k.device)
+        return KeyGathering(k, v, cut, ctx.joined).wait()
 
     @staticmethod
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, None]:
-        cut = ctx.cut
-        whole = in_rank_order([dk.movedim(-2, 0), dv.movedim(-2, 0)], ctx.joined)  # (S, B, G, 2 d)
-        part = whole.new_empty(cut.share, *whole.shape[1:])
-        cut.group.reduce_scatter(part, whole).wait()
-        part = part.movedim(0, -2)
-        return part[..., : ctx.k_width], part[..., ctx.k_width :], None
+        return *KeyScattering(dk, dv, ctx.cut, ctx.joined).wait(), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshwright.config import Parallel
 from meshwright.context_parallel.cut import HeadCut, TokenCut
 from meshwright.context_parallel.exchange import gather_keys, heads_to_tokens, in_sample_order, tokens_to_heads
+from meshwright.context_parallel.grouped import BLOCKS, PLACES, GroupedAttention
 from meshwright.context_parallel.mixing import check_mixing
 from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group, share_router_tokens
@@ -37,8 +38,6 @@ from meshwright.model.build import PlainModel
 from meshwright.seeding import SeededDropout
 
 CORE, POSITIONS, SEQUENCE, VOCAB, HEADS, ROUTER = "context", "positions", "sequence", "vocab", "heads", "router"
-PLACES = "places"
-"""Keyword of an attention core, positions of its queries among the keys; and a kind, of a module that takes it."""
 TOKEN_DIM = -2
 """Dim of tokens in queries, keys and values, and in outputs indexed by position."""
 
@@ -56,8 +55,8 @@ def share_tokens(
     cut = TokenCut(group, parallel.cp_order, labels, model.draw)
     parts = parallel.tp if parallel.sequence else 1
     cut.check(builder, inputs, parts=parts, heads=len(model.loss_heads))
-    head_cut = HeadCut(group) if parallel.cp_exchange == "heads" else None
-    apply(builder, model.layers, model.plan, inputs, cut, head_cut)
+    heads = HeadCut(group) if parallel.cp_exchange == "heads" else parallel.cp_head_groups
+    apply(builder, model.layers, model.plan, inputs, cut, heads)
     return cut
 
 
@@ -67,12 +66,12 @@ def apply(
     plan: Mapping[str, Any],
     inputs: Any,
     cut: TokenCut,
-    head_cut: HeadCut | None = None,
+    heads: HeadCut | int | None = None,
 ) -> None:
     """Share the tokens of the samples over the ranks of ``cut``, in place. No communication.
 
     Call it before tensor parallelism is applied, which then splits this rank's tokens. ``inputs``: of a micro-batch.
-    ``head_cut``: the heads of a rank, for an exchange of heads; None: of keys.
+    ``heads``: those of a rank, for an exchange of heads; otherwise of keys, in so many groups of heads.
 
     Raises:
         ModelError: the plan names no attention core, or another module mixes tokens.
@@ -97,12 +96,12 @@ def apply(
         module = model.get_submodule(name)
         if (id(module), kind) not in hooked:
             hooked.add((id(module), kind))
-            _hook(name, module, kind, cut, head_cut)
+            _hook(name, module, kind, cut, heads)
     for name, module in model.named_modules():
         if isinstance(module, SeededDropout):
             around = {kinds[outer] for outer in _enclosing(name) if outer in kinds}
             if around & {HEADS, CORE}:
-                module.cut = (2, cut) if head_cut is None else (1, head_cut)
+                module.cut = (1, heads) if isinstance(heads, HeadCut) else (2, cut)
             elif SEQUENCE not in around:
                 module.cut = (1, cut)
     planned = {name for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE)}
@@ -114,10 +113,10 @@ def _enclosing(name: str) -> list[str]:
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
-def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, head_cut: HeadCut | None) -> None:
+def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, heads: HeadCut | int | None) -> None:
     before: Callable[..., Any] | None = None
-    if kind == CORE and head_cut is not None:
-        before = partial(_take_heads, name, cut, head_cut)
+    if kind == CORE and isinstance(heads, HeadCut):
+        before = partial(_take_heads, name, cut, heads)
         module.register_forward_hook(partial(_give_heads, name, cut))
     elif kind == CORE:
         if PLACES not in signature(module.forward).parameters:
@@ -127,7 +126,17 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, head_cut: Head
                 f"{PLACES!r}: with parallel.cp > 1 it has some queries and all keys, and {PLACES} (1 or B, queries) "
                 f"are the positions of the queries among the keys (docs/long-context.md)",
             )
-        before = partial(_exchange, name, cut)
+        grouped: GroupedAttention | None = None
+        wanted = None if isinstance(heads, HeadCut) else heads
+        if hasattr(module, BLOCKS):
+            module.forward = grouped = GroupedAttention(name, module.forward, getattr(module, BLOCKS), cut, wanted)
+        elif wanted is not None:
+            raise ModelError(
+                "MW-CP-015",
+                f"parallel.cp_head_groups = {wanted} needs attention cores that attend with some of their heads, and "
+                f'{name} does not declare it (a method "{BLOCKS}", docs/long-context.md): leave the key out',
+            )
+        before = partial(_exchange, name, cut, grouped)
     elif kind == PLACES:
         before = partial(_give_places, cut)
     elif kind == VOCAB and isinstance(module, nn.Embedding):
@@ -145,6 +154,12 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, head_cut: Head
 def _in_sample_order(cut: TokenCut, ranked: Tensor) -> Tensor:
     """Return tokens (S, B, ...) of rank 0, rank 1, .. in the order of the sample."""
     return in_sample_order(ranked, cut.from_ranks(ranked.device))
+
+
+def groups_of_call(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the groups of heads in which a core of this forward, as hooked, gathers the keys of a call."""
+    is_grouped = isinstance(forward, GroupedAttention) and forward.blocks(*args, **kwargs) is not None
+    return forward.num_groups(*args[:2]) if is_grouped else 1
 
 
 def _give_places(
@@ -196,11 +211,21 @@ def _own_rows(name: str, kind: str, cut: TokenCut, module: nn.Module, args: tupl
 
 
 def _exchange(
-    name: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str,
+    cut: TokenCut,
+    grouped: GroupedAttention | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather keys and values of all tokens, and add the places of the queries. Collective over cp; blocks."""
+    """Gather keys and values of all tokens, and add the places of the queries. Collective over cp; blocks.
+
+    With ``grouped`` the core gathers them itself, by groups of heads, if it can attend with some of them.
+    """
     q, k, v, *others = args
     _check_tokens(name, cut, q, k)
+    if grouped is not None and grouped.blocks(*args, **kwargs) is not None:
+        return args, kwargs
     return (q, *gather_keys(k, v, cut), *others), {**kwargs, PLACES: cut.places(q.device)}
 
 

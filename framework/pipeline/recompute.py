@@ -37,8 +37,12 @@ POINTWISE = "(pointwise)"
 
 
 def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, and keep only its arguments for backward when gradients are enabled."""
-    if not torch.is_grad_enabled():
+    """Call ``function``, and keep only its arguments for backward when gradients are enabled.
+
+    A function whose method ``recomputes`` is true of its arguments does so itself.
+    """
+    recomputes: Callable[..., bool] = getattr(function, "recomputes", lambda *args, **kwargs: False)
+    if not torch.is_grad_enabled() or recomputes(*args, **kwargs):
         return function(*args, **kwargs)
 
     def on_fresh_containers(*args: Any, **kwargs: Any) -> Any:

@@ -148,14 +148,14 @@ def test_a_value_that_is_not_allowed(write: Write, text: str, line: str) -> None
         (
             "[parallel]\ntpp = 2",
             "run.toml: parallel.tpp = 2: there is no such key in [parallel] (dp, pp, tp, cp, cp_order, cp_exchange, "
-            "ep, sequence, zero, shard_factor, reduce, offload, offload_directory, bucket_bytes, tp_across_nodes, "
-            "ep_across_nodes); did you mean parallel.tp?",
+            "cp_head_groups, ep, sequence, zero, shard_factor, reduce, offload, offload_directory, bucket_bytes, "
+            "tp_across_nodes, ep_across_nodes); did you mean parallel.tp?",
         ),
         (
             "[parallel]\nxyzzy = 2",
             "run.toml: parallel.xyzzy = 2: there is no such key in [parallel] (dp, pp, tp, cp, cp_order, cp_exchange, "
-            "ep, sequence, zero, shard_factor, reduce, offload, offload_directory, bucket_bytes, tp_across_nodes, "
-            "ep_across_nodes)",
+            "cp_head_groups, ep, sequence, zero, shard_factor, reduce, offload, offload_directory, bucket_bytes, "
+            "tp_across_nodes, ep_across_nodes)",
         ),
         (
             "[train]\nlearning_rate = 2",

@@ -120,6 +120,11 @@ GPT2 = {"vocab_size": 11, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ma
 LLAMA = {**GPT2, "num_kv_heads": 2, "ffn_size": 8}
 
 
+def grouped(groups: int, **parallel: int) -> RunConfig:
+    """Keys by so many groups of two key-value heads."""
+    return config_of("meshwright.models.llama:build", LLAMA).replace(parallel={"cp_head_groups": groups, **parallel})
+
+
 def test_an_own_attention_core_needs_no_more_than_its_name() -> None:
     blueprint = own()
     assert blueprint.cut.share == LENGTH // 2
@@ -139,6 +144,9 @@ def test_an_own_attention_core_needs_no_more_than_its_name() -> None:
         ("MW-CP-012", lambda: heads("gpt2", {**GPT2, "num_heads": 1})),
         ("MW-CP-012", lambda: heads("llama", {**LLAMA, "num_heads": 4, "num_kv_heads": 2}, tp=2)),  # 1 key-value head
         ("MW-CP-013", lambda: plan._give_heads("core", own().cut, nn.Identity(), (), torch.zeros(1, LENGTH, 2, 4))),
+        ("MW-CP-014", lambda: draw_blueprint(grouped(3))),
+        ("MW-CP-014", lambda: draw_blueprint(grouped(2, tp=2))),  # a key-value head for each tp rank
+        ("MW-CP-015", lambda: own(parallel={"cp_head_groups": 2})),
         ("MW-CP-007", lambda: draw_blueprint(config_of("meshwright.models.llama:build", {**LLAMA, "mtp_layers": 1}))),
         (
             "MW-CP-002",
@@ -204,6 +212,9 @@ def test_lengths_that_cannot_be_cut(tmp_path: Any) -> None:
         load(place, [])
     place.write_text("[parallel]\ncp_exchange = 'heads'\n[data]\ntrain = 'x'\n")
     with pytest.raises(UserError, match=r"parallel.cp_exchange has no effect with parallel.cp = 1.*MW-CONFIG-069"):
+        load(place, [])
+    place.write_text("[parallel]\ncp = 2\ncp_head_groups = 2\ncp_exchange = 'heads'\n[data]\ntrain = 'x'\n")
+    with pytest.raises(UserError, match=r'cp_head_groups = 2 has no effect with .* = "heads".*MW-CONFIG-069'):
         load(place, [])
     place.write_text("[parallel]\ncp = 2\ncp_order = 'documents'\n[data]\ntrain = 'x'\nsequence_length = 8\n")
     with pytest.raises(UserError, match=r"document_boundaries = false: set it to true, or use .*MW-CONFIG-069"):

@@ -12,7 +12,8 @@ from meshwright.data.fingerprint import Fingerprint
 from meshwright.data.tokenizer import begin_id, ending_ids
 
 WHOLE_SAMPLES = tuple(
-    f"--parallel.{key}" for key in ("cp=1", "cp_order=zigzag", "cp_exchange=keys", "ep=1", "ep_across_nodes=false")
+    f"--parallel.{key}"
+    for key in ("cp=1", "cp_order=zigzag", "cp_exchange=keys", "cp_head_groups=null", "ep=1", "ep_across_nodes=false")
 )
 """Overrides with which every rank has whole samples, and all experts."""
 

@@ -13,7 +13,7 @@ from meshwright.config import RunConfig, batch_numbers, phases, shard_factor
 from meshwright.errors import UserError
 from meshwright.tensor_parallel.check import check_sequence_length
 from meshwright.tools.planner import experts
-from meshwright.tools.planner.context import degrees_to_try, without_effect
+from meshwright.tools.planner.context import EXCHANGE, ORDER, context_keys, context_words, degrees_to_try
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache
 
@@ -44,8 +44,8 @@ MAX_CHUNKS = 1024
 
 Degrees: TypeAlias = tuple[int, int, int, int, int]
 """Degrees of pp, dp, cp, tp and ep."""
-Shape: TypeAlias = tuple[Degrees, str, int, int]
-"""(degrees, schedule, stages per rank, samples per micro-batch)."""
+Shape: TypeAlias = tuple[Degrees, str, int, int, str]
+"""(degrees, schedule, stages per rank, samples per micro-batch, exchange of context parallelism)."""
 
 
 class Choice(NamedTuple):
@@ -65,11 +65,13 @@ class Choice(NamedTuple):
     offload: bool
     cp: int = 1
     ep: int = 1
+    exchange: str = EXCHANGE
+    order: str = ORDER
 
     @property
     def shape(self) -> Shape:
         """All fields except sharding and recompute."""
-        return self.degrees, self.schedule, self.interleave, self.micro_batch_size
+        return self.degrees, self.schedule, self.interleave, self.micro_batch_size, self.exchange
 
     @property
     def degrees(self) -> Degrees:
@@ -94,7 +96,8 @@ class Choice(NamedTuple):
         pipeline = f", {self.schedule}" if self.pp > 1 else ""
         pipeline += f" x{self.interleave}" if self.schedule == "interleaved_1f1b" else ""
         sharded = f" in groups of {self.shard_factor}" if self.zero and self.shard_factor < self.num_replicas else ""
-        context = f" x cp {self.cp}" if self.cp > 1 else ""
+        words = context_words(self.exchange, self.order)
+        context = f" x cp {self.cp}" + (f" ({words})" if words else "") if self.cp > 1 else ""
         shared = f", ep {self.ep}" if self.ep > 1 else ""
         return (
             f"pp {self.pp} x dp {self.dp}{context} x tp {self.tp}{shared}{pipeline}, "
@@ -135,7 +138,7 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
         "offload": choice.offload,
         "reduce": None,
         "tp_across_nodes": False,
-        **({} if choice.cp > 1 else without_effect()),
+        **context_keys(base, choice.cp, choice.exchange, choice.order),
     }
     pipeline = {
         "schedule": choice.schedule,
@@ -167,6 +170,8 @@ def choice_of(config: RunConfig) -> Choice:
         parallel.offload,
         parallel.cp,
         parallel.ep,
+        parallel.cp_exchange,
+        parallel.cp_order,
     )
 
 
@@ -197,9 +202,10 @@ def choices(
             if refusal:
                 yield Rejection(refusal, f"tp {tp}" if cp == 1 else f"cp {cp} x tp {tp}", 1)
                 continue
-            for pp in divisors(size // tp // cp):
+            contexts = cache.context.contexts(cp, tp)
+            for pp, context in itertools.product(divisors(size // tp // cp), contexts):
                 dp = size // tp // cp // pp
-                of_degrees = partial(Choice, pp=pp, dp=dp, cp=cp, tp=tp, sequence=sequence, offload=offload)
+                of_degrees = partial(Choice, pp=pp, dp=dp, cp=cp, tp=tp, sequence=sequence, offload=offload, **context)
                 if pp != pins.get("pp", pp) or dp != pins.get("dp", dp):
                     continue
                 if pp > num_layers:

@@ -1,7 +1,7 @@
 """Context parallelism in the planner: a run's hooks on meta layers, its exchanges, keys seen by the busiest rank.
 
     ContextModel   the hooks of meshwright.context_parallel on a model, and a meter before each attention core
-    ContextMeter   bytes of the exchange of keys or heads; FLOPs of each core, as if every query saw every key
+    ContextMeter   messages of the exchange of keys or heads; FLOPs of each core, as if every query saw every key
     KeyShares      share of these FLOPs that the busiest rank computes, from the documents of a corpus, or of one
 
 Shapes: B samples, H query heads and G key-value heads of this rank, S tokens, d head_dim; cp ranks.
@@ -25,6 +25,7 @@ from meshwright.config import Parallel, RunConfig, batch_numbers
 from meshwright.context_parallel import plan as context
 from meshwright.context_parallel.balance import rank_loads
 from meshwright.context_parallel.cut import HeadCut, TokenCut
+from meshwright.context_parallel.order import BY_DOCUMENTS
 from meshwright.data.sources import example, open_sources
 from meshwright.errors import UserError
 from meshwright.mesh.comm import tensor_bytes
@@ -35,17 +36,32 @@ from meshwright.tools.planner.layer_profile import CoreCall, LayerProfile
 from meshwright.tools.planner.operations import Work, WorkKind
 
 AXIS = "cp"
-KEYS = ("cp_order", "cp_exchange")
+KEYS = ("cp_order", "cp_exchange", "cp_head_groups")
 """Keys of ``parallel`` that have no effect with cp = 1."""
 MAX_SAMPLES = 16
 """Samples of a corpus whose documents are read."""
 LEAST_TOKENS = 8192
 """Tokens of a rank for which a search tries cp > 1 that no pin asks for."""
+EXCHANGE, ORDER = "keys", "zigzag"
+"""Defaults of the exchange and of the order."""
+LEAST_GAIN = 0.01
+"""Share of the busiest rank's keys that an order by documents must save, to be chosen."""
 
 
 def without_effect() -> dict[str, Any]:
     """Return the defaults of the keys that have no effect with cp = 1."""
     return {key: Parallel.model_fields[key].default for key in KEYS}
+
+
+def context_keys(base: RunConfig, cp: int, exchange: str, order: str) -> dict[str, Any]:
+    """Return the keys of a choice of context parallelism; groups of heads are those of ``base`` where they apply."""
+    groups = base.parallel.cp_head_groups if cp > 1 and exchange == EXCHANGE else None
+    return {"cp_order": order, "cp_exchange": exchange, "cp_head_groups": groups}
+
+
+def context_words(exchange: str, order: str) -> str:
+    """Name an exchange and an order where they are not the defaults."""
+    return ", ".join(value for value, default in ((exchange, EXCHANGE), (order, ORDER)) if value != default)
 
 
 def degrees_to_try(config: RunConfig, model: PlainModel, divisors: Sequence[int], pinned: int | None) -> list[int]:
@@ -81,25 +97,39 @@ class ContextMeter:
         return found
 
     def before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note a call with q (B, H, S/cp, d), k and v (B, G, S/cp, d), and count its exchange in both directions."""
+        """Note a call with q (B, H, S/cp, d), k and v (B, G, S/cp, d), and count its exchange in both directions.
+
+        ``forward``: of the core, as context parallelism has hooked it.
+        """
         (q, k, v, *others), cp = args, self.group.size
         pairs = float(q.shape[:-1].numel() * k.shape[-2] * cp)
-        self.calls.append(CoreCall(getattr(module, "window", None), 2.0 * pairs * (q.shape[-1] + v.shape[-1])))
-        if cp > 1:
-            keys = tensor_bytes(k) + tensor_bytes(v)
-            out = q.shape[:-1].numel() * v.shape[-1] * q.element_size()
-            sent: tuple[int, ...] = (tensor_bytes(q) + keys, out) if self.exchange == "heads" else (keys * cp,)
-            there, back = ("all_to_all",) * 2 if self.exchange == "heads" else ("all_gather", "reduce_scatter")
-            self._count(there, sent)
-            k = _Watched.apply(k, partial(self._count, back, sent))  # type: ignore[no-untyped-call]
+        keys, out = tensor_bytes(k) + tensor_bytes(v), q.shape[:-1].numel() * v.shape[-1] * q.element_size()
+        groups = context.groups_of_call(forward, args, kwargs)
+        window, flops = getattr(module, "window", None), 2.0 * pairs * (q.shape[-1] + v.shape[-1])
+        self.calls.append(CoreCall(window, flops, groups))
+        if cp > 1 and self.exchange == "heads":
+            self._count("all_to_all", (tensor_bytes(q) + keys, out))
+            k = _watched(k, partial(self._count, "all_to_all", (tensor_bytes(q) + keys, out)))
+        elif cp > 1:
+            of_group = (keys * cp // groups,) * groups
+            self._count("all_gather", of_group)
+            if groups > 1:
+                k = _watched(k, partial(self._count, "all_gather", of_group))
+            k = _watched(k, partial(self._count, "reduce_scatter", of_group))
         return (q, k, v, *others), kwargs
 
     def _count(self, operation: str, messages: Sequence[int]) -> None:
         """Count messages of so many bytes: whole tensors that are gathered or summed, or a rank's of an all-to-all."""
         for num_bytes in messages:
             self.group.traffic.add(AXIS, operation, self.group.size, num_bytes)
+
+
+def _watched(tensor: Tensor, called: Callable[[], None]) -> Tensor:
+    """Return the tensor; its backward calls the function."""
+    found: Tensor = _Watched.apply(tensor, called)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Watched(torch.autograd.Function):
@@ -127,16 +157,27 @@ class KeyShares:
         self._samples = found or [np.zeros(config.data.sequence_length, dtype=np.bool_)]
         self._loads: dict[Any, list[NDArray[np.float64]]] = {}
 
+    def order(self, cp: int) -> str:
+        """Return the order that balances ``cp`` ranks: by documents, where those of a corpus are known and it saves."""
+        if not self.has_documents or cp == 1:
+            return ORDER
+        usual, other = (sum(each.max() for each in self._of(cp, name)) for name in (ORDER, BY_DOCUMENTS))
+        return BY_DOCUMENTS if other < (1 - LEAST_GAIN) * usual else ORDER
+
+    def _of(self, cp: int, order: str, window: int | None = None, heads: bool = False) -> list[NDArray[np.float64]]:
+        """Return the keys that each rank's queries see, (cp,), of each sample."""
+        key = (cp, order, heads, window)
+        if key not in self._loads:
+            self._loads[key] = [rank_loads(order, cp, starts, window, heads=heads) for starts in self._samples]
+        return self._loads[key]
+
     def share(self, config: RunConfig, window: int | None) -> float:
         """Return the keys that the busiest rank's queries see over all pairs of its queries and S keys.
 
         Samples of a micro-batch add up on each rank before the ranks meet in the next attention.
         """
         cp, order, heads = config.parallel.cp, config.parallel.cp_order, config.parallel.cp_exchange == "heads"
-        key = (cp, order, heads, window)
-        if key not in self._loads:
-            self._loads[key] = [rank_loads(order, cp, starts, window, heads=heads) for starts in self._samples]
-        loads, size = self._loads[key], batch_numbers(config).micro_batch_size
+        loads, size = self._of(cp, order, window, heads), batch_numbers(config).micro_batch_size
         together = [loads[at : at + size] for at in range(0, len(loads), size)] if len(loads) > 1 else [loads]
         busiest = sum(float(np.sum(each, axis=0).max()) for each in together)
         return busiest / len(loads) / (len(self._samples[0]) ** 2 / cp)
@@ -158,39 +199,70 @@ class ContextModel:
     def __init__(self, config: RunConfig, model: PlainModel) -> None:
         self.config, self.model = config, model
         self._cuts: dict[int, TokenCut] = {}
-        self._layers: dict[int, nn.Sequential] = {1: model.layers}
+        self._layers: dict[tuple[int, str], nn.Sequential] = {}
+        self._heads: set[tuple[int, int]] = set()
 
     @cached_property
     def shares(self) -> KeyShares:
         """Shares of attention's FLOPs, by the documents of the training corpus."""
         return KeyShares(self.config)
 
-    def layers(self, cp: int, parts: int) -> nn.Sequential:
+    def contexts(self, cp: int, tp: int) -> list[dict[str, Any]]:
+        """Return the exchanges, each with its best order, that a search tries after :meth:`layers` of these ``cp``.
+
+        Heads are exchanged where cp x tp divides those of each attention, queries' and keys'.
+        """
+        if cp == 1:
+            return [{}]
+        divides = self._heads and all(each % (cp * tp) == 0 for pair in self._heads for each in pair)
+        keys = {"exchange": EXCHANGE, "order": self.shares.order(cp)}
+        return [keys, *([{"exchange": "heads", "order": ORDER}] if divides else [])]
+
+    def _note_heads(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Note the numbers of query and key-value heads of a call with q (B, H, S, d) and k (B, G, S, d)."""
+        self._heads.add((args[0].shape[1], args[1].shape[1]))
+
+    def _cores(self, layers: nn.Module) -> list[nn.Module]:
+        """Return the attention cores that the sharding plan names."""
+        plan = [pattern for pattern, kind in self.model.plan.items() if str(kind) == context.CORE]
+        return [each for name, each in layers.named_modules() if any(fnmatchcase(name, pattern) for pattern in plan)]
+
+    def layers(self, cp: int, parts: int, exchange: str = EXCHANGE) -> nn.Sequential:
         """Return the layers as ``cp`` ranks run them; all orders have the same shapes. ``parts``: tp's of a rank's
         tokens.
 
         Raises:
             ModelError: the model does not support it, for the reason that a launch would give.
         """
-        builder, order = self.config.model.builder, self.config.parallel.cp_order
-        if cp not in self._layers:
+        if cp == 1:
+            return self.model.layers
+        builder, parallel = self.config.model.builder, self.config.parallel
+        if (cp, exchange) not in self._layers:
             shapes = MetaMicrobatch(*example(self.config, 1))
             group = CountingGroup(AXIS, tuple(range(cp)), 0)
-            cut = TokenCut(group, order, shapes.labels)
+            cut = TokenCut(group, parallel.cp_order, shapes.labels)
             cut.check(builder, shapes.inputs, parts=1, heads=len(self.model.loss_heads))
             layers = copy.deepcopy(self.model.layers)
-            head_cut = HeadCut(group) if self.config.parallel.cp_exchange == "heads" else None
-            context.apply(builder, layers, self.model.plan, shapes.inputs, cut, head_cut)
-            self._cuts[cp], self._layers[cp] = cut, layers
-        if cp > 1:
-            self._cuts[cp].check(builder, example(self.config, 1)[0], parts=parts, heads=0)
-        return self._layers[cp]
+            noted = [
+                core.register_forward_pre_hook(self._note_heads, prepend=True)
+                for core in self._cores(layers)
+                if exchange == EXCHANGE
+            ]
+            heads = HeadCut(group) if exchange == "heads" else parallel.cp_head_groups
+            context.apply(builder, layers, self.model.plan, shapes.inputs, cut, heads)
+            for each in noted:
+                each.remove()
+            self._cuts[cp], self._layers[cp, exchange] = cut, layers
+        self._cuts[cp].check(builder, example(self.config, 1)[0], parts=parts, heads=0)
+        return self._layers[cp, exchange]
 
     def labels(self, cp: int, labels: Tensor) -> Tensor:
         """Return a rank's labels: (B, S) -> (B, S/cp)."""
         return labels if cp == 1 else self._cuts[cp].take_labels(labels)
 
-    def install_meter(self, layers: nn.Module, tp: CountingGroup, cp: int) -> ContextMeter | None:
+    def install_meter(
+        self, layers: nn.Module, tp: CountingGroup, cp: int, exchange: str = EXCHANGE
+    ) -> ContextMeter | None:
         """Install a meter before each attention core that the sharding plan names, and before the hooks of a run.
 
         ``tp``: the group of the layers, whose traffic counts the exchange too. None: there is nothing to measure.
@@ -198,10 +270,9 @@ class ContextModel:
         if cp == 1 and not self.shares.has_documents:
             return None
         group = CountingGroup(AXIS, tuple(range(cp)), 0, traffic=tp.traffic)
-        meter, plan = ContextMeter(group, self.config.parallel.cp_exchange), self.model.plan
-        for name, module in layers.named_modules():
-            if any(fnmatchcase(name, pattern) and str(kind) == context.CORE for pattern, kind in plan.items()):
-                module.register_forward_pre_hook(meter.before, prepend=True, with_kwargs=True)
+        meter = ContextMeter(group, exchange)
+        for core in self._cores(layers):
+            core.register_forward_pre_hook(partial(meter.before, core.forward), prepend=True, with_kwargs=True)
         return meter
 
     def with_shares(self, layers: tuple[LayerProfile, ...], config: RunConfig) -> tuple[LayerProfile, ...]:

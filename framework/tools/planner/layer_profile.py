@@ -15,6 +15,8 @@ class CoreCall(NamedTuple):
     """Keys that a query sees at most."""
     flops: float
     """FLOPs of all pairs of this rank's queries and the sample's keys."""
+    groups: int = 1
+    """Groups of heads whose keys are on the wire while another group attends."""
 
 
 class GroupMessages(NamedTuple):

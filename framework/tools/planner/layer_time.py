@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.tools.planner.experts import exchange_s
-from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
+from meshwright.tools.planner.layer_profile import CoreCall, GroupMessages, LayerProfile
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel
 
@@ -51,7 +51,11 @@ def layer_time(
     in_columns = {} if traits.overlaps_tp or traits.splits_tp_products else works.column_seconds()
     forward_messages = messages_s(layer.forward_messages, forward_overlap, {})
     backward_messages = messages_s(layer.backward_messages, backward_overlap, in_columns)
-    in_forward, in_backward = context_exchange_s(layer, context, traits)
+    attends = [[w for w in each if w.kind is WorkKind.ATTENTION] for each in (layer.forward, layer.backward)]
+    in_forward, in_backward = (
+        seconds - hidden_s(layer.cores, seconds, works.seconds(attention, at == 1), performance)
+        for at, (seconds, attention) in enumerate(zip(context_exchange_s(layer, context, traits), attends, strict=True))
+    )
     dispatched_s, returned_s = (
         exchange_s(performance, ep, messages) for messages in (layer.forward_messages, layer.backward_messages)
     )
@@ -145,8 +149,17 @@ def overlapped_calls(layer: LayerProfile, traits: FrameworkTraits) -> tuple[dict
     return {}, reductions | {"all_gather": max(0.0, backward.get("all_gather", 0.0) - scatters)}
 
 
+def hidden_s(cores: Sequence[CoreCall], messages_s: float, attention_s: float, performance: PerformanceModel) -> float:
+    """Return the seconds of an exchange of keys that attention hides: all but those of one group of heads, at most."""
+    groups = min((core.groups for core in cores), default=1)
+    if groups == 1 or not performance.traits.overlaps_context:
+        return 0.0
+    share = (groups - 1) / groups
+    return performance.fractions.hidden * share * min(messages_s, attention_s)
+
+
 def context_exchange_s(layer: LayerProfile, context: GroupLink, traits: FrameworkTraits) -> tuple[float, float]:
-    """Return the seconds of context-parallel messages, in forward and in backward. They block.
+    """Return the seconds of context-parallel messages, in forward and in backward, as if they blocked.
 
     ``traits.context`` > 1: the layer was profiled without its messages, and another framework's follow from its keys.
     """

@@ -27,7 +27,7 @@ from meshwright.schedule.action import Schedule
 from meshwright.schedule.load import draw_schedule
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_parallel_cross_entropy
 from meshwright.tools.at_rest import Elements
-from meshwright.tools.planner.context import ContextModel
+from meshwright.tools.planner.context import EXCHANGE, ContextModel
 from meshwright.tools.planner.experts import AXIS as EP
 from meshwright.tools.planner.experts import ExpertGroup, expert_counts, load_limit, stand_for
 from meshwright.tools.planner.footprint import Footprint, SharedWeight, stage_footprints
@@ -147,17 +147,18 @@ class ModelCache:
         """Largest load of a rank's experts that their capacity allows."""
         return load_limit(self.model)
 
-    def split(self, tp: int, sequence: bool, cp: int = 1, ep: int = 1) -> SplitLayers:
+    def split(self, tp: int, sequence: bool, cp: int = 1, ep: int = 1, exchange: str = EXCHANGE) -> SplitLayers:
         """Shard the representative layers over ``tp`` ranks, after their tokens over ``cp`` and their experts over
         ``ep``."""
-        return self.cached(("split", tp, sequence, cp, ep, self.skew), lambda: self._split(tp, sequence, cp, ep))
+        key = ("split", tp, sequence, cp, ep, self.skew, exchange)
+        return self.cached(key, lambda: self._split(tp, sequence, cp, ep, exchange))
 
-    def _split(self, tp: int, sequence: bool, cp: int, ep: int) -> SplitLayers:
-        originals, whole = nn.Sequential(), self.context.layers(cp, tp if sequence else 1)
+    def _split(self, tp: int, sequence: bool, cp: int, ep: int, exchange: str) -> SplitLayers:
+        originals, whole = nn.Sequential(), self.context.layers(cp, tp if sequence else 1, exchange)
         for name in dict.fromkeys(self.representatives):
             originals.add_module(name, whole.get_submodule(name))
         layers, group = copy.deepcopy(originals), counting_group(tp)
-        meter = self.context.install_meter(layers, group, cp)
+        meter = self.context.install_meter(layers, group, cp, exchange)
         of_experts = ExpertGroup(EP, tuple(range(ep)), 0, traffic=group.traffic)
         of_experts.skew = min(self.skew, self.load_limit)
         parameters = shard(self.config, self.model, layers, group, of_experts, sequence=sequence)
@@ -171,7 +172,7 @@ class ModelCache:
         sequence = parallel.sequence and parallel.tp > 1
 
         def profile() -> tuple[LayerProfile, ...]:
-            layers, group, _, meter, load = self.split(parallel.tp, sequence, cp, ep)
+            layers, group, _, meter, load = self.split(parallel.tp, sequence, cp, ep, parallel.cp_exchange)
             shapes = self.example(size)
             found = LayerProfiler(group, self.loss(layers, group), self.execution, self._layers, meter, load).profile(
                 [(n, layers.get_submodule(first)) for n, first in zip(self.names, self.representatives, strict=True)],
@@ -182,7 +183,8 @@ class ModelCache:
             )
             return self.context.with_shares(found, config)
 
-        key = "profiles", parallel.tp, cp, ep, self.skew, sequence, size, names, splits_backward
+        context = (cp, parallel.cp_exchange, parallel.cp_order)
+        key = "profiles", parallel.tp, context, ep, self.skew, sequence, size, names, splits_backward
         return self.cached(key, profile)
 
     def total_elements(self, tp: int, sequence: bool, ep: int = 1) -> Elements:

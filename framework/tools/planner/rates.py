@@ -75,6 +75,8 @@ class FrameworkTraits(NamedTuple):
 
     Each hides at most the seconds of its product. Messages of forward, and of rows, block.
     """
+    overlaps_context: bool = True
+    """Keys of a group of heads are on the wire under the attention of another (context parallelism)."""
     overlaps_sends: bool = True
     """A pipeline rank computes on while it sends; otherwise both sides block until the message has arrived."""
     scatters_sends: bool = False
@@ -116,7 +118,7 @@ MEASURED = RateFractions(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0
 """Fractions for measured rates, which need no reduction."""
 MEASURED_ON_GPU = RateFractions(product=1.0, memory=1.0)
 """Fractions for rates measured on a GPU: links and small kernels were not."""
-CPU_TRAITS = FrameworkTraits(overlaps_reduce=False, overlaps_gather=False)
+CPU_TRAITS = FrameworkTraits(overlaps_reduce=False, overlaps_gather=False, overlaps_context=False)
 """Traits of devices whose compute cores also carry the messages."""
 
 NOT_COMPUTED = (WorkKind.MEMORY, WorkKind.EMULATION)

@@ -123,7 +123,7 @@ class _Search:
             self.plan.num_choices += len(alike)
             if offload and not self._fits_host(alike):
                 continue
-            degrees, _, _, size = shape
+            degrees, _, _, size, _ = shape
             tried.add((degrees, size))
             smaller = (degrees, size // 2)
             if smaller in tried and smaller not in fits:

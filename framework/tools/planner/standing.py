@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from meshwright.tools.planner.choices import Choice
+from meshwright.tools.planner.context import context_words
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.plan import RankedLayout
 
@@ -56,6 +57,7 @@ def complexity(choice: Choice) -> tuple[float, ...]:
         choice.zero,
         choice.zero > 0 and choice.shard_factor < choice.num_replicas,
         choice.effort,
+        bool(context_words(choice.exchange, choice.order)),
     )
 
 

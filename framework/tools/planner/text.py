@@ -8,6 +8,7 @@ from meshwright.config import RunConfig
 from meshwright.mesh import draw_placement, nodes_of
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.picture.text import text as schedule_text
+from meshwright.tools.planner.context import context_words
 from meshwright.tools.planner.explanation import sanity, strategy, why
 from meshwright.tools.planner.load import room_for_skew
 from meshwright.tools.planner.memory import CATEGORIES
@@ -53,8 +54,9 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> lis
     share = error_share(plan.hardware)
     shown = {axis for axis in ("cp", "ep") if any(getattr(each.choice, axis) > 1 for each in layouts)}
     degrees = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if axis not in ("cp", "ep") or axis in shown]
+    contexts = ["exchange"] if "cp" in shown else []
     rows: list[tuple[str, ...]] = [
-        ("", "step s", "MFU", "tokens/s", "memory", *degrees, "schedule", "batch", "ZeRO", "sp", "recompute")
+        ("", "step s", "MFU", "tokens/s", "memory", *degrees, *contexts, "schedule", "batch", "ZeRO", "sp", "recompute")
     ]
     if plan.alike:
         rows[0] += ("alike",)
@@ -70,6 +72,7 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> lis
                 f"{tokens_per_second(each, cache):,.0f}",
                 format_size(each.peak_bytes),
                 *(str(getattr(c, axis)) for axis in degrees),
+                *[context_words(c.exchange, c.order) or ("keys" if c.cp > 1 else "-")] * len(contexts),
                 schedule,
                 f"{c.micro_batch_size} x {c.chunks}",
                 zero + (" offload" if c.offload else ""),
@@ -78,7 +81,8 @@ def table(cache: ModelCache, layouts: Sequence[RankedLayout], plan: Plan) -> lis
                 *([f"+{len(plan.alike.get(c, ()))}" if c in plan.alike else ""] if plan.alike else []),
             )
         )
-    return format_table(rows, ">" * (5 + len(degrees)) + "<><<<>"[: len(rows[0]) - 5 - len(degrees)])
+    sides = ">" * (5 + len(degrees)) + "<" * len(contexts) + "<><<<>"
+    return format_table(rows, sides[: len(rows[0])])
 
 
 def notes(plan: Plan) -> list[str]:

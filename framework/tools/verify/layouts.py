@@ -172,6 +172,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "ep_across_nodes": config.parallel.ep_across_nodes and layout.ep > 1,
             "cp_order": layout.order if layout.cp > 1 else "zigzag",
             "cp_exchange": layout.exchange if layout.cp > 1 else "keys",
+            "cp_head_groups": config.parallel.cp_head_groups if layout.cp > 1 and layout.exchange == "keys" else None,
             "zero": layout.zero,
             "shard_factor": layout.shard or None,
             "reduce": "step" if layout.reduces_once else None,

@@ -181,6 +181,9 @@ FAULTS: dict[str, Callable[[Any], None]] = {
     "column: gradient of the input": leave_out("tp", "all-reduce"),
     "column: gathered input": leave_out("tp", "all-gather"),
     "column: gradient of a part of the sequence": leave_out("tp", "reduce-scatter"),
+    "keys of a group of heads": leave_out("cp", "all-gather"),
+    "gradients of keys of a group of heads": leave_out("cp", "reduce-scatter"),
+    "heads of all tokens": leave_out("cp", "all-to-all"),
     "nothing": nothing,
 }
 

@@ -120,7 +120,7 @@ def sharing_tokens(builder: str, options: dict[str, Any], exchange: str) -> tupl
 @pytest.mark.parametrize("exchange", ["keys", "heads"])
 def test_context_parallelism(exchange: str, library: Path, tmp_path: Path) -> None:
     """Exchanges are in stream order with what makes and uses them; the host waits for places alone, once on a GPU."""
-    llama = {"vocab_size": 67, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 64}
+    llama = {"vocab_size": 67, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "ffn_size": 64}
     ours = sharing_tokens("meshwright.models.llama:build", {**llama, "max_sequence_length": 64}, exchange)
     theirs = sharing_tokens(f"hf:{directory('qwen2', tmp_path)}", {}, exchange)
     for step in run_process(library, [ours, theirs]):
@@ -201,6 +201,7 @@ SEEDED: dict[str, dict[str, Any]] = {
     "gradients, ZeRO-1": {"dp": 2, "zero": 1},
     "messages": {"pp": 2, "num_layers": 2},
     "receives that are posted ahead": {"pp": 2, "chunks": 4, "num_layers": 2},
+    "keys of a group of heads": {"cp": 2, "model": "llama", "num_layers": 2},
     "offload: copy before the sum": {"dp": 2, "offload": True},
     "gathered weights, ZeRO-3": {"dp": 2, "zero": 3, "model": "llama"},
     "gradients, ZeRO-0": {"dp": 2, "zero": 0},
@@ -223,6 +224,8 @@ SEEDED: dict[str, dict[str, Any]] = {
     "column: gradient of the input": {"tp": 2, "model": "llama"},
     "column: gathered input": {"tp": 2, "sequence": True, "model": "llama"},
     "column: gradient of a part of the sequence": {"tp": 2, "sequence": True, "model": "llama"},
+    "gradients of keys of a group of heads": {"cp": 2, "model": "llama", "num_layers": 2},
+    "heads of all tokens": {"cp": 2, "cp_exchange": "heads", "model": "llama", "num_layers": 2},
 }
 """Wait that is left out (tests/tools/dryrun/cuda_broken.py) -> a layout that needs it."""
 NAMED = {
@@ -239,12 +242,15 @@ NAMED = {
     "column: gradient of the input": r"does not wait for all_reduce at mesh/comm.py",
     "column: gathered input": r"does not wait for all_gather at mesh/comm.py",
     "column: gradient of a part of the sequence": r"does not wait for reduce_scatter at mesh/comm.py",
+    "keys of a group of heads": r"does not wait for all_gather at mesh/comm.py:\d+, on the stream of ranks 0, 1",
+    "gradients of keys of a group of heads": r"does not wait for reduce_scatter at mesh/comm.py",
+    "heads of all tokens": r"does not wait for all_?to_?all\w* at mesh/comm.py",
     "step's sums": r"a value that the host reads at step.py:\d+, on the host, does not wait for all_reduce",
 }
 
 
 @pytest.mark.parametrize(
-    "names", [list(SEEDED)[:4], pytest.param(list(SEEDED)[4:], marks=pytest.mark.torture)], ids=["some", "others"]
+    "names", [list(SEEDED)[:5], pytest.param(list(SEEDED)[5:], marks=pytest.mark.torture)], ids=["some", "others"]
 )
 def test_a_wait_that_is_left_out_is_a_race(names: list[str], library: Path) -> None:
     """Each one alone, in a process of its own; with all waits there is no race."""

@@ -16,9 +16,11 @@ from meshwright.tools.planner import context
 from meshwright.tools.planner.choices import Choice, Rejection, choice_of, choices, with_choice
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
+from meshwright.tools.planner.layer_time import hidden_s, layer_time
 from meshwright.tools.planner.memory import GLOO
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import Work, WorkKind
+from meshwright.tools.planner.rates import PerformanceModel
 from meshwright.tools.planner.search import search
 from meshwright.tools.planner.text import describe
 from tests.support.processes import larger, measured
@@ -29,9 +31,10 @@ HEADS, HEAD_DIM = OPTIONS["num_heads"], OPTIONS["hidden_size"] // OPTIONS["num_h
 PAIRS_FLOPS = 2 * 2 * HEAD_DIM  # two products of a query and a key
 
 
-def choice(cp: int, tp: int = 1, size: int = 1, recompute: str = "none") -> Choice:
+def choice(cp: int, tp: int = 1, size: int = 1, recompute: str = "none", **context: str) -> Choice:
     """One replica of cp ranks."""
-    return Choice(1, 1, tp, "1f1b", 1, size, 8 // size, 1 if cp > 1 else 0, cp, False, recompute, False, cp)
+    found = Choice(1, 1, tp, "1f1b", 1, size, 8 // size, 1 if cp > 1 else 0, cp, False, recompute, False, cp)
+    return found._replace(**context)
 
 
 def block(bench: ModelCache, of: Choice) -> LayerProfile:
@@ -48,12 +51,13 @@ def test_the_exchange_of_keys_is_that_of_the_formula() -> None:
     """2 B S G d b (cp-1)/cp each way; recompute of the block gathers once more."""
     for cp, tp, size in ((2, 1, 1), (4, 2, 2)):
         of = block(cache(num_kv_heads=2), choice(cp, tp, size))
+        groups = 2 if (cp, tp) == (4, 1) else 1
         expected = 2 * size * LENGTH * (2 // tp) * HEAD_DIM * 2 * (cp - 1) / cp
         (gather,), (scatter,) = (
             [m for m in way if m.axis == "cp"] for way in (of.forward_messages, of.backward_messages)
         )
-        assert (gather.operation, gather.calls, gather.wire_bytes) == ("all_gather", 1, expected)
-        assert (scatter.operation, scatter.calls, scatter.wire_bytes) == ("reduce_scatter", 1, expected)
+        assert (gather.operation, gather.calls, gather.wire_bytes) == ("all_gather", groups, expected)
+        assert (scatter.operation, scatter.calls, scatter.wire_bytes) == ("reduce_scatter", groups, expected)
     again = block(cache(num_kv_heads=2), choice(2, recompute="full")).backward_messages
     assert sorted(message.operation for message in again if message.axis == "cp") == ["all_gather", "reduce_scatter"]
 
@@ -61,8 +65,7 @@ def test_the_exchange_of_keys_is_that_of_the_formula() -> None:
 def test_the_exchange_of_heads_is_that_of_the_formula() -> None:
     """(2 H + 2 G) B S d b / cp x (cp-1)/cp each way."""
     cp, groups = 2, 2
-    keys = cache(num_kv_heads=groups)
-    of = block(keys.replaced(config=keys.config.replace(parallel={"cp": cp, "cp_exchange": "heads"})), choice(cp))
+    of = block(cache(num_kv_heads=groups), choice(cp, exchange="heads"))
     expected = (2 * HEADS + 2 * groups) * LENGTH * HEAD_DIM * 2 / cp * (cp - 1) / cp
     for way in (of.forward_messages, of.backward_messages):
         (message,) = [m for m in way if m.axis == "cp"]
@@ -73,9 +76,9 @@ def test_the_exchange_of_heads_is_that_of_the_formula() -> None:
 def test_the_busiest_rank_computes_the_keys_that_its_queries_see(order: str) -> None:
     """Backward computes each block of queries again."""
     bench = cache()
-    bench.config = bench.config.replace(parallel={"cp_order": order}, data={"document_boundaries": True})
+    bench.config = bench.config.replace(data={"document_boundaries": True})
     for cp in (2, 4):
-        of, seen = block(bench, choice(cp)), keys_seen(LENGTH)
+        of, seen = block(bench, choice(cp, order=order)), keys_seen(LENGTH)
         busiest = max(sum(seen[place] for place in places) for places in ORDERS[order](LENGTH, cp))
         assert attention_flops(of.forward) == pytest.approx(PAIRS_FLOPS * HEADS * busiest)
         assert attention_flops(of.backward) == pytest.approx((1 + 2.5) * PAIRS_FLOPS * HEADS * busiest)
@@ -118,15 +121,16 @@ def test_a_window_bounds_the_keys() -> None:
 
 
 def test_tokens_are_a_share_of_all_others() -> None:
-    """Products and what is kept shrink with cp, but for the keys of all tokens."""
-    bench = cache()
+    """Products and what is kept shrink with cp, but for the keys of all tokens in one group of heads."""
+    bench, kept = cache(), cache()
+    kept.config = kept.config.replace(parallel={"cp_head_groups": 1})
     one, four = (block(bench, choice(cp)) for cp in (1, 4))
 
     def products(of: LayerProfile) -> float:
         return sum(work.flops * work.times for work in of.forward if work.kind is WorkKind.PRODUCT)
 
     assert products(four) * 4 == products(one)
-    assert one.kept_bytes / 4 < four.kept_bytes < one.kept_bytes
+    assert four.kept_bytes <= one.kept_bytes / 4 < block(kept, choice(4)).kept_bytes < one.kept_bytes
     labels = [layer.forward for layer in bench.profiles(with_choice(bench.config, choice(4)), splits_backward=False)]
     assert len(labels) == len(bench.names)
 
@@ -183,7 +187,48 @@ def test_a_model_that_cannot_share_its_tokens_says_why() -> None:
 
 
 def test_what_has_no_effect_without_the_axis_is_left_out() -> None:
-    bench = cache()
-    bench.config = bench.config.replace(parallel={"cp_order": "contiguous"})
-    assert with_choice(bench.config, choice(2)).parallel.cp_order == "contiguous"
-    assert with_choice(bench.config, choice(1)).parallel.cp_order == "zigzag"
+    base = cache().config.replace(parallel={"cp_order": "contiguous", "cp_head_groups": 2})
+    shared = with_choice(base, choice(2, order="documents")).parallel
+    assert (shared.cp_order, shared.cp_exchange, shared.cp_head_groups) == ("documents", "keys", 2)
+    alone = with_choice(base, choice(1)).parallel
+    assert (alone.cp_order, alone.cp_exchange, alone.cp_head_groups) == ("zigzag", "keys", None)
+    assert with_choice(base, choice(2, exchange="heads")).parallel.cp_head_groups is None
+
+
+def test_exchanges_and_the_order_of_a_corpus_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads where cp x tp divides them; an order by documents where it saves."""
+    whole = [np.isin(np.arange(LENGTH), [0])]
+    uneven = [np.isin(np.arange(LENGTH), [0, *range(8, LENGTH)])]
+    for samples, order in ((whole, "zigzag"), (uneven, "documents")):
+        monkeypatch.setattr(context, "_documents_of", lambda config, samples=samples: samples)
+        bench = replace(cache(num_kv_heads=2), pins={"cp": 2})
+        bench.config = bench.config.replace(data={"document_boundaries": True})
+        found = [each for each in offered(bench) if isinstance(each, Choice)]
+        assert {(each.tp, each.exchange, each.order) for each in found} == {
+            (1, "keys", order),
+            (1, "heads", "zigzag"),
+            (2, "keys", order),
+        }
+        plan = search(bench, hardware(), 1, best=20)
+        assert {each.choice.exchange for each in plan.best} == {"keys", "heads"}
+        assert "exchange" in describe(bench, plan)
+
+
+def test_the_exchange_of_a_group_hides_behind_another() -> None:
+    """All but one group's, and no longer than attention; a rank's processor that sends hides nothing."""
+    bench = cache()  # as many key-value as query heads: as many groups as ranks
+    of = block(bench, choice(4))
+    (gather,) = [m for m in of.forward_messages if m.axis == "cp"]
+    backward = {m.operation: m.calls for m in of.backward_messages if m.axis == "cp"}
+    assert gather.calls == 4 and backward == {"all_gather": 4, "reduce_scatter": 4}
+    assert [call.groups for call in of.cores] == [4]
+    performance = PerformanceModel.of(hardware())
+    assert hidden_s(of.cores, 8.0, 4.0, performance) == pytest.approx(performance.fractions.hidden * 0.75 * 4.0)
+    assert hidden_s(of.cores, 1.0, 4.0, performance) == pytest.approx(performance.fractions.hidden * 0.75)
+    blocking = performance._replace(traits=performance.traits._replace(overlaps_context=False))
+    assert hidden_s(of.cores, 1.0, 4.0, blocking) == 0
+    one = block(cache(num_kv_heads=1), choice(4))
+    assert [call.groups for call in one.cores] == [1] and hidden_s(one.cores, 1.0, 4.0, performance) == 0
+    link = performance.group_link(4, 1)
+    shown, whole = (layer_time(of, each, "bfloat16", link, link) for each in (performance, blocking))
+    assert 0 < shown.exchange < whole.exchange and shown.forward < whole.forward

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import meshwright.context_parallel.plan
 from meshwright.config import RunConfig
-from meshwright.context_parallel import exchange
+from meshwright.context_parallel import exchange, grouped
 from meshwright.context_parallel.cut import HeadCut, SampleTokens, TokenCut
+from meshwright.context_parallel.exchange import KeyScattering
 from meshwright.launch.pool import RankPool
 from meshwright.models import some_queries
 from meshwright.models.attention import AttentionCore
@@ -258,6 +259,37 @@ def dropout_by_local_head(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HeadCut, "places", local)
 
 
+def window_left_out(patch: pytest.MonkeyPatch) -> None:
+    """Queries of a rank see all keys of their document before them."""
+    first_seen = some_queries.first_seen
+    patch.setattr(some_queries, "first_seen", lambda places, starts, window: first_seen(places, starts, None))
+
+
+def stale_keys_in_backward(patch: pytest.MonkeyPatch) -> None:
+    """Backward attends again with the keys that were gathered first."""
+    again = grouped._backward_of_group
+    first: list[Tensor] = []
+
+    def stale(ctx: Any, q: Tensor, keys: Any, gradient: Tensor, dq: Any, group: int) -> tuple[Tensor, Tensor]:
+        if group == 0:
+            first[:] = keys
+        return again(ctx, q, (first[0], first[1]), gradient, dq, group)
+
+    patch.setattr(grouped, "_backward_of_group", stale)
+
+
+def gradients_of_the_wrong_heads(patch: pytest.MonkeyPatch) -> None:
+    """Each group of heads gets the gradients of the keys of the one before."""
+    wait = KeyScattering.wait
+    last: list[Any] = []
+
+    def late(scattering: KeyScattering) -> Any:
+        last.append(wait(scattering))
+        return last.pop(0) if len(last) > 1 else last[0]
+
+    patch.setattr(KeyScattering, "wait", late)
+
+
 LOSS, GRADIENTS = "loss of step 1 is", "gradients of step 1 differ"
 INITIAL = "initial weights differ"
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -273,7 +305,12 @@ TRAPS: list[tuple[Break, str, tuple[str, ...], tuple[str, ...]]] = [
     (order_from_documents_shifted_by_one, "cp2,documents", (LOSS, GRADIENTS), (INITIAL,)),
     (recompute_with_the_tokens_of_another_microbatch, "cp2,pp2,documents,full", (GRADIENTS,), (LOSS,)),
     (dropout_by_local_head, "cp2,heads", (LOSS, GRADIENTS), (INITIAL,)),
+    (window_left_out, "cp2", (LOSS, GRADIENTS), (INITIAL,)),
+    (stale_keys_in_backward, "cp4", (GRADIENTS,), (LOSS,)),
+    (gradients_of_the_wrong_heads, "cp4", (GRADIENTS,), (LOSS,)),
 ]
+FUSED = ("stale_keys_in_backward", "gradients_of_the_wrong_heads")
+"""Mistakes of an attention without dropout, which is computed by groups of heads."""
 BREAKS = {trap[0].__name__: trap[0] for trap in TRAPS}
 
 
@@ -288,7 +325,8 @@ def test_verify_sees_the_mistake(
     trap: tuple[Break, str, tuple[str, ...], tuple[str, ...]], pool: RankPool, references: References
 ) -> None:
     broken, layout, said, unsaid = trap
-    config, parsed = model("llama", documents=True), parse_layout(layout)
+    name = "llama, fused" if broken.__name__ in FUSED else "llama"
+    config, parsed = model(name, documents=True), parse_layout(layout)
     expected = references.expected(config, 8, 1, "float64")
     text = layout_config(config, parsed, 8, "float64").model_dump_json()
     found = merge(pool.run(run_broken, parsed.size, broken.__name__, text))

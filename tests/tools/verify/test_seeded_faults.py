@@ -50,8 +50,8 @@ from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source
 from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.run import Rounding, rounding_of
 from meshwright.tools.verify.traits import Traits
+from tests.tools.verify import test_context as of_context
 from tests.tools.verify import test_traps as traps
-from tests.tools.verify.test_context import dropout_by_local_head
 
 STEPS, GLOBAL_BATCH = 2, 8
 DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -298,7 +298,13 @@ FAULTS = [
     Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,gpipe,zero2,sequence,selective,mbs1"),
     Fault(replicas_not_summed_over_tp, "dp2,pp2,tp2,zb_h1,zero0,sequence,selective,mbs1"),
     Fault(traps.row_biases_not_summed_over_tp, "dp1,pp2,tp2,cp2,zb_v,zero1,heads,sequence,selective,offload,mbs2"),
-    Fault(dropout_by_local_head, "dp2,pp2,tp1,cp2,zb_h1,zero2,heads,full,shard2,step,offload,mbs2"),
+    Fault(of_context.loss_times_cp, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1"),
+    Fault(of_context.places_from_the_local_length, "dp2,pp2,tp1,cp2,zb_v,zero1,full,shard2,mbs1"),
+    Fault(of_context.dropout_by_local_place, "dp2,pp2,tp1,cp2,1f1b,zero3,selective,shard2,mbs1"),
+    Fault(of_context.keys_without_the_gradients_of_others, "dp2,pp2,tp1,cp2,zb_v,zero1,full,shard2,mbs1"),
+    Fault(of_context.keys_in_the_order_of_the_ranks, "dp2,pp2,tp1,cp2,gpipe,zero2,full,step,mbs1"),
+    Fault(of_context.labels_rolled_over_the_cut, "dp2,pp2,tp1,cp2,1f1b,zero3,selective,shard2,mbs1"),
+    Fault(of_context.dropout_by_local_head, "dp2,pp2,tp1,cp2,zb_h1,zero2,heads,full,shard2,step,offload,mbs2"),
     Fault(shard_groups_not_summed, "dp2,pp2,tp1,cp2,zb_v,zero1,full,shard2,mbs1"),
     Fault(shard_groups_not_summed, "dp2,pp2,tp1,cp2,1f1b,zero3,selective,shard2,mbs1"),
     Fault(ties_not_summed, "dp2,pp4,tp1,1f1b,zero0,offload,mbs1"),

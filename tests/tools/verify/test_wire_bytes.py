@@ -289,7 +289,8 @@ def test_a_layer_says_eight_activations_per_microbatch(model: str, sequence: boo
 
 @pytest.mark.parametrize("layout", ["cp2,mbs2", "cp4,contiguous", "cp2,tp2,sequence,heads", LATER("cp2,tp2,mbs2")])
 def test_an_attention_exchanges_keys_or_heads(layout: str, pool: RankPool) -> None:
-    """Keys: 2 b s g d (c-1)/c elements each way; heads: (2 n + 2 g) b s/c d (c-1)/c each way; n, g: of a tp rank."""
+    """Keys: 2 b s g d (c-1)/c elements each way, in groups of heads gathered twice; heads: (2 n + 2 g) b s/c d (c-1)/c
+    each way; n, g: of a tp rank."""
     parsed = parse_layout(layout)
     c, attentions = parsed.cp, SIZE.global_batch // parsed.micro_batch_size * SIZE.num_blocks
     n, g, d = 2 * SIZE.heads // parsed.tp, SIZE.heads // parsed.tp, H // (2 * SIZE.heads)
@@ -298,7 +299,12 @@ def test_an_attention_exchanges_keys_or_heads(layout: str, pool: RankPool) -> No
         if parsed.exchange == "heads":
             expected = {"all_to_all": (4 * attentions, 2 * unit * (2 * n + 2 * g) / c)}
         else:
-            expected = dict.fromkeys(("all_gather", "reduce_scatter"), (attentions, unit * 2 * g))
+            groups = {"cp4,contiguous": 2}.get(layout, 1)
+            gathers = attentions * (2 if groups > 1 else 1)
+            expected = {
+                "all_gather": (gathers * groups, gathers / attentions * unit * 2 * g),
+                "reduce_scatter": (attentions * groups, unit * 2 * g),
+            }
         assert {key[1]: found.own[key] for key in found.own if key[0] == "cp"} == expected
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,12 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.model.build import PlainModel, build_model
 from meshwright.tools.interop.huggingface.restructure import frame
-from meshwright.tools.interop.huggingface.restructure.attention import MaskRule, RegisteredAttention, install_cores
+from meshwright.tools.interop.huggingface.restructure.attention import (
+    MaskRule,
+    RegisteredAttention,
+    install_cores,
+    window_of,
+)
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.frame import positions_of
 from meshwright.tools.interop.huggingface.restructure.places import at_places, own_arguments
@@ -271,3 +277,33 @@ def test_the_plan_names_the_cores(tmp_path: Path) -> None:
     assert model.plan["block*.layer.self_attn.attention_core"] == "context"
     assert model.plan["embedding"] == model.plan["block1"] == model.plan["head"] == "places"
     assert model.layers.get_submodule("block1.layer.self_attn.attention_core").window == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "layer", "own", "expected"),
+    [
+        ({"sliding_window": 7}, 0, {}, 7),  # mistral, which reads it from the configuration
+        ({"sliding_window": None}, 0, {}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}, 0, {}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 7}, 1, {}, 7),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 7}, 0, {"sliding_window": 5}, 5),
+        ({"sliding_window": 7}, 0, {"sliding_window": None}, None),  # qwen2, whose module has its layer's
+        ({"layer_types": ["chunked_attention"], "attention_chunk_size": 16}, 0, {}, 16),
+    ],
+)
+def test_the_window_of_a_layer(fields: dict[str, Any], layer: int, own: dict[str, Any], expected: int | None) -> None:
+    module: Any = nn.Identity()
+    module.config, module.layer_idx = SimpleNamespace(**fields), layer
+    for name, value in own.items():
+        setattr(module, name, value)
+    assert window_of(module) == expected
+
+
+def test_windows_of_the_layers_of_a_model(tmp_path: Path) -> None:
+    """Estimates of attention take each layer's own."""
+    windows = {}
+    for kind in ("mistral", "gemma2"):
+        model = build_model(f"hf:{directory(kind, tmp_path)}", {}, 1)
+        cores = [each for each in model.layers.modules() if isinstance(each, RegisteredAttention)]
+        windows[kind] = [core.window for core in cores]
+    assert all(windows["mistral"]) and len(set(windows["gemma2"])) == 2 and None in windows["gemma2"]

@@ -125,14 +125,31 @@ class RegisteredAttention(nn.Module):
         if places is None:
             places = torch.arange(q.shape[-2], device=q.device)[None]
         places = places.expand(len(q), -1)
-        size = max(1, min(QUERY_BLOCK, MASK_ELEMENTS.get(q.device.type, 2**27) // k.shape[-2]))
+        blocks = _blocks_of(q, k.shape[-2])
+        if len(blocks) == 1:  # of a caller that computes it again itself, or of a short sample
+            return _attend(q, k, v, places, mask, function).transpose(1, 2)
         context: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _same_modes}
         mixed = []
-        for at in range(0, q.shape[-2], size):
-            block = slice(at, min(at + size, q.shape[-2]))
+        for block in blocks:
             arguments = q[:, :, block], k, v, places[:, block], mask, function
             mixed.append(checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False, **context))
-        return (mixed[0] if len(mixed) == 1 else torch.cat(mixed, dim=1)).transpose(1, 2)
+        return torch.cat(mixed, dim=1).transpose(1, 2)
+
+    def query_blocks(self, q: Tensor, *others: Any, places: Tensor, length: int) -> list[slice] | None:
+        """Return blocks of queries that :meth:`forward` takes alone, with some heads, of the ``length`` tokens.
+
+        None where an option has values for all heads, as sinks. Arguments: those of forward, the options last.
+        """
+        options: Mapping[str, Any] = others[-1]
+        if any(isinstance(option, Tensor) and key != "position_ids" for key, option in options.items()):
+            return None
+        return _blocks_of(q, length)
+
+
+def _blocks_of(q: Tensor, length: int) -> list[slice]:
+    """Return blocks of queries (B, H, Q, d) whose masks for ``length`` keys are small."""
+    size, queries = max(1, min(QUERY_BLOCK, MASK_ELEMENTS.get(q.device.type, 2**27) // length)), q.shape[-2]
+    return [slice(at, min(at + size, queries)) for at in range(0, queries, size)]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, mask: MaskRule, function: Callable[..., Any]) -> Tensor:
@@ -188,6 +205,19 @@ def _forward_of(module: nn.Module) -> Any:
     return inspect.unwrap(type(module).forward)
 
 
+def window_of(module: nn.Module) -> int | None:
+    """Return the keys that a query of a module of attention sees at most, by its configuration; None: all before it.
+
+    Of a chunk, whose queries see the keys of their chunk, it is the length.
+    """
+    config = getattr(module, "config", None)
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else None
+    own = {"full_attention": None, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+    found = own[kind] if kind in own else getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    return found if isinstance(found, int) else None
+
+
 def install_cores(model: nn.Module) -> list[str]:
     """Give each module that calls its attention through the registry a core; return the names of the cores."""
     register_attention(NAME, attend, make_rule)
@@ -195,7 +225,7 @@ def install_cores(model: nn.Module) -> list[str]:
     for name, module in list(model.named_modules()):
         code = getattr(_forward_of(module), "__code__", None)
         if code is not None and REGISTRY in code.co_names:
-            module.add_module(CORE, RegisteredAttention(getattr(module, "sliding_window", None)))
+            module.add_module(CORE, RegisteredAttention(window_of(module)))
             found.append(f"{name}.{CORE}")
     return found
 

@@ -1,0 +1,218 @@
+"""Attention under the exchange of keys, by groups of heads: the keys of one group are gathered, used and released.
+
+    forward     gather k, v of group 0 | of group 1 ...             on the wire, meanwhile
+                                       | attend with group 0 | attend with group 1 ...
+    backward    gather the group again | reduce-scatter the gradients of the group before
+                                       | attend again, block of queries by block, and its backward
+
+Kept from forward to backward are this rank's queries, keys and values. Two groups of keys and values of all tokens are
+in memory at a time, 2 x 2 B S G/n d b bytes for n groups, and in backward the gradients of two. Heads are independent,
+so that the number of groups changes no number. With one group keys and values of all tokens are gathered once and kept.
+
+A core takes part if it has a method ``query_blocks``, see :meth:`GroupedAttention.blocks`.
+
+Shapes: B samples, H query heads and G key-value heads of this rank, S tokens, d head_dim, n groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from meshwright.context_parallel.cut import TokenCut
+from meshwright.context_parallel.exchange import KeyGathering, KeyScattering
+from meshwright.errors import ModelError
+
+PLACES = "places"
+"""Keyword of an attention core: positions of its queries among the keys."""
+BLOCKS = "query_blocks"
+"""Method of a core that attends by blocks of queries."""
+
+
+def num_groups(cp: int, num_heads: int, num_kv_heads: int, wanted: int | None = None) -> int:
+    """Return the groups of heads whose keys are gathered one after the other.
+
+    ``wanted``: of the configuration, a divisor of the key-value heads. None: the fewest with which the keys of all
+    tokens of a group have no more elements than the queries of this rank, S G/n d <= S/cp H d.
+    """
+    divisors = [each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]
+    if wanted is not None:
+        return wanted if wanted in divisors else 0
+    return next(each for each in divisors if each * num_heads >= cp * num_kv_heads or each == num_kv_heads)
+
+
+class GroupedAttention:
+    """Forward of an attention core that gathers the keys of its groups of heads itself."""
+
+    def __init__(
+        self, name: str, forward: Callable[..., Tensor], blocks: Callable[..., Any], cut: TokenCut, wanted: int | None
+    ) -> None:
+        """Create it for the core ``name`` with these methods. ``wanted``: groups; None: see :func:`num_groups`."""
+        self._name, self._forward, self._query_blocks, self._cut, self._wanted = name, forward, blocks, cut, wanted
+
+    def __repr__(self) -> str:
+        return f"GroupedAttention({self._wanted})"  # layers with equal attributes are alike
+
+    def blocks(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **kwargs: Any) -> list[slice] | None:
+        """Return the blocks of queries with which the core is called; None: it needs all queries and heads at once.
+
+        The core's ``query_blocks`` takes the arguments of its forward with this rank's keys, and the keyword
+        ``length``, tokens of the sample. Forward must then give the same for some heads and a block of queries alone.
+        Its differentiable arguments are queries, keys and values.
+        """
+        found: list[slice] | None = self._query_blocks(
+            q, k, v, *others, places=self._cut.places(q.device), length=self._cut.length, **kwargs
+        )
+        return found
+
+    def num_groups(self, q: Tensor, k: Tensor) -> int:
+        """Return the groups of heads for these queries and keys of a rank.
+
+        Raises:
+            ModelError: the configured number divides no key-value heads.
+        """
+        found = num_groups(self._cut.group.size, q.shape[1], k.shape[1], self._wanted)
+        if not found:
+            raise ModelError(
+                "MW-CP-014",
+                f"{self._name}: parallel.cp_head_groups = {self._wanted} does not divide the {k.shape[1]} key-value "
+                f"heads of a tensor-parallel rank: use one of their divisors, or leave the key out",
+            )
+        return found
+
+    def recomputes(self, *args: Any, **kwargs: Any) -> bool:
+        """Return True if forward keeps its arguments alone, and computes again in backward."""
+        return PLACES not in kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **kwargs: Any) -> Tensor:
+        """Attend: q (B, H, S/cp, d), k and v (B, G, S/cp, d) -> (B, H, S/cp, d). Collective over cp.
+
+        With the keyword ``places`` k and v are those of all tokens, (B, G, S, d): nothing is exchanged.
+        """
+        if PLACES in kwargs:
+            return self._forward(q, k, v, *others, **kwargs)
+        cut, blocks = self._cut, self.blocks(q, k, v, *others, **kwargs)
+        assert blocks is not None
+        places, joined = cut.places(q.device), cut.from_ranks(q.device)
+        call = _Call(self._forward, others, kwargs, blocks, self.num_groups(q, k), cut, places, joined)
+        found: Tensor = _AttendByGroup.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Call(NamedTuple):
+    """Constants of one call of a core, for its forward and backward."""
+
+    forward: Callable[..., Tensor]
+    others: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    blocks: Sequence[slice]
+    groups: int
+    cut: TokenCut
+    places: Tensor
+    joined: Tensor
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: slice) -> Tensor:
+        """Attend with a block of queries of some heads: (B, H/n, Q, d), k and v (B, G/n, S, d) -> (B, H/n, Q, d)."""
+        return self.forward(q, k, v, *self.others, **self.kwargs, places=self.places[:, block])
+
+    def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield each group with its keys and values of all tokens, while those of the next are on the wire.
+
+        The caller deletes its references before it goes on (a loop by ``enumerate`` would keep some).
+        """
+        ks, vs = k.chunk(self.groups, 1), v.chunk(self.groups, 1)
+        ahead = KeyGathering(ks[0], vs[0], self.cut, self.joined)
+        for group in range(self.groups):
+            found = ahead.wait()
+            if group + 1 < self.groups:
+                ahead = KeyGathering(ks[group + 1], vs[group + 1], self.cut, self.joined)
+            yield group, *found
+            del found  # before the next group's are put in order
+
+
+class _AttendByGroup(torch.autograd.Function):
+    """Attention by groups of heads: q (B, H, S/cp, d), k and v (B, G, S/cp, d) -> (B, H, S/cp, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        out: Tensor | None = None
+        kept: tuple[Tensor, ...] = ()
+        for group, all_k, all_v in call.gathered(k, v):
+            kept = (all_k, all_v) if call.groups == 1 else ()
+            for block in call.blocks:
+                mixed = call.attend(_of_group(q, group, call)[:, :, block], all_k, all_v, block)
+                if out is None:
+                    out = mixed.new_empty(*q.shape[:-1], mixed.shape[-1])
+                _of_group(out, group, call)[:, :, block] = mixed
+            del all_k, all_v
+        assert out is not None
+        ctx.save_for_backward(q, *(kept or (k, v)))
+        ctx.call, ctx.modes = call, _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v), call = ctx.saved_tensors, ctx.call
+        needs_q, *needs_keys = ctx.needs_input_grad[:3]
+        dq = torch.empty_like(q) if needs_q else None
+        waiting: KeyScattering | None = None
+        parts: list[tuple[Tensor, Tensor]] = []
+        for group, all_k, all_v in [(0, k, v)] if call.groups == 1 else call.gathered(k, v):
+            sums = _backward_of_group(ctx, q, (all_k, all_v), gradient, dq, group)
+            del all_k, all_v
+            if waiting is not None:
+                parts.append(waiting.wait())
+            waiting = KeyScattering(*sums, call.cut, call.joined) if any(needs_keys) else None
+            del sums
+        if waiting is not None:
+            parts.append(waiting.wait())
+        dk, dv = (torch.cat(each, 1) for each in zip(*parts, strict=True)) if parts else (None, None)
+        return dq, dk, dv, None
+
+
+def _backward_of_group(
+    ctx: Any, q: Tensor, keys: tuple[Tensor, Tensor], gradient: Tensor, dq: Tensor | None, group: int
+) -> tuple[Tensor, Tensor]:
+    """Attend with the heads of a group again, block by block; return the gradients of its keys and values.
+
+    ``dq``: (B, H, S/cp, d), whose part of these heads is filled. Blocks are added in the order of autograd: last first.
+    """
+    call: _Call = ctx.call
+    all_k, all_v = (each.detach().requires_grad_() for each in keys)
+    sums: list[Tensor] = []
+    for block in reversed(call.blocks):
+        of_block = _of_group(q, group, call)[:, :, block].detach().requires_grad_(dq is not None)
+        with torch.enable_grad(), _entered(ctx.modes):
+            mixed = call.attend(of_block, all_k, all_v, block)
+        wanted = [*([] if dq is None else [of_block]), all_k, all_v]
+        found = list(torch.autograd.grad(mixed, wanted, _of_group(gradient, group, call)[:, :, block]))
+        del mixed
+        if dq is not None:
+            _of_group(dq, group, call)[:, :, block] = found.pop(0)
+        sums = [total.add_(each) for total, each in zip(sums, found, strict=True)] if sums else found
+    return sums[0], sums[1]
+
+
+def _of_group(whole: Tensor, group: int, call: _Call) -> Tensor:
+    """Return a group's heads, (B, H, ...) -> (B, H/n, ...)."""
+    heads = whole.shape[1] // call.groups
+    return whole.narrow(1, group * heads, heads)
+
+
+@contextmanager
+def _entered(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
+    """Enter the function modes of forward that are not entered: another thread runs backward on CUDA."""
+    now = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    with ExitStack() as stack:
+        for mode in modes:
+            if mode not in now:
+                stack.enter_context(mode)
+        yield
