@@ -89,7 +89,7 @@ def show(costs: Sequence[LayerCost], measured: Sequence[tuple[float, float]]) ->
 
 
 def reached(repeats: int = 15) -> None:
-    """Print the rates of one thread, in far and near memory: the figures behind the CPU of framework/model/meter.py."""
+    """Print the rates of one thread, in far and near memory: the figures behind the CPU of framework/model/meter."""
 
     def median_s(run: Callable[[], Any]) -> float:
         run()

@@ -24,8 +24,8 @@ from gpu_step import LEARNING_RATE, timed
 from observe import Observer
 
 from meshwright.config import RunConfig
+from meshwright.mesh.device import prepare_allocator
 from meshwright.mesh.fake import fake_mesh
-from meshwright.mesh.mesh import prepare_allocator
 from meshwright.parts import Parts, StepFeed
 from meshwright.pipeline.executor import RowResult
 from meshwright.step import all_reduce_sums

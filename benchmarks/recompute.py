@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from meshwright.model.recorder import Operation, OperationRecorder, StorageRegistry
+from meshwright.model.meter import Operation, OperationRecorder, StorageRegistry
 from meshwright.pipeline.plan import recompute_parts, recomputed
 from meshwright.pipeline.recompute import POINTWISE
 

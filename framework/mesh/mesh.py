@@ -17,9 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group
-from meshwright.mesh.device import peak_memory_bytes as peak_memory_bytes
-from meshwright.mesh.device import pick_device as pick_device
-from meshwright.mesh.device import prepare_allocator as prepare_allocator
+from meshwright.mesh.device import peak_memory_bytes, pick_device
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 from meshwright.mesh.links import LinkedGroup, open_links
 from meshwright.mesh.placement import check_placement

@@ -19,8 +19,9 @@ from meshwright.build import build
 from meshwright.config import RunConfig
 from meshwright.data_parallel.replica import StageReplica
 from meshwright.errors import UserError
+from meshwright.mesh.device import peak_memory_bytes, pick_device
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.mesh import close_mesh, open_mesh, peak_memory_bytes, pick_device
+from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.optimizer import read_states, restore_states
 from meshwright.parts import Parts, StepFeed
 from meshwright.run.directory import run_directory

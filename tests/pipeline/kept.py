@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.model.recorder import Operation, OperationRecorder, StorageRegistry
+from meshwright.model.meter import Operation, OperationRecorder, StorageRegistry
 from meshwright.models import rotary
 
 

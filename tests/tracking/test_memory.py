@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.mesh.mesh import peak_memory_bytes
+from meshwright.mesh.device import peak_memory_bytes
 
 
 def test_the_cpu_peak_grows_with_what_is_held_and_does_not_fall() -> None:

@@ -15,10 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from meshwright.config import is_meant_for_gpu
-from meshwright.model.recorder import Operation as Operation
-from meshwright.model.recorder import OperationRecorder as OperationRecorder
-from meshwright.model.recorder import StorageRegistry as StorageRegistry
-from meshwright.model.recorder import stored_bytes as stored_bytes
+from meshwright.model.meter.recorder import Operation, OperationRecorder, stored_bytes
 
 
 class ReferenceDevice(NamedTuple):

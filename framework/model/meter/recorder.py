@@ -1,7 +1,7 @@
 """One recorder of tensor operations, below every figure that is not measured on a device.
 
     operation -> Operation: its FLOPs, its bytes, its tensors -> record()
-                 Meter (model/meter.py)                       FLOPs, bytes and time on a reference device
+                 Meter (model/meter/counting.py)              FLOPs, bytes and time on a reference device
                  WorkRecorder (tools/planner/operations.py)   work to be timed, and the live bytes of a layer
                  StepRecorder (tools/dryrun/recorder.py)      the life of each storage of a step, and its communication
 
