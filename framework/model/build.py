@@ -3,7 +3,7 @@
 A model is an ``nn.Sequential`` of named elements, called layers here. It may carry, as plain attributes:
 
     sharding_plan   {pattern of module names: "column" | "row" | "vocab" | ... | a function}, all of them in
-                    framework/tensor_parallel/plan.py
+                    framework/tensor_parallel/plan.py and unsplit.py
     tied_weights    [(canonical parameter name, other name, ...), ...]
     shared_units    {pattern: (rows of the parts of a unit, number of the last that are copied, attribute)} of column
                     linears, whose units more tp ranks than units share: see tensor_parallel/shared_units.py
