@@ -140,7 +140,7 @@ def check_expert_ranks(parallel: Parallel, dp: int) -> None:
 
 
 def expert_shard_factor(config: RunConfig) -> int:
-    """Return the number of shards of the optimizer state of experts, which parallel.ep ranks share.
+    """Return the number of shards of the states of experts, which parallel.ep ranks share; ZeRO-3: of weights too.
 
     It divides ``parallel.shard_factor`` and the dp x cp x tp / ep replicas of an expert. ``config``: resolved.
     """

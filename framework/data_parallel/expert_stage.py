@@ -1,7 +1,8 @@
 """Experts that ep ranks share, among the parameters of a stage: they have replicas of their own.
 
 dense weights      dp x cp ranks hold copies, in shards of shard_factor
-experts            dp x cp x tp / ep ranks hold copies; under ZeRO-3 in buckets, beside FSDP's layers
+experts            dp x cp x tp / ep ranks hold copies, in shards of gcd(shard_factor, copies); under ZeRO-3 they are
+                   units of FSDP of their own if the shards divide the experts of a rank, else in buckets
 """
 
 from __future__ import annotations
@@ -119,12 +120,14 @@ def fully_sharded_stage(
 ) -> FullyShardedStage | ExpertStage:
     """Shard the parameters of a stage under ZeRO-3; see :class:`FullyShardedStage`.
 
-    ``make_buckets``: function that puts experts into buckets, whose weights stay whole on this rank.
+    ``make_buckets``: function that puts experts whose number on this rank cannot be divided into buckets.
     """
-    dense = [member for member in members if member.info.over != "ep"]
-    of_experts = [member for member in members if member.info.over == "ep"]
+    shards = sharding.experts.shard.size
+    is_sharded = shards > 1 and not any(m.parameter.shape[0] % shards for m in members if m.info.over == "ep")
+    dense = [member for member in members if member.info.over != "ep" or is_sharded]
+    of_experts = [member for member in members if member.info.over == "ep" and not is_sharded]
     dtype = members[0].parameter.dtype
-    fully = FullyShardedStage(dense, sharding.dense, tp, layers, dtype, device, offload=offload)
+    fully = FullyShardedStage(dense, (sharding.dense, sharding.experts), tp, layers, dtype, device, offload=offload)
     for member in of_experts:
         member.parameter.data = member.parameter.data.to(device)
     return ExpertStage(fully, make_buckets(of_experts)) if of_experts else fully

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,13 @@ class _ReduceScatter(_Collective):
         self._group.reduce_scatter(output_tensor, input_tensor).wait()
 
 
+class ExpertUnits(NamedTuple):
+    """Modules that are units of their own, over another group than their layer."""
+
+    modules: Sequence[nn.Module] = ()
+    shard: Group | None = None
+
+
 class FsdpLayers:
     """Layers of a stage under FSDP: gathered and freed unit by unit, reduced by the mesh's groups."""
 
@@ -68,6 +75,7 @@ class FsdpLayers:
         *,
         offload: bool,
         ignored: Set[nn.Parameter],
+        experts: ExpertUnits,
     ) -> None:
         """Shard ``layers``, which must be on the CPU, over the ranks of ``shard``, and move the shards to ``device``.
 
@@ -77,26 +85,23 @@ class FsdpLayers:
         Args:
             dtype: dtype in which the weights are gathered; shards and gradients are float32 (float64 for float64).
             offload: keep the shards in host memory and copy them to the device for each all-gather.
+            experts: modules inside the layers that other ranks shard.
         """
         self.dtype = dtype
-        options: dict[str, Any] = {
-            "mesh": shard.device_mesh(device.type),
-            "ignored_params": set(ignored),
-        }
         self.copies_gradients = offload and device.type == "cuda"
         """True when FSDP copies reduced gradients to pinned memory, where the stage adds them up."""
+        shard_dtype = accumulation_dtype(dtype)
+        options: dict[str, Any] = {"mesh": shard.device_mesh(device.type), "ignored_params": set(ignored)}
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        shard_dtype = accumulation_dtype(dtype)
         if dtype != shard_dtype:
-            options["mp_policy"] = MixedPrecisionPolicy(
-                param_dtype=dtype, reduce_dtype=shard_dtype, cast_forward_inputs=False
-            )
+            options["mp_policy"] = MixedPrecisionPolicy(dtype, shard_dtype, cast_forward_inputs=False)
+        _shard_experts(experts, shard_dtype, options, device)
         _shard_units(layers, shard_dtype, options)
         self._root = fully_shard(layers, **options)
         modules = [module for module in layers.modules() if isinstance(module, FSDPModule)]
         self._shared = [module for module in modules if _shares_unit(module)]
-        _connect(modules, shard)
+        _connect(modules, shard, experts)
         sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         for layer in sharded:
             layer.register_forward_hook(_clone_views, prepend=True)
@@ -206,15 +211,28 @@ def _shard_units(layers: nn.Sequential, dtype: torch.dtype, options: dict[str, A
         *_sharing(layers, lambda layer: {id(each) for each in layer.modules() if list(each.parameters())}),
         *([layer] for layer in layers),
     ]:
-        own = {parameter for module in modules for parameter in module.parameters()}
-        whole = {each for each in own if each not in options["ignored_params"] and not isinstance(each, DTensor)}
-        for parameter in whole:
-            parameter.data = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
-        if own and not isinstance(modules[0], FSDPModule):
-            shares = len(modules) > 1
-            fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
-            for parameter in whole:  # other code may still hold the object
-                parameter.data = parameter.data.new_empty(0)
+        _shard_unit(modules, dtype, options)
+
+
+def _shard_experts(experts: ExpertUnits, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device) -> None:
+    """Apply ``fully_shard`` to the modules of experts, over the ranks that hold the same ones."""
+    if experts.shard is not None:
+        mesh = experts.shard.device_mesh(device.type)
+        for module in experts.modules:
+            _shard_unit([module], dtype, {**options, "mesh": mesh})
+
+
+def _shard_unit(modules: list[nn.Module], dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Apply ``fully_shard`` to one unit, unless it has no weights or is sharded already; cast its trained weights."""
+    own = {parameter for module in modules for parameter in module.parameters()}
+    whole = {each for each in own if each not in options["ignored_params"] and not isinstance(each, DTensor)}
+    for parameter in whole:
+        parameter.data = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
+    if own and not isinstance(modules[0], FSDPModule):
+        shares = len(modules) > 1
+        fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
+        for parameter in whole:  # other code may still hold the object
+            parameter.data = parameter.data.new_empty(0)
 
 
 def _sharing(modules: Iterable[nn.Module], keys_of: Callable[[nn.Module], set[int]]) -> Iterator[list[nn.Module]]:
@@ -230,11 +248,13 @@ def _sharing(modules: Iterable[nn.Module], keys_of: Callable[[nn.Module], set[in
     yield from (together for together, _ in found if len(together) > 1)
 
 
-def _connect(modules: Iterable[FSDPModule], shard: Group) -> None:
-    """Set FSDP's collectives to the mesh's group, as sums, and switch off its own choice of prefetches."""
-    gather: Any = _Gather(shard)
-    reduce_scatter: Any = _ReduceScatter(shard)  # torch's protocols for the two are private
+def _connect(modules: Iterable[FSDPModule], shard: Group, experts: ExpertUnits) -> None:
+    """Set FSDP's collectives to the mesh's groups, as sums, and switch off its own choice of prefetches."""
+    inside = set(map(id, experts.modules))
     for module in modules:
+        group = experts.shard if experts.shard is not None and id(module) in inside else shard
+        gather: Any = _Gather(group)
+        reduce_scatter: Any = _ReduceScatter(group)  # torch's protocols for the two are private
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce_scatter)
         module.set_gradient_divide_factor(1.0)

@@ -11,12 +11,12 @@ Frozen weights, such as the base of adapters, are sharded, gathered and freed wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.data_parallel.fsdp import FsdpLayers
+from meshwright.data_parallel.fsdp import ExpertUnits, FsdpLayers
 from meshwright.data_parallel.fsdp_parameter import FsdpParameter
 from meshwright.data_parallel.sharding import (
     BucketSlot,
@@ -29,6 +29,8 @@ from meshwright.data_parallel.sharding import (
 from meshwright.errors import ModelError
 from meshwright.mesh.comm import CollectiveHandle, Group
 
+Key = tuple[int, str]
+"""Identity of a parameter's module, and the parameter's name in it."""
 _SUMMED_TOGETHER = 2**24
 """Elements of the gradient per all-reduce across shard groups; bounds the device copy of a gradient in host memory."""
 
@@ -51,7 +53,7 @@ class RowShards(ShardedParameters):
             shard_gradient: flat, zero-padded gradient of this rank's rows.
             device: device of the computation.
         """
-        self._parameter, self._free_shared = parameter, layers.free_shared
+        self._parameter, self._free_shared, self.key = parameter, layers.free_shared, parameter.key
         slot = BucketSlot(member._replace(parameter=parameter.sharded), 0, parameter.sharded.numel())
         super().__init__([slot], sharding, parameter.padded_rows.numel() * sharding.shard.size, layers.dtype, device)
         assert slot.stop <= self.numel, member.info.name
@@ -94,7 +96,7 @@ class FullyShardedStage:
     def __init__(
         self,
         members: Sequence[StageParameter],
-        sharding: Sharding,
+        sharding: tuple[Sharding, Sharding],
         tp: Group,
         layers: nn.Sequential,
         dtype: torch.dtype,
@@ -105,11 +107,11 @@ class FullyShardedStage:
         """Shard ``members``, parameters of ``layers``, which must be on the CPU, and move the shards to ``device``.
 
         Args:
+            sharding: that of the dense weights, then that of experts that ranks share.
             dtype: dtype of the computation. The shards are float32 (float64 for float64).
             offload: keep the shards in host memory and copy them to the device for each all-gather.
         """
         self.tp = tp
-        self._sharding = sharding
         self._device = device
         _check_dims(member for member in members if member.parameter.requires_grad)
         self.frozen = [member for member in members if member.parameter.dim() == 0]
@@ -124,31 +126,47 @@ class FullyShardedStage:
         for member in self.frozen:
             member.parameter.data = member.parameter.data.to(device)
         ignored = {parameter for parameter in layers.parameters() if id(parameter) not in sharded}
-        self.fsdp = FsdpLayers(layers, sharding.shard, dtype, device, offload=offload, ignored=ignored)
-        sizes = [parameter.padded_rows.numel() for parameter in self.fsdp.parameters]
-        place = torch.device("cpu") if offload else device
-        self._gradient = torch.zeros(sum(sizes), dtype=accumulation_dtype(dtype), device=place)
-        """Flat gradient of this rank's rows of all parameters."""
-        gradients = torch.split(self._gradient, sizes)
-        self.buckets = [
-            RowShards(parameter, by_key[parameter.key], sharding, gradient, self.fsdp, device)
-            for parameter, gradient in zip(self.fsdp.parameters, gradients, strict=True)
-        ]
-        without = self._gradient.new_empty(0)
-        self.frozen_shards: list[ShardedParameters] = [
-            RowShards(parameter, by_key[parameter.key], sharding, without, self.fsdp, device)
-            for parameter in self.fsdp.frozen
-        ]
+        shared = [module for module in layers.modules() if "expert_exchange" in vars(module)]
+        shared = shared if any(member.info.over == "ep" for member in by_key.values()) else []
+        experts = ExpertUnits(shared, sharding[1].shard) if shared else ExpertUnits()
+        self.fsdp = FsdpLayers(
+            layers, sharding[0].shard, dtype, device, offload=offload, ignored=ignored, experts=experts
+        )
+        self._gradients: list[tuple[Group, Tensor]] = []
+        """Flat gradient of this rank's rows of dense weights, and of experts, with the ranks that hold copies."""
+        self.buckets: list[RowShards] = []
+        self.frozen_shards: list[ShardedParameters] = []
         """Weights that are not trained, sharded as the others."""
+        empty = torch.zeros(0, dtype=accumulation_dtype(dtype), device="cpu" if offload else device)
+        for over, of_kind in zip(("tp", "ep"), sharding, strict=True):
+            self._add_buckets({key: each for key, each in by_key.items() if each.info.over == over}, of_kind, empty)
+        order = {parameter.key: at for at, parameter in enumerate(self.fsdp.parameters)}
+        self.buckets.sort(key=lambda bucket: order[bucket.key])
         assert len(self.buckets) + len(self.frozen_shards) == len(sharded)
         for bucket in () if self.fsdp.copies_gradients else self.buckets:
             bucket.accumulate_in_place()
         self._in_halves = False
         """True while the weight half of a split backward (W) follows, which FSDP's hooks cannot see."""
 
+    def _add_buckets(self, members: Mapping[Key, StageParameter], sharding: Sharding, empty: Tensor) -> None:
+        """Add the buckets of parameters with one sharding, whose gradients are one flat tensor, as ``empty`` is."""
+        trained, frozen = (
+            [each for each in parameters if each.key in members]
+            for parameters in (self.fsdp.parameters, self.fsdp.frozen)
+        )
+        if trained:
+            sizes = [parameter.padded_rows.numel() for parameter in trained]
+            flat = empty.new_zeros(sum(sizes))
+            self._gradients.append((sharding.copies, flat))
+            for each, gradient in zip(trained, torch.split(flat, sizes), strict=True):
+                self.buckets.append(RowShards(each, members[each.key], sharding, gradient, self.fsdp, self._device))
+        for each in frozen:
+            self.frozen_shards.append(RowShards(each, members[each.key], sharding, empty, self.fsdp, self._device))
+
     def begin_step(self) -> None:
         """Zero the gradients, and turn off gradient reduction until :meth:`begin_reducing`."""
-        self._gradient.zero_()
+        for _, gradient in self._gradients:
+            gradient.zero_()
         for bucket in self.buckets:
             bucket.begin_step()
         self._in_halves = False
@@ -187,8 +205,9 @@ class FullyShardedStage:
         self.fsdp.set_last_backward(True)
         self.fsdp.finish_backward()
         self._add_from_host()
-        for part in torch.split(self._gradient, _SUMMED_TOGETHER):
-            _all_reduce(self._sharding.copies, part, self._device).wait()
+        for copies, gradient in self._gradients:
+            for part in torch.split(gradient, _SUMMED_TOGETHER):
+                _all_reduce(copies, part, self._device).wait()
         sum_over_tp(self.buckets, self.tp)
 
     def _add_from_host(self) -> None:

@@ -26,6 +26,8 @@ class Elements(NamedTuple):
     """Elements of Adafactor's states, whole on every rank."""
     experts: Elements | None = None
     """Counts of the experts that ranks share by ``parallel.ep``, whose replicas are others; not in these."""
+    rows: int = 0
+    """Greatest common divisor of the layers' numbers of experts on a rank; of experts alone."""
 
     @property
     def trained(self) -> int:
@@ -44,13 +46,20 @@ class Elements(NamedTuple):
 
     def divided(self, number: int) -> Elements:
         """Return all counts divided by a number, rounded down."""
-        return self.of_counts([count // number for count in self[:5]], self.experts and self.experts.divided(number))
+        experts = self.experts and self.experts.divided(number)
+        return self.of_counts([count // number for count in self[:5]], experts, self.rows)
 
     @classmethod
-    def of_counts(cls, counts: Sequence[int], experts: Elements | None = None) -> Elements:
+    def of_counts(cls, counts: Sequence[int], experts: Elements | None = None, rows: int = 0) -> Elements:
         """Return the counts of all fields but ``experts``, in their order."""
         in_blocks, others, frozen, matrices, factors = counts
-        return cls(in_blocks, others, frozen, matrices, factors, experts)
+        return cls(in_blocks, others, frozen, matrices, factors, experts, rows)
+
+
+def shards_expert_weights(config: RunConfig, elements: Elements) -> bool:
+    """Return whether ZeRO-3 shards the weights of a stage's experts: its shards divide the experts of a rank."""
+    shards = expert_shard_factor(config)
+    return config.parallel.zero == 3 and shards > 1 and elements.of_experts.rows % shards == 0
 
 
 def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False, is_matrix: bool = False) -> float:
@@ -70,13 +79,14 @@ def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False,
 def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
     """Return the bytes of weights, gradients and optimizer state on the device, and on the host.
 
-    Experts that ranks share are sharded over their own replicas; under ZeRO-3 as under ZeRO-2.
+    Experts that ranks share are sharded over their own replicas; under ZeRO-3 as under ZeRO-2 where their number on a
+    rank cannot be divided.
     """
     own = _held_at_rest(config, elements, shard_factor(config), config.parallel.zero)
     if elements.experts is None:
         return own
-    zero, shards = min(config.parallel.zero, 2), expert_shard_factor(config)
-    of_experts = _held_at_rest(config, elements.experts, shards, zero)
+    zero = config.parallel.zero if shards_expert_weights(config, elements) else min(config.parallel.zero, 2)
+    of_experts = _held_at_rest(config, elements.experts, expert_shard_factor(config), zero)
     weights, gradients, states, host = (sum(pair) for pair in zip(own, of_experts, strict=True))
     return weights, gradients, states, host
 

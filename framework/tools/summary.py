@@ -68,12 +68,15 @@ def _shared(blueprint: Blueprint, stage: int) -> int:
 def _elements(blueprint: Blueprint, stage: int) -> Elements:
     optimizer = blueprint.config.optimizer
     found: dict[str, list[int]] = {over: [0, 0, 0, 0, 0] for over in ("tp", "ep")}
+    rows = 0
     for name, parameter in blueprint.stage_layers(stage).named_parameters():
         info = blueprint.infos[blueprint.model.canonical(name)]
         kind = 0 if info.in_blocks else 3 if info.matrix is not None else 1
         found[info.over][kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
         found[info.over][4] += factor_elements(optimizer, info.global_shape) * parameter.requires_grad
-    return Elements.of_counts(found["tp"], Elements.of_counts(found["ep"]) if any(found["ep"]) else None)
+        rows = math.gcd(rows, info.local_shape[0]) if info.over == "ep" else rows
+    experts = Elements.of_counts(found["ep"], rows=rows) if any(found["ep"]) else None
+    return Elements.of_counts(found["tp"], experts)
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from meshwright.schedule.action import Kind, Schedule
 from meshwright.tools.planner.layer_profile import LayerProfile
 
 
@@ -57,6 +58,8 @@ class Footprint(NamedTuple):
     forward_elements: int = 0
     """Number of weights of the layer at the peak in forward, and of the next one, frozen ones included, without experts
     that ranks share."""
+    forward_experts: int = 0
+    """Number of parameters of the experts that ranks share of the layer at the peak in forward."""
 
 
 class SharedWeight(NamedTuple):
@@ -154,6 +157,7 @@ def footprint(
         offloaded=sum(groups),
         last_group=next((size for size in reversed(groups) if size), 0),
         forward_elements=sum(layer.num_dense + layer.num_frozen for layer in layers[at_peak : at_peak + 2]),
+        forward_experts=layers[at_peak].num_experts,
     )
 
 
@@ -201,3 +205,14 @@ def _forward(
     for tensor, keeper in keepers.items():
         released[keeper] += sizes[tensor]
     return sum(released), forward_peak, at_peak, released
+
+
+def offloaded_bytes(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint]) -> int:
+    """Return the largest number of bytes of saved tensors in host memory along a row."""
+    most = live = 0
+    for _, action in schedule.actions(pp_rank):
+        if action.kind in (Kind.F, Kind.B, Kind.I):
+            assert action.stage is not None
+            live += footprints[action.stage].offloaded * (1 if action.kind is Kind.F else -1)
+            most = max(most, live)
+    return most

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh import Grid
 from meshwright.optimizer import step_bytes, table_bytes
 from meshwright.schedule.action import Schedule
-from meshwright.tools.at_rest import Elements, held_at_rest
-from meshwright.tools.planner.footprint import Footprint
+from meshwright.tools.at_rest import Elements, held_at_rest, shards_expert_weights
+from meshwright.tools.planner.footprint import Footprint, offloaded_bytes
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.matrix_step import MatrixCounts, temporary_bytes
-from meshwright.tools.planner.memory import ActionMemory, Backend, RankMemory, ReductionBuffers, offloaded_bytes, walk
+from meshwright.tools.planner.memory import ActionMemory, Backend, RankMemory, ReductionBuffers, walk
 
 
 @dataclass
@@ -65,6 +66,10 @@ class LayoutModel:
         device = "cpu" if self.config.train.device == "cpu" else "cuda"
         return step_bytes(factors, trained // shard_factor(self.config), device)
 
+    def gathers_experts(self, stages: Sequence[int]) -> bool:
+        """Return whether ZeRO-3 shards the weights of all experts of these stages that ranks share."""
+        return all(shards_expert_weights(self.config, self.elements[stage]) for stage in stages)
+
     def memory(self, pp_rank: int, backend: Backend) -> RankMemory:
         """Return the peak memory of a pipeline rank."""
         at_rest = [held_at_rest(self.config, self.elements[stage]) for stage in self.schedule.stages_of(pp_rank)]
@@ -72,7 +77,8 @@ class LayoutModel:
         if self.config.optimizer.name == "adamw8bit":
             optimizer += table_bytes(self.config.train.dtype == "float64")
         host += offloaded_bytes(self.schedule, pp_rank, self.footprints)
-        peak = walk(self.schedule, pp_rank, self.footprints, ReductionBuffers(self.config, backend))
+        buffers = ReductionBuffers(self.config, backend, self.gathers_experts(self.schedule.stages_of(pp_rank)))
+        peak = walk(self.schedule, pp_rank, self.footprints, buffers)
         step = temporary_bytes(self.config, self.matrices_of(pp_rank)) + self._factored_step(pp_rank)
         if step > peak.total:
             peak = ActionMemory(0, 0, step, "STEP")

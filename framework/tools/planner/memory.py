@@ -77,6 +77,13 @@ class ReductionBuffers(NamedTuple):
 
     config: RunConfig
     backend: Backend
+    gathers_experts: bool = False
+    """ZeRO-3 shards the weights of experts that ranks share."""
+
+    @property
+    def sums_experts(self) -> bool:
+        """True if gradients of experts are summed in buckets."""
+        return expert_shard_factor(self.config) > 1 and not self.gathers_experts
 
     @property
     def narrow(self) -> int:
@@ -107,7 +114,7 @@ class ReductionBuffers(NamedTuple):
         if shard_factor(self.config) == 1:
             return 0
         point, whole, experts = points[index], points[-1], 0
-        if reduces and point.experts + point.experts_before and expert_shard_factor(self.config) > 1:
+        if reduces and point.experts + point.experts_before and self.sums_experts:
             is_end = index == len(points) - 1
             experts = self._in_buckets(point.experts_before, whole.experts_before, is_end, in_halves, False)
         if self.config.parallel.zero == 3:
@@ -140,16 +147,19 @@ class ReductionBuffers(NamedTuple):
     ) -> int:
         """Return the temporary bytes of ZeRO-3 at one layer's turn.
 
-        gathered      this layer's weights, and those of the layer before it, which are prefetched
+        gathered      this layer's weights, experts included, and those of the layer before it, which are prefetched
         in flight     input of the last reduce-scatter, until the next one is posted: of the layer after it,
                       or ``held`` from the backward before
         weight half   no weights, but the full gradients of all layers so far, which are reduced at its end
         """
+        point = points[index]
+        experts = point.experts if self.gathers_experts else 0
         if in_halves:
-            return self.narrow * (points[index].elements_before + points[index].elements) + held
+            before = point.experts_before if self.gathers_experts else 0
+            return self.narrow * (point.elements_before + before + point.elements + experts) + held
         prefetched = points[index + 1].gathered if index + 1 < len(points) else 0
         in_flight = self.wide * points[index - 1].elements if index and reduces else held
-        return self.narrow * (points[index].gathered + prefetched) + in_flight
+        return self.narrow * (point.gathered + experts + prefetched) + in_flight
 
     def held(self, of: Footprint, backward: Action) -> int:
         """Return the bytes that a stage's backward leaves in flight: under ZeRO-3 until its next one, under ZeRO-2
@@ -170,16 +180,17 @@ class ReductionBuffers(NamedTuple):
     def peak(self, of: Footprint, action: Action, *, reduces: bool, held: int) -> int:
         """Return the peak bytes while an action runs, above those live before it, ``held`` included."""
         if action.kind is Kind.F:
-            return of.forward_peak + self.forward(of.forward_elements)
+            return of.forward_peak + self.forward(of)
         in_halves = action.kind is Kind.W
         points = of.weight_half if in_halves else of.backward
         at = partial(self.at, points, reduces=reduces, in_halves=in_halves, held=held, ends_in_loss=of.outputs == 0)
         peak = max(point.bytes + at(index) for index, point in enumerate(points))
         return peak - (held if self.config.parallel.zero == 3 else 0)  # `at` has counted it
 
-    def forward(self, elements: int) -> int:
+    def forward(self, of: Footprint) -> int:
         """Return the temporary bytes in a forward: gathered weights of ZeRO-3, of a layer and the prefetched next."""
-        return self.narrow * elements if shard_factor(self.config) > 1 and self.config.parallel.zero == 3 else 0
+        gathers = shard_factor(self.config) > 1 and self.config.parallel.zero == 3
+        return self.narrow * (of.forward_elements + of.forward_experts * self.gathers_experts) if gathers else 0
 
     def after(self, end: BackwardPoint) -> int:
         """Return the temporary bytes between the last backward and REDUCE, for the gradients at its ``end``."""
@@ -188,7 +199,7 @@ class ReductionBuffers(NamedTuple):
         if self.config.parallel.zero >= 2 and reduces_each_microbatch(self.config):
             return 0
         dense = 0 if self.config.parallel.zero == 3 else end.elements_before
-        return (dense + (end.experts_before if expert_shard_factor(self.config) > 1 else 0)) * self.wide
+        return (dense + (end.experts_before if self.sums_experts else 0)) * self.wide
 
 
 def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buffers: ReductionBuffers) -> ActionMemory:
@@ -250,17 +261,6 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
                 messages -= size
             released.discard(action)
     return highest
-
-
-def offloaded_bytes(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint]) -> int:
-    """Return the largest number of bytes of saved tensors in host memory along a row."""
-    most = live = 0
-    for _, action in schedule.actions(pp_rank):
-        if action.kind in (Kind.F, Kind.B, Kind.I):
-            assert action.stage is not None
-            live += footprints[action.stage].offloaded * (1 if action.kind is Kind.F else -1)
-            most = max(most, live)
-    return most
 
 
 def _row(schedule: Schedule, pp_rank: int, last: frozenset[Action]) -> Sequence[Item]:

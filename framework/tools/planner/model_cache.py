@@ -7,6 +7,7 @@ have in common. A search can thus evaluate hundreds of layouts of a 405B-paramet
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -245,11 +246,14 @@ class ModelCache:
             for index in run:
                 for each in parameters.get(self.representatives[index], []):
                     counted.setdefault(self.model.canonical(f"{self.names[index]}.{each.name}"), each)
-            counts, weights = ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]), self.model.layers.get_parameter
+            counts, weights, rows = ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]), self.model.layers.get_parameter, 0
             for name, (_, numel, in_blocks, trained, sizes, is_shared) in counted.items():
                 counts[is_shared][(0 if in_blocks else 3 if sizes else 1) if trained else 2] += numel
-                counts[is_shared][4] += factor_elements(self.config.optimizer, tuple(weights(name).shape)) * trained
-            elements.append(Elements.of_counts(counts[0], Elements.of_counts(counts[1]) if any(counts[1]) else None))
+                whole = weights(name)
+                counts[is_shared][4] += factor_elements(self.config.optimizer, tuple(whole.shape)) * trained
+                rows = math.gcd(rows, numel * whole.shape[0] // whole.numel()) if is_shared else rows
+            experts = Elements.of_counts(counts[1], rows=rows) if any(counts[1]) else None
+            elements.append(Elements.of_counts(counts[0], experts))
             matrices.append(count_sizes(size for each in counted.values() for size in each.matrices))
         return elements, matrices
 

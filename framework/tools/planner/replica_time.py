@@ -48,14 +48,17 @@ def _replica_s(
     chunks = batch_numbers(config).chunks
     if config.parallel.zero == 3:
         layers = sum(len(layout.stages[stage]) for stage in own)
+        with_experts = sum(layout.layers[at].num_experts > 0 for stage in own for at in layout.stages[stage])
+        gathers_experts = layout.gathers_experts(own)
         frozen = sum(layout.elements[stage].frozen for stage in own)
         copy_s, add_s = _host_shards_s(layout, performance, elements / dense.shards, frozen / dense.shards)
         sums = dense.reduce_scatter_s(layers) + (dense.all_reduce_s(layers) if dense.replicas > dense.shards else 0.0)
-        sums += experts.sums_s()
-        in_forward = max(dense._replace(elements=elements + frozen).all_gather_s(layers), copy_s)
+        sums += experts.sums_s(with_experts if gathers_experts else None)
+        of_experts = experts.all_gather_s(with_experts) if gathers_experts and experts.elements else 0.0
+        in_forward = max(dense._replace(elements=elements + frozen).all_gather_s(layers) + of_experts, copy_s)
         in_backward = in_forward + sums
         reduce = chunks * (exposed_s(in_backward, backward_s, traits.overlaps_reduce) + add_s)
-        once = exposed_s(experts.gathers_s(), forward_s, traits.overlaps_gather)
+        once = 0.0 if gathers_experts else exposed_s(experts.gathers_s(), forward_s, traits.overlaps_gather)
         return reduce, chunks * exposed_s(in_forward, forward_s, traits.overlaps_gather) + once
     sums = dense.sums_s() + experts.sums_s()
     each, beside = reduces_each_microbatch(config), _passes_beside(layout, len(own))
@@ -112,9 +115,10 @@ class _Collectives(NamedTuple):
     def _calls(self) -> int:
         return max(1, math.ceil(self.elements * self.gradient_bytes / bucket_bytes(self.config)))
 
-    def sums_s(self) -> float:
-        """Return the seconds of the sums of all gradients, in buckets."""
-        return self.reduce_scatter_s(self._calls) + self.all_reduce_s(self._calls) if self.elements else 0.0
+    def sums_s(self, calls: int | None = None) -> float:
+        """Return the seconds of the sums of all gradients, in ``calls`` messages; None: in buckets."""
+        number = self._calls if calls is None else calls
+        return self.reduce_scatter_s(number) + self.all_reduce_s(number) if self.elements else 0.0
 
     def gathers_s(self) -> float:
         """Return the seconds of the all-gathers of updated weights, in buckets."""

@@ -155,10 +155,12 @@ def test_a_dry_run_counts_what_was_predicted(parallel: dict[str, Any]) -> None:
 
 
 def test_experts_are_sharded_over_their_own_replicas() -> None:
-    """8 replicas of other weights are 2 of each expert with ep 4; ZeRO-3 shards no weights of experts."""
+    """8 replicas of other weights are 2 of each expert with ep 4, which ZeRO-3 shards as well."""
     base = larger("llama").replace(parallel={"dp": 8, "ep": 4, "zero": 3}, train={"dtype": "bfloat16"})
     of = Elements(0, 800, 0, experts=Elements(0, 400, 0))
-    assert held_at_rest(base, of) == (400 + 800, 400 + 800, 800 + 3 * 800, 0)
+    assert held_at_rest(base, of) == (400 + 800, 400 + 800, 800 + 2 * 800, 0)
+    odd = of._replace(experts=of.of_experts._replace(rows=3))
+    assert held_at_rest(base, odd) == (400 + 800, 400 + 800, 800 + 3 * 800, 0), "2 shards do not divide 3 experts"
     assert of.trained == 1200 and of.dense == 800
     assert of.divided(4) == Elements(0, 200, 0, experts=Elements(0, 100, 0))
     assert held_at_rest(base.replace(parallel={"ep": 8}), of)[2] == 800 + 12 * 400

@@ -10,13 +10,15 @@ from torch import Tensor
 
 import meshwright.build
 import meshwright.expert_parallel.plan
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, parse
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.data_parallel.expert_stage import StageSharding
 from meshwright.errors import ConfigError
 from meshwright.expert_parallel.dispatch import Route
 from meshwright.expert_parallel.exchange import _Combine, _move
 from meshwright.launch.pool import RankPool
+from meshwright.mesh import Grid
+from meshwright.mesh.mesh import open_mesh
 from meshwright.optimizer.flat import OptimizerShard
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.tools.verify import (
@@ -28,7 +30,7 @@ from meshwright.tools.verify import (
     turn_dropout_on,
 )
 from meshwright.tools.verify.compare import TOLERANCES
-from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
 from tests.tools.verify.cases import LATER, References, config_of, prove
 
 LENGTH = 8
@@ -64,6 +66,11 @@ LAYOUTS = [
     ("mixtral", "dp4,ep2,zero3"),
     ("all", "cp2,ep2,mbs2"),
     LATER("all", "dp2,ep2,pp2,zb_h1"),
+    LATER("deepseek", "dp4,pp2,ep2,zb_h1,zero3"),
+    LATER("mixtral", "dp2,tp2,ep2,sequence,full,zero3"),
+    LATER("mixtral", "dp4,ep2,zero3,offload"),
+    LATER("mixtral", "dp4,pp2,ep2,zb_v,zero3,step"),
+    LATER("all", "dp8,ep2,zero3"),
 ]
 
 
@@ -71,6 +78,31 @@ LAYOUTS = [
 def test_layouts_agree(name: str, layout: str, pool: RankPool, references: References) -> None:
     row = prove(model(name), parse_layout(layout), pool, references, global_batch=8, steps=2, twice=False)
     assert row.problems == []
+
+
+def elements_at_rest(rank: int, world_size: int, config_json: str) -> tuple[int, int]:
+    """Return this rank's elements of experts, and of other weights: of shards, without those that are gathered."""
+    config = parse(config_json)
+    mesh = open_mesh(Grid(*config.parallel.degrees), "cpu", ep_across_nodes=True)
+    source = open_verify_source(config, True)
+    (replica,) = meshwright.build.build(config, mesh, (source, None)).replicas.values()
+    sizes = {"ep": 0, "tp": 0}
+    for bucket in replica.buckets:
+        sizes[bucket.kind.over] += bucket.master.numel() if bucket.flat is None else bucket.flat.numel()
+    return sizes["ep"], sizes["tp"]
+
+
+def test_zero_3_keeps_a_share_of_the_experts_of_a_rank(pool: RankPool) -> None:
+    sizes = {}
+    for text in ("dp4,ep2,zero2", "dp4,ep2,zero3", "dp2,ep2,zero3", "dp8,ep2,zero3"):
+        layout = parse_layout(text)
+        given = layout_config(model("mixtral"), layout, 8, "float64").model_dump_json()
+        (sizes[text],) = set(pool.run(elements_at_rest, layout.size, given))
+    whole = 2 * 2 * 3 * 24 * 16  # layers, experts of a rank, three matrices of 24 x 16
+    assert sizes["dp4,ep2,zero2"][0] == whole and sizes["dp4,ep2,zero3"][0] == whole // 2
+    assert sizes["dp2,ep2,zero3"][0] == whole, "no other rank has them"
+    assert sizes["dp8,ep2,zero3"][0] == whole, "4 shards do not divide 2 experts"
+    assert sizes["dp4,ep2,zero3"][1] < sizes["dp4,ep2,zero2"][1] / 3
 
 
 # ------------------------------------------------------------------------------------------------------------ mistakes
