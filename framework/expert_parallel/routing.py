@@ -155,19 +155,20 @@ class RoutingHooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _route(self, name: str, router: Any, ids: Tensor) -> Tensor:
-        """Return the ids to use, (B, n, k), in place of those chosen; record them."""
+        """Return the ids to use, (B, n, k) or (B n, k), in place of those chosen; record them."""
         if not self._is_open or ids.is_meta:
             return ids
+        samples, chosen = self._draw.sample_indices, ids
+        assert samples is not None
+        ids = ids.view(len(samples), -1, ids.shape[-1])
         if self._file is not None:
             given = self._read(name, router, ids)
             self._given[name] = given
             ids = torch.where(given >= 0, given % self._shapes[name].num_experts, ids)
         if self._plan.record is not None and not self._draw.is_recompute:
-            samples = self._draw.sample_indices
-            assert samples is not None
             places = router.own_tokens(torch.arange(self._length, device=ids.device).expand(len(ids), -1))
             self._entries[name].append(_Entry(samples, places, ids.to(self._shapes[name].dtype)))
-        return ids
+        return chosen if self._file is None else ids.view_as(chosen)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _keep(self, name: str, router: Any, is_kept: Tensor) -> Tensor:

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
+from meshwright.expert_parallel.routing import RoutingPlan
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model, configured_model
-from meshwright.tools.verify import parse_layout, verify
+from meshwright.tools.verify import Verification, parse_layout, verify
+from meshwright.tools.verify.reference import run_reference
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 from tests.tools.interop.huggingface.test_restructure import gradients, unmodified
@@ -61,6 +64,43 @@ def test_every_layout_gives_the_numbers_of_one_process(
     possible = [each for each in possible if not (each.tp > 1 and "tp" in impossible)]
     report = verify(run_config(path), possible, pool, global_batch=4, steps=2, random_tokens=True)
     assert report.passed, report.table()
+
+
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "deepseek_v2", *map(LATER, ("gpt_oss", "qwen2_moe", *KINDS[:2], *KINDS[3:]))]
+)
+def test_a_replay_takes_other_experts_with_the_routers_own_weights(kind: str, tmp_path: Path) -> None:
+    config = run_config(directory(kind, tmp_path))
+    free = Verification(config, global_batch=4, steps=1, random_tokens=True, routing=("record", tmp_path / "free"))
+    losses = [free._reference(1).findings.losses[0]]
+    recorded = tmp_path / "free" / "step-00000001.safetensors"
+    ids = {name: table.to(torch.int64) for name, table in load_file(recorded).items()}
+    assert ids and all(name.startswith("block") and table.shape[0] == 4 for name, table in ids.items())
+    other = {name: (table + 1) % (table.max() + 1) for name, table in ids.items()}
+    (tmp_path / "own").mkdir()
+    for name, tables in ((recorded.name, other), ("validation-00000001.safetensors", other)):
+        save_file(tables, tmp_path / "own" / name)
+    for place in ("own", "free"):
+        plan = RoutingPlan(tmp_path / "again" / place, tmp_path / place)
+        found = run_reference(free.plain, free.source, 1, torch.float64, routing=plan)
+        losses.append(found.losses[0])
+        taken = load_file(tmp_path / "again" / place / recorded.name)
+        expected = other if place == "own" else ids
+        assert all(torch.equal(taken[name].to(torch.int64), expected[name]) for name in expected)
+        gates = [gradient for name, gradient in found.gradients.items() if "gate.weight" in name or "router" in name]
+        assert gates and all(gate.isfinite().all() and gate.abs().max() > 0 for gate in gates), "never detached"
+    assert losses[2] == losses[0] != losses[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("mixtral", "tp2,sequence"), LATER("deepseek_v2", "dp2,ep2"), LATER("mixtral", "cp2,ep2,full")]
+)
+def test_a_routing_is_the_same_on_every_layout(kind: str, layout: str, tmp_path: Path, pool: RankPool) -> None:
+    config = run_config(directory(kind, tmp_path))
+    for mode in ("record", "replay"):
+        of_mode = Verification(config, global_batch=4, steps=1, random_tokens=True, routing=(mode, None))
+        row = of_mode.compare_layout(parse_layout(layout), pool, is_repeated=False)
+        assert row.passed, (row.problems, row.failure)
 
 
 @pytest.mark.parametrize(

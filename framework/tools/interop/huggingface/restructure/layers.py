@@ -40,6 +40,7 @@ from meshwright.tools.interop.huggingface.restructure.initial import ParameterIn
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.interop.huggingface.restructure.plans import context_plan, gathered_beside, kinds_of, sharding_of
 from meshwright.tools.interop.huggingface.restructure.probe import probe
+from meshwright.tools.interop.huggingface.restructure.routers import prepare_routers
 from meshwright.tools.interop.huggingface.source import open_source
 
 OWN_OPTIONS = ("weights", "attention")
@@ -106,7 +107,7 @@ def build(
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
     of_tokens, impossible = context_plan(layers)
     attributes: dict[str, object] = {
-        "sharding_plan": plan_of_experts(layers, sharding.plan) | of_tokens,
+        "sharding_plan": plan_of_experts(layers, sharding.plan) | of_tokens | prepare_routers(layers),
         "matrices": matrices_of_experts(layers),
         "divisible": sharding.divisible,
         "shared_units": dict(sharding.shared),
