@@ -19,6 +19,7 @@ from torch import Tensor
 
 import meshwright.build
 import meshwright.model.build
+import meshwright.parts.rank
 import meshwright.step
 import meshwright.tensor_parallel.cross_entropy
 import meshwright.tensor_parallel.plan
@@ -31,6 +32,7 @@ from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.model.build import PlainModel
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.parameters import ParameterInfo
+from meshwright.parts import StepFeed
 from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.recompute import RecomputeContext
 from meshwright.pipeline.stage import LossPart, Stage, StageSpec
@@ -280,26 +282,31 @@ def learning_rate_of_the_next_step(patch: pytest.MonkeyPatch) -> None:
 
 def data_from_the_next_sample(patch: pytest.MonkeyPatch) -> None:
     """The cursor is off by one from the start."""
-    feed = meshwright.step.StepFeed
-    patch.setattr(meshwright.step, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + 1))
+    feed_later(patch, lambda parts: 1)
 
 
 def cursor_moves_too_far(patch: pytest.MonkeyPatch) -> None:
     """The cursor is off by one after each step."""
-    feed = meshwright.step.StepFeed
-    patch.setattr(meshwright.step, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + parts.state.step))
+    feed_later(patch, lambda parts: parts.state.step)
+
+
+def feed_later(patch: pytest.MonkeyPatch, by: Callable[[Any], int]) -> None:
+    """Feed steps and validations with samples so much later."""
+    feed = StepFeed
+    for module in (meshwright.step, meshwright.parts.rank):
+        patch.setattr(module, "StepFeed", lambda parts, source, seen: feed(parts, source, seen + by(parts)))
 
 
 def replicas_see_the_same_samples(patch: pytest.MonkeyPatch) -> None:
     """The sampler does not know of dp: all replicas train on the first one's part."""
-    indices = meshwright.step.StepFeed.indices
+    indices = StepFeed.indices
 
-    def of_the_first(feed: meshwright.step.StepFeed, m: int) -> range:
+    def of_the_first(feed: StepFeed, m: int) -> range:
         found, per_replica = indices(feed, m), batch_numbers(feed.parts.config).global_batch // feed.parts.mesh.grid.dp
         before = feed.parts.mesh.at.dp_rank * per_replica
         return range(found.start - before, found.stop - before)
 
-    patch.setattr(meshwright.step.StepFeed, "indices", of_the_first)
+    patch.setattr(StepFeed, "indices", of_the_first)
 
 
 def recomputed_with_the_masks_of_now(patch: pytest.MonkeyPatch) -> None:
