@@ -44,7 +44,7 @@ def a_share_of_another_gradient(patch: pytest.MonkeyPatch) -> None:
     step = FlatOptimizer._step
 
     def leaking(optimizer: FlatOptimizer, *args: object) -> None:
-        if optimizer._num_steps > 0:
+        if optimizer.num_steps > 0:
             for shard in optimizer.shards:
                 if not shard.decays:
                     shard.gradient.add_(shard.gradient.abs().max() * 1e-10)
@@ -58,7 +58,7 @@ def a_faint_gradient_lost(patch: pytest.MonkeyPatch) -> None:
     step = FlatOptimizer._step
 
     def losing(optimizer: FlatOptimizer, *args: object) -> None:
-        if optimizer._num_steps > 0:
+        if optimizer.num_steps > 0:
             for shard in optimizer.shards:
                 shard.gradient.masked_fill_(shard.gradient.abs() < 1e-9, 0.0)
         step(optimizer, *args)  # type: ignore[arg-type]
