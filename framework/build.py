@@ -30,7 +30,7 @@ from meshwright.optimizer import HostMemory, OffloadedOptimizer, first_scale, ho
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.parameters import DTYPES
 from meshwright.parts import Parts
-from meshwright.pipeline.executor import Executor
+from meshwright.pipeline.executor import Executor, in_order, in_turns
 from meshwright.pipeline.stage import Stage, StageSpec, activation_offload, compile_layers
 from meshwright.pipeline.values import Loss, Losses, cross_entropy, with_heads
 from meshwright.schedule.analysis import links_of
@@ -98,6 +98,7 @@ def build(
         metrics=blueprint.metrics,
         offload=offload,
         reads_samples=blueprint.cut.by_sample,
+        run_pair=in_order if offload is not None else in_turns(mesh.ep, blueprint.model.draw),
     )
     fingerprint = data_fingerprint(training)
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)

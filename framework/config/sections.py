@@ -247,12 +247,12 @@ class Pipeline(Section):
     """Pipeline schedule, the partition into stages, and activation checkpointing."""
 
     schedule: (
-        Literal["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"]
+        Literal["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
         | Annotated[str, Field(pattern=FUNCTION)]
     ) = Field(
         default="1f1b",
-        description='"1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half" or "v_min"; or a function '
-        'of (pp, chunks, num_stages) that returns rows of actions, as "my_package.my_module:schedule"',
+        description='"1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min" or "dualpipe_v"; '
+        'or a function of (pp, chunks, num_stages) that returns rows of actions, as "my_package.my_module:schedule"',
     )
     """Pipeline schedule; `docs/schedules.md` compares them. Or a function that returns its rows."""
     schedule_file: str | None = Field(default=None, description="the path of a schedule as text")
@@ -271,5 +271,5 @@ class Pipeline(Section):
     @property
     def stages_per_rank(self) -> int:
         """Stages per pipeline rank, with the schedule's default."""
-        several = ("interleaved_1f1b", "zb_v", "v_half", "v_min")
+        several = ("interleaved_1f1b", "zb_v", "v_half", "v_min", "dualpipe_v")
         return self.interleave or (2 if self.schedule in several else 1)

@@ -3,7 +3,8 @@
     dispatch   (N, D) of each rank   -- k copies, sorted, all-to-all -->   (R, D), rows for this rank's experts
     combine    (R, D)                -- all-to-all, back in place -->      (S, D), a row for each slot of this rank
 
-Each blocks (on CUDA: the stream), and is collective over the ep group. Bytes on the wire of a rank in forward, and the
+Each blocks (on CUDA: the stream), and is collective over the ep group. While the rows travel, the other computation of
+a pair may run (``Group.turns``). Bytes on the wire of a rank in forward, and the
 same in backward: 2 S D b (n-1)/n if the rows are shared out evenly, b bytes an element.
 
 No sum depends on the order in which rows arrive: rows are moved by indices without duplicates, and the k gradients of a
@@ -48,7 +49,9 @@ def _move(rows: Tensor, route: Route, to: Sequence[int], of: Sequence[int]) -> T
     width = rows.shape[1]
     out = rows.new_empty(sum(of), width)
     sizes = [rows_of * width for rows_of in of], [rows_to * width for rows_to in to]
-    route.group.all_to_all(out.view(-1), rows.contiguous().view(-1), *sizes).wait()
+    posted = route.group.all_to_all(out.view(-1), rows.contiguous().view(-1), *sizes)
+    route.group.turns.pause()
+    posted.wait()
     return out
 
 

@@ -24,6 +24,7 @@ from meshwright.mesh.messages import MAX_BYTES, decode, encode
 from meshwright.mesh.staged import Transfer, through_host
 from meshwright.mesh.token_sums import share_router_tokens
 from meshwright.mesh.traffic import Traffic
+from meshwright.mesh.turns import Turns
 
 __all__ = [
     "CollectiveHandle",
@@ -61,6 +62,8 @@ class Group:
 
     stages_messages = False
     """Send messages through host memory on CPU too: a rehearsal of gloo on CUDA, which needs it (staged.py)."""
+    takes_turns = True
+    """Messages travel while this rank computes."""
 
     def __init__(
         self,
@@ -81,6 +84,8 @@ class Group:
         self.process_group = process_group
         self.traffic = traffic if traffic is not None else Traffic()
         self.activity = activity if activity is not None else Activity()
+        self.turns = Turns()
+        """The two computations of a pair, which continue while messages of this group travel."""
         self._key = key or f"{name}-{zlib.crc32(repr(ranks).encode()):08x}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:

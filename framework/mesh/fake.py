@@ -37,6 +37,8 @@ from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 class FakeGroup(Group):
     """Group over torch's fake backend, with this rank alone. Values of other ranks are taken to equal this rank's."""
 
+    takes_turns = False
+
     def gather_objects(self, value: Any, *kinds: type) -> list[Any]:
         """Return this rank's value once per rank of the group."""
         return [value] * self.size

@@ -5,6 +5,7 @@
     B stage m                           values[B, stage, m]      = stage.backward(values[B, stage+1, m])
     I stage m                           values[B, stage, m]      = stage.backward_input(values[B, stage+1, m])
     W stage m                           stage.backward_weight(m)
+    {F stage m + B stage' m'}           both in turns: each continues while exchanges of the other's experts travel
     SEND_F / RECV_F                     values[F, stage, m] / values[F, stage-1, m]   to / from the neighbour
     SEND_B / RECV_B                     values[B, stage, m] / values[B, stage+1, m]   to / from the neighbour
     REDUCE stage                        replicas[stage].finish_reduce(): the gradients of the global batch
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,9 @@ from torch import Tensor
 from meshwright.mesh.comm import Group
 from meshwright.model.metrics import Recorder, Recording
 from meshwright.pipeline.activation_offload import ActivationOffload
+from meshwright.pipeline.overlap import Pair, RunPair
+from meshwright.pipeline.overlap import in_order as in_order
+from meshwright.pipeline.overlap import in_turns as in_turns
 from meshwright.pipeline.reducer import GradientReducer
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
@@ -74,6 +79,8 @@ class Executor:
     """Names that layers and the loss may record."""
     offload: ActivationOffload | None = None
     """Offload of the stages' saved tensors to the host."""
+    run_pair: RunPair = in_order
+    """Function that runs F and B of a pair."""
     reads_samples: bool = False
     """Read the samples on every stage, not only on the first and the last: a rank's tokens follow from them."""
 
@@ -99,13 +106,14 @@ class Executor:
         }
         self._row: list[tuple[Callable[[Any, _Run], None], Any]] = []
         for item in schedule.rows[self.pp.rank]:
-            if not isinstance(item, Action) or item.kind not in methods:
-                self._row.append((self._communicate, message_group(actions_of(item), schedule, self.stages)))
-            elif item.kind in COMPUTE:
-                found = computation_of(item, schedule.num_stages - 1, is_last=item in last_backwards)
-                self._row.append((methods[item.kind], found))
+            group = actions_of(item)
+            if group[0].kind in COMPUTE:
+                both = [computation_of(each, schedule.num_stages - 1, is_last=each in last_backwards) for each in group]
+                self._row.append((self._pair, Pair(*both)) if both[1:] else (methods[group[0].kind], both[0]))
+            elif group[0].kind in methods:
+                self._row.append((methods[group[0].kind], item))
             else:
-                self._row.append((methods[item.kind], item))
+                self._row.append((self._communicate, message_group(group, schedule, self.stages)))
 
     def run(self, feed: Feed, step: Callable[[RowResult], object] = lambda result: None) -> RowResult:
         """Run every item of this rank's row, in order. ``step``: function that STEP calls."""
@@ -125,6 +133,8 @@ class Executor:
                 kept = MessageGroup(message for message in argument if message.key[0] is Kind.F)
                 if kept:
                     self._values.exchange(kept, run.times)
+            elif isinstance(argument, Pair):
+                self._forward(argument.forward, run, train=False)
             elif isinstance(argument, Computation) and argument.action.kind is Kind.F:
                 self._forward(argument, run, train=False)
         self._values.wait_for_sends(0)
@@ -181,6 +191,9 @@ class Executor:
         if result is not None:
             self._values.put(result, found)
         times.end(action, start)
+
+    def _pair(self, pair: Pair, run: _Run) -> None:
+        self.run_pair(partial(self._forward, pair.forward, run), partial(self._backward, pair.backward, run), run.times)
 
     def _communicate(self, messages: MessageGroup, run: _Run) -> None:
         self._values.exchange(messages, run.times)

@@ -86,6 +86,13 @@ class RowTimes:
         """Record an action that began at the reading ``start`` and ends now."""
         self.readings.append((action, start, self.clock.read()))
 
+    def separate(self, first: int) -> None:
+        """Cut the time of a pair, whose readings are among those from ``first`` on, at the end that came first."""
+        one, other = (at for at in range(first, len(self.readings)) if self.readings[at][0].kind in COMPUTE)
+        start = next(start for action, start, _ in self.readings[first:] if action.kind is Kind.F)
+        (action, _, middle), (later, _, end) = self.readings[one], self.readings[other]
+        self.readings[one], self.readings[other] = (action, start, middle), (later, middle, end)
+
     @property
     def start_s(self) -> float:
         """Start of the row on this machine's monotonic clock, in seconds."""

@@ -2,7 +2,8 @@
 
     # 1f1b pp=2 num_stages=2 chunks=2 placement=loop
     0F0 {0SEND_F0+0RECV_B0} 0F1 {0SEND_F1+0RECV_B1} 0B0 ...    a row per pp_rank; each action is stage, kind and
-    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 ...                 micro-batch; braces: communications posted together
+    1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 ...                 micro-batch; braces: communications posted together;
+                                                               {0F2+3B1}: a pair, computed in turns
 
 An action has no time, buffer or rank. The simulator or a measurement adds time, buffers belong to the stage, and the
 rank is the index of the row. :mod:`load` has the text form.
@@ -79,7 +80,7 @@ class Action(NamedTuple):
 
 
 Item: TypeAlias = Action | tuple[Action, ...]
-"""Item of a row: an action, or a group of communications that are posted and awaited together."""
+"""Item of a row: an action, a group of communications that are posted and awaited together, or a pair."""
 
 
 def actions_of(item: Item) -> tuple[Action, ...]:
@@ -120,7 +121,8 @@ class Schedule:
         for row in self.rows:
             for item in row:
                 if not isinstance(item, Action):
-                    assert item and {action.kind for action in item} <= COMMUNICATION, f"posted together: {item}"
+                    together = COMPUTE if len(item) == 2 and item[0].kind in COMPUTE else COMMUNICATION
+                    assert item and {action.kind for action in item} <= together, f"posted together: {item}"
 
     @property
     def interleave(self) -> int:

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.schedule.action import COMPUTE, RECEIVES, Action, Schedule
+from meshwright.schedule.action import COMPUTE, RECEIVES, Action, Item, Schedule, actions_of
 
 
-def post_ahead(schedule: Schedule, row: Sequence[Action]) -> list[Action]:
-    """Move each receive of a row before the computation that precedes its use, unless it stands there already."""
-    computations = [action for action in row if action.kind in COMPUTE]
-    messages = [action for action in row if action.kind not in COMPUTE]
-    used_in = {schedule.receive_for(action): number for number, action in enumerate(computations)}
+def post_ahead(schedule: Schedule, row: Sequence[Item]) -> list[Item]:
+    """Move each receive of a row before the computation that precedes its use, unless it stands there already.
+
+    A pair is one computation. Messages are not grouped yet.
+    """
+    messages = [item for item in row if isinstance(item, Action) and item.kind not in COMPUTE]
+    computations = [item for item in row if actions_of(item)[0].kind in COMPUTE]
+    used_in = {schedule.receive_for(a): number for number, item in enumerate(computations) for a in actions_of(item)}
     places: dict[Action, int] = {}  # number of the computation that a message stands before
     number = 0
-    for action in row:
-        if action.kind in COMPUTE:
-            number += 1
+    for item in row:
+        if isinstance(item, Action) and item.kind not in COMPUTE:
+            places[item] = number
         else:
-            places[action] = number
+            number += 1
     following: dict[int, int] = {}  # by peer: place of the next receive on its link
     for action in reversed(messages):
         if action.kind in RECEIVES:
@@ -35,4 +38,4 @@ def post_ahead(schedule: Schedule, row: Sequence[Action]) -> list[Action]:
     for action in messages:
         before[places[action]].append(action)
     pairs = zip(before, [*computations, None], strict=True)
-    return [action for found, computation in pairs for action in (*found, computation) if action is not None]
+    return [item for found, computation in pairs for item in (*found, computation) if item is not None]

@@ -1,7 +1,7 @@
 """Builders of compute schedules from a name, pp, chunks and interleave; :mod:`lower` adds communication.
 
-GPipe and 1F1B are here. :mod:`interleaved` has several stages per rank; :mod:`zero_bubble` and :mod:`v_shape` split the
-backward. In the pictures F and B take one tick each; (1), (2), ... mark the code that makes each part.
+GPipe and 1F1B are here. :mod:`interleaved` has several stages per rank; :mod:`zero_bubble`, :mod:`v_shape` and
+:mod:`dual_pipe` split the backward. In the pictures F and B take one tick each; (1), (2), ... mark the code of a part.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from itertools import chain
 
 from meshwright.schedule.action import Action, Kind, Schedule
 from meshwright.schedule.degrees import check_degrees
+from meshwright.schedule.dual_pipe import dualpipe_v
 from meshwright.schedule.interleaved import interleaved_1f1b
 from meshwright.schedule.own import own_schedule
 from meshwright.schedule.v_shape import v_half, v_min, zb_v
@@ -71,6 +72,7 @@ BUILDERS: dict[str, Callable[[int, int, int], Schedule]] = {
     "zb_v": zb_v,
     "v_half": v_half,
     "v_min": v_min,
+    "dualpipe_v": dualpipe_v,
 }
 """Schedule builders by configuration name: (pp, chunks, interleave) -> Schedule."""
 

@@ -2,7 +2,7 @@
 
 Every message gets a position in one global order of the step. Each row is that order restricted to one rank:
 
-    computations in time     1F0  0F1  1B0  2F0 ..        as they start if messages take no time              (1)
+    computations in time     1F0  0F1  1B0  2F0 ..        as they start if messages take no time; a pair as one (1)
     with the messages        1F0 0F1 {0->1 F1} 1B0 ..     each as late as can be: before what its sender      (2)
                                                           computes next, and before what its receiver needs it for
     row 0                    0F1 0SEND_F1                 a receive is posted one computation earlier         (3)
@@ -53,17 +53,17 @@ def lower(schedule: Schedule) -> Schedule:
     )
 
 
-def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:
+def _in_time(schedule: Schedule) -> list[tuple[int, Item]]:
     """Return (rank, computation) in the order in which they start. (1)
 
     Where rows wait for each other in a circle, or for what nobody computes, the first of them goes on as if its input
     had come: ``check`` will find the receive without a partner, or the deadlock.
     """
-    rows = [[action for _, action in schedule.actions(rank)] for rank in range(schedule.pp)]
+    rows = schedule.rows
     positions, clocks = [0] * schedule.pp, [0] * schedule.pp
     sent: dict[Action, int] = {}
     waiting: dict[Action, int] = {}  # for which send: the rank
-    started: list[tuple[int, int, Action]] = []
+    started: list[tuple[int, int, Item]] = []
     to_visit = deque(range(schedule.pp))
     while to_visit or waiting:
         if not to_visit:
@@ -72,43 +72,46 @@ def _in_time(schedule: Schedule) -> list[tuple[int, Action]]:
             sent[send] = 0
         rank = to_visit.popleft()
         while positions[rank] < len(rows[rank]):
-            action = rows[rank][positions[rank]]
-            receive, made = _messages_of(schedule, rank, action)
-            if receive is not None and receive.partner() not in sent:
-                waiting[receive.partner()] = rank
+            item = rows[rank][positions[rank]]
+            receives, sends = _messages_of(schedule, rank, item)
+            missing = [each.partner() for each in receives if each.partner() not in sent]
+            if missing:
+                waiting[missing[0]] = rank
                 break
-            start = max(clocks[rank], 0 if receive is None else sent[receive.partner()])
-            started.append((start, rank, action))
-            clocks[rank] = start + _TICKS[action.kind]
+            start = max([clocks[rank], *(sent[each.partner()] for each in receives)])
+            started.append((start, rank, item))
+            clocks[rank] = start + sum(_TICKS[action.kind] for action in actions_of(item))
             positions[rank] += 1
-            if made is not None and made not in sent:
-                sent[made] = clocks[rank]
-                if made in waiting:
-                    to_visit.append(waiting.pop(made))
-    return [(rank, action) for _, rank, action in sorted(started, key=lambda each: each[:2])]
+            for made in sends:
+                if made not in sent:
+                    sent[made] = clocks[rank]
+                    if made in waiting:
+                        to_visit.append(waiting.pop(made))
+    return [(rank, item) for _, rank, item in sorted(started, key=lambda each: each[:2])]
 
 
-def _messages_of(schedule: Schedule, rank: int, action: Action) -> tuple[Action | None, Action | None]:
-    """Return the messages that a computation receives and sends; none for one that does not belong on this rank."""
-    if action.stage is None or action.stage >= schedule.num_stages or schedule.rank_of(action.stage) != rank:
-        return None, None
-    return schedule.receive_for(action), schedule.send_after(action)
+def _messages_of(schedule: Schedule, rank: int, item: Item) -> tuple[list[Action], list[Action]]:
+    """Return the messages that an item receives and sends; none for a computation that is not of this rank."""
+    actions, num_stages = actions_of(item), schedule.num_stages
+    own = [a for a in actions if a.stage is not None and a.stage < num_stages and schedule.rank_of(a.stage) == rank]
+    receives, sends = map(schedule.receive_for, own), map(schedule.send_after, own)
+    return [each for each in receives if each is not None], [each for each in sends if each is not None]
 
 
-def _with_messages(schedule: Schedule, order: list[tuple[int, Action]]) -> list[list[Action]]:
+def _with_messages(schedule: Schedule, order: list[tuple[int, Item]]) -> list[list[Item]]:
     """Return the rows, with both ends of each message at its place in the global order. (2)"""
     made_at: dict[Action, int] = {}  # by send: the position in the order
     used_at: dict[Action, int] = {}  # by receive
     following: dict[int, int] = {}  # the position of what the same rank computes next
     last: dict[int, int] = {}
-    for at, (rank, action) in enumerate(order):
+    for at, (rank, item) in enumerate(order):
         if rank in last:
             following[last[rank]] = at
         last[rank] = at
-        receive, send = _messages_of(schedule, rank, action)
-        if receive is not None:
+        receives, sends = _messages_of(schedule, rank, item)
+        for receive in receives:
             used_at.setdefault(receive, at)
-        if send is not None:
+        for send in sends:
             made_at.setdefault(send, at)
     before: dict[int, list[Action]] = defaultdict(list)  # ends of messages, by what they stand before
     for send, at in made_at.items():
@@ -121,26 +124,27 @@ def _with_messages(schedule: Schedule, order: list[tuple[int, Action]]) -> list[
             before[next_at].append(send)
     for receive, at in used_at.items():
         before[at].append(receive)
-    rows: list[list[Action]] = [[] for _ in range(schedule.pp)]
+    rows: list[list[Item]] = [[] for _ in range(schedule.pp)]
     for at in range(len(order) + 1):
         for end in before[at]:
             assert end.stage is not None
             rows[schedule.rank_of(end.stage)].append(end)
         if at < len(order):
-            rank, action = order[at]
-            rows[rank].append(action)
+            rank, item = order[at]
+            rows[rank].append(item)
     return rows
 
 
-def _fuse(row: Iterable[Action]) -> list[Item]:
+def _fuse(row: Iterable[Item]) -> list[Item]:
     """Fuse neighbouring communications into one group, sends first; a single one stays as it is. (4)"""
     items: list[Item] = []
-    for is_communication, run in groupby(row, key=lambda action: action.kind in COMMUNICATION):
-        actions = list(run)
-        if is_communication and len(actions) > 1:
-            items.append(tuple(sorted(actions, key=lambda action: action.kind in RECEIVES)))
+    for is_communication, run in groupby(row, key=lambda item: actions_of(item)[0].kind in COMMUNICATION):
+        found = list(run)
+        if is_communication and len(found) > 1:
+            messages = [action for item in found for action in actions_of(item)]
+            items.append(tuple(sorted(messages, key=lambda action: action.kind in RECEIVES)))
         else:
-            items += actions
+            items += found
     return items
 
 
@@ -153,6 +157,5 @@ def _with_reduce(items: list[Item], last_backwards: frozenset[Action]) -> list[I
             row += due
             due = []
         row.append(item)
-        if isinstance(item, Action) and item in last_backwards:
-            due = [Action(Kind.REDUCE, item.stage)]
+        due += [Action(Kind.REDUCE, action.stage) for action in actions_of(item) if action in last_backwards]
     return row + due

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Item, Kind, Placement, Schedule
+from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Item, Kind, Placement, Schedule, actions_of
 from meshwright.system.bounded import read_text
 
 _HEADER = re.compile(
@@ -19,8 +19,15 @@ _HAS_MICROBATCH = COMPUTE | COMMUNICATION
 
 
 def format_item(item: Item) -> str:
-    """Format an item: ``2F0``, or ``{0SEND_F1+0RECV_B0}`` for communications posted together."""
+    """Format an item: ``2F0``; in braces a pair, ``{0F2+3B1}``, or communications posted together."""
     return str(item) if isinstance(item, Action) else "{" + "+".join(str(action) for action in item) + "}"
+
+
+def is_pair(item: Item) -> bool:
+    """Return whether an item is a pair: F and then a backward (B or I) of another stage, computed in turns."""
+    actions = actions_of(item)
+    kinds = [action.kind for action in actions]
+    return kinds in ([Kind.F, Kind.B], [Kind.F, Kind.I]) and actions[0].stage != actions[1].stage
 
 
 def format_schedule(schedule: Schedule) -> str:
@@ -118,10 +125,11 @@ def _parse_item(word: str, where: str) -> Item:
     if not word.startswith("{"):
         return _parse_action(word, where)
     group = tuple(_parse_action(part, where) for part in word[1:].removesuffix("}").split("+"))
-    if not word.endswith("}") or not {action.kind for action in group} <= COMMUNICATION:
+    if not word.endswith("}") or not (is_pair(group) or {action.kind for action in group} <= COMMUNICATION):
         raise ScheduleError(
             "MW-SCHEDULE-004",
-            f"{where}: a group is written {{0SEND_F1+0RECV_B0}}, without blanks, of SEND and RECV only",
+            f"{where}: a group is written {{0SEND_F1+0RECV_B0}}, without blanks, of SEND and RECV only; a pair "
+            f"{{0F2+3B1}}, F and then B or I of another stage",
         )
     return group
 

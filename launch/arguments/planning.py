@@ -91,7 +91,8 @@ def draw(added: Added) -> None:
     parser.add_argument(
         "--costs",
         metavar="LIST",
-        help="costs in ticks of f, b, i, w, comm, reduce, step (default: f=1,b=2,i=1,w=1, others 0)",
+        help="costs in ticks of f, b, i, w, comm, reduce, step (default: f=1,b=2,i=1,w=1, others 0); of pairs: "
+        "exchanges (their number in F), exchange_f, exchange_b (of all)",
     )
 
 

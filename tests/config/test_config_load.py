@@ -90,8 +90,8 @@ def test_an_empty_section_is_fine(write: Write) -> None:
         (
             '[pipeline]\nschedule = "1f1bb"',
             'run.toml: pipeline.schedule = "1f1bb" is not allowed: "1f1b", "gpipe", "interleaved_1f1b", "zb_h1", '
-            '"zb_h2", "zb_v", "v_half" or "v_min"; or a function of (pp, chunks, num_stages) that returns rows of '
-            'actions, as "my_package.my_module:schedule"; did you mean "1f1b"?',
+            '"zb_h2", "zb_v", "v_half", "v_min" or "dualpipe_v"; or a function of (pp, chunks, num_stages) that '
+            'returns rows of actions, as "my_package.my_module:schedule"; did you mean "1f1b"?',
         ),
         (
             '[train]\ndtype = "fp32"',

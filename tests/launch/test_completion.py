@@ -19,7 +19,7 @@ from meshwright.launch.arguments import build_parser
 from meshwright.launch.completion import keys, script, walk_positions
 
 ROOT = Path(__file__).parents[2]
-SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min"]
+SCHEDULES = ["1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v"]
 TRAIN = "meshwright train configs/demo.toml"
 
 CASES: list[tuple[str, list[str]]] = [

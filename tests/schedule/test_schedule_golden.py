@@ -35,6 +35,8 @@ CASES = [
     ("zb_v", 3, 2, 2),
     ("v_half", 4, 8, 2),
     ("v_min", 4, 8, 2),
+    ("dualpipe_v", 2, 6, 2),
+    ("dualpipe_v", 3, 4, 2),
 ]
 
 

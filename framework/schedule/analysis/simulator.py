@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.action import COMMUNICATION, SENDS, Action, Kind, Schedule, actions_of
+from meshwright.schedule.analysis.pairs import Part, pair_spans, parts_of
 from meshwright.schedule.analysis.timeline import Span, Timeline, name_of
 from meshwright.schedule.lower import lower
 
@@ -46,11 +47,20 @@ class Costs(NamedTuple):
     comm: float = 0.0
     reduce: float = 0.0
     step: float = 0.0
+    exchanges: float = 0
+    """Number of exchanges of experts' rows in F, and in B and I, whose times include them: a pair hides them."""
+    exchange_f: float = 0.0
+    exchange_b: float = 0.0
+    """Seconds of all of them in F, and in B or I."""
 
     def of(self, kind: Kind) -> float:
         """Return the cost of a kind."""
         found: float = self.comm if kind in COMMUNICATION else getattr(self, kind.lower())
         return found
+
+    def parts(self, kind: Kind) -> list[Part]:
+        """Return F, B or I as parts between exchanges."""
+        return parts_of(self.of(kind), int(self.exchanges), self.exchange_f if kind is Kind.F else self.exchange_b)
 
 
 class Blocked(NamedTuple):
@@ -151,8 +161,8 @@ class _Machine:
             self.clocks[rank] = max(self.clocks[rank], span.end)
         start = self.clocks[rank]
         if not is_communication:
-            self.clocks[rank] += self.cost(rank, group[0])
-            spans.append(Span(rank, group[0], start, self.clocks[rank]))
+            spans += self.computed(rank, group)
+            self.clocks[rank] = spans[-1].end
         elif self.channel is not Channel.RENDEZVOUS:
             spans += [Span(rank, action, start, start) for action in group if action.kind in SENDS]
         self.spans[rank] += spans
@@ -176,8 +186,8 @@ class _Machine:
         check."""
         if group[0].kind in COMMUNICATION:
             return [each for each in group if each.kind in SENDS] if self.channel is Channel.RENDEZVOUS else []
-        receive = self.schedule.receive_for(group[0])
-        return [receive] if receive is not None and receive in self.numbers[rank] else []
+        receives = [self.schedule.receive_for(action) for action in group]
+        return [receive for receive in receives if receive is not None and receive in self.numbers[rank]]
 
     def end_of(self, rank: int, action: Action) -> float | None:
         """Return the end time of a posted communication; None as long as its partner is not posted."""
@@ -207,10 +217,13 @@ class _Machine:
         peer = self.schedule.peer(action)
         return (rank, peer, True) if action.kind in SENDS else (peer, rank, False)
 
-    def cost(self, rank: int, action: Action) -> float:
-        """Return the cost of an action that is no communication."""
+    def computed(self, rank: int, group: tuple[Action, ...]) -> list[Span]:
+        """Return the spans of an item that is no communication, from this rank's present time on."""
+        action, start = group[0], self.clocks[rank]
+        if len(group) > 1:
+            return pair_spans(rank, group, start, [self.per_stage[each.stage].parts(each.kind) for each in group])
         stages = self.schedule.stages_of(rank) if action.kind is Kind.STEP else (action.stage,)
-        return sum(self.per_stage[stage].of(action.kind) for stage in stages)
+        return [Span(rank, action, start, start + sum(self.per_stage[stage].of(action.kind) for stage in stages))]
 
 
 def _per_stage(schedule: Schedule, costs: Costs | Sequence[Costs]) -> Mapping[int | None, Costs]:

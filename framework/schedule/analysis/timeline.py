@@ -15,6 +15,8 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
+    beside: Action | None = None
+    """Other half of a pair: both together take the time of the two spans, which follow each other."""
 
 
 class Timeline(NamedTuple):

@@ -26,7 +26,7 @@ from meshwright.schedule.analysis import links_of
 from meshwright.tools.dryrun.fake_step import FakeSource, SharedBlueprint, grid_of
 from meshwright.tools.dryrun.rank_profile import RankProfile, build_profile
 from meshwright.tools.dryrun.recorder import ALIVE, ActivityStart, RecordedCommunication, StepRecorder, StorageLife
-from meshwright.tools.dryrun.templates import Template, Templates, key_of, roles_of
+from meshwright.tools.dryrun.templates import ReplayError, Template, Templates, key_of, roles_of
 
 
 class TemplatePlayer:
@@ -50,8 +50,15 @@ class TemplatePlayer:
                 self._later[release.kind, position].append([release.times, fresh, release.offset])
 
     def template(self, action: Action) -> Template:
-        """Return the template of an action."""
-        return self.templates.by_key[key_of(action, self.stages, self._roles)]
+        """Return the template of an action.
+
+        Raises:
+            ReplayError: none is like it in the short run, as where some backwards are whole and some in halves.
+        """
+        key = key_of(action, self.stages, self._roles)
+        if key not in self.templates.by_key:
+            raise ReplayError(f"no action of the short run is like {action}")
+        return self.templates.by_key[key]
 
     def play(
         self,

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from meshwright.schedule.action import COMPUTE, Kind
+from meshwright.schedule.action import COMPUTE, Action, Kind
 from meshwright.schedule.analysis import Span, Timeline
 from meshwright.tools.picture.axis import TimeAxis, time_axis, unit_of_seconds
 from meshwright.tools.picture.captions import caption, typical_shortest
@@ -170,7 +170,7 @@ def _paint(
     points_per_time: float,
     font: float,
 ) -> None:
-    """Draw the boxes, and the numbers of the kinds whose boxes are wide enough.
+    """Draw the boxes, and the numbers of the kinds whose boxes are wide enough. A pair is two halves of one box.
 
     The id of a box in an SVG is ``NAME-rank0-1F2``.
     """
@@ -180,14 +180,16 @@ def _paint(
     places = stage_places(timeline)
     edge = 0.5 if typical_shortest(spans) * points_per_time > 5 else 0.2
     numbered = _numbered(spans, points_per_time, font)
+    of_pairs = _extents_of_pairs(spans)
     for span in spans:
         if span.rank not in rows:
             continue
-        row, paint, action = rows[span.rank], PAINTS[span.action.kind], span.action
+        row, paint, action = rows[span.rank] + 0.04, PAINTS[span.action.kind], span.action
+        height = 0.92 if span.beside is None else 0.46
+        row += 0.46 if span.beside is not None and action.kind is not Kind.F else 0.0
         colour = shade(action.kind, *places.get((span.rank, action.stage), (0, 1)))
-        pieces = axis.pieces(span.start, span.end)
-        for first, last in pieces:
-            box = Rectangle((first, row + 0.04), last - first, 0.92, facecolor=colour, edgecolor=INK, linewidth=edge)
+        for first, last in axis.pieces(*of_pairs.get((span.rank, action), (span.start, span.end))):
+            box = Rectangle((first, row), last - first, height, facecolor=colour, edgecolor=INK, linewidth=edge)
             box.set_hatch(paint.hatch)
             box.set_gid(f"{name}-rank{span.rank}-{action}")
             axes.add_artist(box)
@@ -196,13 +198,23 @@ def _paint(
             if action.kind in numbered and last - first > max(needed, 0.9 * (span.end - span.start)):
                 axes.text(
                     (first + last) / 2,
-                    row + 0.53,
+                    row + 0.53 * height,
                     label(action),
                     ha="center",
                     va="center_baseline",
-                    fontsize=font,
+                    fontsize=font if span.beside is None else 0.75 * font,
                     color=paint.letters,
                 )
+
+
+def _extents_of_pairs(spans: Iterable[Span]) -> dict[tuple[int, Action], tuple[float, float]]:
+    """Return (rank, action) -> start and end of its pair, for the actions of pairs."""
+    found = {(span.rank, span.action): span for span in spans}
+    return {
+        key: (min(span.start, other.start), max(span.end, other.end))
+        for key, span in found.items()
+        if span.beside is not None and (other := found.get((span.rank, span.beside), span))
+    }
 
 
 def _paint_readings(axes: Axes, panel: Panel, axis: TimeAxis) -> None:

@@ -32,8 +32,9 @@ SCHEDULES = (
     ("zb_v", 2),
     ("v_half", 2),
     ("v_min", 2),
+    (experts.PAIRED, 2),
 )
-"""Schedules with their stages per rank. GPipe is never better than 1f1b."""
+"""Schedules with their stages per rank. GPipe is never better than 1f1b; pairs hide the messages of experts alone."""
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 EFFORTS = ("none", "pointwise", "selective", "half", "full")
 """Kinds of recompute, the cheapest first; "half" recomputes every second layer whole."""
@@ -252,7 +253,7 @@ def _with_experts(
     for ep in experts.degrees_to_try(*of_model, only, first.tp, devices_per_node):
         refusal = experts.refusal(*of_model, ep, first.tp, first.sequence, first.num_replicas * first.tp)
         if not refusal:
-            yield from (each._replace(ep=ep) for each in alone if isinstance(each, Choice))
+            yield from (c._replace(ep=ep) for c in alone if isinstance(c, Choice) and experts.suits(c.schedule, ep))
         elif only is not None:
             yield Rejection(refusal, f"dp {first.dp} x tp {first.tp}", 1)
     yield from (each for each in alone if isinstance(each, Rejection))

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from meshwright.config import batch_numbers, expert_shard_factor, shard_factor
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
-from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, in_turns, simulate
+from meshwright.tools.planner.experts import AXIS, PAIRED
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.matrix_step import matrix_step_s
@@ -37,6 +38,8 @@ class StepTime(NamedTuple):
     bubble_share: float
     timeline: Timeline
     stages: tuple[StageTime, ...]
+    hidden: float = 0.0
+    """Seconds of expert-parallel messages that computation of other micro-batches hides, on the rank with most."""
 
 
 def step_time(
@@ -66,14 +69,14 @@ def step_time(
     sharing = max(1.0, replicas * tp / hardware.processors) if on_cpu else 1.0
     if sharing > 1:
         stages = [StageTime(*(seconds * sharing for seconds in stage)) for stage in stages]
-    costs, schedule = _costs(stages, traits), layout.schedule
+    costs, schedule = _costs(layout, stages, traits), layout.schedule
     timeline = Timeline(schedule.name, ())
     if simulated:
         timeline = (simulate if schedule.rows[0][-1:] == (Action(Kind.STEP),) else pace)(schedule, costs)
         pipeline = _pipeline_s(timeline, traits)
         if more_chunks := batch_numbers(layout.config).chunks - schedule.chunks:
             pipeline += more_chunks * seconds_per_micro_batch(timeline, schedule)
-            busiest = max(sum(costs[at].f + costs[at].b for at in own) for own in stages_by_rank(schedule))
+            busiest = max(_busy_s(schedule, costs))
             pipeline = max(pipeline, batch_numbers(layout.config).chunks * busiest)
     else:
         pipeline = formula_s(layout, costs, traits)
@@ -85,7 +88,8 @@ def step_time(
     num_nodes = max(layout.grid.size / hardware.devices_per_node, 1.0)
     total = total * (1 + fractions.waits * math.log2(num_nodes)) + fractions.step_s
     bubble = bubble_share(timeline) if simulated else 0.0
-    return StepTime(total, pipeline, reduce, gather, optimizer, bubble, timeline, tuple(stages))
+    hidden = _hidden_s(timeline, schedule, costs) * batch_numbers(layout.config).chunks if simulated else 0.0
+    return StepTime(total, pipeline, reduce, gather, optimizer, bubble, timeline, tuple(stages), hidden)
 
 
 def _ranks_by_elements(layout: LayoutModel) -> list[int]:
@@ -112,7 +116,7 @@ def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: Gr
     times: dict[int, LayerTime] = {}
     stages = []
     for index in range(len(layout.stages)):
-        forward = backward = half = messages = exchange = rows = 0.0
+        forward = backward = half = messages = exchange = rows = dispatched = 0.0
         for layer in layout.stage(index):
             if (key := id(layer.forward)) not in times:
                 times[key] = layer_time(layer, performance, dtype, tp_link, context_link, layout.grid.ep)
@@ -122,18 +126,19 @@ def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: Gr
             messages += times[key].messages
             exchange += times[key].exchange
             rows += times[key].expert_exchange
+            dispatched += times[key].dispatched
         copied_s = layout.footprints[index].offloaded / performance.hardware.host_link.bytes_per_s
         forward, backward = max(forward, copied_s), max(backward, copied_s)  # activation offload, each way
         message_s = _message_s(layout, index, pp_link, tp_link, performance.traits)
-        stages.append(StageTime(forward, backward, half, message_s, messages, exchange, rows))
+        stages.append(StageTime(forward, backward, half, message_s, messages, exchange, rows, dispatched))
     return stages
 
 
-BUBBLES = {"zb_h1": 0.5, "zb_h2": 0.2, "zb_v": 0.2, "v_half": 0.75, "v_min": 1.05}
+BUBBLES = {"zb_h1": 0.5, "zb_h2": 0.2, "zb_v": 0.2, "v_half": 0.75, "v_min": 1.05, PAIRED: 0.4}
 """Bubble of schedules that split the backward, as a fraction of 1f1b's; simulated with unequal halves."""
 
 
-def _costs(stages: Sequence[StageTime], traits: FrameworkTraits) -> list[Costs]:
+def _costs(layout: LayoutModel, stages: Sequence[StageTime], traits: FrameworkTraits) -> list[Costs]:
     """Return the simulation costs of each stage. A blocking message is added to the computation before it."""
     costs = []
     blocking = 0.0 if traits.overlaps_sends else 1.0
@@ -146,9 +151,29 @@ def _costs(stages: Sequence[StageTime], traits: FrameworkTraits) -> list[Costs]:
                 i=stage.backward + blocking * before,
                 w=stage.weight_half,
                 comm=stage.message * (1 - blocking),
+                exchanges=2 * sum(any(m.axis == AXIS for m in layer.forward_messages) for layer in layout.stage(index)),
+                exchange_f=stage.ep_forward,
+                exchange_b=stage.ep - stage.ep_forward,
             )
         )
     return costs
+
+
+def _hidden_s(timeline: Timeline, schedule: Schedule, costs: Sequence[Costs]) -> float:
+    """Return the seconds of messages that pairs hide, per micro-batch, on the rank with most."""
+    hidden = [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
+    for span in timeline.spans:
+        if span.action.kind in COMPUTE:
+            hidden[span.rank] -= (span.end - span.start) / schedule.chunks
+    return max(hidden) if any(span.beside is not None for span in timeline.spans) else 0.0
+
+
+def _busy_s(schedule: Schedule, costs: Sequence[Costs]) -> list[float]:
+    """Return the seconds in which each pipeline rank computes one micro-batch."""
+    if schedule.name == PAIRED:
+        own = [tuple(costs[stage] for stage in of_rank) for of_rank in stages_by_rank(schedule)]
+        return [in_turns(a.parts(Kind.F), b.parts(Kind.B)) + in_turns(b.parts(Kind.F), a.parts(Kind.B)) for a, b in own]
+    return [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
 
 
 def seconds_per_micro_batch(timeline: Timeline, schedule: Schedule) -> float:
@@ -160,8 +185,7 @@ def seconds_per_micro_batch(timeline: Timeline, schedule: Schedule) -> float:
 
 def steady_s(layout: LayoutModel, stages: Sequence[StageTime], traits: FrameworkTraits) -> float:
     """Return the seconds per additional micro-batch: one forward and backward of the slowest rank."""
-    costs, schedule = _costs(stages, traits), layout.schedule
-    return max(sum(costs[s].f + costs[s].b for s in schedule.stages_of(rank)) for rank in range(schedule.pp))
+    return max(_busy_s(layout.schedule, _costs(layout, stages, traits)))
 
 
 def _message_s(layout: LayoutModel, stage: int, pp: GroupLink, tp: GroupLink, traits: FrameworkTraits) -> float:
@@ -190,7 +214,7 @@ def _pipeline_s(timeline: Timeline, traits: FrameworkTraits) -> float:
 def formula_s(layout: LayoutModel, costs: Sequence[Costs], traits: FrameworkTraits) -> float:
     """Estimate the pipeline's seconds: all micro-batches on the slowest rank, plus bubble and messages."""
     schedule = layout.schedule
-    per_rank = [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
+    per_rank = _busy_s(schedule, costs)
     messages = 2 * sum(cost.comm for cost in costs[:-1])
     if not traits.synchronises_steps:
         return schedule.chunks * max(per_rank)

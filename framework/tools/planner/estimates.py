@@ -20,6 +20,7 @@ from meshwright.schedule.load import lowered_schedule as build_lowered
 from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.planner.choices import Choice, with_choice
 from meshwright.tools.planner.cost import step_time
+from meshwright.tools.planner.experts import PAIRED
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.rates import PerformanceModel
@@ -33,7 +34,7 @@ STEADY_CHUNKS = 3
 
 def empty_schedule(choice: Choice) -> Schedule:
     """Return a schedule without actions, with the numbers of a choice."""
-    placement = Placement.V if choice.schedule in ("zb_v", "v_half", "v_min") else Placement.LOOP
+    placement = Placement.V if choice.schedule in ("zb_v", "v_half", "v_min", PAIRED) else Placement.LOOP
     rows: tuple[tuple[()], ...] = ((),) * choice.pp
     return Schedule(choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks, rows, placement)
 

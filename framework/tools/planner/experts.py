@@ -20,6 +20,8 @@ from meshwright.tools.planner.layer_profile import GroupMessages
 from meshwright.tools.planner.rates import PerformanceModel
 
 AXIS = "ep"
+PAIRED = "dualpipe_v"
+"""Schedule whose pairs hide the exchange of experts."""
 
 
 class ExpertGroup(CountingGroup):
@@ -68,6 +70,11 @@ def degrees_to_try(
         is_near = config.parallel.ep_across_nodes or devices_per_node % ep == 0
         if ep % tp == 0 and is_near and all(number % ep == 0 for number in counts):
             yield ep
+
+
+def suits(schedule: str, ep: int) -> bool:
+    """Return whether a schedule is worth a try with ``ep``: without an exchange there is nothing for pairs to hide."""
+    return ep > 1 or schedule != PAIRED
 
 
 def refusal(config: RunConfig, counts: Iterable[int], ep: int, tp: int, sequence: bool, ranks: int) -> str:

@@ -105,8 +105,8 @@ def _cp(layout: RankedLayout) -> float:
 
 
 def _ep(layout: RankedLayout) -> float:
-    """Return the seconds of expert-parallel messages on the rank with most."""
-    return max(_by_rank(layout, "ep")) * layout.choice.chunks
+    """Return the seconds of expert-parallel messages on the rank with most, without those that pairs hide."""
+    return max(_by_rank(layout, "ep")) * layout.choice.chunks - layout.time.hidden
 
 
 def _messages(layout: RankedLayout) -> float:
@@ -116,7 +116,7 @@ def _messages(layout: RankedLayout) -> float:
 def _busy(layout: RankedLayout) -> float:
     """Return the seconds of computation on the busiest rank."""
     parts = (_by_rank(layout, field) for field in ("forward", "backward", "weight_half"))
-    return max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks - _messages(layout)
+    return max(map(sum, zip(*parts, strict=True))) * layout.choice.chunks - _messages(layout) - layout.time.hidden
 
 
 def _by_rank(layout: RankedLayout, field: str) -> list[float]:

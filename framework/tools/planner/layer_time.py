@@ -25,6 +25,8 @@ class LayerTime(NamedTuple):
     """Seconds of context-parallel messages in forward and backward, which both include."""
     expert_exchange: float = 0.0
     """Seconds of expert-parallel messages in forward and backward, which both include."""
+    dispatched: float = 0.0
+    """Part of them in forward."""
 
 
 def layer_time(
@@ -74,6 +76,7 @@ def layer_time(
         forward_messages + backward_messages,
         in_forward + in_backward,
         dispatched_s + returned_s,
+        dispatched_s,
     )
 
 

@@ -264,11 +264,10 @@ def walk(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint], buff
 
 
 def _row(schedule: Schedule, pp_rank: int, last: frozenset[Action]) -> Sequence[Item]:
-    """Return a row; if not lowered, with each receive one computation before its use and each send at once."""
-    row = schedule.rows[pp_rank]
-    if row and row[-1] == Action(Kind.STEP):
-        return row
+    """Return a row's actions; if not lowered, each receive one computation before its use, each send at once."""
     computations = [action for _, action in schedule.actions(pp_rank)]
+    if computations and computations[-1] == Action(Kind.STEP):
+        return computations
     first, *receives = (schedule.receive_for(action) for action in computations)
     items: list[Item | None] = [first]
     for action, receive in zip(computations, [*receives, None], strict=True):

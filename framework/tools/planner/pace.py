@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from meshwright.errors import ScheduleError
-from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
-from meshwright.schedule.analysis import Costs, Span, Timeline
+from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, actions_of
+from meshwright.schedule.analysis import Costs, Span, Timeline, pair_spans
 
 
 def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
@@ -24,34 +24,38 @@ def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
     """(forward, the stage that it is for, micro-batch)."""
     waiting: dict[tuple[bool, int, int], int] = {}
     spans: list[list[Span]] = [[] for _ in schedule.rows]
-    clocks = [0.0] * schedule.pp
+    clocks, positions = [0.0] * schedule.pp, [0] * schedule.pp
     to_visit = deque(range(schedule.pp))
     while to_visit:
         rank = to_visit.popleft()
         row, own, clock = schedule.rows[rank], spans[rank], clocks[rank]
-        for position in range(len(own), len(row)):
-            action = row[position]
-            assert isinstance(action, Action), action
-            kind, stage, microbatch = action
-            assert stage is not None and microbatch is not None, action
-            forward = kind is Kind.F
-            if kind is not Kind.W:
-                if stage != (0 if forward else last):
-                    need = (forward, stage, microbatch)
+        while positions[rank] < len(row):
+            group = actions_of(row[positions[rank]])
+            for kind, stage, microbatch in group:  # a pair waits for both inputs
+                assert stage is not None and microbatch is not None, group
+                need = (kind is Kind.F, stage, microbatch)
+                if kind is not Kind.W and stage != (0 if kind is Kind.F else last):
                     ready = arrives.get(need)
                     if ready is None:
                         waiting[need] = rank
                         break
                     clock = max(clock, ready)
-                end = clock + takes[kind, stage]
-                made = (forward, stage + 1 if forward else stage - 1, microbatch)
-                arrives[made] = end + (forth if forward else back)[stage]
-                if made in waiting:
-                    to_visit.append(waiting.pop(made))
             else:
-                end = clock + takes[kind, stage]
-            own.append(Span(rank, action, clock, end))
-            clock = end
+                if isinstance(row[positions[rank]], Action):
+                    own.append(Span(rank, group[0], clock, clock + takes[group[0].kind, group[0].stage or 0]))
+                else:
+                    own += pair_spans(rank, group, clock, [costs[each.stage or 0].parts(each.kind) for each in group])
+                clock = own[-1].end
+                positions[rank] += 1
+                for kind, stage, microbatch in group:
+                    if kind is not Kind.W and stage is not None and microbatch is not None:
+                        forward = kind is Kind.F
+                        made = (forward, stage + 1 if forward else stage - 1, microbatch)
+                        arrives[made] = clock + (forth if forward else back)[stage]
+                        if made in waiting:
+                            to_visit.append(waiting.pop(made))
+                continue
+            break
         clocks[rank] = clock
     if waiting:
         raise ScheduleError(

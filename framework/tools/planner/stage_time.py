@@ -22,6 +22,8 @@ class StageTime(NamedTuple):
     """Seconds of context-parallel messages in forward and backward."""
     ep: float = 0.0
     """Seconds of expert-parallel messages in forward and backward."""
+    ep_forward: float = 0.0
+    """Part of them in forward."""
 
 
 @lru_cache(maxsize=1024)

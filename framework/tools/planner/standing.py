@@ -23,7 +23,7 @@ MEASURED_ERROR_SHARE = 0.125
 TIE_SHARE = 0.02
 """Predicted lead below which the order of two layouts is hardly better than chance: right in 58 % of the pairs of
 published runs of one model on one cluster; 74 % from 2 to 4 %, 78 % from 4 to 10 %, 91 % beyond."""
-SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
+SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v")
 
 
 class Line(NamedTuple):

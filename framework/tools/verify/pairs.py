@@ -29,7 +29,7 @@ TIES = ("tie across ranks", "tie inside a rank")
 
 def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
     """Return the features that a layout of this model uses."""
-    has_v = layout.schedule in ("zb_v", "v_half", "v_min")
+    has_v = layout.schedule in ("zb_v", "v_half", "v_min", "dualpipe_v")
     once = layout.zero > 1 and layout.dp > 1 and layout.reduces_once
 
     def of_dp(zero: int) -> bool:

@@ -119,6 +119,17 @@ def test_experts_are_told_apart_from_an_axis_of_the_same_ranks() -> None:
     assert "ep inside" in describe(found, nodes_of(1, 2), disagreements(found))
 
 
+def test_ranks_that_share_experts_take_turns_alike() -> None:
+    """Exchanges of an ep group are in one order on its ranks; with F and B in another order on one they would hang."""
+    config = configured("dualpipe_v", 5, "llama", 3, pp=2, dp=2, ep=2)
+    job = dry_run_job(config.replace(model={"options": config.model.options | {"moe": {"num_experts": 4, "top_k": 2}}}))
+    assert disagreements(job) == []
+    rows = [each for each in job.profile_of(2).communication if each.call.name == "ep"]
+    assert len(rows) == 5 * 2 * 5  # of each of two layers and five micro-batches: three in F, two in B
+    set_rank_schedule(job, 3, "zb_v")
+    assert {"schedule", "collectives"} <= {each.kind for each in disagreements(job)}
+
+
 def test_the_report_names_what_matters(job: Job) -> None:
     text = describe(job, nodes_of(2, 8), disagreements(job))
     assert "16 ranks on 2 nodes" in text

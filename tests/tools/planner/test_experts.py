@@ -13,7 +13,8 @@ from meshwright.config import RunConfig, resolve
 from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.dryrun.job import dry_run_job
 from meshwright.tools.planner.choices import Choice, Rejection, choice_of, choices, with_choice
-from meshwright.tools.planner.experts import exchange_s
+from meshwright.tools.planner.experts import PAIRED, exchange_s
+from meshwright.tools.planner.explanation import parts
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
 from meshwright.tools.planner.load import largest_skew, room_for_skew
@@ -228,3 +229,20 @@ def test_the_load_that_fits_is_close_to_the_largest() -> None:
     assert most is not None and 1.8 < most <= 2.05
     (line,) = room_for_skew(bench, box, layout)
     assert line.startswith(f"load of the experts: fits until the busiest of 4 ranks has {most:.2f} times the rows")
+
+
+def test_pairs_hide_a_part_of_the_exchange() -> None:
+    """What DualPipeV hides is in no part of the step; the parts add up; without ep there is nothing to try it for."""
+    bench, found = mixture(), {}
+    for schedule in ("zb_v", PAIRED):
+        of = choice(2)._replace(pp=2, schedule=schedule, interleave=2, chunks=8, micro_batch_size=1)
+        config = with_choice(bench.config.replace(batch={"global_batch": 16}), of)
+        found[schedule] = evaluate(bench, hardware(), config, of)
+        of_step = parts(found[schedule])
+        assert sum(of_step.values()) == pytest.approx(found[schedule].time.total)
+        assert min(of_step.values()) > -1e-9
+    plain, paired = (parts(found[schedule])["expert-parallel messages"] for schedule in ("zb_v", PAIRED))
+    assert found["zb_v"].time.hidden == 0.0 and found[PAIRED].time.hidden > 0.05 * plain
+    assert paired == pytest.approx(plain - found[PAIRED].time.hidden)
+    tried = {(each.schedule, each.ep > 1) for each in offered(mixture()) if isinstance(each, Choice) and each.pp > 1}
+    assert (PAIRED, True) in tried and (PAIRED, False) not in tried

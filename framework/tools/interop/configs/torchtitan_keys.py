@@ -47,6 +47,7 @@ SCHEDULES = {
     "gpipe": "gpipe",
     "interleaved1f1b": "interleaved_1f1b",
     "zbvzerobubble": "zb_v",
+    "dualpipev": "dualpipe_v",
 }
 SEVERAL_STAGES = ("interleaved1f1b", "zbvzerobubble", "interleavedzerobubble", "loopedbfs", "dualpipev")
 

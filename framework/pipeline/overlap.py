@@ -1,0 +1,60 @@
+"""Pairs of a schedule: F of one stage and a backward of another, each of which continues while messages of the other
+travel.
+
+    F a   attention, router | dispatch ..         experts | combine ..      the rest, next block | ...
+    B b                     | its own ..  | combine ..    experts | dispatch ..   attention, block before | ...
+
+Nothing is cut: a turn ends inside the layer, where it has posted an exchange of experts' rows and would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from meshwright.mesh.comm import Group
+from meshwright.pipeline.timing import RowTimes
+from meshwright.pipeline.value_store import Computation
+from meshwright.seeding import Draw
+
+
+class Pair(NamedTuple):
+    """F and B (or I) of a pair."""
+
+    forward: Computation
+    backward: Computation
+
+
+RunPair = Callable[[Callable[[], None], Callable[[], None], RowTimes], None]
+"""Function that runs both computations of a pair."""
+
+
+def in_order(forward: Callable[[], None], backward: Callable[[], None], times: RowTimes) -> None:
+    """Run F, then the backward."""
+    forward()
+    backward()
+
+
+def in_turns(ep: Group, draw: Draw) -> RunPair:
+    """Return the function that runs pairs in turns between the exchanges of the ranks ``ep``, which share experts.
+
+    Where there are none, the two run in order. ``draw``: samples of the present micro-batch, saved between turns.
+    """
+    activity = ep.activity
+
+    def save() -> Callable[[], None]:
+        saved, what = replace(draw), activity.now[0]
+
+        def restore() -> None:
+            vars(draw).update(vars(saved))
+            activity.begin(what)
+
+        return restore
+
+    def run(forward: Callable[[], None], backward: Callable[[], None], times: RowTimes) -> None:
+        first = len(times.readings)
+        ep.turns.run(forward, backward, save)
+        times.separate(first)
+
+    return run if ep.takes_turns and ep.size > 1 else in_order
