@@ -69,6 +69,21 @@ def test_what_hides_in_a_pair() -> None:
     )
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 6), st.integers(0, 4), st.integers(1, 5), st.integers(0, 3), st.integers(0, 4))
+def test_idle_time(pp: int, more: int, w: int, longer: int, message: int) -> None:
+    """(p-1) (P + B - 3 W) for stages of half a rank, on the last rank, where F = I is not shorter than W."""
+    f = w + longer
+    costs = Costs(f=f + message, b=f + message + w, i=f + message, w=w, exchanges=4, exchange_f=message)
+    costs = costs._replace(exchange_b=message)
+    timeline = simulate(lower(build("dualpipe_v", pp, 2 * pp + more, 2)), costs)
+    computed = [span for span in timeline.spans if span.action.kind in "FBIW"]
+    busy = sum(span.end - span.start for span in computed if span.rank == pp - 1)
+    pair = in_turns(costs.parts(Kind.F), costs.parts(Kind.B))
+    idle = max(span.end for span in computed) - busy
+    assert idle == pytest.approx((pp - 1) * (pair + costs.b - 3 * w), rel=1e-6, abs=1e-6)
+
+
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=4), st.integers(0, 9))
 def test_turns_by_hand(first: list[int], second: list[int], message: int) -> None:
