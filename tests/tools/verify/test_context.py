@@ -64,6 +64,8 @@ LAYOUTS = [
     ("llama, fused", False, "cp4,zero3"),
     LATER("gpt2, fused", True, "cp2,tp2,sequence,documents,full"),
     LATER("llama, fused", True, "cp2,pp2,selective"),
+    LATER("gpt2, fused", True, "cp4,pp2,zb_v,selective,mbs2"),
+    LATER("llama, fused", True, "cp4,zero3,full"),
     LATER("gpt2, fused", True, "cp2,heads,zero3"),
     ("llama", True, "cp2,pp2,heads,documents,mbs2"),
     ("gpt2", True, "cp2,tp2,sequence,heads"),
@@ -105,6 +107,8 @@ PAIRS: list[Any] = [
     LATER({"adapter": {"rank": 2, "targets": ["block*.attention.qkv"]}}, {}, "cp2,tp2,zero2"),
     LATER({"optimizer": {"state_dtype": "bfloat16"}}, {}, "cp2,tp2,zero2"),
     LATER({"pipeline": {"offload_activations": ["block*"]}}, {}, "cp2,pp2"),
+    LATER({"pipeline": {"offload_activations": ["block*"]}}, {"dropout": 0.0}, "cp4,pp2"),
+    LATER({"parallel": {"cp_head_groups": 2}}, {"dropout": 0.0}, "cp2,pp2,documents"),
 ]
 
 
