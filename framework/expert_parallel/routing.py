@@ -111,11 +111,18 @@ class RoutingHooks:
                 router.route_kept = partial(self._keep, name, router)
 
     @contextmanager
-    def during(self, key: str, samples: range) -> Iterator[None]:
-        """Record or replay the forwards within the block, of these global sample indices, as the file ``key``."""
-        self.begin(key, samples)
-        yield
-        self.end(key)
+    def during(self, key: str, samples: range, *, is_needed: bool = True) -> Iterator[None]:
+        """Record or replay the forwards within the block, of these global sample indices, as the file ``key``.
+
+        ``is_needed``: a replay without the file is an error; False: the routers then choose.
+        """
+        replay = self._plan.replay
+        if is_needed or replay is None or _path(replay, key).exists():
+            self.begin(key, samples)
+            yield
+            self.end(key)
+        else:
+            yield
 
     def begin(self, key: str, samples: range) -> None:
         """Begin a pass over these global sample indices, all those of a global batch.

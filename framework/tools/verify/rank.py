@@ -125,7 +125,7 @@ def run_layout(
         if step in validated_after(steps):
             recorder.seen = {}
             size = batch_numbers(config).global_batch
-            of_routing = routes.during(validation_key(step), range(steps * size, (steps + 1) * size))
+            of_routing = routes.during(validation_key(step, steps), range(steps * size, (steps + 1) * size))
             with evaluating(parts.optimizer), of_routing:
                 total = total_loss(parts, parts.feeds(recorder, [steps]))
             findings.tokens.append(recorder.seen)

@@ -227,10 +227,10 @@ class PlainRun:
         modes = {module: module.training for module in self.layers.modules()}
         self.layers.eval()
         samples = range(batch_index * self.global_batch, (batch_index + 1) * self.global_batch)
-        batch = self.microbatches(samples)
-        recorder = Recorder()
+        batch, recorder = self.microbatches(samples), Recorder()
         states = averaged(self.optimizer, self.masters, self.parameters)
-        with torch.no_grad(), states, Recording(recorder), self.routes.during(validation_key(after), samples):
+        routed = self.routes.during(validation_key(after, batch_index), samples, is_needed=False)
+        with torch.no_grad(), states, Recording(recorder), routed:
             total = sum(float(self.loss_sum(*microbatch, training=False)) for microbatch in batch)
         for module, training in modes.items():  # modules that the builder has put into eval mode stay in it
             module.training = training

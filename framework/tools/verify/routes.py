@@ -19,9 +19,9 @@ from meshwright.tracking.observer import check_model, plan_of
 from meshwright.tracking.observer import step_key as step_key
 
 
-def validation_key(step: int) -> str:
-    """Return the name of the file of the validation after a step."""
-    return f"validation-{step:08d}"
+def validation_key(step: int, batch: int) -> str:
+    """Return the name of the file of the validation after a step, on a global batch."""
+    return f"validation-{step:08d}-batch-{batch:08d}"
 
 
 class Routes:

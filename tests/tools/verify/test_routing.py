@@ -21,6 +21,7 @@ from meshwright.tools.verify.routes import Routes
 from tests.tools.verify.cases import LATER, config_of
 
 LENGTH, STEPS = 16, 2
+REPLAY = ("replay", None)
 MOE: dict[str, Any] = {"num_experts": 6, "top_k": 2, "count_tokens": True}
 CAPACITY = MOE | {"capacity_factor": 0.75}
 
@@ -101,6 +102,13 @@ def test_weights_of_replayed_ids_are_the_routers_own_and_have_a_gradient(tmp_pat
     assert free.losses == again.losses and free.grad_norms == again.grad_norms
     replay = run_reference(other.plain, other.source, 1, torch.float64, routing=RoutingPlan(replay=tmp_path))
     assert replay.losses == free.losses and replay.grad_norms == free.grad_norms
+
+
+def test_precisions_whose_rounding_is_measured(pool: RankPool) -> None:
+    """By a run of one step, whose validation has no recording."""
+    of_16_bits = Verification(model(MOE), global_batch=8, steps=2, dtype="bfloat16", random_tokens=True, routing=REPLAY)
+    row = of_16_bits.compare_layout(parse_layout("dp2,ep2"), pool, is_repeated=False)
+    assert row.passed, (row.problems, row.failure)
 
 
 def test_a_model_without_such_routers_is_refused() -> None:

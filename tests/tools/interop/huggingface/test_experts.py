@@ -15,6 +15,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model, configured_model
 from meshwright.tools.verify import Verification, parse_layout, verify
 from meshwright.tools.verify.reference import run_reference
+from meshwright.tools.verify.routes import validation_key
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 from tests.tools.interop.huggingface.test_restructure import gradients, unmodified
@@ -78,7 +79,7 @@ def test_a_replay_takes_other_experts_with_the_routers_own_weights(kind: str, tm
     assert ids and all(name.startswith("block") and table.shape[0] == 4 for name, table in ids.items())
     other = {name: (table + 1) % (table.max() + 1) for name, table in ids.items()}
     (tmp_path / "own").mkdir()
-    for name, tables in ((recorded.name, other), ("validation-00000001.safetensors", other)):
+    for name, tables in ((recorded.name, other), (f"{validation_key(1, 1)}.safetensors", other)):
         save_file(tables, tmp_path / "own" / name)
     for place in ("own", "free"):
         plan = RoutingPlan(tmp_path / "again" / place, tmp_path / place)
