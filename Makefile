@@ -43,6 +43,7 @@ check: lint
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/side_by_side.py
 	$(BIN)/python benchmarks/executor_overhead.py
+	$(BIN)/python benchmarks/expert_layer.py
 	$(BIN)/python benchmarks/python_calls.py
 	$(BIN)/python benchmarks/bubble_measured.py
 	$(BIN)/python benchmarks/guards.py

@@ -29,6 +29,7 @@ def test_all_that_it_imports_is_still_there(script: Path, monkeypatch: pytest.Mo
     [
         "side_by_side.py --only a --only c --repeats 1 --steps 1",
         "executor_overhead.py --only zb_v --repeats 1 --steps 1",
+        "expert_layer.py --repeats 1 --calls 1",
         "bubble_measured.py --pp 2 --chunks 2 --steps 1 --ms 1",
     ],
     ids=lambda command: command.split(".")[0],
