@@ -104,6 +104,7 @@ def test_weights_of_replayed_ids_are_the_routers_own_and_have_a_gradient(tmp_pat
     assert replay.losses == free.losses and replay.grad_norms == free.grad_norms
 
 
+@pytest.mark.all_layouts
 def test_precisions_whose_rounding_is_measured(pool: RankPool) -> None:
     """By a run of one step, whose validation has no recording."""
     of_16_bits = Verification(model(MOE), global_batch=8, steps=2, dtype="bfloat16", random_tokens=True, routing=REPLAY)
