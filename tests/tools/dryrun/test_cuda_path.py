@@ -20,6 +20,7 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
 from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
+from meshwright.tools.dryrun.cuda.places import HIDDEN
 from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
 from tests.tools.dryrun.cuda_documents import LENGTH
 from tests.tools.dryrun.jobs import configured
@@ -258,6 +259,11 @@ NAMED = {
     "heads of all tokens": r"does not wait for all_?to_?all\w* at mesh/comm.py",
     "step's sums": r"a value that the host reads at step.py:\d+, on the host, does not wait for all_reduce",
 }
+
+
+def test_files_that_are_no_place_exist() -> None:
+    """A recorder that moves would be the place of every wait."""
+    assert all(Path(each).exists() for each in HIDDEN if each != "<")
 
 
 @pytest.mark.parametrize(

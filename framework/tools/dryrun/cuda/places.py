@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[3]
 HIDDEN = (
     str(Path(torch.__file__).parent),
     str(PACKAGE / "tools" / "dryrun"),
-    str(PACKAGE / "model" / "recorder.py"),
+    str(PACKAGE / "model" / "meter"),
     "<",
 )
 """Beginnings of the names of files whose lines are not the place of a wait."""
