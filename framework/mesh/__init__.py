@@ -1,6 +1,8 @@
 """Ranks, nodes and axes: the pure grid, and the mesh with its process groups. Only this room calls
 torch.distributed."""
 
+from meshwright.mesh.expert_groups import expert_group as expert_group
+from meshwright.mesh.expert_groups import expert_replicas as expert_replicas
 from meshwright.mesh.grid import Axis as Axis
 from meshwright.mesh.grid import Coordinates as Coordinates
 from meshwright.mesh.grid import Grid as Grid

@@ -28,6 +28,7 @@ from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.chunks import even_shares
 from meshwright.mesh.comm import Group, tensor_bytes
+from meshwright.mesh.expert_groups import expert_group, expert_replicas
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.mesh.handles import CollectiveHandle
 from meshwright.mesh.mesh import Mesh
@@ -158,7 +159,7 @@ def fake_mesh(
         everybody = dist.group.WORLD if grid.size > 1 else None
         world = FakeGroup("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
         pp, dp, tp = axes[Axis.PP], axes[Axis.DP], axes[Axis.TP]
-        shared = {"ep": grid.expert_group(rank), "experts": grid.expert_replicas(rank) if grid.ep > 1 else (rank,)}
+        shared = {"ep": expert_group(grid, rank), "experts": expert_replicas(grid, rank) if grid.ep > 1 else (rank,)}
         local: dict[str, Any] = {"use_local_synchronization": True}
         made_of = {n: dist.new_group(r, **local, group_desc=n) if r[1:] else None for n, r in shared.items()}
         ep, same = (FakeGroup(n, r, r.index(rank), made_of[n], traffic, activity) for n, r in shared.items())

@@ -86,14 +86,3 @@ class Grid(NamedTuple):
         """Return the dp x cp ranks with the weights of ``rank``, in order; contains ``rank``."""
         first = rank - rank % (self.num_replicas * self.tp) + rank % self.tp
         return tuple(range(first, first + self.num_replicas * self.tp, self.tp))
-
-    def expert_group(self, rank: int) -> tuple[int, ...]:
-        """Return the ep ranks that hold the experts of a layer together, in order; contains ``rank``."""
-        first = rank - rank % self.ep  # ep divides the ranks of a stage
-        return tuple(range(first, first + self.ep))
-
-    def expert_replicas(self, rank: int) -> tuple[int, ...]:
-        """Return the dp x cp x tp / ep ranks with the experts of ``rank``, in order; contains ``rank``."""
-        of_stage = self.num_replicas * self.tp
-        first = rank - rank % of_stage
-        return tuple(range(first + rank % self.ep, first + of_stage, self.ep))

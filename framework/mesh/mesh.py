@@ -18,6 +18,7 @@ from meshwright.errors import MeshError
 from meshwright.mesh.activity import Activity
 from meshwright.mesh.comm import Group
 from meshwright.mesh.device import peak_memory_bytes, pick_device
+from meshwright.mesh.expert_groups import expert_group, expert_replicas
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 from meshwright.mesh.links import LinkedGroup, open_links
 from meshwright.mesh.placement import check_placement
@@ -237,7 +238,7 @@ def open_mesh(
     for axis in Axis:
         ranks = grid.replicas(rank) if axis is Axis.DP else grid.group(axis, rank)
         groups[axis] = Group(axis, ranks, ranks.index(rank), process_groups.get(axis), traffic, activity)
-    shared = [grid.expert_group(rank), grid.expert_replicas(rank) if grid.ep > 1 else (rank,)]
+    shared = [expert_group(grid, rank), expert_replicas(grid, rank) if grid.ep > 1 else (rank,)]
     made = [dist.new_group(ranks, timeout, use_local_synchronization=True) if ranks[1:] else None for ranks in shared]
     ep, same = (
         Group(name, ranks, ranks.index(rank), process_group, traffic, activity)

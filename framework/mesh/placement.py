@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from meshwright.errors import MeshError
+from meshwright.mesh.expert_groups import expert_replicas
 from meshwright.mesh.grid import Axis, Coordinates, Grid
 
 WIDTH = 80
@@ -201,7 +202,7 @@ def _expert_parallel(grid: Grid, nodes: Sequence[str]) -> list[str]:
         return []
     most = max(_num_nodes(range(first, first + grid.ep), nodes) for first in range(0, grid.size, grid.ep))
     where = "each inside one node" if most == 1 else f"across up to {most:,} nodes"
-    held = f"{_count(len(grid.expert_replicas(0)), 'replica')} of each expert"
+    held = f"{_count(len(expert_replicas(grid, 0)), 'replica')} of each expert"
     return [f"expert parallel    {_count(grid.size // grid.ep, 'group')} of {grid.ep} neighbours, {held}; {where}"]
 
 

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.blueprint import Blueprint
 from meshwright.config import batch_numbers, expert_shard_factor, phases, reduces_each_microbatch, shard_factor
-from meshwright.mesh import draw_placement
+from meshwright.mesh import draw_placement, expert_replicas
 from meshwright.optimizer import factor_elements, matrices_of
 from meshwright.parameters import DTYPES
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, peak_activations, simulate
@@ -163,7 +163,7 @@ def _price(blueprint: Blueprint) -> list[str]:
             f"{sent(gathered * dtype.itemsize)} in a step"
         )
     if of_experts := max(_elements(blueprint, stage).of_experts.trained for stage in stages):
-        replicas = len(blueprint.grid.expert_replicas(0))
+        replicas = len(expert_replicas(blueprint.grid, 0))
         kept = format_size(of_experts * (8 if dtype == torch.float64 else 4))
         over = f"summed over {replicas} ranks with the same experts, in {expert_shard_factor(config)} shards"
         lines.append(f"experts    gradients of {kept} per rank, {over}")

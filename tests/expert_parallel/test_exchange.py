@@ -9,6 +9,7 @@ from torch import Tensor
 from meshwright.expert_parallel.dispatch import find_route
 from meshwright.expert_parallel.exchange import combine, dispatch
 from meshwright.launch.pool import RankPool
+from meshwright.mesh import expert_group, expert_replicas
 from meshwright.mesh.fake import fake_mesh
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
@@ -70,9 +71,9 @@ def test_rows_of_16_bits(pool: RankPool) -> None:
 def test_groups_of_the_grid() -> None:
     grid = Grid(pp=2, dp=2, tp=2, cp=2, ep=4)
     assert str(grid) == "pp 2 x dp 2 x cp 2 x tp 2, ep 4" and grid.size == 16
-    assert grid.expert_group(6) == (4, 5, 6, 7) and grid.expert_group(9) == (8, 9, 10, 11)
-    assert grid.expert_replicas(6) == (2, 6) and grid.expert_replicas(9) == (9, 13)
-    groups = {grid.expert_group(rank) for rank in range(grid.size)}
+    assert expert_group(grid, 6) == (4, 5, 6, 7) and expert_group(grid, 9) == (8, 9, 10, 11)
+    assert expert_replicas(grid, 6) == (2, 6) and expert_replicas(grid, 9) == (9, 13)
+    groups = {expert_group(grid, rank) for rank in range(grid.size)}
     assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from meshwright.mesh import Axis, Coordinates, Grid
+from meshwright.mesh import Axis, Coordinates, Grid, expert_group
 from meshwright.tools.dryrun.job import Job
 from meshwright.tools.dryrun.rank_profile import CommunicationRecord, RankProfile
 
@@ -33,7 +33,7 @@ def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False, name: st
     varies = [axis for axis in grid.axes if len({getattr(each, f"{axis}_rank") for each in at}) > 1]
     if set(varies) == {Axis.DP, Axis.CP}:
         return Axis.DP
-    if len(varies) > 1 and grid.ep > 1 and tuple(group) == grid.expert_group(group[0]):
+    if len(varies) > 1 and grid.ep > 1 and tuple(group) == expert_group(grid, group[0]):
         return "ep"
     return "world" if len(varies) != 1 else "tied" if varies[0] is Axis.PP else varies[0]
 
