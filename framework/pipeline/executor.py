@@ -33,11 +33,12 @@ from meshwright.pipeline.overlap import Pair, RunPair
 from meshwright.pipeline.overlap import in_order as in_order
 from meshwright.pipeline.overlap import in_turns as in_turns
 from meshwright.pipeline.reducer import GradientReducer
+from meshwright.pipeline.row import resolve_row
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
-from meshwright.pipeline.value_store import Computation, MessageGroup, ValueStore, computation_of, message_group
+from meshwright.pipeline.value_store import Computation, MessageGroup, ValueStore
 from meshwright.pipeline.values import Feed
-from meshwright.schedule.action import COMPUTE, LAST_HALVES, Action, Kind, Schedule, actions_of
+from meshwright.schedule.action import LAST_HALVES, Action, Kind, Schedule
 from meshwright.seeding import Draw
 
 
@@ -95,25 +96,17 @@ class Executor:
         self.schedule = schedule
         if self.offload is not None:
             self.offload.follow(schedule, self.pp.rank)
-        last_backwards = schedule.last_backwards(self.pp.rank)
-        methods: dict[Kind, Callable[[Any, _Run], None]] = {
+        methods: dict[Kind | type, Callable[[Any, _Run], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward,
             Kind.W: self._backward,
             Kind.REDUCE: self._reduce,
             Kind.STEP: self._step,
+            Pair: self._pair,
+            MessageGroup: self._communicate,
         }
-        self._row: list[tuple[Callable[[Any, _Run], None], Any]] = []
-        for item in schedule.rows[self.pp.rank]:
-            group = actions_of(item)
-            if group[0].kind in COMPUTE:
-                both = [computation_of(each, schedule.num_stages - 1, is_last=each in last_backwards) for each in group]
-                self._row.append((self._pair, Pair(*both)) if both[1:] else (methods[group[0].kind], both[0]))
-            elif group[0].kind in methods:
-                self._row.append((methods[group[0].kind], item))
-            else:
-                self._row.append((self._communicate, message_group(group, schedule, self.stages)))
+        self._row = [(methods[kind], argument) for kind, argument in resolve_row(schedule, self.pp.rank, self.stages)]
 
     def run(self, feed: Feed, step: Callable[[RowResult], object] = lambda result: None) -> RowResult:
         """Run every item of this rank's row, in order. ``step``: function that STEP calls."""
