@@ -92,17 +92,6 @@ def test_layouts(names: list[str], library: Path) -> None:
         assert not step.waits_after or config.parallel.offload, step
 
 
-@pytest.mark.all_layouts
-def test_adapters_beside_a_sharded_base(library: Path) -> None:
-    """Sums of row norms and the gathers of frozen weights are in stream order, also from host memory."""
-    adapter = {"rank": 3, "targets": ["block*.attention.*", "block*.mlp.*"], "dora": True}
-    names = ("dp2 tp2 zero3", "dp2 zero3 offload")
-    jobs = [(on_cuda(configured(**LAYOUTS[name])).replace(adapter=adapter), 1) for name in names]
-    for step, name in zip(run_process(library, jobs), names, strict=True):
-        assert not step.problems and step.num_from_autograd > 0, step
-        assert sum(step.waits.values()) == WAITS_OF.get(name, WAITS), step
-
-
 def documents(masks: bool, window: int | None) -> tuple[RunConfig, int]:
     builder = {"builder": "tests.tools.dryrun.cuda_documents:build", "options": {"masks": masks, "window": window}}
     config = RunConfig.model_validate(
