@@ -45,8 +45,8 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tools.dryrun.fake_step import grid_of, profile_rank
 from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.memory import GLOO
 from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.reduction_buffers import GLOO
 
 MOST_MEAN, MOST_WORST = 0.03, 0.08
 TIMEOUT_S = 600.0

@@ -77,10 +77,10 @@ class Grid(NamedTuple):
         return degree
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only along ``axis``, in the order of that axis; contains
-        ``rank``."""
-        at = self.coordinates(rank)
-        return tuple(self.rank(at._replace(**{f"{axis}_rank": i})) for i in range(self.degree(axis)))
+        """Return the ranks that differ from ``rank`` only along ``axis``, in its order; contains ``rank``."""
+        degree, stride = self.degree(axis), self.rank(Coordinates(0, 0, 0)._replace(**{f"{axis}_rank": 1}))
+        first = rank - rank // stride % degree * stride
+        return tuple(range(first, first + degree * stride, stride))
 
     def replicas(self, rank: int) -> tuple[int, ...]:
         """Return the dp x cp ranks with the weights of ``rank``, in order; contains ``rank``."""

@@ -77,25 +77,29 @@ def _least_bound(total: list[int], num_layers: int, num_stages: int, known: int)
     dearest_layer = max(stop - start for start, stop in pairwise(total[: num_layers + 1]))
     low, high = max(dearest_layer, -(-total[num_layers] // num_stages)), known
     while low < high:
-        middle = (low + high) // 2
-        if _keeps(total, num_layers, num_stages, middle):
-            high = middle
+        fits, nearest = _fill(total, num_layers, num_stages, (low + high) // 2)
+        if fits:
+            high = nearest
         else:
-            low = middle + 1
+            low = nearest
     return high
 
 
-def _keeps(total: list[int], num_layers: int, num_stages: int, bound: int) -> bool:
-    """Return whether stages filled up to ``bound`` from the end reach the first layer.
+def _fill(total: list[int], num_layers: int, num_stages: int, bound: int) -> tuple[bool, int]:
+    """Fill stages up to ``bound`` from the end; return (they reach the first layer, the next bound that matters).
 
-    No layer may cost more than ``bound``.
+    That is the largest cost of a stage if they do; otherwise the least one with which a stage takes one layer more. No
+    layer may cost more than ``bound``.
     """
-    end = num_layers
+    end, largest, larger = num_layers, 0, total[num_layers]
     for _ in range(num_stages):
-        end = bisect_left(total, total[end] - bound)
-        if end == 0:
-            return True
-    return False
+        start = bisect_left(total, total[end] - bound)
+        largest = max(largest, total[end] - total[start])
+        if start == 0:
+            return True, largest
+        larger = min(larger, total[end] - total[start - 1])
+        end = start
+    return False, larger
 
 
 def partition_explicit(layers_per_stage: Sequence[int], num_layers: int) -> list[range]:

@@ -129,12 +129,12 @@ class Schedule:
         """Number of stages per pipeline rank."""
         return self.num_stages // self.pp
 
-    @property
+    @cached_property
     def is_lowered(self) -> bool:
         """True if the rows hold more than computations (messages, REDUCE, STEP) and can run; else lower it first."""
         return any(action.kind not in COMPUTE for rank in range(self.pp) for _, action in self.actions(rank))
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """True when some backward is split into I and W."""
         return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))

@@ -62,6 +62,18 @@ def shards_expert_weights(config: RunConfig, elements: Elements) -> bool:
     return config.parallel.zero == 3 and shards > 1 and elements.of_experts.rows % shards == 0
 
 
+class StateWidths(NamedTuple):
+    """Widths of a rank's states, which frameworks choose; the defaults are meshwright's."""
+
+    gradient: int = 4
+    """Bytes per element of an accumulated gradient; never less than those of a float64 weight."""
+    has_copy: bool = True
+    """Weights in the compute dtype are held besides float32 ones, which the optimizer steps; else the latter alone."""
+
+
+OWN_WIDTHS = StateWidths()
+
+
 def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False, is_matrix: bool = False) -> float:
     """Return the bytes of optimizer state per element.
 
@@ -76,22 +88,24 @@ def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False,
     return len(states_of(optimizer, is_matrix=is_matrix)) * itemsize
 
 
-def held_at_rest(config: RunConfig, elements: Elements) -> tuple[int, int, int, int]:
+def held_at_rest(config: RunConfig, elements: Elements, widths: StateWidths = OWN_WIDTHS) -> tuple[int, int, int, int]:
     """Return the bytes of weights, gradients and optimizer state on the device, and on the host.
 
     Experts that ranks share are sharded over their own replicas; under ZeRO-3 as under ZeRO-2 where their number on a
     rank cannot be divided.
     """
-    own = _held_at_rest(config, elements, shard_factor(config), config.parallel.zero)
+    own = _held_at_rest(config, elements, shard_factor(config), config.parallel.zero, widths)
     if elements.experts is None:
         return own
     zero = config.parallel.zero if shards_expert_weights(config, elements) else min(config.parallel.zero, 2)
-    of_experts = _held_at_rest(config, elements.experts, expert_shard_factor(config), zero)
+    of_experts = _held_at_rest(config, elements.experts, expert_shard_factor(config), zero, widths)
     weights, gradients, states, host = (sum(pair) for pair in zip(own, of_experts, strict=True))
     return weights, gradients, states, host
 
 
-def _held_at_rest(config: RunConfig, elements: Elements, shards: int, zero: int) -> tuple[int, int, int, int]:
+def _held_at_rest(
+    config: RunConfig, elements: Elements, shards: int, zero: int, widths: StateWidths
+) -> tuple[int, int, int, int]:
     trained, frozen = elements.dense, elements.frozen
     dtype, offload = DTYPES[config.train.dtype], config.parallel.offload
     wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
@@ -102,16 +116,19 @@ def _held_at_rest(config: RunConfig, elements: Elements, shards: int, zero: int)
         elements.matrices * state_bytes(config.optimizer, wide, is_matrix=True) if elements.matrices else 0,
     )
     states = round(sum(number / shards for number in held)) + elements.factors * wide
-    gradients = _gradient_bytes(config, trained * wide, shards)
+    gradient = max(widths.gradient, wide) if wide > 4 else widths.gradient
+    gradients = _gradient_bytes(config, trained * gradient, shards)
     base = frozen // shards * dtype.itemsize  # under ZeRO-3
     if zero == 3 and shards > 1:
         if offload:
-            return 0, gradients - shard, 0, 2 * shard + states + base
+            summed = trained // shards * gradient
+            return 0, gradients - summed, 0, shard + summed + states + base
         return shard + base, gradients, states, 0
-    weights = (trained + frozen) * dtype.itemsize
+    itemsize = dtype.itemsize if widths.has_copy else wide
+    weights = trained * itemsize + frozen * dtype.itemsize
     if offload:
         return weights, gradients, 0, shard + states
-    return weights, gradients, states + (shard if dtype.itemsize < wide else 0), 0
+    return weights, gradients, states + (shard if itemsize < wide else 0), 0
 
 
 def _gradient_bytes(config: RunConfig, whole: int, shards: int) -> int:

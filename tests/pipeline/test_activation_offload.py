@@ -22,8 +22,8 @@ from meshwright.step import take_step
 from meshwright.tools.dryrun.fake_step import profile_rank
 from meshwright.tools.dryrun.rank_profile import RankProfile
 from meshwright.tools.planner.kernels import ExecutionOptions
-from meshwright.tools.planner.memory import GLOO
 from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.reduction_buffers import GLOO
 from meshwright.tools.verify import parse_layout
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.rank import open_verify_source

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from meshwright.model.meter.shape_cache import MAX_KNOWN, KnownResult, describe_result, key_of
+
 aten = torch.ops.aten
 PICKS = {aten.embedding: 0, aten.index_select: 0, aten.gather: 0, aten.index: 0, aten.nll_loss_forward: 0}
 """Gather operations -> position of the argument gathered from. Its bytes read equal the bytes written."""
@@ -38,6 +40,8 @@ class Operation(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
+    counted: tuple[float, float] | None = None
+    """(FLOPs, bytes) of an equal operation before."""
 
     @property
     def packet(self) -> Any:
@@ -57,6 +61,8 @@ class Operation(NamedTuple):
     @property
     def flops(self) -> float:
         """FLOPs of a product, convolution or attention, by the formulas of torch's FlopCounterMode; otherwise 0."""
+        if self.counted is not None:
+            return self.counted[0]
         if self.packet is aten._grouped_mm:  # torch has no formula: a (R, k) by b (E, k, n), or a (m, R) by b (R, n)
             return float(2 * self.args[0].numel() * self.args[1].shape[-1])
         formula = flop_registry.get(self.packet)
@@ -65,6 +71,8 @@ class Operation(NamedTuple):
     @property
     def num_bytes(self) -> float:
         """Bytes read and written; 0 for views and for allocations."""
+        if self.counted is not None:
+            return self.counted[1]
         packet = self.packet
         name = packet.__name__
         read: dict[int, float] = {}
@@ -112,10 +120,29 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.record(Operation(func, args, kwargs, result))
-        return result
+        operation = run_once(func, args, kwargs or {})
+        self.record(operation)
+        return operation.result
+
+
+_KNOWN: dict[Any, KnownResult | None] = {}
+"""Results on meta by the key of their operation; None: it has to run again."""
+
+
+def run_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
+    """Run an operation, or, on meta, return what an equal one before has returned, in new tensors."""
+    key = key_of(function, args, kwargs)
+    known = _KNOWN.get(key) if key is not None else None
+    if known is not None:
+        return Operation(function, args, kwargs, known.create(args), (known.flops, known.num_bytes))
+    operation = Operation(function, args, kwargs, function(*args, **kwargs))
+    if key is not None and key not in _KNOWN:
+        described = describe_result(function, args, kwargs, operation.result)
+        if len(_KNOWN) >= MAX_KNOWN:
+            _KNOWN.clear()
+        counted = described and described._replace(flops=operation.flops, num_bytes=operation.num_bytes)
+        _KNOWN[key] = counted
+    return operation
 
 
 class StorageRegistry:

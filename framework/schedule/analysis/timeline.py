@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule
@@ -60,15 +61,19 @@ def peak_activations(of: Schedule | Timeline) -> tuple[int, ...]:
     A micro-batch counts once per stage of the rank. ``min(pp - rank, chunks)`` for 1F1B, ``chunks`` for GPipe.
     """
     if isinstance(of, Schedule):
-        rows = [(rank, action) for rank in range(of.pp) for _, action in of.actions(rank)]
-        held = dict.fromkeys(range(of.pp), 0)
-    else:
-        rows, held = [(span.rank, span.action) for span in of.spans], dict.fromkeys(of.ranks, 0)
-    peaks = dict(held)
-    for rank, action in rows:
-        held[rank] += (action.kind is Kind.F) - (action.kind in LAST_HALVES)
-        peaks[rank] = max(peaks[rank], held[rank])
-    return tuple(peaks.values())
+        return tuple(_most_held(action for _, action in of.actions(rank)) for rank in range(of.pp))
+    return tuple(_most_held(span.action for span in of.spans if span.rank == rank) for rank in of.ranks)
+
+
+def _most_held(actions: Iterable[Action]) -> int:
+    held = most = 0
+    for action in actions:
+        if action.kind is Kind.F:
+            held += 1
+            most = max(most, held)
+        elif action.kind in LAST_HALVES:
+            held -= 1
+    return most
 
 
 def bubbles(timeline: Timeline) -> list[tuple[Span, float]]:

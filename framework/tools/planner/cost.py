@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from meshwright.config import batch_numbers, expert_shard_factor, shard_factor
@@ -58,12 +59,12 @@ def step_time(
     hardware, fractions, traits = performance
     pp, tp, replicas = layout.grid.pp, layout.grid.tp, layout.grid.num_replicas
     on_cpu = hardware.kind == "cpu"
-    pp_link = performance.group_link(2 if pp > 1 else 1, tp * replicas)
     away = tuple(footprint.offloaded for footprint in layout.footprints)
-    key = ("stages", id(hardware), id(layout.layers), tuple(run.start for run in layout.stages), pp_link, away)
+    placed = pp, layout.schedule.placement, tp * replicas, layout.config.parallel.sequence
+    key = ("stages", id(hardware), id(layout.layers), tuple(run.start for run in layout.stages), placed, away)
     results = {} if results is None else results
     if key not in results:
-        results[key] = hardware, _stage_times(layout, performance, pp_link)  # kept alive, so that its id stays its own
+        results[key] = hardware, _stage_times(layout, performance)  # kept alive, so that its id stays its own
     stages: list[StageTime] = results[key][1]
     # ranks that share a core slow each other down
     sharing = max(1.0, replicas * tp / hardware.processors) if on_cpu else 1.0
@@ -108,28 +109,26 @@ def _all_cores_s(layout: LayoutModel, stages: Sequence[StageTime], ranks: float,
     return float(batch_numbers(layout.config).chunks * busy * ranks / num_cores)
 
 
-def _stage_times(layout: LayoutModel, performance: PerformanceModel, pp_link: GroupLink) -> list[StageTime]:
+def _stage_times(layout: LayoutModel, performance: PerformanceModel) -> list[StageTime]:
     """Return the times of each stage; equal layers are timed once."""
     dtype, tp = layout.config.train.dtype, layout.config.parallel.tp
     cp = max(layout.grid.cp, performance.traits.context)
     tp_link, context_link = performance.group_link(tp, 1), performance.group_link(cp, tp)
-    times: dict[int, LayerTime] = {}
+    times: dict[Any, LayerTime] = {}
+    sums: dict[Any, tuple[float, ...]] = {}
     stages = []
     for index in range(len(layout.stages)):
-        forward = backward = half = messages = exchange = rows = dispatched = 0.0
-        for layer in layout.stage(index):
-            if (key := id(layer.forward)) not in times:
-                times[key] = layer_time(layer, performance, dtype, tp_link, context_link, layout.grid.ep)
-            forward += times[key].forward
-            backward += times[key].backward
-            half += times[key].weight_half
-            messages += times[key].messages
-            exchange += times[key].exchange
-            rows += times[key].expert_exchange
-            dispatched += times[key].dispatched
+        own = [(layer.identity, layer) for layer in layout.stage(index)]
+        if (key := tuple(identity for identity, _ in own)) not in sums:
+            for identity, layer in own:
+                if identity not in times:
+                    times[identity] = layer_time(layer, performance, dtype, tp_link, context_link, layout.grid.ep)
+            columns = zip(*(times[identity] for identity in key), strict=True)
+            sums[key] = tuple([*accumulate(column)][-1] for column in columns)
+        forward, backward, half, messages, exchange, rows, dispatched = sums[key]
         copied_s = layout.footprints[index].offloaded / performance.hardware.host_link.bytes_per_s
         forward, backward = max(forward, copied_s), max(backward, copied_s)  # activation offload, each way
-        message_s = _message_s(layout, index, pp_link, tp_link, performance.traits)
+        message_s = _message_s(layout, index, performance, tp_link)
         stages.append(StageTime(forward, backward, half, message_s, messages, exchange, rows, dispatched))
     return stages
 
@@ -188,12 +187,18 @@ def steady_s(layout: LayoutModel, stages: Sequence[StageTime], traits: Framework
     return max(_busy_s(layout.schedule, _costs(layout, stages, traits)))
 
 
-def _message_s(layout: LayoutModel, stage: int, pp: GroupLink, tp: GroupLink, traits: FrameworkTraits) -> float:
-    """Return the seconds of a stage's message to the next stage."""
-    sent = layout.footprints[stage].outputs
+def _message_s(layout: LayoutModel, stage: int, performance: PerformanceModel, tp: GroupLink) -> float:
+    """Return the seconds of a stage's message to the next stage, in the same node or in another one."""
+    sent, ranks = layout.footprints[stage].outputs, layout.grid.num_replicas * layout.grid.tp
     if not sent:
         return 0.0
-    parallel = layout.config.parallel
+    placement, pp_degree = layout.schedule.placement, layout.grid.pp
+    source, target = (placement.pp_rank(stage + offset, pp_degree) * ranks for offset in (0, 1))
+    if source == target:
+        return 0.0
+    near = performance.hardware.linked_devices
+    crosses = source // near != target // near
+    pp, parallel, traits = performance.send_link(crosses), layout.config.parallel, performance.traits
     if traits.scatters_sends and parallel.tp > 1 and not parallel.sequence:
         return pp.seconds(sent / parallel.tp, kind="send") + tp.seconds(sent * (parallel.tp - 1) / parallel.tp)
     return pp.seconds(sent, kind="send")

@@ -34,9 +34,14 @@ STEADY_CHUNKS = 3
 
 def empty_schedule(choice: Choice) -> Schedule:
     """Return a schedule without actions, with the numbers of a choice."""
-    placement = Placement.V if choice.schedule in ("zb_v", "v_half", "v_min", PAIRED) else Placement.LOOP
     rows: tuple[tuple[()], ...] = ((),) * choice.pp
-    return Schedule(choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks, rows, placement)
+    numbers = choice.schedule, choice.pp, choice.pp * choice.interleave, choice.chunks
+    return Schedule(*numbers, rows, placement_of(choice))
+
+
+def placement_of(choice: Choice) -> Placement:
+    """Return the placement of the stages of a choice's schedule."""
+    return Placement.V if choice.schedule in ("zb_v", "v_half", "v_min", PAIRED) else Placement.LOOP
 
 
 def in_flight(cache: ModelCache, choice: Choice) -> tuple[int, ...]:
@@ -89,16 +94,21 @@ def _cached_schedule(cache: ModelCache, choice: Choice, builder: Callable[[str, 
     return cache.cached((builder, *numbers), lambda: builder(*numbers))
 
 
-def _unsharded(choice: Choice) -> Choice:
-    """Return the choice without what changes neither profiles nor stages."""
-    return choice._replace(zero=0, shard_factor=1, offload=False)
+def _stages_of(choice: Choice) -> tuple[object, ...]:
+    """Return the fields that decide on profiles and stages."""
+    degrees = choice.pp, choice.cp, choice.tp, choice.ep, choice.sequence, choice.interleave
+    return (*degrees, choice.micro_batch_size, choice.recompute, choice.exchange, choice.order)
 
 
 def _approximate_layout(cache: ModelCache, choice: Choice) -> LayoutModel:
-    config = with_choice(cache.config, choice)
+    """Return a layout with the stages, profiles and footprints of a choice; its schedule has no actions, and its
+    configuration may be that of another choice with equal ones."""
     schedule = empty_schedule(choice)
-    key = ("approximate layout", _unsharded(choice))
-    return replace(cache.cached(key, lambda: cache.layout(config, schedule, approximate=True)), config=config)
+
+    def build_layout() -> LayoutModel:
+        return cache.layout(with_choice(cache.config, choice), schedule, approximate=True)
+
+    return replace(cache.cached(("approximate layout", _stages_of(choice)), build_layout), schedule=schedule)
 
 
 def _extrapolated(choice: Choice, value: Callable[[Choice], float]) -> float:
@@ -113,7 +123,7 @@ def estimate_s(cache: ModelCache, performance: PerformanceModel, choice: Choice)
     """Return the estimated seconds of a step."""
 
     def seconds(of: Choice) -> float:
-        layout = _approximate_layout(cache, of)
+        layout = replace(_approximate_layout(cache, of), config=with_choice(cache.config, of))
         return step_time(layout, performance, simulated=False, results=cache.results).total
 
     return _extrapolated(choice, seconds)
@@ -144,7 +154,7 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
         return cache.cached(("at rest", of.degrees, of.zero, of.shard_factor, of.offload, elements), count)
 
     def peak(of: Choice) -> float:
-        key = ("held", _unsharded(of)._replace(chunks=0), tuple(num_in_flight[rank] for rank in ranks))
+        key = ("held", _stages_of(of), placement_of(of), tuple(num_in_flight[rank] for rank in ranks))
         return max(at_rest(of, elements) + rest for elements, rest in cache.cached(key, lambda: held(of)))
 
     def cached_peak(of: Choice) -> float:

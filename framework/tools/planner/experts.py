@@ -117,7 +117,7 @@ def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupM
     nodes over its own network link. On CPU a reduce-scatter, whose time is measured, is such an exchange too.
     """
     hardware, fractions = performance.hardware, performance.fractions
-    in_node = min(ep, hardware.devices_per_node)
+    in_node = min(ep, hardware.linked_devices)
     far_share = (ep - in_node) / max(1, ep - 1)
     start_s = performance.group_link(2, 1).call_s
     seconds = 0.0
@@ -128,7 +128,12 @@ def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupM
             seconds += performance.group_link(ep, 1).seconds(message.wire_bytes, message.calls, "reduce_scatter")
             continue
         near_s = message.wire_bytes * (1 - far_share) / (hardware.node_link.bytes_per_s * fractions.node_link)
-        far_s = message.wire_bytes * far_share / (hardware.cluster_link.bytes_per_s * fractions.cluster_link)
+        far_s = (
+            message.wire_bytes
+            * far_share
+            * performance.traits.far_rows_share
+            / (hardware.cluster_link.bytes_per_s * fractions.cluster_link)
+        )
         latency_s = hardware.cluster_link.latency_s if far_share else hardware.node_link.latency_s
         seconds += max(near_s, far_s) + message.calls * (latency_s + start_s)
     return seconds

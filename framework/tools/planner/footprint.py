@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.schedule.action import Kind, Schedule
 from meshwright.tools.planner.layer_profile import LayerProfile
@@ -60,6 +60,8 @@ class Footprint(NamedTuple):
     that ranks share."""
     forward_experts: int = 0
     """Number of parameters of the experts that ranks share of the layer at the peak in forward."""
+    sent_only: int = 0
+    """Part of ``kept`` that no layer needs in backward: outputs that are held because they are sent."""
 
 
 class SharedWeight(NamedTuple):
@@ -91,13 +93,17 @@ def stage_footprints(
         shared: function from a stage's layers to the weights that several of them use.
         away: indices in the model of the layers with activation offload.
     """
-    combined = []
+    combined: list[Footprint] = []
+    known: dict[Any, Footprint] = {}
     for index, run in enumerate(stages):
         received = layers[run.start - 1].outputs if index else ()
-        inputs = [(tensor.bytes, tensor.needs_gradient) for tensor in received]
+        inputs = tuple((tensor.bytes, tensor.needs_gradient) for tensor in received)
         own, last = layers[run.start : run.stop], index == len(stages) - 1
-        offloaded = [at - run.start for at in run if at in away]
-        combined.append(footprint(own, inputs, last=last, shared=shared(run), offloaded=offloaded))
+        offloaded, weights = tuple(at - run.start for at in run if at in away), tuple(shared(run))
+        key = tuple(layer.identity for layer in own), inputs, last, weights, offloaded
+        if key not in known:
+            known[key] = footprint(own, inputs, last=last, shared=weights, offloaded=offloaded)
+        combined.append(known[key])
     return combined
 
 
@@ -121,6 +127,7 @@ def footprint(
     in_halves = any(layer.weight_half for layer in layers)
     away = frozenset(index for index in offloaded if not (last and index == len(layers) - 1))
     kept, forward_peak, at_peak, released = _forward(layers, len(inputs), last, away)
+    sent_only = released[len(layers)]
     groups = [released[index] if index in away else 0 for index in range(len(layers))]
     kept -= sum(groups)
     deferred = sum(layer.deferred_bytes for layer in layers)
@@ -158,6 +165,7 @@ def footprint(
         last_group=next((size for size in reversed(groups) if size), 0),
         forward_elements=sum(layer.num_dense + layer.num_frozen for layer in layers[at_peak : at_peak + 2]),
         forward_experts=layers[at_peak].num_experts,
+        sent_only=sent_only,
     )
 
 

@@ -47,6 +47,8 @@ class Hardware(Section):
     measured: bool = False
     """The rates of a GPU were measured on it; they are not those of a data sheet."""
     devices_per_node: PositiveInt
+    devices_per_domain: PositiveInt | None = None
+    """Neighbouring devices that ``node_link`` connects, of several nodes (an NVLink domain); None: those of a node."""
     memory_bytes: PositiveInt
     """Memory of a device."""
     reserved_bytes: int = Field(default=0, ge=0)
@@ -64,12 +66,16 @@ class Hardware(Section):
     """Fraction of ``flops_per_s`` that the largest products reach."""
     attention_share: float = Field(default=0.4, gt=0, le=1)
     """Fraction of the peak that the usual fused attention kernel reaches in forward; causal work counts half."""
-    torch_attention_speed: PositiveFloat = 1.0
-    """Speed of the attention kernel that torch chooses, relative to the usual one."""
+    torch_attention_shares: tuple[PositiveFloat, PositiveFloat] | None = None
+    """Fractions of the peak that torch's own attention reaches, in forward and backward; None: as the usual kernel."""
     attention_backward_share: float | None = Field(default=None, gt=0, le=1)
     """Same fraction in backward, if both were measured on the device; None: published values and fitted constants."""
     node_link: Link
     cluster_link: Link
+    node_send: Link | None = None
+    """One message between two devices of a node, if it was measured; None: ``node_link``."""
+    cluster_send: Link | None = None
+    """One message between two devices of different nodes, if it was measured; None: ``cluster_link``."""
     host_link: Link = Link(bytes_per_s=25e9, latency_s=10e-6)
     """Link to host memory, each way."""
     operation_s: float = Field(default=0.0, ge=0)
@@ -96,6 +102,11 @@ class Hardware(Section):
         if any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"sizes have to rise, these are {', '.join(f'{size:g}' for size in sizes)}")
         return curve
+
+    @property
+    def linked_devices(self) -> int:
+        """Number of neighbouring devices that ``node_link`` connects."""
+        return max(self.devices_per_node, self.devices_per_domain or 1)
 
     @property
     def usable_bytes(self) -> int:

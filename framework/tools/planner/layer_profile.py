@@ -80,6 +80,11 @@ class LayerProfile:
     """Number of local elements that are not trained, without experts that ranks share."""
 
     @property
+    def identity(self) -> tuple[int, ...]:
+        """Key that a profile shares with its copies under other names, while they are alive."""
+        return id(self.forward), id(self.backward), id(self.outputs), self.kept_bytes, self.backward_peak
+
+    @property
     def num_dense(self) -> int:
         """Number of trained elements outside of experts that ranks share."""
         return self.num_parameters - self.num_experts

@@ -69,10 +69,11 @@ def layer_time(
             weight_half += add_s
         else:
             backward += add_s
+    forward = works.seconds(layer.forward, False) + forward_messages + in_forward + dispatched_s
     return LayerTime(
-        works.seconds(layer.forward, False) + forward_messages + in_forward + dispatched_s,
-        backward + backward_messages + in_backward + returned_s,
-        weight_half,
+        max(forward, works.host_s(layer.forward)),
+        max(backward + backward_messages + in_backward + returned_s, works.host_s(layer.backward)),
+        max(weight_half, works.host_s(layer.weight_half)),
         forward_messages + backward_messages,
         in_forward + in_backward,
         dispatched_s + returned_s,
@@ -92,6 +93,15 @@ class _WorkTimer:
     def seconds(self, works: Sequence[Work], backward: bool) -> float:
         """Return the seconds of all operations."""
         return sum(work.times * self._one_s(work, backward) for work in works)
+
+    def host_s(self, works: Sequence[Work]) -> float:
+        """Return the seconds in which the host starts these operations: the least that they take on a GPU."""
+        traits, casts = self._performance.traits, 2 * self._performance.traits.casts if self._product_dtype else 0.0
+        groups = (work.groups if traits.starts_each_expert else 1 for work in works)
+        starts = (1.0 + (casts if work.kind in PRODUCTS else 0.0) for work in works)
+        return traits.host_operation_s * sum(
+            work.times * each * start for work, each, start in zip(works, groups, starts, strict=True)
+        )
 
     def column_seconds(self) -> dict[str, float]:
         """Return the seconds of the backward products of column layers that hide each collective.
@@ -125,7 +135,9 @@ class _WorkTimer:
         if not self._product_dtype or work.kind is WorkKind.FLOAT8:
             return performance.work_s(work, self._dtype, backward=backward)
         batch, m, n, k = work.shape
-        cast_bytes = 5 * batch * k * (m + n)  # read for the largest value, read and written for the cast
+        is_weight = m in self._token_counts  # of n by k; in a weight gradient both factors are of tokens
+        own = m if is_weight and not performance.traits.casts_weights else m + n
+        cast_bytes = 5 * batch * k * own  # read for the largest value, read and written for the cast
         cast_s = cast_bytes / performance.memory_bytes_per_s + 2 * performance.fractions.operation_s
         product_s = performance.work_s(work, self._product_dtype, backward=backward)
         return product_s / performance.traits.cast_product_speed + performance.traits.casts * cast_s

@@ -9,11 +9,13 @@ from meshwright.config import RunConfig, shard_factor
 from meshwright.mesh import Grid
 from meshwright.optimizer import step_bytes, table_bytes
 from meshwright.schedule.action import Schedule
-from meshwright.tools.at_rest import Elements, held_at_rest, shards_expert_weights
+from meshwright.tools.at_rest import Elements, StateWidths, held_at_rest, shards_expert_weights
 from meshwright.tools.planner.footprint import Footprint, offloaded_bytes
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.matrix_step import MatrixCounts, temporary_bytes
-from meshwright.tools.planner.memory import ActionMemory, Backend, RankMemory, ReductionBuffers, walk
+from meshwright.tools.planner.memory import ActionMemory, RankMemory, walk
+from meshwright.tools.planner.rates import OWN_TRAITS, FrameworkTraits
+from meshwright.tools.planner.reduction_buffers import Backend, ReductionBuffers
 
 
 @dataclass
@@ -70,15 +72,17 @@ class LayoutModel:
         """Return whether ZeRO-3 shards the weights of all experts of these stages that ranks share."""
         return all(shards_expert_weights(self.config, self.elements[stage]) for stage in stages)
 
-    def memory(self, pp_rank: int, backend: Backend) -> RankMemory:
-        """Return the peak memory of a pipeline rank."""
-        at_rest = [held_at_rest(self.config, self.elements[stage]) for stage in self.schedule.stages_of(pp_rank)]
+    def memory(self, pp_rank: int, backend: Backend, traits: FrameworkTraits = OWN_TRAITS) -> RankMemory:
+        """Return the peak memory of a pipeline rank, in a framework with these traits."""
+        widths = StateWidths(traits.wide_gradient_bytes, traits.has_weight_copy)
+        own = self.schedule.stages_of(pp_rank)
+        at_rest = [held_at_rest(self.config, self.elements[stage], widths) for stage in own]
         weights, gradients, optimizer, host = map(sum, zip(*at_rest, strict=True))
         if self.config.optimizer.name == "adamw8bit":
             optimizer += table_bytes(self.config.train.dtype == "float64")
         host += offloaded_bytes(self.schedule, pp_rank, self.footprints)
-        buffers = ReductionBuffers(self.config, backend, self.gathers_experts(self.schedule.stages_of(pp_rank)))
-        peak = walk(self.schedule, pp_rank, self.footprints, buffers)
+        buffers = ReductionBuffers(self.config, backend, self.gathers_experts(own), widths.gradient)
+        peak = walk(self.schedule, pp_rank, self.footprints, buffers, frees_sent=traits.frees_sent_outputs)
         step = temporary_bytes(self.config, self.matrices_of(pp_rank)) + self._factored_step(pp_rank)
         if step > peak.total:
             peak = ActionMemory(0, 0, step, "STEP")

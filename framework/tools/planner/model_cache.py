@@ -225,14 +225,15 @@ class ModelCache:
         schedule = schedule or self.draw(config)
         layers = self.profiles(config, splits_backward=schedule.splits_backward)
         alike = config.replace(batch={"micro_batch_size": 1}, pipeline={"recompute": "none", "recompute_layers": ["*"]})
-        cut_config = alike if approximate else config
-        stages = self.cut(cut_config, schedule.num_stages)
+        stages = self.cut(alike if approximate else config, schedule.num_stages)
         tp, ep = config.parallel.tp, config.parallel.ep
         parameters = self.split(tp, config.parallel.sequence and tp > 1, ep=ep).parameters
         key = ("elements", tp, ep, tuple(run.start for run in stages))
         elements, matrices = self.cached(key, lambda: self._elements(parameters, stages))
         patterns = config.pipeline.offload_activations
-        away = tuple(at for at, name in enumerate(self.names) if any(fnmatchcase(name, each) for each in patterns))
+        away = tuple(
+            at for at, name in enumerate(self.names if patterns else ()) if any(fnmatchcase(name, p) for p in patterns)
+        )
         footprints = self._footprints(layers, stages, parameters, away)
         return LayoutModel(config, schedule, stages, layers, elements, footprints, matrices)
 
@@ -240,8 +241,8 @@ class ModelCache:
         self, parameters: dict[str, list[LocalParameter]], stages: list[range]
     ) -> tuple[list[Elements], list[MatrixCounts]]:
         """Count the elements and matrices of each stage; a weight shared by several of its layers counts once."""
-        elements, matrices = [], []
-        for run in stages:
+
+        def count(run: range) -> tuple[Elements, MatrixCounts]:
             counted: dict[str, LocalParameter] = {}
             for index in run:
                 for each in parameters.get(self.representatives[index], []):
@@ -253,9 +254,18 @@ class ModelCache:
                 counts[is_shared][4] += factor_elements(self.config.optimizer, tuple(whole.shape)) * trained
                 rows = math.gcd(rows, numel * whole.shape[0] // whole.numel()) if is_shared else rows
             experts = Elements.of_counts(counts[1], rows=rows) if any(counts[1]) else None
-            elements.append(Elements.of_counts(counts[0], experts))
-            matrices.append(count_sizes(size for each in counted.values() for size in each.matrices))
-        return elements, matrices
+            of_run = count_sizes(size for each in counted.values() for size in each.matrices)
+            return Elements.of_counts(counts[0], experts), of_run
+
+        found = [self._of_run("elements", run, parameters, count) for run in stages]
+        return [elements for elements, _ in found], [matrices for _, matrices in found]
+
+    def _of_run(
+        self, kind: str, run: range, parameters: dict[str, list[LocalParameter]], compute: Callable[[range], T]
+    ) -> T:
+        """Return ``compute(run)``, once for equal runs of layers with these parameters of the layers."""
+        key = kind, id(parameters), tuple(self.representatives[run.start : run.stop])
+        return self.cached(key, lambda: compute(run))
 
     def cut(self, config: RunConfig, num_stages: int) -> list[range]:
         """Cut the layers into stages, as a run does."""
@@ -270,11 +280,14 @@ class ModelCache:
         parameters: dict[str, list[LocalParameter]],
         away: tuple[int, ...],
     ) -> list[Footprint]:
-        shared = partial(self._shared, parameters=parameters)
+
+        def shared(run: range) -> tuple[SharedWeight, ...]:
+            return self._of_run("shared", run, parameters, partial(self._shared, parameters=parameters))
+
         key = ("footprints", id(layers), tuple(run.start for run in stages), away)
         return self.cached(key, lambda: stage_footprints(layers, stages, shared, away))
 
-    def _shared(self, run: range, parameters: dict[str, list[LocalParameter]]) -> list[SharedWeight]:
+    def _shared(self, run: range, parameters: dict[str, list[LocalParameter]]) -> tuple[SharedWeight, ...]:
         """Return the trained weights that several layers of a stage use."""
         itemsize = DTYPES[self.config.train.dtype].itemsize
         users: dict[str, SharedWeight] = {}
@@ -284,4 +297,4 @@ class ModelCache:
                 if each.trained:
                     first = users[name].first if name in users else place
                     users[name] = SharedWeight(first, place, each.num_elements * itemsize)
-        return [weight for weight in users.values() if weight.first < weight.last]
+        return tuple(weight for weight in users.values() if weight.first < weight.last)

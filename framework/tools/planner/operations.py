@@ -54,6 +54,8 @@ class Work(NamedTuple):
     shape: tuple[int, int, int, int] = (1, 0, 0, 0)
     """(batch, m, n, k) of a product; for attention (samples times heads, queries, keys, head dim)."""
     times: int = 1
+    groups: int = 1
+    """Products that one grouped product stands for; its batch."""
 
 
 @dataclass
@@ -72,6 +74,8 @@ class RecordedOp:
     """Number of equal operations that this record represents."""
     copies: bool = False
     """True if the operation only copies its input into another memory layout."""
+    groups: int = 1
+    """Products of a grouped product."""
 
 
 class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
@@ -173,6 +177,8 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
                 copies=packet is aten.clone,
                 times=self.group.repeats,
             )
+            if packet is aten._grouped_mm:
+                op.groups = op.shape[0]
             self.ops.append(op)
             self._follow_float8(op, inputs)
 
@@ -193,10 +199,10 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         ops: Iterable[RecordedOp] = _fuse(self.ops, start, stop) if fused else self.ops[start:stop]
         if any_order:
             ops = [op for op in ops if not op.copies]
-        counted: Counter[tuple[WorkKind, float, float, tuple[int, int, int, int]]] = Counter()
+        counted: Counter[Work] = Counter()
         for op in ops:
-            counted[op.kind, op.flops, op.bytes, op.shape] += op.times
-        return tuple(Work(*key, times=times) for key, times in counted.items())
+            counted[Work(op.kind, op.flops, op.bytes, op.shape, groups=op.groups)] += op.times
+        return tuple(work._replace(times=times) for work, times in counted.items())
 
 
 def _shape(packet: Any, args: Any, flops: float) -> tuple[int, int, int, int]:

@@ -11,9 +11,10 @@ from meshwright.tools.planner.choices import Choice, Rejection
 from meshwright.tools.planner.cost import StepTime, step_time
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.memory import GLOO, NCCL, Backend, RankMemory
+from meshwright.tools.planner.memory import RankMemory
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.rates import PerformanceModel
+from meshwright.tools.planner.reduction_buffers import GLOO, NCCL, Backend
 
 HEADROOM_SHARE = 0.08
 """Fraction of a device's usable memory that is left free for allocator fragmentation and kernel workspaces."""

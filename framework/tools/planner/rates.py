@@ -85,6 +85,10 @@ class FrameworkTraits(NamedTuple):
     """A product accumulates into the gradient itself."""
     wide_gradient_bytes: int = 4
     """Bytes per element of an accumulated gradient, which is reduced over replicas."""
+    has_weight_copy: bool = True
+    """Weights in the compute dtype are held besides float32 ones; else float32 weights alone, cast as they are used."""
+    frees_sent_outputs: bool = False
+    """A stage's output is freed once it is sent, unless its own layers keep it (``deallocate_pipeline_outputs``)."""
     optimizer_bytes: float = 38.0
     """Bytes read and written per element of a shard: norm, clipping, AdamW, compute weights."""
     synchronises_steps: bool = True
@@ -93,6 +97,8 @@ class FrameworkTraits(NamedTuple):
     """Dtype of the layers' products if it differs from the rest; their factors are cast to it."""
     casts: float = 0.5
     """Casts of both factors per product of a layer. 0.5: each cast serves two products."""
+    casts_weights: bool = True
+    """Weights are cast for each micro-batch; False: once a step, which does not count (Transformer Engine)."""
     cast_product_speed: float = 1.0
     """Speed of products of cast factors, relative to the hardware's rate."""
     splits_tp_products: bool = False
@@ -100,10 +106,20 @@ class FrameworkTraits(NamedTuple):
 
     This is torch's ``_micro_pipeline_tp``. An input gradient is the sum of several products, so it is sent after them.
     """
+    host_operation_s: float = 0.0
+    """Seconds in which the host starts one operation on a GPU; 0: CUDA graphs, or not known."""
+    starts_each_expert: bool = False
+    """The products of a rank's experts are started one by one, on several streams, and not as one grouped product."""
     attention_speed: float = 1.0
     """Speed of the fused attention kernel, relative to the device's usual one."""
+    attention_shares: tuple[float, float] | None = None
+    """Fractions of the peak that its attention kernel reaches in forward and in backward, where both were measured;
+    they take the place of the hardware's, of ``attention_speed`` and of the fitted constants."""
     attention_head_dims: tuple[int, ...] = (32, 64, 96, 128, 160, 192, 224, 256)
     """Head dims of the fused kernel (FlashAttention-2's); others take as long as the next larger one."""
+    far_rows_share: float = 1.0
+    """Rows that go to experts of other nodes, over those of a plain all-to-all: a row may travel once for all experts
+    of a node (DeepEP)."""
     context: int = 1
     """Number of ranks over which each sequence is split, in a framework whose layers are profiled without messages."""
     context_exchange: str = "heads"
@@ -114,6 +130,10 @@ class FrameworkTraits(NamedTuple):
     """
 
 
+OWN_TRAITS = FrameworkTraits()
+HOST_OPERATION_S = 1e-5
+"""Host seconds per operation of this framework on a GPU: a few calls of torch of a few microseconds each (NVIDIA,
+"Optimizing DeepSeek-V3 Training Performance on GB200 NVL72", section 2). Not measured here."""
 MEASURED = RateFractions(memory=1.0, node_link=1.0, cluster_link=1.0, hidden=0.0, waits=0.0, operation_s=0.0)
 """Fractions for measured rates, which need no reduction."""
 MEASURED_ON_GPU = RateFractions(product=1.0, memory=1.0)
@@ -169,7 +189,8 @@ class PerformanceModel(NamedTuple):
     def of(cls, hardware: Hardware) -> PerformanceModel:
         """Return the model of this framework on a hardware."""
         if hardware.kind == "cuda":
-            traits = FrameworkTraits(attention_speed=hardware.torch_attention_speed)
+            shares = hardware.torch_attention_shares
+            traits = FrameworkTraits(attention_shares=shares, host_operation_s=HOST_OPERATION_S)
             return cls(hardware, MEASURED_ON_GPU if hardware.measured else RateFractions(), traits)
         return cls(hardware, MEASURED, CPU_TRAITS)
 
@@ -190,7 +211,7 @@ class PerformanceModel(NamedTuple):
         if work.kind in NOT_COMPUTED:
             return memory_s + operation_s
         if work.kind is WorkKind.ATTENTION:
-            share = self.traits.attention_speed * head_dim_share(work.shape[3], self.traits.attention_head_dims)
+            share = head_dim_share(work.shape[3], self.traits.attention_head_dims)
             share *= self.attention_share(work.shape[0] * work.shape[1], backward=backward)
             peak = float(hardware.flops_per_s["bfloat16"])
         else:
@@ -204,9 +225,12 @@ class PerformanceModel(NamedTuple):
         hardware, fractions = self.hardware, self.fractions
         waves = queries / QUERY_TILE / hardware.processors
         filled_waves = waves / (waves + fractions.last_wave)
+        if (measured := self.traits.attention_shares) is not None:
+            return measured[1] if backward else measured[0] * filled_waves
+        speed = self.traits.attention_speed
         if hardware.attention_backward_share is not None:
-            return hardware.attention_backward_share if backward else hardware.attention_share * filled_waves
-        share = hardware.attention_share * fractions.attention
+            return speed * (hardware.attention_backward_share if backward else hardware.attention_share * filled_waves)
+        share = speed * hardware.attention_share * fractions.attention
         return share * (fractions.attention_backward if backward else filled_waves)
 
     def product_share(self, shape: tuple[int, int, int, int]) -> float:
@@ -229,13 +253,20 @@ class PerformanceModel(NamedTuple):
         within = node.bytes_per_s * self.fractions.node_link
         call_s = self.fractions.message_s if hardware.kind == "cuda" else 0.0
         measured = tuple(hardware.messages.items())
-        if size * stride <= hardware.devices_per_node:
+        if size * stride <= hardware.linked_devices:
             return GroupLink(within, (size - 1) * node.latency_s, size, call_s, measured)
-        in_node = min(max(1, hardware.devices_per_node // stride), size)
+        in_node = min(max(1, hardware.linked_devices // stride), size)
         crossings = math.ceil(size / in_node)
         ring_s = crossings * cluster.latency_s + (size - crossings) * node.latency_s
         across = cluster.bytes_per_s * self.fractions.cluster_link * in_node
         return GroupLink(min(across, within), ring_s, size, call_s, measured)
+
+    def send_link(self, crosses: bool) -> GroupLink:
+        """Return the link of one message between two devices; ``crosses``: they are in different nodes."""
+        measured = self.hardware.cluster_send if crosses else self.hardware.node_send
+        if measured is not None:
+            return GroupLink(measured.bytes_per_s, measured.latency_s, 2)
+        return self.group_link(2, self.hardware.linked_devices if crosses else 1)
 
 
 def head_dim_share(head_dim: int, kernel_dims: tuple[int, ...]) -> float:

@@ -17,10 +17,10 @@ from meshwright.tools.planner.choices import Choice, Rejection, choice_of, choic
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layer_time import hidden_s, layer_time
-from meshwright.tools.planner.memory import GLOO
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import PerformanceModel
+from meshwright.tools.planner.reduction_buffers import GLOO
 from meshwright.tools.planner.search import search
 from meshwright.tools.planner.text import describe
 from tests.support.processes import larger, measured

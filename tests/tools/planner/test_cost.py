@@ -152,6 +152,88 @@ def test_messages_within_a_node_across_nodes_and_on_several_ways_out() -> None:
     assert IDEAL_DEVICE.group_link(1, 1).seconds(1e12, 5) == 0.0
 
 
+def test_a_domain_links_several_nodes_and_a_message_has_a_link_of_its_own() -> None:
+    domain = DEVICE.model_copy(update={"devices_per_domain": 64})
+    assert PerformanceModel(domain, IDEAL).group_link(64, 1) == IDEAL_DEVICE.group_link(8, 1)._replace(
+        size=64, ring_s=pytest.approx(63e-6)
+    )
+    assert PerformanceModel(domain, IDEAL).group_link(128, 1).bytes_per_s == 1e11  # the slower of node and ways out
+    assert IDEAL_DEVICE.send_link(False) == IDEAL_DEVICE.group_link(2, 1)
+    assert IDEAL_DEVICE.send_link(True) == IDEAL_DEVICE.group_link(2, 8)
+    measured = {"node_send": Link(bytes_per_s=4e10, latency_s=2e-5), "cluster_send": Link(bytes_per_s=5e9, latency_s=0)}
+    sends = PerformanceModel(DEVICE.model_copy(update=measured), IDEAL)
+    assert sends.send_link(False).seconds(4e10, 1, "send") == pytest.approx(1.0 + 2e-5)
+    assert sends.send_link(True).seconds(5e9, 1, "send") == pytest.approx(1.0)
+    assert sends.group_link(8, 1) == IDEAL_DEVICE.group_link(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tp", "crossings"),
+    [("1f1b", 1, [0, 1, 0]), ("1f1b", 2, [1, 1, 1]), ("zb_v", 1, [0, 1, 0, 0, 0, 1, 0])],
+)
+def test_a_message_takes_the_link_between_its_two_ranks(schedule: str, tp: int, crossings: list[int]) -> None:
+    """Four pipeline ranks on nodes of two devices; at the turn of a V nothing is sent."""
+    box = DEVICE.model_copy(update={"devices_per_node": 2})
+    stages = len(crossings) + 1
+    balance = [2, 1, 1, 3] if stages == 4 else [1] * 7 + [0]
+    balance = balance if stages == 4 else "layers"  # type: ignore[assignment]
+    of = config(parallel={"pp": 4, "tp": tp}, pipeline={"balance": balance, "schedule": schedule})
+    if stages == 8:
+        of = of.replace(model={"options": of.model.options | {"num_layers": 6}})
+    found = took(of, box, message_s=0.0)
+    messages = [stage.message for stage in found.stages]
+    assert messages[-1] == 0
+    near, far = (
+        PerformanceModel(box, RateFractions(message_s=0.0)).send_link(flag).seconds(2 * 512 * 256 * 2, 1, "send")
+        for flag in (False, True)
+    )
+    expected = [far if crosses else near for crosses in crossings]
+    if stages == 8:
+        expected[3] = 0.0
+    assert messages[:-1] == pytest.approx(expected)
+    assert far > near
+
+
+def test_a_layer_takes_at_least_the_time_in_which_the_host_starts_its_operations() -> None:
+    product = Work(WorkKind.PRODUCT, 2e9, 1.0, (1, 1000, 1000, 1000), times=3)
+    grouped = product._replace(shape=(16, 10, 100, 100), times=1, groups=16)
+    fields: dict[str, Any] = {"weight_half": (), "forward_messages": (), "backward_messages": ()}
+    fields |= {"num_parameters": 0, "kept_bytes": 0, "inputs_kept": (), "outputs": (), "forward_peak": 0}
+    one = LayerProfile("a", (product, grouped), (grouped,), backward_peak=0, backward_peak_from_outside=0, **fields)
+
+    def seconds(**traits: Any) -> tuple[float, float]:
+        found = layer_time(one, IDEAL_DEVICE._replace(traits=FrameworkTraits(**traits)), "bfloat16", LINK, LINK)
+        return found.forward, found.backward
+
+    LINK = GroupLink(1e9, 0.0, 1)
+    device = seconds()
+    assert seconds(host_operation_s=1e-9) == device
+    assert seconds(host_operation_s=1.0) == (4.0, 1.0)
+    assert seconds(host_operation_s=1.0, starts_each_expert=True) == (19.0, 16.0)
+
+
+def test_weights_that_are_cast_once_cost_no_cast_in_each_product() -> None:
+    m, n, k = 1000, 200, 300
+    forward = Work(WorkKind.PRODUCT, 2.0 * m * n * k, 1.0, (1, m, n, k))
+    of_weight = Work(WorkKind.PRODUCT, 2.0 * m * n * k, 1.0, (1, n, k, m))
+    fields: dict[str, Any] = {"weight_half": (), "forward_messages": (), "backward_messages": ()}
+    fields |= {"num_parameters": 0, "kept_bytes": 0, "inputs_kept": (), "outputs": (), "forward_peak": 0}
+    fields |= {"backward_peak": 0, "backward_peak_from_outside": 0, "attended": ((1, 1),)}
+    layer = LayerProfile("a", (forward,), (of_weight,), **fields)
+    each, once = (
+        layer_time(
+            layer,
+            IDEAL_DEVICE._replace(traits=FrameworkTraits(product_dtype="float8", casts=1.0, casts_weights=flag)),
+            "bfloat16",
+            GroupLink(1e9, 0.0, 1),
+            GroupLink(1e9, 0.0, 1),
+        )
+        for flag in (True, False)
+    )
+    assert each.forward - once.forward == pytest.approx(5 * n * k / 1e12)
+    assert each.backward == once.backward
+
+
 def test_a_pipeline_of_equal_stages_has_the_bubble_of_the_formula() -> None:
     pp, chunks = 4, 8
     of = config(parallel={"pp": pp}, pipeline={"balance": [2, 1, 1, 3]}, chunks=chunks)

@@ -18,11 +18,11 @@ from meshwright.tools.planner.explanation import parts
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
 from meshwright.tools.planner.load import largest_skew, room_for_skew
-from meshwright.tools.planner.memory import GLOO
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import WorkKind
 from meshwright.tools.planner.plan import evaluate, usable_bytes
 from meshwright.tools.planner.rates import PerformanceModel
+from meshwright.tools.planner.reduction_buffers import GLOO
 from meshwright.tools.planner.search import search
 from meshwright.tools.planner.text import describe
 from tests.support.processes import larger

@@ -8,13 +8,15 @@ from meshwright.launch.pool import RankPool
 from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.build import build as build_schedule
 from meshwright.schedule.lower import lower
-from meshwright.tools.at_rest import Elements, held_at_rest
+from meshwright.tools.at_rest import Elements, StateWidths, held_at_rest
 from meshwright.tools.dryrun.fake_step import grid_of
 from meshwright.tools.planner.footprint import BackwardPoint, Footprint, SharedWeight, footprint
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile, OutputTensor
-from meshwright.tools.planner.memory import GLOO, NCCL, ActionMemory, Backend, ReductionBuffers, walk
+from meshwright.tools.planner.memory import ActionMemory, walk
 from meshwright.tools.planner.model_cache import ModelCache
+from meshwright.tools.planner.rates import FrameworkTraits
+from meshwright.tools.planner.reduction_buffers import GLOO, NCCL, Backend, ReductionBuffers
 from tests.support.processes import RUNS, measured
 from tests.tools.planner.small import config
 
@@ -130,6 +132,44 @@ def bytes_at_rest(zero: int, dp: int, dtype: str = "bfloat16") -> tuple[int, ...
 def test_zero_at_rest(zero: int, weights: int, gradients: int, optimizer: int) -> None:
     assert bytes_at_rest(zero, 4) == (weights, gradients, optimizer)
     assert sum(bytes_at_rest(zero, 1)) == 18_000 or zero == 3
+
+
+def test_widths_of_other_frameworks_at_rest() -> None:
+    base, whole = config(), Elements(0, 1000, 10)
+    assert held_at_rest(base, whole, StateWidths(gradient=2)) == (2020, 2000, 12_000, 0)
+    assert held_at_rest(base, whole, StateWidths(has_copy=False)) == (4020, 4000, 8000, 0)
+    sharded = base.replace(parallel={"dp": 4, "zero": 2})
+    assert held_at_rest(sharded, whole, StateWidths(gradient=2))[1] == 500
+    offloaded = base.replace(parallel={"dp": 4, "zero": 3, "offload": True})
+    of_shard = {2: 500, 4: 1000}
+    for gradient, shard in of_shard.items():  # float32 weights and states of the shard, its summed gradient
+        assert held_at_rest(offloaded, Elements(0, 1000, 0), StateWidths(gradient))[3] == 3000 + shard
+    doubles = config(dtype="float64")
+    assert held_at_rest(doubles, whole, StateWidths(gradient=2))[1] == 8000  # no less than a weight
+
+
+def test_a_framework_of_narrow_gradients_needs_less_at_the_peak_too() -> None:
+    bench = ModelCache(config().replace(parallel={"dp": 4, "zero": 2}), ExecutionOptions())
+    layout = bench.layout(bench.config)
+    wide, narrow = (layout.memory(0, GLOO, FrameworkTraits(wide_gradient_bytes=width)) for width in (4, 2))
+    assert narrow.gradients == wide.gradients / 2
+    assert narrow.weights == wide.weights
+    assert narrow.temporaries < wide.temporaries  # buckets
+
+
+def test_outputs_that_are_freed_once_sent_are_held_by_no_micro_batch() -> None:
+    stage = footprint([layer("a", 100, 7), layer("b", 200, 9)], [(5, True)], last=False)
+    assert stage.sent_only == 9
+    ending = footprint([layer("a", 100, 7), layer("b", 200, 9)], [(5, True)], last=True)
+    assert ending.sent_only == 0
+    kept = footprint(
+        [layer("keeps", 100, 7, outputs=(OutputTensor(7, None, kept=True, needs_gradient=True),))], [], last=False
+    )
+    assert kept.sent_only == 0  # its own backward needs it
+    schedule = lower(build_schedule("1f1b", 4, 8, 1))
+    stages, buffers = [stage._replace(inputs=0)] * 3 + [ending], ReductionBuffers(config(), NCCL)
+    held, freed = (walk(schedule, 0, stages, buffers, frees_sent=flag) for flag in (False, True))
+    assert held.activations - freed.activations == 4 * 9
 
 
 def test_zero_2_and_3_need_room_for_what_is_summed_and_gathered() -> None:
