@@ -230,5 +230,7 @@ def test_the_exchange_of_a_group_hides_behind_another() -> None:
     one = block(cache(num_kv_heads=1), choice(4))
     assert [call.groups for call in one.cores] == [1] and hidden_s(one.cores, 1.0, 4.0, performance) == 0
     link = performance.group_link(4, 1)
-    shown, whole = (layer_time(of, each, "bfloat16", link, link) for each in (performance, blocking))
+    # a layer this small lasts as long as its starts on the host, which are left out here
+    measured = [each._replace(traits=each.traits._replace(host_operation_s=0.0)) for each in (performance, blocking)]
+    shown, whole = (layer_time(of, each, "bfloat16", link, link) for each in measured)
     assert 0 < shown.exchange < whole.exchange and shown.forward < whole.forward
