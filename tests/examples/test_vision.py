@@ -61,8 +61,8 @@ def test_running_statistics_that_are_off_are_seen(
 
     plain = run.run_reference
 
-    def other(config: RunConfig, *args: Any) -> Any:
-        found = plain(config, *args)
+    def other(config: RunConfig, *args: Any, **rest: Any) -> Any:
+        found = plain(config, *args, **rest)
         found.weights["layer1.norm.running_var"].mul_(1 + 1e-6)
         return found
 
