@@ -140,7 +140,7 @@ def test_checkpoints_hold_the_bias_and_no_counts(corpus: Path, tmp_path: Path, p
     runs = [run.replace(optimizer={"schedule": "constant"}) for run in runs]
     pool.run(train_as_before, 2, runs[0])
     train(pool, runs[1])
-    counts = {f"weights/block{block}.mlp.router.counts" for block in (0, 1)}
+    counts = {f"weights/block{block}.mlp.router.{name}" for block in (0, 1) for name in ("counts", "entropy")}
     saved = [tensors(run_directory(run)) for run in runs]
     assert saved[0].keys() - saved[1].keys() == counts and not any(saved[0][name].any() for name in counts)
     assert saved[1]["weights/block0.mlp.router.bias"].any()
