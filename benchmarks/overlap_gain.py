@@ -1,5 +1,7 @@
 """Three plans of docs/plan.md, and what each would gain if more of its messages ran beside products.
 
+    python benchmarks/overlap_gain.py [--only 8B]
+
 none       this framework: tensor-parallel messages of forward and of rows block
 tp         all tensor-parallel messages overlap products (userbuffers of Transformer Engine)
 """

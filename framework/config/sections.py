@@ -243,6 +243,10 @@ class Parallel(Section):
         return f"pp {self.pp} x " + (f"cp {self.cp} x " if self.cp > 1 else "") + f"tp {self.tp}"
 
 
+V_SCHEDULES = ("zb_v", "v_half", "v_min", "dualpipe_v")
+"""Schedules with two stages per rank, placed in a V."""
+
+
 class Pipeline(Section):
     """Pipeline schedule, the partition into stages, and activation checkpointing."""
 
@@ -271,5 +275,4 @@ class Pipeline(Section):
     @property
     def stages_per_rank(self) -> int:
         """Stages per pipeline rank, with the schedule's default."""
-        several = ("interleaved_1f1b", "zb_v", "v_half", "v_min", "dualpipe_v")
-        return self.interleave or (2 if self.schedule in several else 1)
+        return self.interleave or (2 if self.schedule in ("interleaved_1f1b", *V_SCHEDULES) else 1)

@@ -122,7 +122,7 @@ class Mesh:
         return made if is_member else self._group("tied", ())
 
     def compare_digests(self, digest: str) -> None:
-        """Compare what all ranks are about to run: otherwise their messages would not match. Collective; blocks.
+        """Check that all ranks have this digest: with another one their messages would not match. Collective; blocks.
 
         Raises:
             MeshError: names the ranks that differ from rank 0.

@@ -108,12 +108,8 @@ def _is_experts(name: str, plan: Mapping[str, Any]) -> bool:
 def _checked(name: str, shape: Sequence[int], rows: Any) -> tuple[int, ...]:
     """Return the rows of an entry, or its columns as negative numbers. Raise ModelError unless they fit the weight."""
     num_rows, sign = shape[-2], 1
-    if (
-        isinstance(rows, list | tuple)
-        and rows[:1] in ([COLUMNS], (COLUMNS,))
-        and len(shape) == 3
-        and len(set(rows)) == 2
-    ):
+    has_columns = isinstance(rows, list | tuple) and tuple(rows[:1]) == (COLUMNS,)
+    if has_columns and len(shape) == 3 and len(set(rows)) == 2:  # of equal parts
         num_rows, rows, sign = shape[-1], rows[1:], -1
     is_rows = isinstance(rows, list | tuple) and all(type(number) is int and number > 0 for number in rows)
     if is_rows and rows and num_rows % sum(rows) == 0:

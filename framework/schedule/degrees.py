@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from meshwright.config import MAX_FORWARDS
+from meshwright.config import MAX_FORWARDS, V_SCHEDULES
 from meshwright.errors import ScheduleError
 
-INTERLEAVES = {
-    "interleaved_1f1b": range(2, sys.maxsize),
-    **dict.fromkeys(["zb_v", "v_half", "v_min", "dualpipe_v"], range(2, 3)),
-}
+INTERLEAVES = {"interleaved_1f1b": range(2, sys.maxsize), **dict.fromkeys(V_SCHEDULES, range(2, 3))}
 """Possible numbers of stages per rank of each schedule; only 1 for schedules not listed."""
 
 

@@ -11,7 +11,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from meshwright.errors import ScheduleError
 from meshwright.schedule.action import Kind, actions_of
-from meshwright.schedule.analysis import Costs, check, in_turns, peak_activations, simulate
+from meshwright.schedule.analysis import Costs, check, peak_activations, seconds_in_turns, simulate
 from meshwright.schedule.analysis.faults import Fault
 from meshwright.schedule.analysis.pairs import Part, parts_of
 from meshwright.schedule.build import build
@@ -53,7 +53,7 @@ def test_pairs_and_memory(pp: int, chunks: int) -> None:
 def test_what_hides_in_a_pair() -> None:
     """Two layers of experts in each half of a rank; messages take as long as half of what is computed between them."""
     costs = Costs(f=3.5, b=6.5, i=4.0, w=2.5, exchanges=4, exchange_f=1.5, exchange_b=1.5)
-    of_pair = in_turns(costs.parts(Kind.F), costs.parts(Kind.B))
+    of_pair = seconds_in_turns(costs.parts(Kind.F), costs.parts(Kind.B))
     assert of_pair == pytest.approx(2.0 + 5.0)  # all hidden: the rest of each lasts longer than a message of the other
     times = {}
     for name in ("zb_v", "dualpipe_v"):
@@ -79,7 +79,7 @@ def test_idle_time(pp: int, more: int, w: int, longer: int, message: int) -> Non
     timeline = simulate(lower(build("dualpipe_v", pp, 2 * pp + more, 2)), costs)
     computed = [span for span in timeline.spans if span.action.kind in "FBIW"]
     busy = sum(span.end - span.start for span in computed if span.rank == pp - 1)
-    pair = in_turns(costs.parts(Kind.F), costs.parts(Kind.B))
+    pair = seconds_in_turns(costs.parts(Kind.F), costs.parts(Kind.B))
     idle = max(span.end for span in computed) - busy
     assert idle == pytest.approx((pp - 1) * (pair + costs.b - 3 * w), rel=1e-6, abs=1e-6)
 
@@ -89,15 +89,16 @@ def test_idle_time(pp: int, more: int, w: int, longer: int, message: int) -> Non
 def test_turns_by_hand(first: list[int], second: list[int], message: int) -> None:
     """No faster than all computation or all messages, no slower than one after the other."""
     both = [[*(Part(each, message) for each in parts), Part(1, 0)] for parts in (first, second)]
-    seconds = in_turns(*both)
+    seconds = seconds_in_turns(*both)
     computed, messages = (sum(part[at] for parts in both for part in parts) for at in (0, 1))
     assert max(computed, messages) <= seconds <= computed + messages
 
 
 def test_turns_of_unequal_parts() -> None:
-    assert in_turns([Part(1, 2), Part(1, 0)], [Part(5, 4), Part(1, 0)]) == 1 + 5 + 1 + 3 + 1  # waits 3 for the last
-    assert in_turns([Part(1, 2), Part(1, 0)], [Part(5, 0)]) == 7  # hidden in the other
-    assert in_turns([Part(1, 5), Part(1, 0)], [Part(1, 5), Part(1, 0)]) == 12  # one wire: 1, 5 + 5, 1
+    waits = seconds_in_turns([Part(1, 2), Part(1, 0)], [Part(5, 4), Part(1, 0)])  # 3 for the last message
+    assert waits == 1 + 5 + 1 + 3 + 1
+    assert seconds_in_turns([Part(1, 2), Part(1, 0)], [Part(5, 0)]) == 7  # hidden in the other
+    assert seconds_in_turns([Part(1, 5), Part(1, 0)], [Part(1, 5), Part(1, 0)]) == 12  # one wire: 1, 5 + 5, 1
     assert parts_of(7.0, 2, 4.0) == [Part(1.0, 2.0), Part(1.0, 2.0), Part(1.0, 0.0)]
 
 

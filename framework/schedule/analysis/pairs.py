@@ -27,7 +27,7 @@ def parts_of(seconds: float, num_messages: int, message_s: float) -> list[Part]:
     return [*repeat(Part(computed, message_s / max(num_messages, 1)), num_messages), Part(computed, 0.0)]
 
 
-def in_turns(first: Sequence[Part], second: Sequence[Part]) -> float:
+def seconds_in_turns(first: Sequence[Part], second: Sequence[Part]) -> float:
     """Return the seconds of two computations in turns, as :class:`meshwright.mesh.turns.Turns` runs them."""
     clock = wire = 0.0
     ready = [0.0, 0.0]
@@ -41,7 +41,7 @@ def in_turns(first: Sequence[Part], second: Sequence[Part]) -> float:
 
 def pair_spans(rank: int, pair: Sequence[Action], start: float, parts: Sequence[Sequence[Part]]) -> list[Span]:
     """Return the spans of a pair from ``start``: one after the other, in proportion to what each takes alone."""
-    (first, second), seconds = pair, in_turns(*parts)
+    (first, second), seconds = pair, seconds_in_turns(*parts)
     alone, other = (sum(part.computed + part.message for part in each) for each in parts)
     middle = start + (alone if seconds == alone + other else seconds * alone / (alone + other))
     return [Span(rank, first, start, middle, second), Span(rank, second, middle, start + seconds, first)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.config import batch_numbers, expert_shard_factor, shard_factor
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
-from meshwright.schedule.analysis import Costs, Timeline, bubble_share, in_turns, simulate
+from meshwright.schedule.analysis import Costs, Timeline, bubble_share, seconds_in_turns, simulate
 from meshwright.tools.planner.experts import AXIS, PAIRED
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
@@ -171,7 +171,10 @@ def _busy_s(schedule: Schedule, costs: Sequence[Costs]) -> list[float]:
     """Return the seconds in which each pipeline rank computes one micro-batch."""
     if schedule.name == PAIRED:
         own = [tuple(costs[stage] for stage in of_rank) for of_rank in stages_by_rank(schedule)]
-        return [in_turns(a.parts(Kind.F), b.parts(Kind.B)) + in_turns(b.parts(Kind.F), a.parts(Kind.B)) for a, b in own]
+        return [
+            seconds_in_turns(a.parts(Kind.F), b.parts(Kind.B)) + seconds_in_turns(b.parts(Kind.F), a.parts(Kind.B))
+            for a, b in own
+        ]
     return [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from meshwright.config import V_SCHEDULES
 from meshwright.schedule.action import Placement, Schedule
 from meshwright.schedule.analysis import peak_activations
 from meshwright.schedule.build import build
@@ -20,7 +21,6 @@ from meshwright.schedule.load import lowered_schedule as build_lowered
 from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.planner.choices import Choice, with_choice
 from meshwright.tools.planner.cost import step_time
-from meshwright.tools.planner.experts import PAIRED
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.rates import PerformanceModel
@@ -41,7 +41,7 @@ def empty_schedule(choice: Choice) -> Schedule:
 
 def placement_of(choice: Choice) -> Placement:
     """Return the placement of the stages of a choice's schedule."""
-    return Placement.V if choice.schedule in ("zb_v", "v_half", "v_min", PAIRED) else Placement.LOOP
+    return Placement.V if choice.schedule in V_SCHEDULES else Placement.LOOP
 
 
 def in_flight(cache: ModelCache, choice: Choice) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ def walk(
         if group[0].kind not in COMPUTE:
             for action in group:
                 if action.stage is not None:  # STEP works in place
-                    messages += _received(footprints[action.stage], action, sends)
+                    messages += _post(footprints[action.stage], action, sends)
                 if action.kind is Kind.REDUCE:
                     reductions -= buffers.after(footprints[action.stage or 0].backward[-1])
             messages -= sends.complete()
@@ -159,7 +159,7 @@ def walk(
     return highest
 
 
-def _received(of: Footprint, action: Action, sends: _Sends) -> int:
+def _post(of: Footprint, action: Action, sends: _Sends) -> int:
     """Post a communication; return the bytes that it receives."""
     if action.kind in SENDS:
         sends.post(of.input_gradients if action.kind is Kind.SEND_B else of.outputs, action)

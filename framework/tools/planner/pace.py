@@ -31,31 +31,29 @@ def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
         row, own, clock = schedule.rows[rank], spans[rank], clocks[rank]
         while positions[rank] < len(row):
             group = actions_of(row[positions[rank]])
+            missing = None
             for kind, stage, microbatch in group:  # a pair waits for both inputs
                 assert stage is not None and microbatch is not None, group
                 need = (kind is Kind.F, stage, microbatch)
                 if kind is not Kind.W and stage != (0 if kind is Kind.F else last):
-                    ready = arrives.get(need)
-                    if ready is None:
-                        waiting[need] = rank
-                        break
-                    clock = max(clock, ready)
+                    clock = max(clock, arrives.get(need, clock))
+                    missing = missing if need in arrives else need
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            if isinstance(row[positions[rank]], Action):
+                own.append(Span(rank, group[0], clock, clock + takes[group[0].kind, group[0].stage or 0]))
             else:
-                if isinstance(row[positions[rank]], Action):
-                    own.append(Span(rank, group[0], clock, clock + takes[group[0].kind, group[0].stage or 0]))
-                else:
-                    own += pair_spans(rank, group, clock, [costs[each.stage or 0].parts(each.kind) for each in group])
-                clock = own[-1].end
-                positions[rank] += 1
-                for kind, stage, microbatch in group:
-                    if kind is not Kind.W and stage is not None and microbatch is not None:
-                        forward = kind is Kind.F
-                        made = (forward, stage + 1 if forward else stage - 1, microbatch)
-                        arrives[made] = clock + (forth if forward else back)[stage]
-                        if made in waiting:
-                            to_visit.append(waiting.pop(made))
-                continue
-            break
+                own += pair_spans(rank, group, clock, [costs[each.stage or 0].parts(each.kind) for each in group])
+            clock = own[-1].end
+            positions[rank] += 1
+            for kind, stage, microbatch in group:
+                if kind is not Kind.W and stage is not None and microbatch is not None:
+                    forward = kind is Kind.F
+                    made = (forward, stage + 1 if forward else stage - 1, microbatch)
+                    arrives[made] = clock + (forth if forward else back)[stage]
+                    if made in waiting:
+                        to_visit.append(waiting.pop(made))
         clocks[rank] = clock
     if waiting:
         raise ScheduleError(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from meshwright.config import V_SCHEDULES
 from meshwright.tools.planner.choices import Choice
 from meshwright.tools.planner.context import context_words
 from meshwright.tools.planner.hardware import Hardware
@@ -23,7 +24,7 @@ MEASURED_ERROR_SHARE = 0.125
 TIE_SHARE = 0.02
 """Predicted lead below which the order of two layouts is hardly better than chance: right in 58 % of the pairs of
 published runs of one model on one cluster; 74 % from 2 to 4 %, 78 % from 4 to 10 %, 91 % beyond."""
-SPLIT_SCHEDULES = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v")
+SPLIT_SCHEDULES = ("zb_h1", "zb_h2", *V_SCHEDULES)
 
 
 class Line(NamedTuple):

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from meshwright.config import V_SCHEDULES
 from meshwright.context_parallel.order import BY_DOCUMENTS
 from meshwright.tools.verify.layouts import Layout, is_possible
 from meshwright.tools.verify.traits import Traits
@@ -29,7 +30,7 @@ TIES = ("tie across ranks", "tie inside a rank")
 
 def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
     """Return the features that a layout of this model uses."""
-    has_v = layout.schedule in ("zb_v", "v_half", "v_min", "dualpipe_v")
+    has_v = layout.schedule in V_SCHEDULES
     once = layout.zero > 1 and layout.dp > 1 and layout.reduces_once
 
     def of_dp(zero: int) -> bool:
