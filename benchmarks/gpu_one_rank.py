@@ -1,6 +1,6 @@
 """One real rank of a large layout on one GPU: its own code and tensors, over process groups without peers.
 
-    python benchmarks/gpu_one_rank.py --job tp8 --out FILE        also pp8, dp64
+    python benchmarks/gpu_one_rank.py --job tp8 --out FILE        also pp8, dp64, cp8 (131,072 tokens)
     python benchmarks/gpu_one_rank.py --tiny --device cpu ...     the same code on toy sizes and layouts
 
 Collectives and messages return at once (torch's "fake" backend): the time is that of this rank's computation without
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_contenders import build_on_device, config_of, job_of, parse
-from gpu_step import LEARNING_RATE, timed
+from gpu_step import LEARNING_RATE, Job, timed
 from observe import Observer
 
 from meshwright.config import RunConfig
@@ -35,22 +35,31 @@ MODEL = "llama-8b-8-blocks"
 
 
 class Layout(NamedTuple):
-    """A layout, and the rank that runs."""
+    """A layout, the rank that runs, and the length of a sample in multiples of the model's."""
 
     parallel: dict[str, Any]
     chunks: int
     rank: int
+    lengths: int = 1
+
+    def job(self, tiny: bool) -> Job:
+        """Return the model with this layout's samples."""
+        job = job_of(MODEL, self.chunks, tiny)
+        length = self.lengths * job.sequence_length
+        return job._replace(options=job.options | {"max_sequence_length": length}, sequence_length=length)
 
 
 LAYOUTS = {
     "tp8": Layout({"tp": 8, "sequence": True}, 4, 0),
     "pp8": Layout({"pp": 8}, 8, 3),
     "dp64": Layout({"dp": 64}, 1, 5),
+    "cp8": Layout({"cp": 8}, 1, 3, lengths=16),
 }
 TINY = {
     "tp8": Layout({"tp": 2, "sequence": True}, 2, 0),
     "pp8": Layout({"pp": 2}, 2, 1),
     "dp64": Layout({"dp": 4}, 1, 3),
+    "cp8": Layout({"cp": 4}, 1, 1, lengths=2),
 }
 
 
@@ -74,7 +83,7 @@ def measure(config: RunConfig, layout: Layout, device: torch.device, tiny: bool)
     prepare_allocator()
     watched = Observer() if device.type == "cpu" else nullcontext()
     with watched as observer, fake_mesh(grid_of(config), layout.rank, device=str(device)) as mesh:
-        parts = build_on_device(config, mesh, job_of(MODEL, layout.chunks, tiny))
+        parts = build_on_device(config, mesh, layout.job(tiny))
         for stage in parts.executor.stages.values():
             stage.calls.skip_first_checks()
         for _ in range(2):
@@ -98,8 +107,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(__doc__, LAYOUTS, argv)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     layout = (TINY if options.tiny else LAYOUTS)[options.job]
-    job = job_of(MODEL, layout.chunks, options.tiny)
-    config = config_of(job, options.device, **layout.parallel)
+    config = config_of(layout.job(options.tiny), options.device, **layout.parallel)
     predicted = profile_rank(config, layout.rank).peak_bytes
     found = measure(config, layout, device, options.tiny)
     row = {

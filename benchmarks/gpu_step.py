@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -105,7 +106,7 @@ class Tokens:
 
 def config_of(job: Job, device: str, *, compiled: bool = False, **parallel: object) -> RunConfig:
     """Return the resolved configuration of this framework for a job."""
-    degrees = {axis: parallel.get(axis, 1) for axis in ("pp", "dp", "tp")}
+    degrees = [int(parallel.get(axis, 1)) for axis in ("pp", "dp", "cp", "tp")]  # type: ignore[call-overload]
     config = RunConfig.model_validate(
         {
             "model": {"builder": job.builder, "options": job.options},
@@ -122,7 +123,7 @@ def config_of(job: Job, device: str, *, compiled: bool = False, **parallel: obje
             "train": {"dtype": "bfloat16", "device": device, "compile": compiled},
         }
     )
-    return resolve(config, int(degrees["pp"]) * int(degrees["dp"]) * int(degrees["tp"]))  # type: ignore[call-overload]
+    return resolve(config, math.prod(degrees))
 
 
 class Ours:

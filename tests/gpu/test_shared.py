@@ -38,6 +38,14 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("mixture:deepseek", "dp2,ep2", {}),
     ("mixture:mixtral", "tp2,ep2,sequence", {}),
     ("mixture:deepseek", "dp2,pp2,ep2,zb_v,zero0", {}),
+    ("llama", "cp2", {"parallel": {"cp_head_groups": 2}}),
+    ("llama", "cp2,documents", {"data": {"document_boundaries": True}}),
+    ("llama", "cp2,heads", {"data": {"document_boundaries": True}}),
+    ("llama", "dp2,zero3", {"adapter": {"rank": 2, "targets": ["block*.attention.*"], "dora": True}}),
+    ("mixture:deepseek", "dp2,ep2,zero3", {}),
+    ("mixture:deepseek", "dp2,ep2", {"optimizer": {"name": "muon"}}),
+    ("mixture:deepseek", "dp2,pp2,ep2,dualpipe_v", {}),
+    ("mixture:mixtral", "dp2,pp2,ep2,dualpipe_v,full", {}),
 ]
 
 
