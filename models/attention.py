@@ -129,6 +129,9 @@ class AttentionCore(nn.Module):
     dropout of the probabilities, whose masks are seeded by its module name in the parent.
     """
 
+    assumed_device = "cpu"
+    """Type of device whose kernels are chosen for CPU tensors without values: a dry run sets it."""
+
     def __init__(self, window: int | None = None, score_divisor: float | None = None) -> None:
         super().__init__()
         self.window = window
@@ -152,6 +155,8 @@ class AttentionCore(nn.Module):
         scale = None if self.score_divisor is None else 1 / self.score_divisor
         if dropout is None and places is not None:
             first = some_queries.first_seen(places, starts, self.window)
+            if self.form(q, has_documents=True) == "flex":
+                return flex.attend(q, k, v, places, first, scale)
             return some_queries.attend(q, k, v, places, first, scale, reads=_reads_places(q, places))
         if dropout is None:
             return self._attend(q, k, v, starts, scale)
@@ -183,15 +188,18 @@ class AttentionCore(nn.Module):
         """
         if dropout is not None:
             return None
+        if self.form(q, has_documents=True) == "flex":
+            return [slice(0, q.shape[-2])]
         first = some_queries.first_seen(places, starts, self.window)
         return some_queries.query_blocks(places, first, length, reads=_reads_places(q, places))
 
     def form(self, q: Tensor, has_documents: bool) -> flex.Form:
         """Return how queries (B, H, S, d) attend without dropout, see :func:`meshwright.models.flex.form_of`."""
-        reads = can_read(q)
+        kind = q.device.type if type(q) is Tensor or q.device.type != "cpu" else self.assumed_device
+        reads = kind == "cpu" and can_read(q)
         compiles = torch.compiler.is_compiling() or type(q) is not Tensor or flex.can_compile()
         sizes = q.shape[-1], q.shape[-2], self.window
-        return form_of(Case(q.device.type, q.dtype, *sizes, has_documents, reads=reads, compiles=compiles))
+        return form_of(Case(kind, q.dtype, *sizes, has_documents, reads=reads, compiles=compiles))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float | None) -> Tensor:
         """Attend without dropout. q: (B, H, S, d); k, v: (B, G, S, d); starts: (B, S) or None. Return q's shape."""
@@ -204,7 +212,8 @@ class AttentionCore(nn.Module):
             assert starts is not None
             return self._by_document(q, k, v, starts, scale)
         if form == "flex":
-            return flex.attend(q, k, v, None if starts is None else documents_of(starts).int(), self.window, scale)
+            places = torch.arange(q.shape[-2], device=q.device)[None]
+            return flex.attend(q, k, v, places, some_queries.first_seen(places, starts, self.window), scale)
         # keys repeated per head: no GPU kernel with a mask supports GQA
         k, v = (repeat(t, "b g s d -> b (g r) s d", r=heads_per_group) for t in (k, v))
         return self._in_blocks(q, k, v, starts, scale)

@@ -1,14 +1,16 @@
-"""Attention with a window or documents in one kernel that skips what no query sees: FlexAttention, on CUDA.
+"""Attention with a window, documents or some queries in one kernel that skips what no query sees, on CUDA.
 
     tile (i, j): queries i T .. i T + T - 1, keys j T .. j T + T - 1, T = TILE
       skipped    no pair is seen
       partial    some pairs are seen: the kernel asks for each pair
       full       all pairs are seen: no mask at all
 
-Tiles follow from the documents at the first and last token of each T, because document numbers only rise. All of it
-happens on the device, in shapes that depend on S alone: the host never waits, and no tensor has S x S elements.
+The kernel is torch's FlexAttention. A query sees one run of keys: from the start of its document, or of its window, up
+to itself. Tiles follow from the runs of the first and last query of each T, because both ends only rise. All of it
+happens on the device, in shapes that depend on Q and S alone: the host never waits, and no tensor has Q x S elements.
 
-Shapes: B samples, S tokens, H query heads, G key-value heads, d head_dim, N = ceil(S / T) tiles along S.
+Shapes: B samples, Q queries, S tokens, H query heads, G key-value heads, d head_dim, M = ceil(Q / T) tiles along Q,
+N = ceil(S / T) along S.
 """
 
 from __future__ import annotations
@@ -79,24 +81,25 @@ def can_compile() -> bool:
     return find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
-def tiles_of(document: Tensor | None, window: int | None, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the partial and the full tiles, (B or 1, 1, N, N) bool each. document: (B, S), numbers that only rise."""
-    number = -(-length // TILE)
-    i = torch.arange(number, device=device)[:, None]
-    j = torch.arange(number, device=device)[None, :]
-    seen, whole = j < i, (j < i) & ((i + 1) * TILE <= length)  # below the diagonal; with all its queries
-    if window is not None:
-        seen = seen & ((i - j - 1) * TILE + 1 < window)  # the nearest pair, then the farthest
-        whole = whole & ((i - j + 1) * TILE - 1 < window)
-    seen, whole = seen[None], whole[None]
-    if document is not None:
-        first, last = document[:, ::TILE], document[:, TILE - 1 :: TILE]
-        if length % TILE:
-            last = torch.cat([last, document[:, -1:]], dim=1)
-        seen = seen & (last[:, None, :] == first[:, :, None])  # the last key's document is that of the first query
-        whole = whole & (first[:, None, :] == last[:, :, None])
-    seen = seen | (i == j)
+def tiles_of(places: Tensor, first: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the partial and the full tiles, (B or 1, 1, M, N) bool each. Arguments: see :func:`attend`; S: length.
+
+    Some partial tiles have no pair where positions of neighbouring queries are apart.
+    """
+    key = torch.arange(-(-length // TILE), device=places.device) * TILE  # first of each tile
+    (nearest, farthest), (lowest, highest) = _ends(places), _ends(first)
+    seen = (lowest <= key + TILE - 1) & (farthest >= key)
+    has_all = torch.arange(TILE, places.shape[1] + TILE, TILE, device=places.device)[:, None] <= places.shape[1]
+    whole = (highest <= key) & (nearest >= key + TILE - 1) & has_all
     return (seen & ~whole)[:, None], whole[:, None]
+
+
+def _ends(rising: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of the first and of the last query of each tile, (B or 1, Q) -> (B or 1, M, 1)."""
+    last = rising[:, TILE - 1 :: TILE]
+    if rising.shape[1] % TILE:
+        last = torch.cat([last, rising[:, -1:]], dim=1)
+    return rising[:, ::TILE, None], last[:, :, None]
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,28 +108,28 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(-1, dtype=torch.int32), order.int()
 
 
-def block_mask(document: Tensor | None, window: int | None, length: int, device: torch.device) -> BlockMask:
-    """Build FlexAttention's mask, without waiting for the device. document: (B, S) int, rising along S, or None."""
-    partial, whole = tiles_of(document, window, length, device)
+def block_mask(places: Tensor, first: Tensor, length: int) -> BlockMask:
+    """Build FlexAttention's mask, without waiting for the device. Arguments: see :func:`attend`, of all B samples."""
+    partial, whole = tiles_of(places, first, length)
 
     def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = key <= query
-        if window is not None:
-            seen = seen & (query - key < window)
-        return seen if document is None else seen & (document[sample, query] == document[sample, key])
+        return (key <= places[sample, query]) & (key >= first[sample, query])
 
     return BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(whole), BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=(length, length)
+        *_listed(partial), *_listed(whole), BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=(places.shape[1], length)
     )
 
 
-def attend_in_tiles(
-    q: Tensor, k: Tensor, v: Tensor, document: Tensor | None, window: int | None, scale: float | None
-) -> Tensor:
+def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None) -> Tensor:
     """Build the mask and attend; to be compiled. Arguments and result: those of :func:`attend`."""
-    mask = block_mask(document, window, q.shape[-2], q.device)
+    mask = _mask_of(q, k, places, first)
     mixed: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return mixed
+
+
+def _mask_of(q: Tensor, k: Tensor, places: Tensor, first: Tensor) -> BlockMask:
+    """Return the mask of one call. Arguments: those of :func:`attend`."""
+    return block_mask(*(each.int().expand(q.shape[0], -1) for each in (places, first)), k.shape[-2])
 
 
 @cache
@@ -134,23 +137,23 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(attend_in_tiles)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, document: Tensor | None, window: int | None, scale: float | None) -> Tensor:
-    """Attend causally within a window and within documents. Saves q, k, v, the output and a number per query and head.
+def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None) -> Tensor:
+    """Attend to one run of keys per query. Saves q, k, v, the output and a number per query and head.
 
     A dry run, whose tensors have no values, builds the mask and takes flash attention, which saves as much.
 
     Args:
-        q: (B, H, S, d), the shape of the result. k, v: (B, G, S, d).
-        document: (B, S) int, document numbers, rising along S; None: one document.
-        window: number of tokens that each token attends to; None: all before it.
+        q: (B, H, Q, d), the shape of the result. k, v: (B, G, S, d).
+        places: (1 or B, Q) int, ascending: positions of the queries, and of the last key that each sees.
+        first: (1 or B, Q) int, rising: the first key that each sees.
         scale: factor of the scores; None: 1 / sqrt(d).
     """
     if torch.compiler.is_compiling():
-        return attend_in_tiles(q, k, v, document, window, scale)
+        return attend_in_tiles(q, k, v, places, first, scale)
     if type(q) is not Tensor:
-        block_mask(document, window, q.shape[-2], q.device)
+        _mask_of(q, k, places, first)
         outlined: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
         return outlined
     with _disable_current_modes():  # nothing is compiled under a dispatch mode: it would run without a kernel
-        mixed: Tensor = _compiled()(q, k, v, document, window, scale)
+        mixed: Tensor = _compiled()(q, k, v, places, first, scale)
     return mixed

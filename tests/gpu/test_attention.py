@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.context_parallel.order import ORDERS
 from meshwright.models.attention import AttentionCore
 
 DEVICE = os.environ.get("MESHWRIGHT_GPU_TESTS", "cuda")
@@ -25,16 +26,25 @@ pytestmark = [
 ]
 
 
-def attended_on(device: str, dtype: torch.dtype, length: int, window: int | None, share: float | None) -> list[Tensor]:
-    """Output and gradients of q, k and v, in float64 on CPU; 6 heads of 64, 2 key-value heads."""
+def attended_on(
+    device: str, dtype: torch.dtype, length: int, window: int | None, share: float | None, cp: int = 1
+) -> list[Tensor]:
+    """Output and gradients of q, k and v, in float64 on CPU; 6 heads of 64, 2 key-value heads.
+
+    ``cp``: the queries are those of rank 0 of so many.
+    """
     torch.manual_seed(length)
-    drawn = [torch.randn(2, heads, length, 64).to(device, dtype).requires_grad_() for heads in (6, 2, 2)]
-    upstream = torch.randn(2, 6, length, 64).to(device, dtype)
+    of_rank = ORDERS["zigzag"](length, cp)[0] if cp > 1 else range(length)
+    drawn = [torch.randn(2, heads, length, 64).to(device, dtype) for heads in (6, 2, 2)]
+    drawn[0] = drawn[0][:, :, of_rank]
+    for each in drawn:
+        each.requires_grad_()
+    upstream = torch.randn(2, 6, len(of_rank), 64).to(device, dtype)
     starts = None if share is None else (torch.rand(2, length) < share).to(device)
     core = AttentionCore(window)
     if device == "cuda":
-        assert core.form(drawn[0], starts is not None) == "flex"
-    mixed = core(*drawn, None, starts)
+        assert core.form(drawn[0], cp > 1 or starts is not None) == "flex"
+    mixed = core(*drawn, None, starts, None if cp == 1 else torch.tensor([of_rank], device=device))
     return [each.detach().cpu().double() for each in (mixed, *torch.autograd.grad(mixed, drawn, upstream))]
 
 
@@ -63,6 +73,18 @@ def test_numbers(
 ) -> None:
     found = on_device(attended_on, DEVICE, dtype, length, window, share)
     expected = attended_on("cpu", torch.float32, length, window, share)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert float((mine - theirs).norm()) <= bar * float(theirs.norm())
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("window", "share"), [(None, None), (200, None), (None, 0.01)])
+def test_numbers_of_some_queries(
+    window: int | None, share: float | None, dtype: torch.dtype, bar: float, on_device: Callable[..., Any]
+) -> None:
+    """As a context-parallel rank attends."""
+    found = on_device(attended_on, DEVICE, dtype, 1024, window, share, 2)
+    expected = attended_on("cpu", torch.float32, 1024, window, share, 2)
     for mine, theirs in zip(found, expected, strict=True):
         assert float((mine - theirs).norm()) <= bar * float(theirs.norm())
 

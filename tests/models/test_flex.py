@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
+from meshwright.context_parallel.order import ORDERS
 from meshwright.models import attention, flex
 from meshwright.models.attention import AttentionCore, documents_of
 from meshwright.models.flex import TILE, Case, Form, block_mask, form_of, tiles_of
+from meshwright.models.some_queries import first_seen
 from meshwright.pipeline.pointwise import pointwise_recomputed
 from meshwright.pipeline.split_backward import SplitBackward
 
@@ -85,13 +87,16 @@ def from_lists(counts: Tensor, columns: Tensor) -> Tensor:
 @pytest.mark.parametrize("share", [None, 0.0, 0.004, 0.02, 0.5])
 def test_tiles_are_those_of_the_dense_mask(length: int, share: float | None) -> None:
     torch.manual_seed(length)
-    document = None if share is None else documents_of(drawn_starts(length, share)).int()
+    starts = None if share is None else drawn_starts(length, share)
+    document = None if starts is None else documents_of(starts)
     for window in WINDOWS:
         pairs = dense(document, window, length)
         some, whole = in_tiles(pairs)
-        found, full = tiles_of(document, window, length, torch.device("cpu"))
+        places = torch.arange(length)[None]
+        first = first_seen(places, starts, window)
+        found, full = tiles_of(places, first, length)
         assert torch.equal(full[:, 0], whole) and torch.equal(found[:, 0], some & ~whole), window
-        mask = block_mask(document, window, length, torch.device("cpu"))
+        mask = block_mask(places.expand(len(first), -1), first, length)
         for kind, tiles in (("", some & ~whole), ("full_", whole)):
             of_keys = [getattr(mask, f"{kind}kv_{name}") for name in ("num_blocks", "indices")]
             of_queries = [getattr(mask, f"{kind}q_{name}") for name in ("num_blocks", "indices")]
@@ -168,14 +173,47 @@ def test_numbers_in_a_compiled_layer(as_on_cuda: None, window: int | None, aroun
         check(compiled, window, drawn_starts(200, 0.03), around)
 
 
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(("window", "share"), [(None, None), (77, None), (None, 0.02), (200, 0.004)])
+def test_numbers_of_the_queries_of_a_context_parallel_rank(
+    as_on_cuda: None, order: str, window: int | None, share: float | None
+) -> None:
+    """All queries at once against all keys; tiles of a pair that is seen are not skipped."""
+    torch.manual_seed(0)
+    length, core = 768, AttentionCore(window)
+    starts = None if share is None else drawn_starts(length, share)
+    pairs = dense(None if starts is None else documents_of(starts), window, length)
+    k, v = (torch.randn(2, 2, length, 16, requires_grad=True) for _ in range(2))
+    for of_rank in ORDERS[order](length, 2):
+        places = torch.tensor([of_rank])
+        q = torch.randn(2, 4, len(of_rank), 16, requires_grad=True)
+        some, whole = in_tiles(pairs[:, of_rank])
+        first = first_seen(places, starts, window)
+        partial, full = tiles_of(places.expand(len(first), -1), first, length)
+        assert torch.equal(full[:, 0], whole)
+        assert bool(((partial | full)[:, 0] | ~some).all())
+        assert core.query_blocks(q, k, v, None, starts, places=places, length=length) == [slice(0, len(of_rank))]
+        found = core(q, k, v, None, starts, places)
+        wide = (t.repeat_interleave(2, dim=1) for t in (k, v))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, *wide, pairs[:, None, of_rank])
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        upstream = torch.randn_like(q)
+        wanted = torch.autograd.grad(expected, (q, k, v), upstream)
+        for mine, theirs in zip(torch.autograd.grad(found, (q, k, v), upstream), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_a_kernel_goes_through_these_tiles_alone() -> None:
     """torch's CPU kernel skips tiles as CUDA's does; the plain form above looks at all pairs."""
     torch.manual_seed(0)
     attend = torch.compile(flex.attend_in_tiles)
     for share in (0.004, 0.03):
         length = 700
-        document = documents_of(drawn_starts(length, share)).int()
+        starts, places = drawn_starts(length, share), torch.arange(length)[None]
         q, k, v = (torch.randn(2, heads, length, 16) for heads in (4, 2, 2))
         wide = (t.repeat_interleave(2, dim=1) for t in (k, v))
-        expected = torch.nn.functional.scaled_dot_product_attention(q, *wide, dense(document, None, length)[:, None])
-        torch.testing.assert_close(attend(q, k, v, document, None, None), expected, rtol=1e-5, atol=1e-5)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, *wide, dense(documents_of(starts), None, length)[:, None]
+        )
+        found = attend(q, k, v, places, first_seen(places, starts, None), None)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

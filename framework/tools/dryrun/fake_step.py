@@ -196,7 +196,8 @@ def record_step(
         for group, of_rank in zip(shared.groups, (mesh.tp, mesh.cp, mesh.ep), strict=True):
             group.become(of_rank)
         blueprint = shared.for_rank(mesh.at.pp_rank)
-        with _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder) as constants, kernels_of(config, device):
+        faked = _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder)
+        with faked as constants, kernels_of(config, device, blueprint.model.layers):
             parts = build(config, mesh, (FakeSource(blueprint.example), None), blueprint)
             for stage in parts.executor.stages.values():
                 stage.calls.skip_first_checks()

@@ -60,7 +60,10 @@ def test_a_norm_keeps_its_input_and_one_number_per_row(weight_dtype: torch.dtype
     norm = nn.RMSNorm(16).to(weight_dtype)
     x = torch.ones(2, 4, 16, dtype=torch.bfloat16, requires_grad=True)
     kept: list[torch.Size] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t), as_on_cuda():
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t),
+        as_on_cuda(nn.Identity()),
+    ):
         y = norm(x)
     if weight_dtype == torch.bfloat16:
         assert kept == [(2, 4, 16), (16,), (2, 4, 1)] and y.dtype == torch.bfloat16
