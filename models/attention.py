@@ -129,8 +129,8 @@ class AttentionCore(nn.Module):
     dropout of the probabilities, whose masks are seeded by its module name in the parent.
     """
 
-    assumed_device = "cpu"
-    """Type of device whose kernels are chosen for CPU tensors without values: a dry run sets it."""
+    meta_device = ""
+    """Type of the device that tensors without values stand for, such as "cuda"."""
 
     def __init__(self, window: int | None = None, score_divisor: float | None = None) -> None:
         super().__init__()
@@ -195,9 +195,10 @@ class AttentionCore(nn.Module):
 
     def form(self, q: Tensor, has_documents: bool) -> flex.Form:
         """Return how queries (B, H, S, d) attend without dropout, see :func:`meshwright.models.flex.form_of`."""
-        kind = q.device.type if type(q) is Tensor or q.device.type != "cpu" else self.assumed_device
+        has_values = type(q) is Tensor and not q.is_meta
+        kind = q.device.type if has_values else self.meta_device or q.device.type
         reads = kind == "cpu" and can_read(q)
-        compiles = torch.compiler.is_compiling() or type(q) is not Tensor or flex.can_compile()
+        compiles = torch.compiler.is_compiling() or not has_values or flex.can_compile()
         sizes = q.shape[-1], q.shape[-2], self.window
         return form_of(Case(kind, q.dtype, *sizes, has_documents, reads=reads, compiles=compiles))
 
@@ -205,7 +206,7 @@ class AttentionCore(nn.Module):
         """Attend without dropout. q: (B, H, S, d); k, v: (B, G, S, d); starts: (B, S) or None. Return q's shape."""
         heads_per_group = q.shape[1] // k.shape[1]
         sees_all = starts is None and (self.window is None or self.window >= q.shape[-2])
-        form = "causal" if sees_all else self.form(q, starts is not None)
+        form = "causal" if sees_all else "blocks" if q.is_meta else self.form(q, starts is not None)
         if form == "causal":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads_per_group > 1)
         if form == "by document":

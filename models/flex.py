@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils._python_dispatch import _disable_current_modes
@@ -140,7 +141,8 @@ def _compiled() -> Callable[..., Any]:
 def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None) -> Tensor:
     """Attend to one run of keys per query. Saves q, k, v, the output and a number per query and head.
 
-    A dry run, whose tensors have no values, builds the mask and takes flash attention, which saves as much.
+    A dry run, whose tensors have no values, builds the mask and takes flash attention, which saves as much. On meta
+    torch's attention to all keys stands for it.
 
     Args:
         q: (B, H, Q, d), the shape of the result. k, v: (B, G, S, d).
@@ -150,6 +152,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale
     """
     if torch.compiler.is_compiling():
         return attend_in_tiles(q, k, v, places, first, scale)
+    if q.is_meta:
+        whole: Tensor = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return whole
     if type(q) is not Tensor:
         _mask_of(q, k, places, first)
         outlined: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]

@@ -16,35 +16,28 @@ from torch import Tensor, nn
 from meshwright.config import RunConfig
 from meshwright.kernels import taking_cpu_as
 from meshwright.model.meter import reference
-
-ASSUMED = "assumed_device"
-"""Class attribute of attention cores."""
+from meshwright.tools.planner.kernels import stand_for
 
 
 def kernels_of(config: RunConfig, device: str, layers: nn.Module) -> AbstractContextManager[None]:
     """Return the context for fake tensors on ``device``: that of CUDA for those on CPU that stand for a run on GPUs."""
     is_for_gpus = reference(config.train.device, config.train.dtype).fused
-    return as_on_cuda(layers) if device == "cpu" and is_for_gpus else nullcontext()
+    stand_for("cuda" if is_for_gpus else "", layers)
+    return as_on_cuda() if device == "cpu" and is_for_gpus else nullcontext()
 
 
 @contextmanager
-def as_on_cuda(layers: nn.Module) -> Iterator[None]:
+def as_on_cuda() -> Iterator[None]:
     """Choose kernels, sizes of pieces and saved tensors of CUDA for fake CPU tensors inside the context.
 
     ``torch.rms_norm`` is replaced: a torch function mode would be off inside of ``backward``, where layers run again.
-    Attention cores choose theirs by an attribute.
     """
-    choosing = [module for module in layers.modules() if hasattr(module, ASSUMED)]
     torch.rms_norm = _rms_norm  # type: ignore[assignment]
     try:
-        for module in choosing:
-            setattr(module, ASSUMED, "cuda")
         with taking_cpu_as("cuda"):
             yield
     finally:
         torch.rms_norm = _torch_rms_norm
-        for module in choosing:
-            delattr(module, ASSUMED)
 
 
 _torch_rms_norm = torch.rms_norm

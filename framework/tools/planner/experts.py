@@ -103,13 +103,6 @@ def count_shared(layer: nn.Module, trained: bool = True) -> int:
     )
 
 
-def stand_for(device: str, layers: nn.Module) -> None:
-    """Make experts on meta compute as on a device of this type, where a module has such a choice."""
-    for module in layers.modules():
-        if hasattr(module, "meta_device"):
-            module.meta_device = device  # type: ignore[assignment]
-
-
 def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupMessages]) -> float:
     """Return the seconds of the messages of ``ep`` neighbouring ranks.
 

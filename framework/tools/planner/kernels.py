@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.meter import AttentionKernel, fused_attention, stored_bytes
@@ -44,6 +44,16 @@ class ExecutionOptions(NamedTuple):
     """Recompute runs to its end, even past the last tensor that backward needs."""
     groups_experts: bool = False
     """The products of all experts of a rank are one grouped product (torch's on CUDA in bfloat16)."""
+
+
+def stand_for(device: str, layers: nn.Module) -> None:
+    """Make tensors without values choose the kernels of a device, where a module has such a choice.
+
+    ``device``: type, such as "cuda"; "": that of the tensors. The modules have an attribute ``meta_device``.
+    """
+    for module in layers.modules():
+        if hasattr(module, "meta_device"):
+            module.meta_device = device  # type: ignore[assignment]
 
 
 class KernelMode(TorchFunctionMode):

@@ -30,9 +30,9 @@ from meshwright.tensor_parallel.cross_entropy import split_vocab_size, vocab_par
 from meshwright.tools.at_rest import Elements
 from meshwright.tools.planner.context import EXCHANGE, ContextModel
 from meshwright.tools.planner.experts import AXIS as EP
-from meshwright.tools.planner.experts import ExpertGroup, expert_counts, load_limit, stand_for
+from meshwright.tools.planner.experts import ExpertGroup, expert_counts, load_limit
 from meshwright.tools.planner.footprint import Footprint, SharedWeight, stage_footprints
-from meshwright.tools.planner.kernels import ExecutionOptions
+from meshwright.tools.planner.kernels import ExecutionOptions, stand_for
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.matrix_step import MatrixCounts, count_sizes

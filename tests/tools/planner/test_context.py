@@ -11,14 +11,17 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.context_parallel.order import ORDERS, documents
+from meshwright.launch.plans import execution_options
 from meshwright.launch.pool import RankPool
 from meshwright.tools.planner import context
 from meshwright.tools.planner.choices import Choice, Rejection, choice_of, choices, with_choice
+from meshwright.tools.planner.hardware import Link, read_hardware
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.layer_time import hidden_s, layer_time
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import Work, WorkKind
+from meshwright.tools.planner.plan import evaluate
 from meshwright.tools.planner.rates import PerformanceModel
 from meshwright.tools.planner.reduction_buffers import GLOO
 from meshwright.tools.planner.search import search
@@ -234,3 +237,24 @@ def test_the_exchange_of_a_group_hides_behind_another() -> None:
     measured = [each._replace(traits=each.traits._replace(host_operation_s=0.0)) for each in (performance, blocking)]
     shown, whole = (layer_time(of, each, "bfloat16", link, link) for each in measured)
     assert 0 < shown.exchange < whole.exchange and shown.forward < whole.forward
+
+
+def test_the_rank_that_an_h200_ran() -> None:
+    """benchmarks/gpu_one_rank.py --job cp8: 1.810 s without communication; 5.78 s with masks instead of tiles."""
+    sizes = {"vocab_size": 32768, "hidden_size": 4096, "num_layers": 8, "num_heads": 32, "num_kv_heads": 8}
+    config = {
+        "model": {
+            "builder": "meshwright.models.llama:build",
+            "options": sizes | {"ffn_size": 14336, "max_sequence_length": 131072},
+        },
+        "data": {"train": "random", "sequence_length": 131072},
+        "batch": {"micro_batch_size": 1, "chunks": 1},
+        "parallel": {"cp": 8},
+        "train": {"dtype": "bfloat16", "device": "cuda", "compile": False},
+    }
+    run = resolve(RunConfig.model_validate(config), 8)
+    link = Link(bytes_per_s=1e15, latency_s=0)
+    h200 = read_hardware("h200").model_copy(update={"node_link": link, "cluster_link": link})
+    bench = ModelCache(run, execution_options(run, h200))
+    predicted = evaluate(bench, h200, run, choice_of(run), draw_blueprint(run).schedule).time.total
+    assert predicted == pytest.approx(1.810, rel=0.12)
