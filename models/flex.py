@@ -130,7 +130,8 @@ def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tens
 
 def _mask_of(q: Tensor, k: Tensor, places: Tensor, first: Tensor) -> BlockMask:
     """Return the mask of one call. Arguments: those of :func:`attend`."""
-    return block_mask(*(each.int().expand(q.shape[0], -1) for each in (places, first)), k.shape[-2])
+    of_samples = (q.shape[0], -1)
+    return block_mask(places.int().expand(of_samples), first.int().expand(of_samples), k.shape[-2])
 
 
 @cache
