@@ -92,6 +92,18 @@ def test_layouts(names: list[str], library: Path) -> None:
         assert not step.waits_after or config.parallel.offload, step
 
 
+@pytest.mark.long
+def test_a_frozen_base_under_zero3(library: Path) -> None:
+    """FSDP gathers a frozen unit that backward does not reach, and waits for it by torch.accelerator at the end."""
+    names, jobs = ("dp2 tp2 zero3", "dp2 zero3 offload"), []
+    for name in names:
+        adapter = {"rank": 3, "targets": ["block*.attention.*", "block*.mlp.*"], "dora": "offload" in name}
+        jobs.append((on_cuda(configured(**LAYOUTS[name])).replace(adapter=adapter), 1))
+    for name, step in zip(names, run_process(library, jobs), strict=True):
+        assert not step.problems and step.num_from_autograd > 0
+        assert sum(step.waits.values()) == WAITS_OF.get(name, WAITS), step
+
+
 def documents(masks: bool, window: int | None) -> tuple[RunConfig, int]:
     builder = {"builder": "tests.tools.dryrun.cuda_documents:build", "options": {"masks": masks, "window": window}}
     config = RunConfig.model_validate(
