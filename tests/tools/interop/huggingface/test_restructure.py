@@ -52,6 +52,7 @@ def unmodified(path: Path, model: PlainModel, layers: nn.Sequential) -> Any:
     assert isinstance(names, dict)
     states = {names[name]: parameter.detach() for name, parameter in layers.named_parameters(remove_duplicate=False)}
     parameters = dict(whole.named_parameters(remove_duplicate=False))
+    parameters |= {name: buffer for name, buffer in whole.named_buffers() if name in states}  # a router's bias
     assert states.keys() == parameters.keys(), "every parameter has one name there, and each of theirs is one here"
     for name, parameter in parameters.items():
         parameter.data.copy_(states[name])
