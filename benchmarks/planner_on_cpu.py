@@ -36,7 +36,7 @@ import meshwright.models.gpt2
 import meshwright.tensor_parallel.megatron
 from meshwright.build import build
 from meshwright.config import RunConfig
-from meshwright.launch.plans import measure_all_links, measure_block_share, measure_core
+from meshwright.launch.calibration import measure_all_links, measure_block_share, measure_core
 from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh

@@ -160,11 +160,14 @@ def calibrate(added: Added) -> None:
     parser = command(
         added,
         "calibrate",
-        "plans:calibrate",
+        "calibration:calibrate",
         "measure this machine, for plan --cluster",
         "Measures matrix products, copies, the overhead of an operation and the links between processes, with all "
-        "cores busy, and writes a hardware file. --device cuda measures products, attention and copies of one GPU.",
-        "meshwright calibrate --out runs/this-machine.toml",
+        "cores busy, and writes a hardware file. --device cuda measures products, attention and copies of one GPU. "
+        "--rings, run by each rank of a job under srun or torchrun, measures all-reduces over three numbers of ranks "
+        "and of nodes.",
+        "meshwright calibrate --out runs/this-machine.toml\n"
+        "  srun meshwright calibrate --rings --device cuda --cluster h100 --out my-cluster.toml",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a TOML file")
     parser.add_argument(
@@ -173,6 +176,12 @@ def calibrate(added: Added) -> None:
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="measure the cores (default), or the first GPU"
     )
+    parser.add_argument(
+        "--rings",
+        action="store_true",
+        help="measure the links between this job's ranks, and add them to --cluster's file",
+    )
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="hardware to which --rings adds")
 
 
 def dryrun(added: Added) -> None:

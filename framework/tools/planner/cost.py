@@ -18,9 +18,10 @@ from meshwright.schedule.analysis import Costs, Timeline, bubble_share, seconds_
 from meshwright.tools.planner.experts import AXIS, PAIRED
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.links import GroupLink
 from meshwright.tools.planner.matrix_step import matrix_step_s
 from meshwright.tools.planner.pace import pace
-from meshwright.tools.planner.rates import OWN_BYTES, FrameworkTraits, GroupLink, PerformanceModel
+from meshwright.tools.planner.rates import OWN_BYTES, FrameworkTraits, PerformanceModel
 from meshwright.tools.planner.replica_time import replicas_s
 from meshwright.tools.planner.stage_time import StageTime, stages_by_rank
 

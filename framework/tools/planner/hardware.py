@@ -31,6 +31,13 @@ class Link(Section):
     latency_s: float = Field(ge=0)
 
 
+class Ring(Link):
+    """Rate and latency per hop of an all-reduce over a ring of one length, while all other rings run at once."""
+
+    size: int = Field(ge=2)
+    """Ranks of a ring inside a node; nodes of one that has a rank in each."""
+
+
 class Rate(Section):
     """Rate of operations of one size; times between sizes are interpolated linearly."""
 
@@ -76,6 +83,10 @@ class Hardware(Section):
     """One message between two devices of a node, if it was measured; None: ``node_link``."""
     cluster_send: Link | None = None
     """One message between two devices of different nodes, if it was measured; None: ``cluster_link``."""
+    node_rings: list[Ring] = []
+    """Measured rings inside a node, shortest first; empty: ``node_link`` whatever their length."""
+    cluster_rings: list[Ring] = []
+    """Measured rings across nodes, shortest first; empty: ``cluster_link`` whatever their length."""
     host_link: Link = Link(bytes_per_s=25e9, latency_s=10e-6)
     """Link to host memory, each way."""
     operation_s: float = Field(default=0.0, ge=0)
@@ -95,9 +106,9 @@ class Hardware(Section):
         """Add float16: devices compute it as fast as bfloat16."""
         return {**rates, "float16": rates["bfloat16"]} if "bfloat16" in rates and "float16" not in rates else rates
 
-    @field_validator("products", "copies")
+    @field_validator("products", "copies", "node_rings", "cluster_rings")
     @classmethod
-    def _smallest_first(cls, curve: list[Rate]) -> list[Rate]:
+    def _smallest_first(cls, curve: list[Rate] | list[Ring]) -> list[Rate] | list[Ring]:
         sizes = [rate.size for rate in curve]
         if any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"sizes have to rise, these are {', '.join(f'{size:g}' for size in sizes)}")
@@ -152,9 +163,18 @@ def read_hardware(name: str) -> Hardware:
     Raises:
         ConfigError: no such name or file, or the file is invalid.
     """
+    return _parse(hardware_text(name), name)
+
+
+def hardware_text(name: str) -> str:
+    """Return the text of a hardware file by name or path.
+
+    Raises:
+        ConfigError: no such name or file, or it cannot be read.
+    """
     if name.lower() in known():
-        text = (resources.files("meshwright.configs") / "clusters" / f"{name.lower()}.toml").read_text(encoding="utf-8")
-        return _parse(text, name)
+        folder = resources.files("meshwright.configs") / "clusters"
+        return (folder / f"{name.lower()}.toml").read_text(encoding="utf-8")
     path = Path(name)
     if not path.is_file():
         close = difflib.get_close_matches(path.stem.lower(), known(), 1)
@@ -166,7 +186,7 @@ def read_hardware(name: str) -> Hardware:
             f"such as `meshwright calibrate --out FILE.toml` writes",
         )
     try:
-        return _parse(read_text(path, MAX_TOML_BYTES), name)
+        return read_text(path, MAX_TOML_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError("MW-PLANNER-003", f"--cluster {name}: cannot be read ({reason})") from None
@@ -195,7 +215,7 @@ def _key_problem(place: tuple[int | str, ...], kind: str, message: str) -> str:
     if kind == "missing":
         return f"{key} is missing"
     if kind == "extra_forbidden":
-        names = {*Hardware.model_fields, *Link.model_fields, *Rate.model_fields, *get_args(Message)}
+        names = {*Hardware.model_fields, *Ring.model_fields, *Rate.model_fields, *get_args(Message)}
         close = difflib.get_close_matches(last, sorted(names), 1)
         return f"{key}: there is no such key" + (f"; did you mean {close[0]}?" if close else "")
     return f"{key}: {message[0].lower()}{message[1:]}"

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from meshwright.tools.planner.experts import exchange_s
 from meshwright.tools.planner.layer_profile import CoreCall, GroupMessages, LayerProfile
+from meshwright.tools.planner.links import GroupLink
 from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel
+from meshwright.tools.planner.rates import FrameworkTraits, PerformanceModel
 
 PRODUCTS = (WorkKind.PRODUCT, WorkKind.FLOAT8)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshwright.tools.planner.hardware import Hardware, Link, interpolated_seconds
+from meshwright.tools.planner.hardware import Hardware, interpolated_seconds
+from meshwright.tools.planner.links import GroupLink, of_ring, ring_link
 from meshwright.tools.planner.operations import Work, WorkKind
 
 OWN_BYTES = {"sgd": -8.0, "adafactor": 24.0}
@@ -148,36 +149,6 @@ QUERY_TILE = 128
 """Queries per processor at a time in attention."""
 
 
-class GroupLink(NamedTuple):
-    """Links between the ranks of one group in one layout."""
-
-    bytes_per_s: float
-    ring_s: float
-    """Latency of once around the ring, in seconds."""
-    size: int
-    call_s: float = 0.0
-    """Start-up seconds of each message."""
-    measured: tuple[tuple[str, Link], ...] = ()
-    """Measured links by kind of message; empty if none were measured."""
-
-    def seconds(self, wire_bytes: float, calls: float = 1, kind: str = "") -> float:
-        """Return the seconds of ``calls`` messages of one kind; ``wire_bytes`` is their total per rank.
-
-        An all-gather or reduce-scatter goes once around a ring of any length. An all-reduce goes around twice or, among
-        many ranks, up and down a tree (NCCL's choices).
-        """
-        if self.size == 1:
-            return 0.0
-        for name, link in self.measured:
-            if name == kind:
-                hops = 1 if kind == "send" else (self.size - 1) * (2 if kind == "all_reduce" else 1)
-                return wire_bytes / link.bytes_per_s + calls * hops * link.latency_s
-        latency = self.ring_s
-        if kind == "all_reduce":
-            latency *= min(2.0, 4.0 * math.log2(self.size) / (self.size - 1))
-        return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
-
-
 class PerformanceModel(NamedTuple):
     """Hardware, with the fractions of its rates that a run reaches and the traits of the framework that runs on it."""
 
@@ -247,18 +218,27 @@ class PerformanceModel(NamedTuple):
         """Return the links between ``size`` ranks that stand ``stride`` apart.
 
         Ranks of one node use the node's link. Across nodes, each device has its own network link, so a group with
-        several ranks per node uses all of theirs.
+        several ranks per node uses all of theirs. Rings whose length was measured have its rate.
         """
         hardware, node, cluster = self.hardware, self.hardware.node_link, self.hardware.cluster_link
-        within = node.bytes_per_s * self.fractions.node_link
+        node_share, cluster_share = self.fractions.node_link, self.fractions.cluster_link
         call_s = self.fractions.message_s if hardware.kind == "cuda" else 0.0
+        in_node = size if size * stride <= hardware.linked_devices else max(1, hardware.linked_devices // stride)
+        in_node = min(in_node, size)
+        if hardware.node_rings and in_node > 1:
+            node, node_share = ring_link(hardware.node_rings, in_node), 1.0
+        within = node.bytes_per_s * node_share
         measured = tuple(hardware.messages.items())
-        if size * stride <= hardware.linked_devices:
+        if in_node == size:
+            if measured and hardware.node_rings:
+                usual = ring_link(hardware.node_rings, max(2, min(hardware.processors, hardware.devices_per_node)))
+                measured = of_ring(measured, node.bytes_per_s / usual.bytes_per_s)  # calibrate has so many ranks
             return GroupLink(within, (size - 1) * node.latency_s, size, call_s, measured)
-        in_node = min(max(1, hardware.linked_devices // stride), size)
         crossings = math.ceil(size / in_node)
+        if hardware.cluster_rings:
+            cluster, cluster_share = ring_link(hardware.cluster_rings, crossings), 1.0
         ring_s = crossings * cluster.latency_s + (size - crossings) * node.latency_s
-        across = cluster.bytes_per_s * self.fractions.cluster_link * in_node
+        across = cluster.bytes_per_s * cluster_share * in_node
         return GroupLink(min(across, within), ring_s, size, call_s, measured)
 
     def send_link(self, crosses: bool) -> GroupLink:

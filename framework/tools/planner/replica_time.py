@@ -16,7 +16,8 @@ from meshwright.config import (
 )
 from meshwright.parameters import DTYPES
 from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.rates import GroupLink, PerformanceModel
+from meshwright.tools.planner.links import GroupLink
+from meshwright.tools.planner.rates import PerformanceModel
 from meshwright.tools.planner.stage_time import StageTime, stages_by_rank
 
 

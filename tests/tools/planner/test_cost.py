@@ -14,9 +14,10 @@ from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import GroupMessages, LayerProfile
 from meshwright.tools.planner.layer_time import _WorkTimer, context_exchange_s, layer_time, overlapped_calls
 from meshwright.tools.planner.layout_model import LayoutModel
+from meshwright.tools.planner.links import GroupLink
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import Work, WorkKind
-from meshwright.tools.planner.rates import FrameworkTraits, GroupLink, PerformanceModel, RateFractions
+from meshwright.tools.planner.rates import FrameworkTraits, PerformanceModel, RateFractions
 
 IDEAL = RateFractions(
     product=1.0,
