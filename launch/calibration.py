@@ -14,8 +14,9 @@ from meshwright.launch.environment import Launcher, launch_environment, read_pla
 from meshwright.launch.pool import RankPool
 from meshwright.launch.rank import DUPLICATE_ERROR_DELAY_S, set_threads
 from meshwright.mesh import Grid
-from meshwright.mesh.mesh import close_mesh, node_name, open_mesh
+from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.system.atomic import check_place, write_out
+from meshwright.system.host import node_name
 from meshwright.terminal.output import put
 from meshwright.tools.planner.calibrate import (
     DeviceRates,

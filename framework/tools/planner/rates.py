@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from meshwright.tools.planner.hardware import Hardware, interpolated_seconds
+from meshwright.tools.planner.hardware import Hardware, Link, interpolated_seconds
 from meshwright.tools.planner.links import GroupLink, of_ring, ring_link
 from meshwright.tools.planner.operations import Work, WorkKind
 
@@ -228,7 +228,7 @@ class PerformanceModel(NamedTuple):
         if hardware.node_rings and in_node > 1:
             node, node_share = ring_link(hardware.node_rings, in_node), 1.0
         within = node.bytes_per_s * node_share
-        measured = tuple(hardware.messages.items())
+        measured: tuple[tuple[str, Link], ...] = tuple(hardware.messages.items())
         if in_node == size:
             if measured and hardware.node_rings:
                 usual = ring_link(hardware.node_rings, max(2, min(hardware.processors, hardware.devices_per_node)))

@@ -36,7 +36,7 @@ def install(waits: HostWaits, streams: Streams) -> None:
     """Replace what a CPU build of ``torch.cuda`` lacks, for the rest of this process."""
     for name, value in _replacements(waits, streams).items():
         setattr(torch.cuda, name, value)
-    torch.accelerator.current_stream = torch.cuda.current_stream  # type: ignore[assignment]
+    torch.accelerator.current_stream = torch.cuda.current_stream
     streams.install()
     _patch_fake_tensors(waits, streams)
 
