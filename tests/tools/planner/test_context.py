@@ -258,3 +258,18 @@ def test_the_rank_that_an_h200_ran() -> None:
     bench = ModelCache(run, execution_options(run, h200))
     predicted = evaluate(bench, h200, run, choice_of(run), draw_blueprint(run).schedule).time.total
     assert predicted == pytest.approx(1.810, rel=0.12)
+
+
+def test_an_estimate_does_not_depend_on_those_before() -> None:
+    """Positions of the tokens on meta are made with the layers, not by the first profile."""
+    others = [choice(2), choice(2, 2), choice(2, recompute="full")]
+
+    def works(bench: ModelCache, of: Choice) -> list[LayerProfile]:
+        return list(bench.profiles(with_choice(bench.config, of), splits_backward=False))
+
+    for of in others:
+        alone = works(cache(num_kv_heads=2), of)
+        for before in others:
+            bench = cache(num_kv_heads=2)
+            works(bench, before)
+            assert works(bench, of) == alone
