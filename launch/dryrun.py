@@ -109,6 +109,12 @@ def _warn_of_sizes(config: RunConfig, hardware: Hardware, skew: float) -> None:
 
     cache = ModelCache(config, execution_options(config, hardware), skew=skew)
     check_skew(cache)
+    if skew > config.parallel.ep:
+        raise ConfigError(
+            "MW-LAUNCH-090",
+            f"--skew {skew:g}: a rank has at most parallel.ep = {config.parallel.ep} times the mean of its ep group: "
+            f"give a smaller load, or a larger ep",
+        )
     warn_of_alignment(cache, hardware, config)
 
 

@@ -158,17 +158,21 @@ def _offload(config: RunConfig) -> str | None:
     )
 
 
-OWN_KEYS = {"muon": ("muon_momentum", "nesterov", "ns_steps", "scale"), "adafactor": ("beta2_decay", "clip_threshold")}
-"""Keys that one optimizer alone has."""
+_MUON, _ADAMW = ("muon",), ("adamw", "adamw8bit", "schedule_free_adamw", "muon")  # Muon steps vectors as AdamW does
+READ_BY = {
+    **dict.fromkeys(("muon_momentum", "nesterov", "ns_steps", "scale"), _MUON),
+    **dict.fromkeys(("beta2_decay", "clip_threshold"), ("adafactor",)),
+    **{"betas": (*_ADAMW, "lion"), "eps": (*_ADAMW, "lion", "adafactor"), "block_size": ("adamw8bit",)},
+}
+"""Keys of some optimizers, with their names."""
 
 
 def _own_keys(config: RunConfig) -> str | None:
-    for name, keys in OWN_KEYS.items():
-        changed = non_defaults(config.optimizer, *keys)
-        if config.optimizer.name != name and changed:
-            values = [f"optimizer.{key} = {format_value(getattr(config.optimizer, key))}" for key in changed]
-            given = " and ".join(values)
-            return f'{given} without effect: choose optimizer.name = "{name}", or leave it out'
+    for key in non_defaults(config.optimizer, *READ_BY):
+        if config.optimizer.name not in (names := READ_BY[key]):
+            given = f"optimizer.{key} = {format_value(getattr(config.optimizer, key))}"
+            choice = " or ".join(map('"{}"'.format, names))
+            return f"{given} without effect: choose optimizer.name = {choice}, or leave it out"
     return None
 
 

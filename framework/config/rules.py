@@ -262,12 +262,13 @@ def _layers(config: RunConfig) -> str | None:
 
 
 def _adapter(config: RunConfig) -> str | None:
-    rank, targets = config.adapter.rank, config.adapter.targets
-    if config.adapter.dora and not rank:
-        return "adapter.dora = true has no effect with adapter.rank = 0: set a rank, such as 16"
-    if targets and not rank:
-        return f"adapter.targets = {format_value(targets)} has no effect with adapter.rank = 0: set a rank, such as 16"
-    return "adapter.rank needs adapter.targets, the names of the linears to adapt" if rank and not targets else None
+    adapter = config.adapter
+    if not adapter.rank and (changed := non_defaults(adapter, "dora", "targets", "alpha", "dropout", "init")):
+        value = format_value(getattr(adapter, changed[0]))
+        return f"adapter.{changed[0]} = {value} has no effect with adapter.rank = 0: set a rank, such as 16"
+    if adapter.rank and not adapter.targets:
+        return "adapter.rank needs adapter.targets, the names of the linears to adapt"
+    return None
 
 
 RULES = (

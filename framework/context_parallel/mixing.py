@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.errors import ModelError, UserError
+from meshwright.model.build import meta_copy
 
 SMALLEST, LARGEST = 10, 997
 """The prime is larger than the first, and at most the second."""
@@ -46,13 +47,14 @@ COUNTS = ("arange", "linspace")
 
 
 def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Collection[str], cut: TokenCut) -> None:
-    """Check that no layer mixes tokens outside of the modules named in ``planned``. The model is on meta.
+    """Check that no layer mixes tokens outside of the modules named in ``planned``, on meta.
 
     ``inputs``: of a micro-batch, on meta; tensors (B, S, ...).
 
     Raises:
         ModelError: the first operation that does, by its module.
     """
+    model = meta_copy(model)  # buffers have values
     dims = {size for parameter in model.parameters() for size in parameter.shape}
     sizes = (*range(min(cut.share, LARGEST), SMALLEST, -1), *range(max(cut.share, SMALLEST) + 1, LARGEST + 1))
     prime = next(p for p in sizes if p not in dims and _is_prime(p))

@@ -104,7 +104,7 @@ def apply(
                 module.cut = (1, heads) if isinstance(heads, HeadCut) else (2, cut)
             elif SEQUENCE not in around:
                 module.cut = (1, cut)
-    planned = {name for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE)}
+    planned = {name for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE, ROUTER)}
     check_mixing(builder, model, inputs, planned, cut)
 
 

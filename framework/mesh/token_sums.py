@@ -32,16 +32,11 @@ def own_run(group: Tokens, whole: Tensor) -> Tensor:
     return whole.chunk(group.size, dim=1)[group.rank]
 
 
-def unchanged(ranked: Tensor) -> Tensor:
-    """Return tokens (S, B, ...) of rank 0, rank 1, .., in whose order the sample has them."""
-    return ranked
-
-
 def share_router_tokens(
     module: nn.Module,
     group: Tokens,
     take: Callable[[Tensor], Tensor] | None = None,
-    in_order: Callable[[Tensor], Tensor] = unchanged,
+    in_order: Callable[[Tensor], Tensor] = lambda ranked: ranked,
 ) -> None:
     """Extend a router's functions of its tokens by ``group``, the ranks of an axis that cuts them.
 

@@ -70,9 +70,10 @@ def find_groups(layers: nn.Sequential, canonical: Callable[[str], str], config: 
         factors = {key: one[key] * getattr(chosen[name], key) for key in ("learning_rate_factor", "eps_factor")}
         found[name] = ParameterGroup(**(one | other | factors))
     scaled = [name for name, group in found.items() if group.eps_factor != 1]
-    if scaled and config.optimizer.name == "sgd" and config.optimizer.builder is None:
+    name = config.optimizer.name
+    if scaled and name in ("sgd", "adafactor") and config.optimizer.builder is None:
         what = f"{scaled[0]} has an eps_factor (muP sets them, and learning rates for AdamW)"
-        raise ModelError("MW-MODEL-036", f'{what}, but optimizer.name = "sgd": choose "adamw", or leave it out')
+        raise ModelError("MW-MODEL-036", f'{what}, but optimizer.name = "{name}": choose "adamw", or leave it out')
     return found
 
 

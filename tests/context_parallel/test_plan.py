@@ -81,7 +81,7 @@ CORES = {"core": Core, "forgetful": ForgetfulCore}
 def own_model(plan: dict[str, str], *, core: str = "core", mixer: str | None = None) -> nn.Sequential:
     """Embedding, attention, head."""
     layers = [("embedding", nn.Embedding(11, 8)), ("attention", Attention(CORES[core](), 0.1))]
-    layers += [] if mixer is None else [("mixer", Mixer(mixer))]
+    layers += [] if mixer is None else [("mixer", Scaled() if mixer == "scaled" else Mixer(mixer))]
     model = nn.Sequential(OrderedDict([*layers, ("head", nn.Linear(8, 11))]))
     model.sharding_plan = plan
     return model
@@ -174,6 +174,38 @@ def test_a_layer_that_mixes_tokens_is_refused_by_name(mixer: str) -> None:
     with pytest.raises(UserError, match=r"mixer.*MW-CP-009"):  # shares of two tokens
         own({**PLAN}, {"cp": 16}, mixer=mixer)
     own({**PLAN}, {"cp": 16}, mixer="none")
+
+
+COUNTING = {
+    "bias": {"router": "sigmoid", "balance": "bias"},
+    "losses": {"sequence_loss": 0.1, "batch_loss": 0.1, "router_z_loss": 0.1},
+    "capacity": {"capacity_factor": 1.5},
+    "count": {"count_tokens": True},
+}
+
+
+@pytest.mark.parametrize("exchange", ["keys", "heads"])
+@pytest.mark.parametrize("of", COUNTING)
+def test_a_router_counts_the_tokens_of_all_ranks(of: str, exchange: str) -> None:
+    """It is no layer that mixes tokens by itself: its sums and gathers go over the axis. Its buffers have values."""
+    moe = {"num_experts": 4, "top_k": 2, **COUNTING[of]}
+    config = config_of("meshwright.models.llama:build", {**LLAMA, "moe": moe})
+    assert draw_blueprint(config.replace(parallel={"cp_exchange": exchange}))
+
+
+class Scaled(nn.Module):
+    """Features times a buffer that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8, device="cpu"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_a_buffer_with_values_is_no_obstacle() -> None:
+    assert own(mixer="scaled")
 
 
 def test_with_an_exchange_of_heads_a_core_needs_no_places() -> None:

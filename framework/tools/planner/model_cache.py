@@ -161,7 +161,7 @@ class ModelCache:
         layers, group = copy.deepcopy(originals), counting_group(tp)
         meter = self.context.install_meter(layers, group, cp, exchange)
         of_experts = ExpertGroup(EP, tuple(range(ep)), 0, traffic=group.traffic)
-        of_experts.skew = min(self.skew, self.load_limit)
+        of_experts.skew = min(self.skew, self.load_limit, ep)
         parameters = shard(self.config, self.model, layers, group, of_experts, sequence=sequence)
         stand_for("cuda" if self.execution.groups_experts else "", layers)
         return SplitLayers(layers, group, parameters, meter, (ep, self.skew))

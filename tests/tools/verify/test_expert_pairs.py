@@ -43,6 +43,11 @@ def balanced(**losses: float) -> dict[str, Any]:
     return {"model.options": {"moe": BALANCED | losses}}
 
 
+def longer(**options: Any) -> dict[str, Any]:
+    """Samples for whose parts on a rank the search for layers that mix tokens has a prime."""
+    return {"data": {"sequence_length": 32}, "model.options": {"max_sequence_length": 32, "moe": BALANCED | options}}
+
+
 def config_of(name: str, sections: dict[str, Any]) -> RunConfig:
     """A model of experts, with other values in some sections."""
     tree = model(name).model_dump()
@@ -82,6 +87,8 @@ CASES = [
     LATER("mixtral", "dp2,ep2,full", OFFLOADED, id="offloaded-activations"),
     LATER("mixtral", "dp2,ep2,zero3,offload", {}, id="offload"),
     pytest.param("mixtral", "cp2,tp2,ep2,sequence", balanced(**LOSSES), id="balance"),
+    pytest.param("mixtral", "cp2,ep2", longer(**LOSSES, capacity_factor=1.25), id="longer-cp"),
+    LATER("mixtral", "dp2,cp2,pp2,ep2,dualpipe_v", longer(**LOSSES), id="longer-cp-dualpipe"),
     LATER("mixtral", "dp2,pp2,ep2,full", balanced(**LOSSES), id="balance-pp"),
     LATER("mixtral", "dp2,tp2,ep2,sequence,zero3,zb_h1", balanced(batch_loss=0.5), id="batch-loss"),
 ]

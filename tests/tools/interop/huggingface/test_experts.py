@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from meshwright.expert_parallel.routing import RoutingPlan
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import build_model, configured_model
+from meshwright.tools.interop.huggingface.restructure.experts import is_experts
 from meshwright.tools.verify import Verification, parse_layout, verify
 from meshwright.tools.verify.reference import run_reference
 from meshwright.tools.verify.routes import validation_key
@@ -44,6 +45,18 @@ def test_logits_loss_and_gradients_are_those_of_the_unmodified_model(kind: str, 
     for name, gradient in ours.items():
         other = expected.get(names[name], torch.zeros(()))  # of a block's experts that no token reaches
         assert float((gradient - other).norm()) <= 2e-5 * float(gradient.norm()) + 1e-8, name
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_a_rank_without_rows(kind: str, tmp_path: Path) -> None:
+    """No token chose its experts: no rows come out, and every weight has a gradient of zeros."""
+    layers = plain_layers(build_model(f"hf:{directory(kind, tmp_path)}", {}, 1), torch.float32)
+    experts = next(module for module in layers.modules() if is_experts(module))
+    x = torch.zeros(0, next(layers.parameters()).shape[1], requires_grad=True)
+    y = experts(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in experts.parameters())
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def experts_forward(
     first = self.gate_up_proj if self.has_gate else self.up_proj
     chosen = top_k_index.reshape(-1)
     order = chosen.argsort(stable=True)  # (R,)
-    rows = hidden_states.unsqueeze(1).expand(-1, top_k, -1).reshape(num_tokens * top_k, -1).index_select(0, order)
+    rows = hidden_states.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1).index_select(0, order)
     biases = _biases(self, len(first))
     found = []
     parts = torch.split(rows, _rows_of(chosen, len(first)))
@@ -79,7 +79,7 @@ def experts_forward(
     y = torch.cat(found)
     if self.has_post_expert_norm:
         y = self.post_expert_norm(y)
-    y = y.index_select(0, order.argsort()).view(num_tokens, top_k, -1)
+    y = y.index_select(0, order.argsort()).unflatten(0, (num_tokens, top_k))
     if top_k_weights is not None:
         y = y * top_k_weights.unsqueeze(-1)
     return y.sum(1).to(hidden_states.dtype)
