@@ -79,7 +79,7 @@ def experts_forward(
     y = torch.cat(found)
     if self.has_post_expert_norm:
         y = self.post_expert_norm(y)
-    y = y.index_select(0, order.argsort()).unflatten(0, (num_tokens, top_k))
+    y = y.index_select(0, order.argsort()).view(num_tokens, top_k, y.shape[-1])
     if top_k_weights is not None:
         y = y * top_k_weights.unsqueeze(-1)
     return y.sum(1).to(hidden_states.dtype)
