@@ -218,9 +218,10 @@ class ContextModel:
         keys = {"exchange": EXCHANGE, "order": self.shares.order(cp)}
         return [keys, *([{"exchange": "heads", "order": ORDER}] if divides else [])]
 
-    def _note_heads(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Note the numbers of query and key-value heads of a call with q (B, H, S, d) and k (B, G, S, d)."""
-        self._heads.add((args[0].shape[1], args[1].shape[1]))
+    def _noting_heads(self) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        """Return a hook that notes the heads of a call with q (B, H, S, d) and k (B, G, S, d), also in copies."""
+        heads = self._heads
+        return lambda module, args: heads.add((args[0].shape[1], args[1].shape[1]))
 
     def _cores(self, layers: nn.Module) -> list[nn.Module]:
         """Return the attention cores that the sharding plan names."""
@@ -245,7 +246,7 @@ class ContextModel:
             cut.check(builder, shapes.inputs, parts=1, heads=len(self.model.loss_heads))
             layers = copy.deepcopy(self.model.layers)
             noted = [
-                core.register_forward_pre_hook(self._note_heads, prepend=True)
+                core.register_forward_pre_hook(self._noting_heads(), prepend=True)
                 for core in self._cores(layers)
                 if exchange == EXCHANGE
             ]
