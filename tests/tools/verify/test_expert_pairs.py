@@ -43,6 +43,18 @@ def balanced(**losses: float) -> dict[str, Any]:
     return {"model.options": {"moe": BALANCED | losses}}
 
 
+DEEP: dict[str, Any] = {"model.options": {"num_layers": 4}}
+BESIDE = {"muon": MUON, "adapters": ADAPTERS, "fp8": FLOAT8, "adamw8bit": BLOCKS, "documents": DOCUMENTS}
+PAIRED = {
+    "muon": "dualpipe_v,zero2",
+    "adapters": "dualpipe_v,full",
+    "fp8": "dualpipe_v",
+    "adamw8bit": "dualpipe_v,zero3",
+    "documents": "dualpipe_v,selective",
+}
+"""Capability -> words of its layout."""
+
+
 def longer(**options: Any) -> dict[str, Any]:
     """Samples for whose parts on a rank the search for layers that mix tokens has a prime."""
     return {"data": {"sequence_length": 32}, "model.options": {"max_sequence_length": 32, "moe": BALANCED | options}}
@@ -90,6 +102,10 @@ CASES = [
     pytest.param("mixtral", "cp2,ep2", longer(**LOSSES, capacity_factor=1.25), id="longer-cp"),
     LATER("mixtral", "dp2,cp2,pp2,ep2,dualpipe_v", longer(**LOSSES), id="longer-cp-dualpipe"),
     LATER("mixtral", "dp2,pp2,ep2,full", balanced(**LOSSES), id="balance-pp"),
+    *[
+        LATER("deepseek", f"dp2,pp2,ep2,{words}", BESIDE[of] | DEEP, id=f"dualpipe-{of}")
+        for of, words in PAIRED.items()
+    ],
     LATER("mixtral", "dp2,tp2,ep2,sequence,zero3,zb_h1", balanced(batch_loss=0.5), id="batch-loss"),
 ]
 
@@ -124,9 +140,9 @@ def test_the_numbers_of_other_precisions(dtype: str, pool: RankPool, references:
 
 
 @pytest.mark.all_layouts
-@pytest.mark.parametrize("layout", ["tp2,ep2,sequence", "dp2,pp2,ep2,full"])
+@pytest.mark.parametrize("layout", ["tp2,ep2,sequence", "dp2,pp2,ep2,full", "dp2,pp2,ep2,dualpipe_v"])
 def test_compiled_layers(layout: str, pool: RankPool, references: References) -> None:
-    config, parsed = model("deepseek"), parse_layout(layout)
+    config, parsed = model("deepseek", 4 if "dualpipe_v" in layout else 2), parse_layout(layout)
     compiled = layout_config(config, parsed, 8, "float64").replace(train={"compile": True})
     found = merge(pool.run(run_layout, parsed.size, compiled.model_dump_json(), 2, True, timeout_s=300.0))
     expected = references.expected(config, 8, 2, "float64")
