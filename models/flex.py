@@ -122,16 +122,10 @@ def block_mask(places: Tensor, first: Tensor, length: int) -> BlockMask:
 
 
 def attend_in_tiles(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None) -> Tensor:
-    """Build the mask and attend; to be compiled. Arguments and result: those of :func:`attend`."""
-    mask = _mask_of(q, k, places, first)
+    """Build the mask and attend; to be compiled. See :func:`attend`; places and first are (B, Q) int32."""
+    mask = block_mask(places, first, k.shape[-2])
     mixed: Tensor = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return mixed
-
-
-def _mask_of(q: Tensor, k: Tensor, places: Tensor, first: Tensor) -> BlockMask:
-    """Return the mask of one call. Arguments: those of :func:`attend`."""
-    of_samples = (q.shape[0], -1)
-    return block_mask(places.int().expand(of_samples), first.int().expand(of_samples), k.shape[-2])
 
 
 @cache
@@ -151,13 +145,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale
         first: (1 or B, Q) int, rising: the first key that each sees.
         scale: factor of the scores; None: 1 / sqrt(d).
     """
+    # inputs of the kernel, not computed in it: torch's kernel for CPU takes no others
+    places, first = (each.int().expand(q.shape[0], -1).contiguous() for each in (places, first))
     if torch.compiler.is_compiling():
         return attend_in_tiles(q, k, v, places, first, scale)
     if q.is_meta:
         whole: Tensor = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
         return whole
     if type(q) is not Tensor:
-        _mask_of(q, k, places, first)
+        block_mask(places, first, k.shape[-2])
         outlined: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True, scale=scale)[0]
         return outlined
     with _disable_current_modes():  # nothing is compiled under a dispatch mode: it would run without a kernel

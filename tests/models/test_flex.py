@@ -215,5 +215,11 @@ def test_a_kernel_goes_through_these_tiles_alone() -> None:
         expected = torch.nn.functional.scaled_dot_product_attention(
             q, *wide, dense(documents_of(starts), None, length)[:, None]
         )
-        found = attend(q, k, v, places, first_seen(places, starts, None), None)
+        found = attend(
+            q,
+            k,
+            v,
+            *(each.int().expand(2, -1).contiguous() for each in (places, first_seen(places, starts, None))),
+            None,
+        )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
