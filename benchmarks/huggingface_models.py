@@ -19,7 +19,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +146,7 @@ def every_kind() -> list[str]:
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
     """Return the list as Markdown."""
     good = {kind: found for kind, found in results.items() if found["state"] == "restructured"}
-    proven = [kind for kind, found in good.items() if found["layouts"] and all(map(_passed, found["layouts"].values()))]
+    proven = [kind for kind, found in good.items() if _is_proven(found["layouts"].values())]
     lines = [
         f"{len(good)} of the {len(results)} architectures that transformers {import_transformers().__version__} has a "
         f"causal language model for are restructured; {len(proven)} of them are proven in "
@@ -158,7 +158,9 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
     for kind, found in sorted(good.items(), key=lambda item: (not item[1]["layouts"], item[0])):
         equal = "equal" if found["logits"] == 0 and found["gradients"] < 1e-6 else f"{found['gradients']:.0e} apart"
         cells = [_cell(found, layout) for layout in LAYOUTS]
-        missed = [row["problems"][0] for row in found["layouts"].values() if not _passed(row)][:1]
+        missed = [
+            re.sub(r"hf:/\S*/", "hf:", row["problems"][0]) for row in found["layouts"].values() if not _passed(row)
+        ][:1]
         reasons = "; ".join([*(f"{name}: {why}" for name, why in found["impossible"].items()), *missed])
         lines.append(f"| `{kind}` | {equal} | " + " | ".join(cells) + f" | {reasons} |")
     lines += ["", "| not restructured | why |", "|---|---|"]
@@ -173,6 +175,11 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 def _passed(row: dict[str, Any]) -> bool:
     return bool(row["passed"])
+
+
+def _is_proven(rows: Collection[dict[str, Any]]) -> bool:
+    """Return whether a layout has passed, and all others have or are refused."""
+    return any(map(_passed, rows)) and all(_passed(row) or row["gradient"] is None for row in rows)
 
 
 def _cell(found: dict[str, Any], layout: str) -> str:
