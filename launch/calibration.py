@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from meshwright.errors import UserError
-from meshwright.launch.environment import Launcher, launch_environment, read_place, torch_variables
+from meshwright.launch.environment import Launcher, RankPlace, launch_environment, read_place, torch_variables
 from meshwright.launch.pool import RankPool
 from meshwright.launch.rank import DUPLICATE_ERROR_DELAY_S, set_threads
 from meshwright.mesh import Grid
@@ -72,7 +72,7 @@ def _calibrate_rings(cluster: str | None, device: str, out: Path) -> int:
     launcher = launch_environment()
     if launcher is Launcher.SLURM:
         os.environ.update(torch_variables())
-    place = read_place() if launcher is not Launcher.NONE else None
+    place = RankPlace(0, 1, 0, 1) if launcher is Launcher.NONE else read_place()
     try:
         if cluster is None:
             raise UserError(
@@ -82,14 +82,11 @@ def _calibrate_rings(cluster: str | None, device: str, out: Path) -> int:
         if known.node_rings or known.cluster_rings:
             raise UserError("MW-LAUNCH-089", f"--cluster {cluster} has rings already: name a file without them")
         check_place(out, folder=False, example="my-cluster.toml")
-        if place is None:
-            check_nodes([""])
-            raise AssertionError("one rank alone is refused")
         set_threads(1)
         mesh = open_mesh(Grid(1, place.world_size, 1), device)
         rings = measure_rings(device, place.world_size, check_nodes(mesh.world.gather_objects(node_name())))
     except UserError:
-        if place is not None and place.rank != 0:  # all ranks have the same: the others are ended meanwhile
+        if place.rank != 0:  # all ranks have the same: the others are ended meanwhile
             time.sleep(DUPLICATE_ERROR_DELAY_S)
         raise
     if mesh.rank == 0:

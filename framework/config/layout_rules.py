@@ -164,7 +164,7 @@ READ_BY = {
     **dict.fromkeys(("beta2_decay", "clip_threshold"), ("adafactor",)),
     **{"betas": (*_ADAMW, "lion"), "eps": (*_ADAMW, "lion", "adafactor"), "block_size": ("adamw8bit",)},
 }
-"""Keys of some optimizers, with their names."""
+"""Keys that some optimizers alone read, with the names of these."""
 
 
 def _own_keys(config: RunConfig) -> str | None:

@@ -242,7 +242,8 @@ class ContextModel:
             shapes = MetaMicrobatch(*example(self.config, 1))
             group = CountingGroup(AXIS, tuple(range(cp)), 0)
             cut = TokenCut(group, parallel.cp_order, shapes.labels)
-            cut.places(shapes.labels.device), cut.from_ranks(shapes.labels.device)  # made once, by no layer
+            for positions in (cut.places, cut.from_ranks):
+                positions(shapes.labels.device)  # made here, by no layer
             cut.check(builder, shapes.inputs, parts=1, heads=len(self.model.loss_heads))
             layers = copy.deepcopy(self.model.layers)
             noted = [

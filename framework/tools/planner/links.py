@@ -40,8 +40,13 @@ class GroupLink(NamedTuple):
                 return wire_bytes / link.bytes_per_s + calls * hops * link.latency_s
         latency = self.ring_s
         if kind == "all_reduce":
-            latency *= min(2.0, 4.0 * math.log2(self.size) / (self.size - 1))
+            latency *= rounds(self.size)
         return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
+
+
+def rounds(size: int) -> float:
+    """Return an all-reduce's latency over that of once around its ring: 2, or less by a tree of many ranks."""
+    return min(2.0, 4.0 * math.log2(size) / (size - 1))
 
 
 def ring_link(rings: Sequence[Ring], size: int) -> Link:

@@ -20,6 +20,7 @@ from meshwright.mesh import Grid
 from meshwright.mesh.comm import Group
 from meshwright.mesh.mesh import open_mesh
 from meshwright.tools.planner.hardware import Ring
+from meshwright.tools.planner.links import rounds
 
 Rings = dict[Literal["node_rings", "cluster_rings"], list[Ring]]
 SMALL, LARGE = 2**12, {"cpu": 2**19, "cuda": 2**26}
@@ -48,9 +49,10 @@ def measure_ring(group: Group, device: torch.device) -> Ring:
         return median_high(found)
 
     small_s, large_s = seconds(SMALL), seconds(LARGE[device.type])
-    steps = 2 * (group.size - 1)
-    on_wire = 4 * (LARGE[device.type] - SMALL) * steps / group.size
-    return Ring(size=group.size, bytes_per_s=on_wire / max(large_s - small_s, 1e-9), latency_s=small_s / steps)
+    others = group.size - 1
+    on_wire = 4 * (LARGE[device.type] - SMALL) * 2 * others / group.size
+    hop_s = small_s / (rounds(group.size) * others)
+    return Ring(size=group.size, bytes_per_s=on_wire / max(large_s - small_s, 1e-9), latency_s=hop_s)
 
 
 def measure_rings(device: str, world_size: int, ranks_per_node: int) -> Rings:
