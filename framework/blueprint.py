@@ -1,5 +1,5 @@
-"""The blueprint of a run: everything that is decided before the first collective, a pure function of config and tp
-rank.
+"""The blueprint of a run: everything that is decided before the first collective. It is a pure function of the config
+and of the rank's place in its tp, cp and ep groups.
 
     RunConfig -> Grid, model on meta, sharding, stages, schedule, shapes between stages -> Blueprint
 
@@ -47,33 +47,33 @@ from meshwright.tensor_parallel.cross_entropy import check_output_shape
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Decisions that all ranks of a layout share, as seen from one tp rank."""
+    """Decisions that all ranks share, with the tensor slices (tp, ep) and tokens (cp) of one rank."""
 
     config: RunConfig
     grid: Grid
     model: PlainModel
-    """Parameters on meta, in the training dtype, sharded over tp."""
+    """Model on meta, in the training dtype, with this rank's slices of the parameters."""
     infos: dict[str, ParameterInfo]
     example: MetaMicrobatch
     """Shapes of a micro-batch."""
     stages: list[range]
     """Layers of each stage."""
     schedules: list[Schedule]
-    """Schedules of a step by growing number of micro-batches: one, without a batch-size ramp."""
+    """Schedules by increasing number of micro-batches; several only with a batch-size ramp."""
     boundaries: list[ValueSpec]
     """Output spec of stage i, the input spec of stage i+1."""
     layer_costs: list[LayerCost]
     """Cost of one micro-batch of each full (unsharded) layer, the loss included in the last."""
     running: tuple[str, ...] = ()
-    """Buffers that forward changes: part of the state, as weights are."""
+    """Names of the buffers that a training forward changes: part of the model's state, as weights are."""
     recomputed: tuple[str, ...] = ()
-    """Layers, and parts of layers, that backward computes again."""
+    """Names of the layers, and parts of layers, with activation checkpointing (recompute)."""
     offloaded: tuple[str, ...] = ()
-    """Layers whose tensors saved for backward lie in host memory meanwhile."""
+    """Names of the layers with activation offload: tensors saved for backward move to host memory."""
     metrics: tuple[str, ...] = ()
-    """Names that layers and the loss record."""
+    """Names of the metrics that layers and the loss record."""
     cut: TokenCut = field(kw_only=True)
-    """Tokens of each sample that this rank has."""
+    """Selection of this rank's tokens of each sample, under context parallelism."""
 
     @property
     def schedule(self) -> Schedule:
@@ -125,9 +125,9 @@ def draw_blueprint(
     """Draw the blueprint of a resolved config: describe the model, check it, shard it, plan its stages.
 
     Args:
-        tp: this rank's tensor-parallel group; None: the first rank of one that does not exist yet.
-        cp: the ranks that share the tokens of a sample.
-        ep: the ranks that share the experts of a layer.
+        tp: this rank's tensor-parallel group; None: rank 0 of a group that is not created yet (also of cp and ep).
+        cp: the ranks that split the tokens of a sample.
+        ep: the ranks that split the experts of a layer.
 
     Raises:
         UserError: whatever cannot work, before any process group exists.

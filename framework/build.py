@@ -1,5 +1,5 @@
-"""Construction of one rank's parts from a configuration and a mesh: ``build(config, mesh) -> Parts``. Starts
-nothing."""
+"""Construction of one rank's parts from a configuration and a mesh, ``build(config, mesh) -> Parts``: opens the data,
+makes process groups and allocates the weights, but runs no step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from meshwright.watch.observers import handle_nonfinite
 
 
 def pick_loss(blueprint: Blueprint, tp: Group, *, training: bool) -> Loss:
-    """Return the loss of full logits or this tp rank's shard of them; options and weights are for training alone."""
+    """Return the loss for full or vocabulary-sharded logits; loss options and head weights apply in training only."""
     model = blueprint.model
     if model.loss is not None:
         return model.loss
@@ -62,8 +62,8 @@ def build(
 
     Args:
         sources: training and validation samples; None opens the corpora of the configuration.
-        blueprint: this rank's own, if it exists already. Its layers become the rank's layers, so no other rank may use
-        it.
+        blueprint: this rank's own, if it exists already. Its layers become the rank's layers: no other rank may use
+            the same object.
     """
     blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep) if blueprint is None else blueprint
     mesh.compare_digests(blueprint.digest())
@@ -115,9 +115,9 @@ def make_optimizer(
     host: HostMemory | None,
     holders: Group | None,
 ) -> FlatOptimizer:
-    """Build the optimizer over this rank's shards of all buckets; stepped and gathered in the order of forward.
+    """Build the optimizer over this rank's shards of all buckets. Steps and all-gathers them in the order of forward.
 
-    ``holders``: the ranks with the other parts of weights that tp cuts; None if the optimizer needs no whole weights.
+    ``holders``: the ranks that together hold a weight that tp cuts; None if the optimizer needs no whole weights.
     """
     buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
     shards = [
@@ -145,7 +145,7 @@ def make_optimizer(
 def make_stage(
     blueprint: Blueprint, index: int, layers: nn.Sequential, losses: Losses, before_layer: Callable[[str], None]
 ) -> Stage:
-    """Build a stage of these layers with the specs of the blueprint. ``losses``: of training and of validation."""
+    """Build a stage of these layers with the specs of the blueprint. ``losses``: (training, validation)."""
     labels_per_step = batch_numbers(blueprint.config).global_batch * blueprint.example.labels_per_sample
     spec = StageSpec(
         index,

@@ -3,7 +3,7 @@
 take_step
     executor.run(feed)      this rank's row of the schedule
         F, B, ...           forward and backward of every micro-batch; gradients accumulate in the buckets
-        last B or W         posts the reduce-scatter (ZeRO-0: all-reduce) of each bucket as backward completes it
+        last B or W         posts reduce-scatters (ZeRO-0: all-reduces) of completed buckets; ZeRO-2, 3: every B, W
         REDUCE              waits for all of them; sums partial gradients over tp
         STEP                _optimizer_step: sums over all ranks, clipping, optimizer, all-gather of the weights
 """
@@ -63,9 +63,9 @@ def take_step(parts: Parts) -> StepStats:
 def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
     """Run STEP of the schedule: all-reduce the sums over all ranks, then update this rank's shards.
 
-    The buckets hold the gradient of loss scale x loss_sum / expected labels. The mean over the labels that counted
-    needs the factor expected / counted / loss scale: 1 unless labels are ignored, or the run computes in float16.
-    Clipping is one more factor: all are applied at once.
+    The buckets hold the gradient of loss scale x loss_sum / label positions, ignored ones included. The mean over the
+    labels that counted needs the factor positions / counted / loss scale: 1 unless labels are ignored, or the run
+    computes in float16. Clipping is one more factor. All are applied at once.
     """
     config = parts.config
     numbers: list[float] = all_reduce_sums(parts, row).tolist()
@@ -103,9 +103,9 @@ class StepSums(NamedTuple):
     square_norm: float
     """Square of the norm of the gradient in the buckets."""
     busy_s: float
-    """Seconds in which the stages computed."""
+    """Seconds in which this rank's stages computed."""
     passed_s: float
-    """Seconds from the first forward to the last backward."""
+    """Seconds from the start of the row to the end of its last computation."""
     stop: float
     not_written: float
     files_lost: float
@@ -113,10 +113,10 @@ class StepSums(NamedTuple):
 
 
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
-    """Sum tied-weight gradients, then all-reduce the step's scalars: float64, the 8 of :class:`StepSums`, two a metric.
+    """Sum tied-weight gradients, then all-reduce the step's scalars: float64, 8 of :class:`StepSums`, 2 per metric.
 
-    The sums of the step state end the message. Does not wait for the device: the sums stay there, and on CUDA the times
-    are those of the step before.
+    The message ends with the sums of the step state (running buffers). Does not wait for the device: the sums stay
+    there, and on CUDA the times are those of the step before.
     """
     mesh, optimizer = parts.mesh, parts.optimizer
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)

@@ -18,10 +18,10 @@ from meshwright.step import take_step
 
 
 def train(parts: Parts, observers: Sequence[Observer]) -> None:
-    """Step until ``train.steps``, with the observers in their order after each step. Every rank calls it.
+    """Step until ``train.steps``; call the observers in order, before and after each step. Every rank calls it.
 
     Raises:
-        Preempted: on every rank, after the step in which a signal was seen, when its checkpoint is saved.
+        Preempted: on every rank, after the step in which a signal was seen, once its checkpoint is saved.
         NonFiniteError: on every rank, from a step that was not taken.
         DriftError: on every rank, before a checkpoint of copies that differ is written.
         RunFilesError: on every rank, when the run's directory belongs to another run, or cannot be made again.

@@ -2,7 +2,7 @@
 
     parameters   | block0.qkv ... | embedding.tokens ........ | pad |     last layer first; parameters are views of it
     gradients    | same slots, fp32 (fp64 when training in fp64) ....|     accumulated over the micro-batches of a step
-                 |<------- shard of replica 0 ------->|<- of 1 ----->|     ZeRO-1: what one replica's optimizer steps
+                 |<------- shard of replica 0 ------->|<- of 1 ----->|     ZeRO-1: each replica's optimizer steps one
 
 ZeRO-2, reduced per micro-batch: between backwards a replica keeps only its shard of the gradient. A bucket's full
 gradient exists only while a backward fills it.
@@ -90,7 +90,7 @@ class Bucket(ShardedParameters):
         self._has_sum = False
         """True when the gradient shard holds the sum over earlier micro-batches of this step."""
         self._part: Tensor | None = None
-        """Output of the posted reduce-scatter, when it is to be added to such a sum."""
+        """Output of the posted reduce-scatter if :meth:`wait` is to add it to that sum."""
 
     def make_master(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """Return master weights: the shard of the weights itself, or a copy of it in a dtype with more bits."""
@@ -128,16 +128,16 @@ class Bucket(ShardedParameters):
     def reduce(self, *, last: bool = True) -> None:
         """Post the gradient reduction over the replicas. Does not block.
 
-        With shards it is a reduce-scatter over the neighbours that hold the other shards; :meth:`reduce_across`
-        completes the sum. Under ZeRO-0 it is an all-reduce over all replicas. It is called once per step where the full
-        gradient is kept, and any number of times otherwise, because the sums accumulate.
+        Sharded: a reduce-scatter over the shard group; :meth:`reduce_across` completes the sum over all replicas.
+        ZeRO-0: an all-reduce over all replicas. Called once per step where the full gradient is kept, and any number of
+        times otherwise, because the sums accumulate in the shard.
 
         Bytes on the wire per rank, M = bytes of the bucket's gradients, n shards, r copies: M (n-1)/n, across copies
         2 M/n (r-1)/r; not sharded 2 M (r-1)/r.
 
         Args:
-            last: this is the step's last reduction of the bucket: one without shards is reduced in this alone, and an
-                offloaded bucket then copies the result to the host.
+            last: this is the step's last reduction of the bucket. A bucket that is not sharded is reduced only then,
+                and an offloaded one then copies the result to the host.
         """
         gradient = self.open_gradient()
         if not self.is_sharded:
@@ -155,8 +155,8 @@ class Bucket(ShardedParameters):
     def reduce_across(self) -> None:
         """Post an all-reduce of this rank's gradient shard over the replicas that hold the same shard.
 
-        Waits for the reduce-scatter over the neighbours, and does not wait for its own sum. Does nothing without
-        shards.
+        Blocks until the reduce-scatter over the shard group is done, but not for its own all-reduce. Does nothing if
+        the bucket is not sharded.
         """
         if self.is_sharded and self.sharding.copies.size > 1:
             self.wait()

@@ -58,7 +58,7 @@ class StageReplica:
         self.tp = tp
         self.frozen = [member for member in members if not member.parameter.requires_grad]
         """Parameters that are not trained: no bucket, gradient or optimizer state; the same values on every replica."""
-        self.frozen_shards: Sequence[ShardedParameters] = ()  # of ZeRO-3 alone
+        self.frozen_shards: Sequence[ShardedParameters] = ()  # only ZeRO-3 has any
         trained = [member for member in members if member.parameter.requires_grad]
         make_bucket = Bucket if host is None else partial(OffloadedBucket, host)
         self.buckets: list[Bucket] = [
@@ -73,7 +73,7 @@ class StageReplica:
         self._untouched: set[Tensor] = set()
         """Parameters without a gradient in this step so far; their bucket slot holds last step's gradient, or zero."""
         self._multiplied: set[Tensor] = set()
-        """Parameters with a product of the running backward that their hook has yet to count."""
+        """Parameters whose gradient a GEMM added in this backward (products.py), not yet counted by their hook."""
         for index, bucket in enumerate(self.buckets):
             for number, (member, _, _) in enumerate(bucket.slots):
                 if bucket not in self._buckets_of_layer[member.layer]:
@@ -104,7 +104,7 @@ class StageReplica:
         collector does not see them: a strong reference would keep hooks, buckets and connections alive forever.
         """
         replica, gradient = reference(), parameter.grad
-        if replica is None or (gradient is None and parameter not in replica._multiplied):  # W computes it later
+        if replica is None or (gradient is None and parameter not in replica._multiplied):  # I: W computes it later
             return
         if replica._multiplied:
             replica._multiplied.discard(parameter)
@@ -114,7 +114,7 @@ class StageReplica:
         view = bucket.gradient_views[number]
         if (
             gradient is not None and gradient is not view
-        ):  # the step's first (autograd made a tensor of its own), or another dtype
+        ):  # the step's first gradient (autograd allocated its own tensor), or one of another dtype
             if parameter in replica._untouched:
                 replica._untouched.remove(parameter)
                 view.copy_(gradient)
@@ -126,7 +126,7 @@ class StageReplica:
             replica._post_complete(replica._reduction)
 
     def begin_product(self, parameter: Tensor, *, index: int, number: int) -> tuple[Tensor, bool]:
-        """Return the sum to which the GEMM adds a weight gradient, and whether it has none of this step yet."""
+        """Return (gradient in the bucket to which a GEMM adds a product, True if it is the first of this step)."""
         self.buckets[index].open_gradient()
         is_first = parameter in self._untouched
         self._untouched.discard(parameter)

@@ -1,7 +1,7 @@
 """Interface to a stage's parameters on one replica, the same for ZeRO-0 to ZeRO-3.
 
-dp = 4, shard_factor = 2      replicas 0 1 | 2 3      shards are cut inside a group of neighbours,
-                              shard    0 1 | 0 1      and summed across: 0 with 2, 1 with 3
+4 replicas, shard_factor = 2  replicas 0 1 | 2 3      neighbours hold one copy, each a shard of it;
+                              shard    0 1 | 0 1      gradients of equal shards are summed: 0 with 2, 1 with 3
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshwright.parameters import GroupSettings, ParameterInfo
 
 
 class Sharding(NamedTuple):
-    """Process groups of a replica's state. ZeRO-0: shard 1, copies dp; ZeRO-1 to 3: shard_factor, dp / shard_factor."""
+    """Process groups of n replicas. Sizes: ZeRO-0 (shard 1, copies n), ZeRO-1 to 3 (shard_factor, n / shard_factor)."""
 
     shard: Group
     """Replicas that hold one shard each of a bucket. With one rank, a bucket is not sharded."""
@@ -27,12 +27,12 @@ class Sharding(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        """Number of data-parallel replicas."""
+        """Number of replicas: dp x cp; of experts dp x cp x tp / ep."""
         return self.shard.size * self.copies.size
 
     @property
     def is_first(self) -> bool:
-        """True on the first of the replicas, which saves and reports what all of them hold."""
+        """True on the first replica, which saves and reports the state that all of them hold."""
         return self.shard.rank == 0 and self.copies.rank == 0
 
     def range_of(self, numel: int) -> tuple[int, int]:
@@ -53,7 +53,7 @@ class Tie(NamedTuple):
 
 
 class BucketKind(NamedTuple):
-    """Properties that all parameters of one bucket have in common."""
+    """Properties that all parameters of a bucket share. ``in_blocks``: 8-bit optimizer state; ``is_matrix``: Muon."""
 
     decays: bool
     in_blocks: bool
@@ -63,12 +63,12 @@ class BucketKind(NamedTuple):
     settings: GroupSettings = GroupSettings()
     is_matrix: bool = False
     over: str = "tp"
-    """"ep": slices of experts, which have replicas of their own."""
+    """"ep" for the weights of experts, which have replicas of their own; "tp" for all others."""
 
     def owns(self, tp_rank: int) -> bool:
         """Return whether this tp rank counts the bucket in gradient norms and parameter numbers.
 
-        It chooses among tp ranks and tied stages; ``make_optimizer`` chooses among the replicas with the same shard.
+        It selects among tp ranks and tied stages; ``make_optimizer`` selects among the replicas with the same shard.
         """
         return (not self.replicated_over_tp or tp_rank == 0) and (self.tied is None or self.tied.is_first)
 

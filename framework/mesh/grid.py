@@ -23,7 +23,7 @@ class Axis(StrEnum):
 
 
 class Coordinates(NamedTuple):
-    """Coordinates of a rank on each axis."""
+    """Coordinates of a rank, one per axis. Fields are not in the order of the axes: cp is last, and optional."""
 
     pp_rank: int
     dp_rank: int
@@ -32,14 +32,14 @@ class Coordinates(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Degree of each axis. Ranks, coordinates and groups are derived from it."""
+    """Degree of each axis, from which ranks, coordinates and groups follow. Fields are not in the order of the axes."""
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    """No axis: the ranks of a stage that share its experts, neighbours over tp, then cp, then dp."""
+    """Not an axis: experts are distributed over ep neighbouring ranks of a stage, first over tp, then cp, then dp."""
 
     def __str__(self) -> str:
         experts = f", ep {self.ep}" if self.ep > 1 else ""
@@ -52,12 +52,12 @@ class Grid(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas, ranks with the same weights: a cp rank has those of its dp neighbours."""
+        """Number of replicas, ranks with the same weights. cp ranks count: they split tokens, not weights."""
         return self.dp * self.cp
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes, outermost first; cp where it is used."""
+        """The axes, outermost first; cp only if its degree is above 1."""
         return tuple(axis for axis in Axis if axis is not Axis.CP or self.cp > 1)
 
     def rank(self, at: Coordinates) -> int:

@@ -16,7 +16,7 @@ NORM_PIECE = 2**16
 """Elements per piece of the norm: squares are summed in float32 within a piece, and in float64 over pieces.
 
 torch's CPU kernel loses 1e-3 of the norm of a flat tensor of 4 million elements. The norm, and clipping, would then
-depend on the layout. CUDA sums pairwise: there full shards are as exact, and a billion elements would be 15,000 pieces.
+depend on the layout. CUDA sums pairwise: a whole shard is as accurate, and a billion elements would be 15,000 pieces.
 """
 
 
@@ -56,7 +56,7 @@ class FlatOptimizer:
         """Build the torch optimizer over the shards.
 
         Args:
-            order: indices of the shards, in the order in which they are stepped and sent; None: as given.
+            order: indices of the shards, in the order in which they are stepped and all-gathered; None: as given.
             allocate: function (numel, dtype) that allocates zeros for state; None: on the device of the weights.
         """
         self.shards = list(shards)

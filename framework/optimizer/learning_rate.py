@@ -1,4 +1,4 @@
-"""Learning rate of a step, a pure function of it: nothing to save, nothing to be off by one after a resume."""
+"""Learning rate as a pure function of the step: no scheduler state to save, no off-by-one error after a resume."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     Warmup is linear and never zero: step 0 of ``warmup_steps`` w uses 1/w of the peak, step w-1 the full peak.
 
         cosine    peak -> min over the steps after warmup, half a cosine; the last step of the run is at min
-        linear    the same along a line
-        wsd       peak until the last ``decay_steps``, then a line to min (warmup, stable, decay)
+        linear    the same, linearly
+        wsd       peak until the last ``decay_steps``, then linearly to min (warmup, stable, decay)
         constant  peak
 
     With ``decay_until`` = n the decay is that of a run of n steps; from step n-1 on the rate is at min. A function of

@@ -1,6 +1,6 @@
 """Parts of one rank, and the state of its run.
 
-build     Parts          everything that one rank needs to train
+build     Parts          all that one rank needs to train: mesh, executor, replicas, optimizer, data, state
           StepFeed       this rank's micro-batches of a step
 step      StepStats      the numbers of one optimizer step, the same on every rank
 """
@@ -30,7 +30,7 @@ from meshwright.pipeline.executor import Executor, RowResult
 from meshwright.pipeline.values import Feed, Microbatch, cast_floats
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
-"""A rank was asked to end the run; a rank could not write its share of a checkpoint; the run's directory is gone."""
+"""Some rank: was asked to end the run; could not write its share of a checkpoint; found the run's directory lost."""
 
 
 @dataclass
@@ -124,9 +124,9 @@ class Parts(ForwardParts):
     """Hashes of the training data at the start, by name: a resumed run must have the same."""
     state: TrainState = field(default_factory=TrainState)
     last: RowResult | None = None
-    """The last step's row as it ran: when each action began and ended."""
+    """Result of the last step's row: times of its actions, losses, recorded metrics."""
     flags: dict[str, Callable[[], bool]] = field(default_factory=lambda: dict.fromkeys(FLAGS, lambda: False))
-    """Each of FLAGS is read once per step on each rank; :class:`StepStats` has those that were raised on any rank."""
+    """Function of each of FLAGS, called once per step on every rank; :class:`StepStats` has those raised anywhere."""
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that layers and the loss recorded in the last validation."""
     restarts: int = 0
@@ -136,8 +136,8 @@ class Parts(ForwardParts):
     is_stopped: bool = False
     """True when the run ends before ``train.steps`` because a callback has asked for it; the same on every rank."""
     on_gradients: Callable[[Parts, float], None] | None = None
-    """Called in each step when gradients are complete, before clipping: (parts, factor); gradient = factor x what lies
-    in the buckets."""
+    """Called in each step when gradients are complete, before clipping: (parts, factor). The gradient of the mean loss
+    is factor x the contents of the buckets."""
     on_nonfinite: Callable[[Parts, Feed, StepStats], None] | None = None
     """Called on all ranks when loss or gradient norm is NaN or Inf, before any weight has changed: (parts, the step's
     feed, its numbers). It raises, or returns to skip the step. None: the step is skipped."""
@@ -146,14 +146,14 @@ class Parts(ForwardParts):
     """Buffers of this rank's layers that forward changes."""
 
     def __post_init__(self) -> None:
-        """Find the step state."""
+        """Build the step state."""
         layers, replica = self.blueprint.model.layers, (self.mesh.dp.rank, self.mesh.dp.size)
         own = [name for stage in self.executor.stages.values() for name in stage.layers._modules]
         adds = self.mesh.at.tp_rank == 0 or self.config.parallel.sequence
         self.step_state = StepState(layers, self.blueprint.running, own, replica, adds)
 
     def add_state(self, name: str) -> list[Tensor]:
-        """Add a state with one number per weight of this rank; from an observer's ``setup``."""
+        """Add an optimizer-like state, one number per weight of this rank. Called from an observer's ``setup``."""
         return add_state(self.optimizer, name)
 
     def validation_feeds(self) -> Iterator[StepFeed]:
@@ -167,7 +167,7 @@ class Parts(ForwardParts):
         return self.step_state.buffers()
 
     def request_stop(self, reason: str) -> None:
-        """Ask to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""
+        """Request to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""
         self.stop_reason = reason
 
 
@@ -186,7 +186,7 @@ class StepStats(NamedTuple):
     flags: frozenset[str] = frozenset()
     """FLAGS that some rank raised."""
     skipped: bool = False
-    """Loss or gradient were NaN or Inf: weights and optimizer are as before."""
+    """True if loss or gradient norm was NaN or Inf: weights and optimizer state did not change."""
     loss_scale: float = 1.0
     """Loss scale of the step; 1 unless the run computes in float16."""
     num_samples: int = 0

@@ -1,11 +1,11 @@
-"""Executor of one rank's row of a schedule: a method for each Kind, and a loop. It makes no decisions.
+"""Executor of one rank's row of a schedule: a loop, and a method for each sort of item. It makes no decisions.
 
     item of the row                     effect
     F stage m                           values[F, stage, m]      = stage.forward(values[F, stage-1, m])
     B stage m                           values[B, stage, m]      = stage.backward(values[B, stage+1, m])
     I stage m                           values[B, stage, m]      = stage.backward_input(values[B, stage+1, m])
     W stage m                           stage.backward_weight(m)
-    {F stage m + B stage' m'}           both in turns: each continues while exchanges of the other's experts travel
+    {F stage m + B stage' m'}           in turns: each runs while the other's expert all-to-all is in flight
     SEND_F / RECV_F                     values[F, stage, m] / values[F, stage-1, m]   to / from the neighbour
     SEND_B / RECV_B                     values[B, stage, m] / values[B, stage+1, m]   to / from the neighbour
     REDUCE stage                        replicas[stage].finish_reduce(): the gradients of the global batch
@@ -71,19 +71,19 @@ class Executor:
     stages: dict[int, Stage]
     device: torch.device
     draw: Draw = field(default_factory=Draw)
-    """Sample indices that the dropouts read, and a rank's tokens; set before each forward."""
+    """Sample indices and tokens of the present micro-batch, which dropouts read; set before each forward."""
     replicas: Mapping[int, GradientReducer] = field(default_factory=dict)
     """Reducer of each stage's gradients; REDUCE does nothing for a stage without one."""
     reduces_each_microbatch: bool = False
     """Reduce after every backward of a stage, not only after the last one of the step."""
     metrics: tuple[str, ...] = ()
-    """Names that layers and the loss may record."""
+    """Names of the metrics that layers and the loss may record."""
     offload: ActivationOffload | None = None
     """Offload of the stages' saved tensors to the host."""
     run_pair: RunPair = in_order
-    """Function that runs F and B of a pair."""
+    """Function that runs the two computations of a pair."""
     reads_samples: bool = False
-    """Read the samples on every stage, not only on the first and the last: a rank's tokens follow from them."""
+    """Read the samples on every stage, not only on the first and the last: they decide the tokens of this cp rank."""
 
     def __post_init__(self) -> None:
         """Prepare to run the schedule."""
@@ -92,7 +92,7 @@ class Executor:
         self.follow(self.schedule)
 
     def follow(self, schedule: Schedule) -> None:
-        """Run this schedule from now on. Resolves each item of the row to its method and argument."""
+        """Switch to this schedule, of a batch-size ramp: resolve each item of the row to a method and its argument."""
         self.schedule = schedule
         if self.offload is not None:
             self.offload.follow(schedule, self.pp.rank)

@@ -1,4 +1,4 @@
-"""One pipeline stage: a run of the model's layers, and the tensors that it saves per micro-batch for backward.
+"""One pipeline stage: consecutive layers of the model, and the tensors saved per micro-batch for backward.
 
 forward          F     layers, then the loss on the last stage
 backward         B     gradients of the inputs and of the weights
@@ -49,7 +49,7 @@ class StageSpec:
     running: Collection[str] = ()
     """Buffers of the model that forward may change, by name."""
     offloaded: Collection[str] = ()
-    """Layers whose saved tensors lie in host memory until backward."""
+    """Layers with activation offload: their saved tensors are in host memory until backward."""
 
 
 class _Saved(NamedTuple):
@@ -66,8 +66,8 @@ class Stage:
         before_layer: function called with the name of each layer before it runs, because its weights may still be in an
             all-gather.
         draw: sample indices of the current micro-batch, restored when a forward is recomputed.
-        validation_loss: loss in eval mode, if another.
-        checks_loss: check in the first forward that the loss ignores ignored labels.
+        validation_loss: loss in eval mode; None: ``loss``.
+        checks_loss: check in the first training forward that the loss is zero where labels are ignored.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Stage:
         self.input_spec, self.output_spec = spec.input, spec.output
         self.loss_scale = spec.loss_scale
         self.step_scale = 1.0
-        """Factor on ``loss_scale`` in the present step: the loss scale of float16."""
+        """Further factor on the loss in this step: the dynamic loss scale of float16 training, else 1."""
         self.layers = layers
         self.loss, self.validation_loss = loss, validation_loss or loss
         self.split = SplitBackward() if spec.splits_backward else None
@@ -178,5 +178,5 @@ class Stage:
         accumulate_deferred(self._deferred.pop(microbatch))
 
     def awaited(self, microbatch: int) -> set[Tensor]:
-        """Return the parameters to which W of this micro-batch will add gradients."""
+        """Return the parameters to whose gradients W of this micro-batch will add."""
         return {each.parameter for each in self._deferred[microbatch]}

@@ -6,7 +6,7 @@
                                                                {0F2+3B1}: a pair, computed in turns
 
 An action has no time, buffer or rank. The simulator or a measurement adds time, buffers belong to the stage, and the
-rank is the index of the row. :mod:`load` has the text form.
+rank is the index of the row. :mod:`text` formats and parses this form.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import NamedTuple, TypeAlias
 
 
 class Kind(StrEnum):
-    """Kinds of actions. Closed: handlers, rules, costs and pictures are tables keyed by it.
+    """Kinds of actions. A closed set: handlers, checks, costs and drawings are tables keyed by it.
 
-    ``2SEND_F0``: stage 2 sends its output of micro-batch 0 to stage 3. ``3RECV_F0``: stage 3 receives its input of it.
-    ``3SEND_B0``: stage 3 sends the gradient of its input to stage 2. ``2RECV_B0``: stage 2 receives that of its output.
+    ``2SEND_F0``: stage 2 sends its output of micro-batch 0 to stage 3. ``3RECV_F0``: stage 3 receives it as its input.
+    ``3SEND_B0``: stage 3 sends the gradient of its input to stage 2. ``2RECV_B0``: stage 2 receives it.
     """
 
     F = "F"
@@ -38,7 +38,7 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
-    """End of the stage's gradient reduction: posts what is left, waits for all, sums over tp where partial."""
+    """Ends the stage's gradient reduction: posts the reductions left, waits for all, sums partial gradients over tp."""
     STEP = "STEP"
     """One optimizer step of all stages of the rank."""
 
@@ -93,7 +93,7 @@ class Placement(StrEnum):
     """Placement of stages on pipeline ranks."""
 
     LOOP = "loop"
-    """Stages go round the ranks: 0 1 .. pp-1 0 1 .."""
+    """Stages are assigned to ranks in round-robin order: 0 1 .. pp-1 0 1 .."""
     V = "v"
     """Stages go down the ranks and come back: 0 1 .. pp-1 pp-1 .. 1 0; at the turn nothing is sent."""
 
@@ -131,7 +131,7 @@ class Schedule:
 
     @cached_property
     def is_lowered(self) -> bool:
-        """True if the rows hold more than computations (messages, REDUCE, STEP) and can run; else lower it first."""
+        """True if the rows hold messages, REDUCE or STEP besides computations, and can run; else lower them first."""
         return any(action.kind not in COMPUTE for rank in range(self.pp) for _, action in self.actions(rank))
 
     @cached_property
@@ -140,7 +140,7 @@ class Schedule:
         return any(action.kind is Kind.I for rank in range(self.pp) for _, action in self.actions(rank))
 
     def rank_of(self, stage: int) -> int:
-        """Return the pipeline rank that holds a stage; for a stage that a faulty schedule invents, perhaps no rank."""
+        """Return the pipeline rank of a stage. A stage out of range, in a faulty schedule, may give no valid rank."""
         return self._ranks[stage] if stage < self.num_stages else self.placement.pp_rank(stage, self.pp)
 
     @cached_property
@@ -153,7 +153,7 @@ class Schedule:
         return tuple(stage for stage, rank in enumerate(self._ranks) if rank == pp_rank)
 
     def actions(self, pp_rank: int) -> Iterator[tuple[int, Action]]:
-        """Yield the actions of a row, groups opened, each with the position of its item in the row."""
+        """Yield (position of its item in the row, action) for each action of a row; groups and pairs are flattened."""
         return ((position, action) for position, item in enumerate(self.rows[pp_rank]) for action in actions_of(item))
 
     def peer(self, action: Action) -> int:

@@ -1,16 +1,16 @@
 """Lowering of a compute schedule: adds communication, gradient reduction and the optimizer step.
 
-Every message gets a position in one global order of the step. Each row is that order restricted to one rank:
+Every message gets a position in one global order of the step; a row is that order restricted to one rank. 1f1b, pp=2:
 
-    computations in time     1F0  0F1  1B0  2F0 ..        as they start if messages take no time; a pair as one (1)
-    with the messages        1F0 0F1 {0->1 F1} 1B0 ..     each as late as can be: before what its sender      (2)
-                                                          computes next, and before what its receiver needs it for
-    row 0                    0F1 0SEND_F1                 a receive is posted one computation earlier         (3)
-    row 1                    1RECV_F1 1F0 1B0             neighbours of a row are posted together             (4)
+    computations in time     0F0 0F1 1F0 1B0 0B0 ..        as they start if messages take no time; a pair as one   (1)
+    with the messages        0F0 {0->1 F0} 0F1 1F0 1B0 {0->1 F1} {1->0 B0} 0B0 ..    each as late as possible:
+                             before its sender's next computation, and before the one that uses it                 (2)
+    row 0                    0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 ..      receives one computation earlier       (3)
+    row 0, grouped           0F0 {0SEND_F0+0RECV_B0} 0F1 0SEND_F1 0B0 ..    adjacent messages are posted together  (4)
 
 Such rows cannot deadlock, even if every send blocks until its receive is posted and the message is there (rendezvous):
 the earliest unfinished item of the global order can always run. Messages between two ranks arrive in the order in which
-they were sent. A receive that is posted blocks the computation that uses it, and nothing before.
+they were sent. A posted receive blocks only the computation that uses its value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def lower(schedule: Schedule) -> Schedule:
     1REDUCE STEP``.
 
     REDUCE follows the stage's last backward and the messages right after it, so that no neighbour waits for a
-    reduction. A schedule with faults is lowered as far as it makes sense, so that ``check`` can name them. Raises
+    reduction. A faulty schedule is lowered too, without an error, so that ``check`` can report its faults. Raises
     :class:`ScheduleError` for a schedule that has been lowered already.
     """
     for pp_rank in range(schedule.pp):
@@ -56,13 +56,13 @@ def lower(schedule: Schedule) -> Schedule:
 def _in_time(schedule: Schedule) -> list[tuple[int, Item]]:
     """Return (rank, computation) in the order in which they start. (1)
 
-    Where rows wait for each other in a circle, or for what nobody computes, the first of them goes on as if its input
-    had come: ``check`` will find the receive without a partner, or the deadlock.
+    If rows wait for each other in a cycle, or for a value that no row computes, the first of them continues as if its
+    input had arrived: ``check`` will report the receive without a partner, or the deadlock.
     """
     rows = schedule.rows
     positions, clocks = [0] * schedule.pp, [0] * schedule.pp
     sent: dict[Action, int] = {}
-    waiting: dict[Action, int] = {}  # for which send: the rank
+    waiting: dict[Action, int] = {}  # missing send -> the rank that waits for it
     started: list[tuple[int, int, Item]] = []
     to_visit = deque(range(schedule.pp))
     while to_visit or waiting:
@@ -100,9 +100,9 @@ def _messages_of(schedule: Schedule, rank: int, item: Item) -> tuple[list[Action
 
 def _with_messages(schedule: Schedule, order: list[tuple[int, Item]]) -> list[list[Item]]:
     """Return the rows, with both ends of each message at its place in the global order. (2)"""
-    made_at: dict[Action, int] = {}  # by send: the position in the order
-    used_at: dict[Action, int] = {}  # by receive
-    following: dict[int, int] = {}  # the position of what the same rank computes next
+    made_at: dict[Action, int] = {}  # send -> position of its computation in the order
+    used_at: dict[Action, int] = {}  # receive -> position of the computation that uses it
+    following: dict[int, int] = {}  # position -> position of the same rank's next computation
     last: dict[int, int] = {}
     for at, (rank, item) in enumerate(order):
         if rank in last:
@@ -113,14 +113,14 @@ def _with_messages(schedule: Schedule, order: list[tuple[int, Item]]) -> list[li
             used_at.setdefault(receive, at)
         for send in sends:
             made_at.setdefault(send, at)
-    before: dict[int, list[Action]] = defaultdict(list)  # ends of messages, by what they stand before
+    before: dict[int, list[Action]] = defaultdict(list)  # position -> sends and receives to insert before it
     for send, at in made_at.items():
         next_at = following.get(at, len(order))
         use_at = used_at.get(send.partner(), -1)
         if use_at > at:
             del used_at[send.partner()]
             before[min(next_at, use_at)] += [send, send.partner()]
-        else:  # nobody will use it, or has done so already: a fault, for check() to name
+        else:  # unused, or used before it is sent: a fault, which check() reports
             before[next_at].append(send)
     for receive, at in used_at.items():
         before[at].append(receive)
@@ -136,7 +136,7 @@ def _with_messages(schedule: Schedule, order: list[tuple[int, Item]]) -> list[li
 
 
 def _fuse(row: Iterable[Item]) -> list[Item]:
-    """Fuse neighbouring communications into one group, sends first; a single one stays as it is. (4)"""
+    """Fuse adjacent communications into one group, sends first; a single one stays an Action. (4)"""
     items: list[Item] = []
     for is_communication, run in groupby(row, key=lambda item: actions_of(item)[0].kind in COMMUNICATION):
         found = list(run)
@@ -149,7 +149,7 @@ def _fuse(row: Iterable[Item]) -> list[Item]:
 
 
 def _with_reduce(items: list[Item], last_backwards: frozenset[Action]) -> list[Item]:
-    """Insert REDUCE after each last backward and the communication item that follows it. Splits no group."""
+    """Insert REDUCE after each last backward and the communication item that follows it, if any. Splits no group."""
     row: list[Item] = []
     due: list[Action] = []
     for item in items:

@@ -5,7 +5,7 @@
     vocab    weight (V/tp, D)   an embedding looks up the rows it holds and sums; a head is a column, its logits stay
                                 split
 
-:mod:`whole_layers` has those of models that compute on whole features between a column and a row.
+:mod:`whole_layers` has variants for models that compute on whole features between a column and a row.
 
 Under sequence parallelism "whole" is (B, S/tp, D): a column gathers its input along the sequence, a row and an
 embedding reduce-scatter their output. A vocabulary that tp does not divide gets ceil(V/tp) rows per rank, the last of
@@ -39,7 +39,7 @@ def even_slice(dim: int, length: int, rank: int, tp: int) -> Slice:
 
 
 def vocab_slice(vocab_size: int, rank: int, tp: int) -> Slice:
-    """Return the vocabulary rows of part ``rank``: ceil(V/tp) in memory, some or all of them possibly padding."""
+    """Return the vocabulary rows of part ``rank``: ceil(V/tp) in memory, of which some or all may be padding."""
     padded = -(-vocab_size // tp)
     start = min(rank * padded, vocab_size)
     return Slice(0, start, min(start + padded, vocab_size), padded)
@@ -54,7 +54,7 @@ class ColumnLinear(nn.Module):
     """nn.Linear with this rank's contiguous block of output rows.
 
     x (B, S, I), under sequence parallelism (B, S/tp, I) -> (B, S, O/tp). Forward: no communication, or an all-gather
-    over tp, which blocks. Backward: all-reduce, or all-gather and reduce-scatter, beside the products (column.py).
+    over tp, which blocks. Backward: all-reduce, or all-gather and reduce-scatter, overlapped with GEMMs (column.py).
     ``in_features`` and ``out_features`` are those of the local weight. ``gathered``: an enclosing module gathers the
     sequence and reduces the gradient, so this module does not communicate.
     """
@@ -127,7 +127,7 @@ class RowLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
     def whole_sums(self, sums: Tensor) -> Tensor:
-        """All-reduce sums over this rank's input columns, of any shape, over tp. Blocks. Overwrites them."""
+        """All-reduce, in place, sums over this rank's input columns (any shape) over tp. Blocks. Adapters call it."""
         return reduce_out(sums, self.group, fresh=True)
 
     def extra_repr(self) -> str:

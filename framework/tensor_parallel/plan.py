@@ -41,7 +41,7 @@ COLUMNS = {
 ROWS = {ShardingKind.ROW: RowLinear, ShardingKind.ROW_WHOLE: WholeRowLinear}
 
 CARRIED = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-"""Attributes of a replaced module that the new one keeps: an adapter, and the hooks of context parallelism."""
+"""Attributes that the new module takes over from the replaced one: adapters, and hooks of context parallelism."""
 
 Slices = dict[str, Slice | None]
 """Parameter name -> slice that this rank holds; None: it holds the whole parameter."""
@@ -59,7 +59,7 @@ def apply(
     """Split the whole model (meta or real) over the tp group, in place. No communication.
 
     Planned linears and embeddings are replaced under their names. Parameters that were one object stay one object.
-    Seeded dropouts get the part of the activation that this rank holds. With a group of one, nothing is replaced.
+    Seeded dropouts draw the mask of this rank's part of the activation. With a group of one, nothing is replaced.
 
     Returns:
         the shape, slice and reduction of every parameter, by name.

@@ -11,11 +11,11 @@
 
 All ranks of the tp group must call them in the same order. They block (on CUDA: the stream). Each counts its collective
 in the group, in forward and in backward. With one rank, and on meta tensors (shape inference), nothing is sent.
+Column linears do not call copy_in or gather_sequence: their own autograd function does the same, overlapped with the
+GEMMs (column.py). Those two serve modules of kind ``gather`` and a user's own sharding rules.
 
-Bytes on the wire per rank, M = bytes of the full activation: all-reduce 2 M (tp-1)/tp, all-gather and reduce-scatter M
-(tp-1)/tp.
-
-Shapes: B micro-batch, S sequence, D and F features; dim 1 is the sequence.
+Bytes on the wire per rank, M = bytes of the full activation: all-reduce 2 M (tp-1)/tp, all-gather and reduce-scatter
+M (tp-1)/tp. Shapes: B micro-batch, S sequence, D and F features; dim 1 is the sequence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Region = TypeVar("Region", bound=Callable[..., Tensor])
 def outside_graphs(region: Region) -> Region:
     """Exclude a function from torch.compile, which still compiles the code before and after it.
 
-    A traced region would be compiled anew for each micro-batch, because it counts its traffic, until torch gives up.
+    A traced region would be recompiled for each micro-batch, because its traffic counters change, until torch's limit.
     """
     return torch.compiler.disable(region)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -45,7 +45,7 @@ def outside_graphs(region: Region) -> Region:
 def copy_in(x: Tensor, group: Group) -> Tensor:
     """Return ``x`` (any shape, the same on all ranks); backward all-reduces the gradient over tp. Blocks in backward.
 
-    A copy of the gradient is summed: other code may read the same tensor.
+    Backward sums a copy of the gradient, because other code may read the same tensor.
     """
     if group.size == 1:
         return x
