@@ -1,11 +1,11 @@
-"""The present activity of a rank, recorded as it begins, for a watchdog thread to read when nothing moves any more.
+"""The present activity of a rank, recorded as it begins, for a watchdog thread to read when the rank hangs.
 
     main thread    begin(0F3) .. waits(handle) . begin(0F3) .... begin("reading samples") ...      100 ns each
                                    |
     watchdog       ----------- snapshot() -------------------- snapshot() -                        now and then
 
-The record is one attribute, replaced as a whole: another thread reads the one before or the one after. Objects are kept
-as they are, and formatted only when the record is read.
+The record is one attribute, replaced as a whole, so that another thread reads either the old or the new one. Objects
+are stored as they are, and formatted only when the record is read.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Activity:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Run the block as a phase of the run, such as ``validating``, until a finer activity begins."""
+        """Run the block as a phase, such as ``validating``, which is also the activity until a finer one begins."""
         before, self.phase = self.phase, phase
         self.begin(phase)
         try:

@@ -1,4 +1,4 @@
-"""Chunks of a matrix that a loss converts to float32, by device; shares of a number of rows."""
+"""Sizes of chunks of a matrix (logits) that a loss converts to float32, by device; even shares of a number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CPU_CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS = 2**22, 2**26
 
 
 def rows_per_chunk(matrix: Tensor) -> int:
-    """Return the rows of a chunk of a matrix (rows, columns) for its device; meta, of predictions, counts as CUDA."""
+    """Return the rows of a chunk of a matrix (rows, columns) for its device; meta tensors of dry runs count as CUDA."""
     elements = CPU_CHUNK_ELEMENTS if device_kind(matrix) == "cpu" else CUDA_CHUNK_ELEMENTS
     return max(1, elements // max(1, matrix.shape[1]))
 

@@ -39,7 +39,7 @@ __all__ = [
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
-# torch 2.13 renames both and warns of the old names, which are all that 2.11 and 2.12 have
+# torch 2.13 renames both and deprecates the old names; 2.11 and 2.12 have only these
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -61,9 +61,9 @@ class Group:
     """Communication group of one axis (or of all ranks). ``name`` is the axis, ``ranks`` are global, in order."""
 
     stages_messages = False
-    """Send messages through host memory on CPU too: a rehearsal of gloo on CUDA, which needs it (staged.py)."""
+    """True in tests on CPU: send messages through host memory, as gloo must on CUDA (staged.py)."""
     takes_turns = True
-    """Messages travel while this rank computes."""
+    """True where messages are in flight while this rank computes; False in dry runs, where pairs run in order."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Group:
         activity: Activity | None = None,
         key: str = "",
     ) -> None:
-        """Create a group. ``key``: name of the communicator, for groups with equal names and ranks."""
+        """Create a group. ``key``: name in the activity, for groups with equal names and ranks (links)."""
         self.name = name
         self.ranks = ranks
         self.size = len(ranks)
@@ -85,17 +85,17 @@ class Group:
         self.traffic = traffic if traffic is not None else Traffic()
         self.activity = activity if activity is not None else Activity()
         self.turns = Turns()
-        """The two computations of a pair, which continue while messages of this group travel."""
+        """Turns of the two computations of a pair: one runs while messages of the other are in flight."""
         self._key = key or f"{name}-{zlib.crc32(repr(ranks).encode()):08x}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # a copy of a layer talks to the same ranks
+        return self  # a copied layer communicates over the same group
 
     def __repr__(self) -> str:
         return f"Group({self.name}, ranks={list(self.ranks)}, rank={self.rank})"
 
     def chunks(self, starts: Sequence[int]) -> Iterator[int]:
-        """Yield the starts of the chunks of a long computation on this rank, each of which is to be run."""
+        """Yield the starts of the chunks to run of a long computation: all of them (a dry run runs only the first)."""
         yield from starts
 
     def begin_collective(self, operation: str, tensor: Tensor, parts: int = 1) -> None:
@@ -153,8 +153,8 @@ class Group:
         """Reduce-scatter: ``part`` = this rank's slice of the sum of every rank's ``whole`` (n x part, dim 0). Does not
         block.
 
-        By gloo each rank sends every other its slice, and ``wait`` sums them in rank order: gloo's own reduce-scatter
-        is an all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a slice of ``whole``.
+        With gloo it is an all-to-all, and ``wait`` sums the slices in rank order: gloo's own reduce-scatter is an
+        all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a slice of ``whole``.
         """
         if self.size == 1:
             if place_of(part) != place_of(whole):
@@ -176,12 +176,12 @@ class Group:
     def all_to_all(
         self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
     ) -> CollectiveHandle:
-        """Exchange unequal runs of elements, all to all. Does not block.
+        """All-to-all with unequal splits. Does not block.
 
-        ``whole`` is flat and holds, in group order, a run for each rank of ``sizes`` elements. ``out`` becomes the runs
-        from each, of ``out_sizes`` elements.
+        ``whole`` (flat) is split into ``sizes`` elements for each rank, in group order. ``out`` (flat) receives
+        ``out_sizes`` elements from each rank.
 
-        Wire: M (n-1)/n bytes for M of ``whole``: the mean over ranks, if each rank's share of ``whole`` is its own.
+        Wire: M (n-1)/n bytes, M = bytes of ``whole``: exact for equal splits.
         """
         if whole.is_meta:
             return CollectiveHandle()
@@ -193,8 +193,8 @@ class Group:
         return self._handle(work, f"all-to-all of {tuple(whole.shape)}", [out, whole])
 
     def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
-        """Return counts (rows, n) on the host, each row summing up to at most every rank's ``total``. On CUDA the host
-        waits; on meta ``total`` is shared out evenly."""
+        """Return counts (rows, n), such as elements to and from each rank, as lists. On CUDA the host waits; on meta
+        each row is ``total`` in even shares."""
         even = [even_shares(total, self.size)] * len(counts)
         found: list[list[int]] = even if counts.is_meta else counts.tolist()
         return found
@@ -232,7 +232,7 @@ class Group:
         return TransferHandle(works, what, tensors, self, [peer] * len(tensors), sends, finish)
 
     def exchange(self, transfers: Sequence[Transfer], what: Callable[[], str]) -> list[TransferHandle]:
-        """Post sends and receives with several peers; by NCCL together, so that no order of them can deadlock."""
+        """Post sends and receives with several peers; with NCCL as one batch, so that no order of them can deadlock."""
         if transfers[0].tensor.is_cuda and dist.get_backend(self.process_group) != "gloo":
             for tensor, _, sends in transfers:
                 if sends:

@@ -11,9 +11,9 @@ import torch
 from meshwright.errors import ConfigError, MeshError
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables that torch's CUDA allocator reads, of which the first is not deprecated."""
+"""Environment variables that torch's CUDA allocator reads; all but the first are deprecated."""
 RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-"""Variables with the size of torch's flight recorder, of which the first is not deprecated."""
+"""Environment variables with the size of torch's flight recorder; all but the first are deprecated."""
 
 
 def peak_memory_bytes(device_type: str) -> int:
@@ -31,7 +31,7 @@ def peak_memory_bytes(device_type: str) -> int:
 def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.device:
     """Return the device: with ``auto`` this process's GPU if there is one, else the CPU.
 
-    ``share``: ranks take the GPUs in turns, so that several may have the same one.
+    ``share``: ranks are assigned to the GPUs round-robin, so that several may have the same one.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -59,15 +59,15 @@ def pick_device(wanted: str, local_rank: int, *, share: bool = False) -> torch.d
 
 
 def prepare_allocator() -> None:
-    """Set torch's CUDA allocator to grow its segments, against fragmentation; a setting of the user's wins.
+    """Set expandable segments in torch's CUDA allocator, against fragmentation; a user's setting wins.
 
-    torch reads the variable at its first allocation, and warns of the older name for CUDA.
+    torch reads the variable at its first allocation.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def prepare_recorder() -> None:
-    """Turn on torch's flight recorder, which a report of a hang reads; a setting of the user's wins."""
+    """Turn on torch's flight recorder, which a report of a hang reads; a user's setting wins."""
     if not any(name in os.environ for name in RECORDER_VARIABLES):
         os.environ[RECORDER_VARIABLES[0]] = "2000"

@@ -1,8 +1,8 @@
-"""Fake transport for dry runs: the mesh of one rank of a job of any size, in one process, and what it would send.
+"""Fake transport for dry runs: the mesh of one rank of a job of any size, in one process, and its messages.
 
     job of 16,384      fake_mesh(grid, rank) ----->  the Mesh that this rank would have: its groups and coordinates
     this process       torch's "fake" backend         a collective returns at once and leaves its tensors as they are
-                       OperationInterceptor           operations on process groups, in the terms of comm.py
+                       OperationInterceptor           collectives of torch, translated to the names of comm.py
 
 The code of a rank (our groups, megatron-core's regions, torch's fully_shard) runs here unchanged, without its peers.
 Only the groups of this rank are made: all groups of 16,384 ranks would take minutes.
@@ -36,7 +36,7 @@ from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 
 
 class FakeGroup(Group):
-    """Group over torch's fake backend, with this rank alone. Values of other ranks are taken to equal this rank's."""
+    """Group over torch's fake backend. Only this rank exists; values of other ranks are assumed equal to its own."""
 
     takes_turns = False
 
@@ -58,7 +58,7 @@ class CountingGroup(Group):
     """Group without a process group, for tensors on the meta device: counts the traffic of collectives."""
 
     repeats = 1
-    """Number of chunks that the present one is counted for."""
+    """Number of chunks that the present one stands for."""
 
     def begin_collective(self, operation: str, tensor: Tensor, parts: int = 1) -> None:
         """Count a collective of megatron-core, also of a meta tensor."""
@@ -85,14 +85,14 @@ class CountingGroup(Group):
     def all_to_all(
         self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
     ) -> CollectiveHandle:
-        """Count an exchange: what leaves or what arrives, whichever is more."""
+        """Count an all-to-all by the larger of the bytes sent and received."""
         if self.size > 1:
             self._count("all_to_all", max(tensor_bytes(out), tensor_bytes(whole)))
         return CollectiveHandle()
 
 
 class PlaceholderGroup(FakeGroup):
-    """Group of a rank that is chosen later: layers are sharded for it before any mesh exists."""
+    """Group of a rank that is chosen later, for layers that are sharded before any mesh exists."""
 
     def become(self, other: Group) -> None:
         """Take over the ranks and the process group of ``other``, which has the same size and rank."""
@@ -132,7 +132,7 @@ def fake_mesh(
 
     Args:
         on_begin: called with each activity that the rank begins.
-        device: of the rank's tensors. "cuda" without a GPU: see :mod:`meshwright.tools.dryrun.cuda`.
+        device: device of the rank's tensors. "cuda" without a GPU: see :mod:`meshwright.tools.dryrun.cuda`.
 
     Raises:
         MeshError: this process is a rank of a real job, whose process groups would be lost.
@@ -146,7 +146,7 @@ def fake_mesh(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook  # replaced by torch, to put the rank before each line of a traceback
-    current_device = torch.cuda.current_device  # replaced for megatron-core's regions of CPU tensors
+    current_device = torch.cuda.current_device  # tensor_parallel/megatron.py replaces it for CPU tensors
     traffic, activity = Traffic(), _ObservedActivity(on_begin)
     if grid.size > 1:
         dist.init_process_group("fake", rank=rank, world_size=grid.size, store=FakeStore())
@@ -202,7 +202,7 @@ _WIRE_FACTORS: dict[str, Callable[[int], float]] = {**WIRE_FACTORS, "receive": l
 
 
 class InterceptedOperation(NamedTuple):
-    """One operation of one rank."""
+    """One communication of one rank."""
 
     operation: str
     group: Ranks
@@ -213,7 +213,7 @@ class InterceptedOperation(NamedTuple):
     """Bytes of the message: the full tensor."""
     dtype: str
     name: str = ""
-    """Description of the process group; "ep" of a group that shares experts, whatever its ranks are besides."""
+    """``group_desc`` of the process group: "ep" marks an expert group, whose ranks may equal those of another axis."""
 
     @property
     def wire_bytes(self) -> float:
@@ -227,12 +227,12 @@ def num_bytes(values: Any) -> int:
 
 
 def is_on_dtensor(types: Sequence[type]) -> bool:
-    """Return True for an operation on a DTensor, whose local operations are intercepted on their own."""
+    """Return True for an operation on a DTensor: its operations on local tensors are intercepted themselves."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 
 class OperationInterceptor:
-    """Interpreter of intercepted operations. Caches groups by name, since they have thousands of ranks."""
+    """Interpreter of intercepted operations. Caches the ranks of groups by name, since there may be thousands."""
 
     def __init__(self) -> None:
         self._ranks: dict[str, Ranks] = {}
@@ -263,7 +263,7 @@ class OperationInterceptor:
         return InterceptedOperation(kind, ranks, peer, size, dtype, self._names[communicator])
 
     def communicator_of(self, arguments: Sequence[Any]) -> str | None:
-        """Return the name of the process group; links of two directions differ in it alone. None: there is no group."""
+        """Return the name of the process group, None without one. Links of two directions differ only in the name."""
         for argument in reversed(arguments):  # a string before the last names an operation, not a group
             if isinstance(argument, str):
                 name = argument

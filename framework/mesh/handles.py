@@ -42,7 +42,7 @@ class CollectiveHandle:
     """A posted collective; without arguments, one that is complete."""
 
     work: Any = None
-    """Handle of torch; None: nothing was sent."""
+    """torch's ``Work``; None: nothing was sent."""
     operation: str = ""
     """Description, such as ``all-reduce of (3,)``."""
     keep: Sequence[Tensor] = ()
@@ -73,7 +73,7 @@ class CollectiveHandle:
         self.work, self.keep = None, ()
 
     def join(self) -> None:
-        """Make the current CUDA stream wait too, in addition to the stream that will call ``wait``."""
+        """Make the current CUDA stream wait too, besides the stream that calls ``wait``. Does not run ``finish``."""
         if self.work is not None:
             self.work.wait()
 
@@ -88,19 +88,19 @@ class TransferHandle:
     """Sends or receives that were posted together."""
 
     works: Sequence[Any]
-    """Handles of torch: one per peer, or one for all (NCCL)."""
+    """torch's ``Work`` objects: one per tensor, or one for all (NCCL)."""
     operation: Callable[[], str]
     """Return the description, such as ``1RECV_F3``. Called only on failure and by the watchdog."""
     keep: Sequence[Tensor]
-    """Tensors to keep alive until done: gloo reads a sent one until then."""
+    """Tensors to keep alive until done: gloo reads the sent ones until then."""
     group: GroupMembers
     peers: Sequence[int]
-    """Positions of the peers in the group."""
+    """Position of each tensor's peer in the group."""
     sends: bool = False
     finish: Callable[[], None] | None = None
-    """Copy of what has arrived, called once at the end of ``wait``."""
+    """Function that copies received tensors to the device, called once at the end of ``wait``; None: none needed."""
     position: int = 0
-    """Position in ``works`` of the one that blocks."""
+    """Index in ``works`` of the one that blocks."""
     posted_s: float = field(default_factory=time.monotonic)
 
     def wait(self) -> None:

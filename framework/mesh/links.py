@@ -1,13 +1,13 @@
 """Links of a pipeline: a process group of two ranks for each direction between two neighbours.
 
-    pp group    0   1   2   3         NCCL runs the messages of one group one after the other, on one stream. On links a
-    round 0     0 > 1   2 > 3         send that waits for its receive holds up nothing in another direction.
+    ring of 4   0   1   2   3         NCCL runs the messages of one group one after the other, on one stream. On links a
+    round 0     0 > 1   2 > 3         send that waits for its receive does not delay messages in the other direction.
     round 1     0 < 1   2 < 3
-    round 2     3 > 0   1 > 2         All ranks of the mesh make one group per round: a link, or a group of their own.
-    round 3     3 < 0   1 < 2         A round is one split of NCCL's communicator, however many pipelines there are.
+    round 2     0 > 3   1 > 2         All ranks of the mesh make one group per round: a link, or a group of their own.
+    round 3     0 < 3   1 < 2         A round is one split of NCCL's communicator, however many pipelines there are.
 
 NOTE [equal numbers of groups]: torch names a group by its ranks and the number of groups that this rank has made so
-far. Two ranks with different numbers would wait for each other forever; hence a group of their own for idle ranks.
+far. Two ranks with different numbers would wait for each other forever, so idle ranks make a group of one rank.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Pair = tuple[int, int]
 
 
 def link_rounds(pairs: Collection[Pair]) -> list[list[Pair]]:
-    """Return rounds of disjoint pairs, in which the links are made: at most two per direction, and two that close a
-    ring of an odd number."""
+    """Return rounds of disjoint pairs, in which the links are made. A chain or an even ring of ranks takes at most four
+    rounds, an odd ring six."""
     rounds: list[list[Pair]] = []
     for pair in sorted(pairs, key=lambda pair: (min(pair), max(pair), pair)):
         free = (each for each in rounds if not any(set(pair) & set(other) for other in each))
@@ -61,10 +61,10 @@ def open_links(
 ) -> LinkedGroup:
     """Make the links between these pairs and send one element over each. Collective over all ranks; blocks.
 
-    The element opens NCCL's connections, which a first message in a step would wait for.
+    The element opens NCCL's connections. Otherwise the first message in a step would wait for them.
 
     Args:
-        make: makes a process group of global ranks; all ranks of the mesh call it together.
+        make: function that makes a process group of these global ranks; all ranks of the mesh call it together.
     """
     links: dict[Pair, Group] = {}
     for each in link_rounds(pairs):

@@ -1,4 +1,4 @@
-"""Mesh of a running job: process groups (by torch's DeviceMesh), coordinates and device of a rank. Never a global."""
+"""Mesh of a running job: process groups (made by torch's DeviceMesh), coordinates and device of a rank. No globals."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Mesh:
     activity: Activity = field(default_factory=Activity)
     """Present activity of this rank."""
     cp: Group = field(default_factory=lambda: Group("cp", (0,), 0))
-    """Ranks with the other tokens of this rank's samples."""
+    """Ranks that hold the other tokens of this rank's samples."""
     ep: Group = field(default_factory=lambda: Group("ep", (0,), 0))
-    """Ranks that hold the experts of a layer together."""
+    """Ranks over which a layer's experts are distributed."""
     expert_replicas: Group = field(default_factory=lambda: Group("experts", (0,), 0))
     """Ranks with the same experts; this rank alone with ep = 1, where experts are like other weights."""
 
@@ -59,7 +59,7 @@ class Mesh:
         return self.grid.coordinates(self.rank)
 
     def replicas(self, over: str) -> Group:
-        """Return the ranks with copies of this rank's weights. ``over``: of those sliced over tp, or "ep"."""
+        """Return the ranks with copies of this rank's weights. ``over``: "ep" for expert weights, "tp" for others."""
         return self.expert_replicas if over == "ep" else self.dp
 
     def is_first(self, over: str) -> bool:
@@ -80,12 +80,12 @@ class Mesh:
         return NoteStore(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
     def split(self, replicas: Group, shard_factor: int) -> tuple[Group, Group]:
-        """Return (replicas that cut a state into ``shard_factor`` shards, replicas that hold copies of this rank's
-        shard).
+        """Return (group of the replicas that shard a state in ``shard_factor`` parts, group of the replicas that hold
+        this rank's shard).
 
-        Replicas d .. d + shard_factor - 1 shard together: they are laid out so that these share a node before they span
-        two. With all of them or with 1 it is (replicas, this rank alone) or (this rank alone, replicas). Collective
-        over all ranks.
+        Neighbouring replicas d .. d + shard_factor - 1 shard together, because neighbours share a node first. With all
+        replicas or with 1 it is (replicas, this rank alone) or (this rank alone, replicas). Collective over all ranks.
+        Blocks on CUDA.
         """
         name, alone = replicas.name, self._group(replicas.name, (self.rank,))
         if shard_factor == replicas.size:
@@ -99,19 +99,19 @@ class Mesh:
         return self._subgroup(f"{name}_shard", shard), self._subgroup(f"{name}_replicate", copies)
 
     def over_tp(self, shard: Group) -> Group:
-        """Return the ranks of ``shard``, some replicas, and of their tp groups; tp innermost. Collective over all."""
+        """Return the group of all ranks in the tp groups of ``shard``, tp innermost. Collective over all ranks."""
         if 1 in (self.tp.size, shard.size):
             return shard if self.tp.size == 1 else self.tp
         ranks = sorted(rank for each in shard.ranks for rank in self.grid.group(Axis.TP, each))
         return self._subgroup("dp_tp", tuple(ranks))
 
     def stage_group(self, pp_ranks: Sequence[int]) -> Group:
-        """Return the group of the ranks at these pipeline ranks with this rank's dp and tp coordinates (for tied
-        weights).
+        """Return the group of the ranks at these pipeline ranks with this rank's dp, cp and tp coordinates, for tied
+        weights.
 
         Every rank of the mesh must call this, in the same order and with the same ``pp_ranks``. A rank that is no
-        member gets a group with ``rank`` -1, which it must not use; it makes one of its own, see NOTE [equal numbers of
-        groups] in links.py.
+        member gets a group with ``rank`` -1, which it must not use. It makes a process group of itself alone: see NOTE
+        [equal numbers of groups] in links.py.
         """
         pp_ranks = sorted(set(pp_ranks))
         if len(pp_ranks) == 1:
@@ -142,7 +142,7 @@ class Mesh:
         return open_links(self.pp, pairs, self._make, self.device)
 
     def _subgroup(self, name: str, ranks: tuple[int, ...]) -> Group:
-        """Make a subgroup. Called by its own ranks alone; all ranks make theirs in the same order."""
+        """Make a subgroup. Each rank passes its own subgroup's ranks; all ranks call it in the same order."""
         group = self._group(name, ranks, self._make(ranks))
         if self.device.type == "cuda":
             group.barrier()
@@ -176,10 +176,10 @@ def environment_rank() -> tuple[int, int, int]:
 
 
 def check_size(grid: Grid, world_size: int) -> None:
-    """Check that there are as many ranks as the grid has.
+    """Check that as many ranks were started as the grid has.
 
     Raises:
-        MeshError: there are others.
+        MeshError: the numbers differ.
     """
     if world_size != grid.size:
         raise MeshError(
@@ -196,7 +196,7 @@ def open_store(grid: Grid, timeout_s: float) -> Any:
 
     Raises:
         MeshError: the number of started ranks is not the grid's, ranks are missing, or rank 0 cannot listen.
-        CommunicationError: rank 0 has left.
+        CommunicationError: rank 0 has left, or does not answer.
     """
     rank, world_size, _ = environment_rank()
     check_size(grid, world_size)
@@ -222,7 +222,7 @@ def open_mesh(
     have one GPU, and communicate by gloo instead of NCCL.
 
     Raises:
-        MeshError: the world's size is not the grid's, ranks do not come, or a tp or ep group straddles nodes.
+        MeshError: the world's size is not the grid's, ranks do not arrive, or a tp or ep group straddles nodes.
     """
     rank, world_size, local_rank = environment_rank()
     check_size(grid, world_size)
@@ -246,7 +246,7 @@ def open_mesh(
     )
     everybody = dist.group.WORLD if grid.size > 1 else None
     world = Group("world", tuple(range(grid.size)), rank, everybody, traffic, activity)
-    if chosen.type == "cuda":  # NCCL needs every rank of a group in its first call, which an exchange is not
+    if chosen.type == "cuda":  # NCCL needs all ranks of a group in its first call: point-to-point calls have two
         for group in (*groups.values(), ep, same):
             group.barrier()
     nodes = world.gather_objects(node_name())
@@ -263,13 +263,13 @@ def _init_process_group(rank: int, backend: str, device: torch.device, timeout: 
 
 
 def _axis_process_groups(grid: Grid, device: torch.device, timeout: timedelta) -> dict[Axis, dist.ProcessGroup]:
-    """Make torch's process groups of this rank on the axes with more than one rank."""
+    """Make this rank's process group of each axis with more than one rank."""
     degrees = {Axis.PP: grid.pp, Axis.DP: grid.num_replicas, Axis.TP: grid.tp}
     torch_mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     found = {axis: torch_mesh.get_group(str(axis)) for axis, degree in degrees.items() if degree > 1}
-    if grid.cp > 1:  # a part of the replicas, which torch's mesh has in one dim
+    if grid.cp > 1:  # torch's mesh has the replicas, dp x cp, as one dim
         found[Axis.CP] = dist.new_group(grid.group(Axis.CP, dist.get_rank()), timeout, use_local_synchronization=True)
-    for process_group in found.values():  # a DeviceMesh gives its groups torch's own limit: 10 minutes, with gloo 30
+    for process_group in found.values():  # a DeviceMesh sets torch's default timeout: 10 minutes, with gloo 30
         dist.distributed_c10d._set_pg_timeout(timeout, process_group)
     return found
 

@@ -1,9 +1,9 @@
-"""Serialization of small values sent between ranks. JSON, never pickle: no received message can name code.
+"""Serialization of small values sent between ranks. JSON, never pickle, so that no received message can run code.
 
 null, true, 3, 0.5, "text"     as they are; NaN and infinities too; floats keep every bit
 [1, 2]                         a list
 {"": "tuple", "of": [...]}     tuple, set, dict (pairs), path
-{"": "Link", "of": [...]}      a NamedTuple or Enum that the receiver has named
+{"": "Link", "of": [...]}      a NamedTuple or Enum that the receiver lists
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.errors import CommunicationError
 
 MAX_BYTES = 2**28
-"""Most bytes of one rank's value."""
+"""Maximum bytes of one rank's value."""
 TAG, FIELDS = "", "of"
 
 

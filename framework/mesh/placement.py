@@ -47,7 +47,7 @@ def check_placement(
     """Check that no tp group and no ep group straddles nodes; ``nodes[rank]`` is the name of a rank's node.
 
     Raises:
-        MeshError: the first group that does, with the drawn mesh; or a number of nodes' ranks unlike the grid's.
+        MeshError: a group straddles nodes (the first is named, and the mesh drawn), or ``nodes`` has another length.
     """
     if len(nodes) != grid.size:
         raise MeshError(
@@ -116,7 +116,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _ends(items: Sequence[Item], most: int) -> tuple[list[Item], int]:
-    """Return at most ``most`` of the items, the first half and the last, and the number left out between."""
+    """Return at most ``most`` of the items, from both ends, and the number left out between."""
     if len(items) <= most:
         return list(items), 0
     last = most // 2

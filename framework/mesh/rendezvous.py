@@ -1,7 +1,7 @@
 """Rendezvous of a run without an elastic agent: a store on rank 0. Ranks that do not arrive in time are named.
 
-torchrun, meshwright's own launcher     their agents hold a store, and start the ranks when all agents are present
-srun                                    rank 0 holds the store here; no earlier step checks that nodes are reachable
+torchrun, meshwright's own launcher     their agents host a store, and start the ranks when all agents are present
+srun                                    rank 0 hosts the store here; nothing before it checks that nodes are reachable
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LONGER_S = 30.0
 
 
 def needs_rendezvous() -> bool:
-    """Return True if the ranks must find each other: no elastic agent has a store for them."""
+    """Return True if the ranks must find each other because no elastic agent hosts a store for them."""
     return "TORCHELASTIC_RUN_ID" not in os.environ and bool(os.environ.get("MASTER_ADDR"))
 
 
@@ -71,7 +71,7 @@ def open_rendezvous(rank: int, world_size: int, limit_s: float) -> Any:
 
 
 def _store(host: str, port: int, world_size: int, holds: bool, limit: timedelta) -> Any:
-    """Return torch's store. Its holder listens at the address of ``host`` alone, where that can be determined."""
+    """Return torch's TCPStore. Its host listens at the address of ``host`` only, if that can be determined."""
     listener = open_listener(host, port) if holds else None
     bound = {} if listener is None else {"master_listen_fd": listener.detach()}
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
@@ -88,5 +88,5 @@ def _missing(store: Any, world_size: int, limit_s: float) -> MissingRanksError:
         "MW-MESH-017",
         f"{len(there)} of {world_size} ranks have come within {limit_s:g} s, not rank{'s' * (len(missing) > 1)} "
         f"{abridge(missing)}{silent}. Is the node up, and does its network reach {os.environ['MASTER_ADDR']}?",
-        nodes if 2 * len(nodes) < len(known) else (),  # of most of them it is not their fault
+        nodes if 2 * len(nodes) < len(known) else (),  # if most are missing, they are not to blame
     )

@@ -1,4 +1,4 @@
-"""Messages of ranks that share a GPU, through host memory: gloo sends no CUDA tensors, NCCL wants a GPU per rank."""
+"""Messages through host memory for ranks that share a GPU: gloo sends no CUDA tensors, NCCL needs a GPU per rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Transfer(NamedTuple):
 
 
 def through_host(tensors: Sequence[Tensor], sends: bool) -> tuple[list[Tensor], Callable[[], None] | None]:
-    """Return host tensors in place of these, and for a receive the function that copies what has arrived to the device.
+    """Return host tensors in place of these, and for a receive the function that copies them to the device on arrival.
 
-    Blocks until the device has computed what is sent.
+    A send blocks until the device has computed the tensors.
     """
     hosts = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
     if sends:

@@ -1,4 +1,4 @@
-"""Board of small notes between ranks, in the process group's store and independent of collectives.
+"""Small notes between ranks, in the process group's store, independent of collectives.
 
 It has a connection of its own: a main thread that is stuck in the store does not block other threads here.
 """
@@ -14,20 +14,20 @@ PREFIX = "meshwright"
 
 
 class NoteStore:
-    """Notes by name; any thread may use it, one at a time. When the store has gone, torch's own errors come out."""
+    """Notes by name; any thread may use it, one at a time. If the store is gone, torch's own errors are raised."""
 
     def __init__(self, store: Any) -> None:
-        """Wrap ``store``, one of torch's, whose classes are not all in its type stubs."""
+        """Wrap one of torch's stores (Any: its type stubs lack some of the classes)."""
         clone = getattr(store, "clone", None)
         self._store: Any = dist.PrefixStore(PREFIX, clone() if clone is not None else store)  # type: ignore[attr-defined]
         self._there: set[str] = set()
 
     def put(self, name: str, text: str) -> None:
-        """Pin a note, in place of the one of this name."""
+        """Store a note, and replace the one of this name."""
         self._store.set(name, text)
 
     def read(self, names: Sequence[str]) -> dict[str, str]:
-        """Return those of the notes that exist. Does not wait for any."""
+        """Return the notes that exist among ``names``. Does not wait for missing ones."""
         self._there.update(name for name in names if name not in self._there and self._store.check([name]))
         found = [name for name in names if name in self._there]
         if not found:
@@ -43,5 +43,5 @@ class NoteStore:
         return int(self._store.add(name, 1)) == 1
 
     def has(self, name: str) -> bool:
-        """Return True if a rank has called :meth:`is_first`."""
+        """Return True if some rank has called :meth:`is_first` with this name."""
         return bool(self._store.check([name]))

@@ -1,7 +1,7 @@
-"""Tokens of a router on a rank: sums of counts over the ranks with other tokens of the same samples, gather and cut.
+"""Communication of a router whose samples are cut over ranks: sums of counts, whole samples, a rank's own tokens.
 
-Axes cut the tokens one after the other, context parallelism first. A sum goes over all of them, a gather begins with
-the last cut, and taking a rank's own tokens with the first.
+Context parallelism cuts the tokens first, then sequence parallelism cuts each part. A sum covers both groups. A gather
+undoes the last cut first; taking a rank's own tokens applies the first cut first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Tokens(Protocol):
 
 
 def own_run(group: Tokens, whole: Tensor) -> Tensor:
-    """Return this rank's run of the tokens of an axis that cuts them in runs: (B, S, ...) -> (B, S/n, ...)."""
+    """Return this rank's contiguous part of the tokens: (B, S, ...) -> (B, S/n, ...)."""
     return whole.chunk(group.size, dim=1)[group.rank]
 
 
@@ -38,10 +38,10 @@ def share_router_tokens(
     take: Callable[[Tensor], Tensor] | None = None,
     in_order: Callable[[Tensor], Tensor] = lambda ranked: ranked,
 ) -> None:
-    """Extend a router's functions of its tokens by ``group``, the ranks of an axis that cuts them.
+    """Extend a router's token functions by ``group``, ranks with different tokens of the same samples.
 
-    ``take``: (B, S, ...) -> (B, S/n, ...), this rank's tokens; None: its run. ``in_order``: puts tokens (S, B, ...) of
-    rank 0, rank 1, .. into the order of the sample. A router of the user's own may lack any of the functions.
+    ``take``: (B, S, ...) -> (B, S/n, ...), this rank's tokens; None: :func:`own_run`. ``in_order``: puts tokens
+    (S, B, ...) of rank 0, rank 1, .. into the order of the sample. A user's own router may lack any of the functions.
     """
     for name, extended in (
         ("sum_tokens", partial(partial, _summed, group)),
@@ -63,9 +63,9 @@ def _summed(group: Tokens, before: Any, counts: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _gathered(group: Tokens, in_order: Callable[[Tensor], Tensor], before: Any, part: Tensor) -> Tensor:
-    """All-gather tokens, (B, S/n, c) -> (B, S, c), over the group, then over those of ``before``. Blocks.
+    """All-gather tokens, (B, S/n, c) -> (B, S, c), over the group, then apply ``before``. Blocks.
 
-    Wire: M (n-1)/n bytes, M those of the whole.
+    Wire: M (n-1)/n bytes, M = bytes of (B, S, c).
     """
     if part.is_meta:
         whole: Tensor = before(torch.cat([part] * group.size, dim=1))
@@ -79,5 +79,5 @@ def _gathered(group: Tokens, in_order: Callable[[Tensor], Tensor], before: Any, 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _taken(take: Callable[[Tensor], Tensor], before: Any, whole: Tensor) -> Tensor:
-    """Return this rank's tokens of whole samples: those of the cut ``before``, then of this one. No communication."""
+    """Return this rank's tokens of whole samples: first the cut of ``before``, then ``take``. No communication."""
     return take(before(whole))

@@ -23,7 +23,7 @@ WIRE_FACTORS: dict[str, Callable[[int], float]] = {
 
 
 class Counted(NamedTuple):
-    """Calls of one kind and the bytes that this rank put on the wire in them."""
+    """Number of calls of one operation, and the bytes that this rank put on the wire in them."""
 
     calls: int = 0
     wire_bytes: float = 0.0

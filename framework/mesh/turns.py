@@ -1,12 +1,12 @@
-"""Two computations of one rank in turns: each continues while a message of the other travels.
+"""Two computations of one rank in turns: each runs while a message of the other is in flight.
 
     first     === post D .            wait D === post C .            wait C === ...
     second               === post d .                   wait d === post c .
 
 A computation ends its turn between posting a message and waiting for it (:meth:`Turns.pause`), however deep in a
 model's forward, autograd's backward or a recompute: each has a thread of its own, and one of the two runs at a time.
-Who runs next depends on the numbers of pauses alone, never on what has arrived. So ranks with equal computations issue
-their collectives in one order.
+The order of turns depends only on the pauses, never on which messages have arrived. So ranks with equal computations
+issue their collectives in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Save = Callable[[], Callable[[], None]]
 
 
 class Abandoned(BaseException):
-    """Ends a computation at its pause, because the other one has failed."""
+    """Exception that ends a computation at its pause, because the other one has failed."""
 
 
 class Turns:
@@ -42,7 +42,7 @@ class Turns:
     def run(self, first: Callable[[], None], second: Callable[[], None], save: Save) -> None:
         """Run both in turns, beginning with the first; raise the error of the one that failed.
 
-        ``save``: saves what both share, such as the samples of the present micro-batch, when a turn ends.
+        ``save``: called when a turn ends, saves the state that both share, such as the present micro-batch's samples.
         """
         self._worker = self._worker or ThreadPoolExecutor(1, "turns")
         self._save, self._turn, self._num_left, self._failed = save, 0, 2, False
