@@ -1,4 +1,4 @@
-"""Protocol of observers, which the training loop calls between steps; :class:`StepEvent` is one step as they see it."""
+"""Protocol of observers, callbacks of the training loop between steps, and :class:`StepEvent`, their view of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StragglerShare(NamedTuple):
     """A rank, a link or a gradient reduction that the other ranks wait for."""
 
     name: str
-    """As in "rank 5 on h2"; empty: nothing holds the others up for long enough."""
+    """Such as "rank 5 on h2"; empty: nothing delays the others for long enough."""
     rank: int
     share: float
     """Share of the step for which the others wait."""
@@ -21,7 +21,7 @@ class StragglerShare(NamedTuple):
 
 @dataclass
 class StepEvent:
-    """One step, as observers see it. An observer fills its own field for those after it."""
+    """One step, as observers see it. An observer may fill a field for the observers after it."""
 
     stats: StepStats
     step_s: float
@@ -29,13 +29,13 @@ class StepEvent:
     """The first step since this start of the run."""
     is_last: bool
     is_stopping: bool
-    """A rank was asked to end the run: it ends after this step."""
+    """True if the run ends after this step, because some rank was asked to stop."""
     is_saving: bool
-    """A checkpoint of this step is due."""
+    """True if a checkpoint of this step is due."""
     save_s: float | None = None
-    """Seconds of the checkpoint that appeared since the step before."""
+    """Seconds of the checkpoint that was completed since the step before; None: none was."""
     straggler: StragglerShare | None = None
-    """None: not measured in this step, or not on this rank."""
+    """Largest delay of the step; None: not measured in this step, or not on this rank."""
     validation_loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """More metrics of the step, by name: a callback adds its own, and rank 0 records them."""
@@ -44,7 +44,7 @@ class StepEvent:
 class Observer:
     """Callbacks of the training loop, all of them empty here.
 
-    Every rank has the same observers in the same order, so that each may communicate.
+    Every rank has the same observers in the same order, so each may run collectives.
     """
 
     def setup(self, parts: Parts) -> None:
@@ -61,7 +61,7 @@ class Observer:
         """Run before each step."""
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Run after each step; raise to end the run on all ranks. Weights may be in an all-gather: wait_for_weights."""
+        """Run after each step; raise to end the run. Weights may be in an all-gather: see ``wait_for_weights``."""
 
     def after_training(self, parts: Parts) -> None:
         """Run once, after the last step and the last ``after_step``."""

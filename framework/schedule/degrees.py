@@ -1,4 +1,4 @@
-"""Degrees that a schedule can have: stages per rank, and forwards per step."""
+"""Checks of the degrees of a schedule: stages per rank, and forwards per step."""
 
 from __future__ import annotations
 

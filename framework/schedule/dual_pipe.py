@@ -1,8 +1,8 @@
-"""DualPipeV: forward of one micro-batch together with backward of another, so that messages of each hide in the other.
+"""DualPipeV: forward of one micro-batch in turns with backward of another; each hides the communication of the other.
 
 A rank holds an early and a late stage (``Placement.V``). In the middle of a step it computes pairs, {0F5+7B1}: forward
-of one of its stages takes turns with backward of the other, and each continues while the exchange of the other's
-experts is on its way (framework/mesh/turns.py).
+of one of its stages takes turns with backward of the other, and each runs while the expert all-to-all of the other is
+in flight (framework/mesh/turns.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def dualpipe_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
         rank 0 | F0 F1 F2 f0 i0 w0 f1 F3 b1 f2 B0 F4 b2 f3 B1 F5 b3 f4 B2 b4 .  f5 B3 b5 I4 W4 I5 W5
         rank 1 | .  F0 f0 F1 f1 F2 b0 f2 B0 F3 b1 f3 B1 F4 b2 f4 B2 F5 b3 f5 B3 b4 B4 .  i5 I5 w5 W5
 
-    (1) forwards until the first micro-batch comes back up; (2) in turns with it; (3) the late stage alone until its
-    gradient comes back up; (4) pairs; (5) pairs until no forward is left; (6) backwards, the second half of them in
-    halves; (7) a weight gradient while the next gradient is on its way; (8) the weight gradients that are left.
+    (1) forwards until the first micro-batch comes back up; (2) forwards of both stages, alternating; (3) the late stage
+    alone until its gradient comes back up; (4) pairs; (5) pairs until no forward is left; (6) backwards, the second
+    half split; (7) a weight gradient while the next gradient is in flight; (8) the remaining weight gradients.
 
-    Pairs are worth their while where messages inside F and B take long; without them zb_v has the smaller bubble. Each
-    rank holds up to 2pp+1 micro-batches of half-size stages. With fewer than 2pp micro-batches this is the schedule of
-    2pp with the others struck out; half a pair is a computation of its own.
+    Pairs pay off where F and B contain long communication (experts); otherwise zb_v has the smaller bubble. Each rank
+    holds up to 2pp+1 micro-batches of half-size stages. With fewer than 2pp micro-batches this is the schedule of 2pp
+    without the missing ones; half a pair is a computation of its own.
     """
     assert interleave == 2, interleave
     planned = max(chunks, 2 * pp)
@@ -39,7 +39,7 @@ def dualpipe_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
 def _row(pp: int, rank: int, chunks: int) -> list[Item]:
     down, up, later = rank, 2 * pp - 1 - rank, pp - 1 - rank  # ranks further down
     done: Counter[tuple[bool, int]] = Counter()
-    halves: deque[Action] = deque()  # weight gradients that are due, of both stages
+    halves: deque[Action] = deque()  # W that are due, of both stages
     items: list[Item] = []
 
     def next_of(kind: Kind, stage: int) -> Action:
@@ -68,6 +68,6 @@ def _row(pp: int, rank: int, chunks: int) -> list[Item]:
 
 
 def _keep(item: Item, chunks: int) -> Item | None:
-    """Return what is left of an item without the micro-batches from ``chunks`` on."""
+    """Return an item without the micro-batches from ``chunks`` on; None if nothing is left."""
     kept = tuple(action for action in actions_of(item) if (action.microbatch or 0) < chunks)
     return kept if len(kept) > 1 else kept[0] if kept else None

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B: several stages per rank, in turns of a group of micro-batches. Notation as in :mod:`build`."""
+"""Interleaved 1F1B: several stages per rank, in turns of a group of micro-batches each. Notation as in :mod:`build`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ def interleaved_1f1b(pp: int, chunks: int, interleave: int = 2) -> Schedule:
     """Build interleaved 1F1B over ``interleave`` stages of each rank (Narayanan 2021, Megatron-LM's interleaved
     schedule).
 
-    Micro-batches go in groups (1): a group passes the first stage of a rank, then its second, .. and backward the last
-    stage first. A group smaller than pp would leave a rank idle before each turn, so what is over when pp does not
-    divide ``chunks`` makes the groups larger, the first ones by one more. pp=2, interleave=2, chunks=5, groups of 3
-    and 2:
+    Micro-batches go in groups (1): a group runs through the first stage of a rank, then its second, ..; in backward the
+    last stage is first. A group smaller than pp would leave ranks idle, so a remainder of ``chunks`` / pp does not form
+    a group of its own: it makes the other groups larger, the first ones by one more. pp=2, interleave=2, chunks=5,
+    groups of 3 and 2:
 
         rank 0 | F0 F1 F2 f0 f1 f2 b0 F3 b1 F4 b2 f3 B0 f4 B1 .  B2 .  b3 b4 B3 B4     stages 0 (F, B) and 2 (f, b)
         rank 1 | .  F0 F1 F2 f0 b0 f1 b1 f2 b2 F3 B0 F4 B1 f3 B2 f4 b3 b4 B3 B4 .      stages 1 (F, B) and 3 (f, b)
 
-    (2) Enough forwards that the first backward is there when they are done; then as 1f1b.
+    (2) forwards until the first backward can run; then as 1f1b.
 
     Bubble (pp-1) / (interleave x chunks + pp-1) of total time where chunks >= pp. Rank r holds at most
-    (interleave-1) x g + 2 (pp-1-r) + 1 micro-batches, of stages that are 1/interleave of its layers each; g is the size
-    of the first group: pp for a multiple of pp, else ceil(chunks / floor(chunks / pp)).
+    (interleave-1) x g + 2 (pp-1-r) + 1 micro-batches, each of a stage with 1/interleave of its layers; g is the size of
+    the first group: pp if pp divides chunks, else ceil(chunks / floor(chunks / pp)).
     """
     groups = _groups(pp, chunks)
     turns = range(interleave)
@@ -39,7 +39,7 @@ def interleaved_1f1b(pp: int, chunks: int, interleave: int = 2) -> Schedule:
 
 
 def _groups(pp: int, chunks: int) -> list[range]:
-    """Group micro-batches into as many groups of at least pp as possible; one group where there are fewer than pp."""
+    """Divide micro-batches into as many groups of at least pp as possible; one group if there are fewer than pp."""
     num_groups = max(1, chunks // pp)
     size, over = divmod(chunks, num_groups)
     firsts = [index * size + min(index, over) for index in range(num_groups + 1)]

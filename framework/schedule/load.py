@@ -17,7 +17,7 @@ from meshwright.schedule.text import schedule_digest as schedule_digest
 
 
 def draw_schedules(config: RunConfig) -> list[Schedule]:
-    """Return the schedules of a resolved configuration by growing number of micro-batches: one, without a ramp.
+    """Return the lowered schedules of a resolved configuration by increasing micro-batches; several only with a ramp.
 
     Raises as :func:`draw_schedule` does.
     """
@@ -27,7 +27,7 @@ def draw_schedules(config: RunConfig) -> list[Schedule]:
 
 
 def draw_schedule(config: RunConfig) -> Schedule:
-    """Return the schedule of a resolved configuration. A file's may be of computations alone, or lowered.
+    """Return the lowered and checked schedule of a resolved configuration. One read from a file is lowered if needed.
 
     Raises:
         UserError: it does not fit the degrees, or would hang, lose a micro-batch or compute one twice.

@@ -1,4 +1,4 @@
-"""Schedules of the user: ``pipeline.schedule = "package.module:function"``. No torch of ours."""
+"""A user's own schedules: ``pipeline.schedule = "package.module:function"``. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.schedule.text import parse_schedule
 def own_schedule(path: str, pp: int, chunks: int, num_stages: int) -> Schedule:
     """Call the function with (pp, chunks, num_stages); it returns the actions of each pipeline rank in text form.
 
-    The stages lie on the ranks in a loop, or in a V if only that fits the rows.
+    Stages are placed on the ranks in a loop, or in a V if only that fits the rows.
 
     Raises:
         ScheduleError: the function fails, or returns no rows of actions.
@@ -35,6 +35,6 @@ def own_schedule(path: str, pp: int, chunks: int, num_stages: int) -> Schedule:
 
 
 def _fits(schedule: Schedule) -> bool:
-    """Return whether every row has the stages of its rank alone."""
+    """Return whether every row has only actions of its rank's stages."""
     ranks = range(schedule.pp)
     return all({action.stage for _, action in schedule.actions(r)} <= {*schedule.stages_of(r), None} for r in ranks)

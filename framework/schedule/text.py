@@ -47,11 +47,10 @@ def schedule_digest(schedule: Schedule) -> str:
 def read_schedule(path: str | Path) -> Schedule:
     """Read a schedule from a text file. Its order is not checked.
 
-    Rows of computations only (``is_lowered`` is false) are for :func:`lower`. Its result, or a lowered file, is for
-    :func:`check`.
+    Rows of computations only (``is_lowered`` is false) must be lowered (:func:`lower`) before :func:`check`.
 
     Raises:
-        ScheduleError: with file, line and word.
+        ScheduleError: the file cannot be read or parsed; names file, line and word.
     """
     try:
         text = read_text(path, encoding="utf-8-sig")
@@ -64,7 +63,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def parse_schedule(text: str, source: str = "") -> Schedule:
-    """Parse the text form of a schedule. Blank lines and comments, lines that begin with ``#``, may stand anywhere.
+    """Parse the text form of a schedule. Blank lines and comments, lines that begin with ``#``, are skipped.
 
     Raises:
         ScheduleError: with the line and the word that cannot be parsed, after ``source``.

@@ -1,7 +1,7 @@
 """Schedules whose stages go down the ranks and come back (``Placement.V``): each rank holds an early and a late one.
 
-The last stage is on the first rank, so that backward begins where forward began: a rank's early stage holds its
-micro-batches for long and its late one for short, and the sum is the same on all ranks.
+The last stage is on the first rank, so backward begins where forward began. Where a rank's early stage holds
+micro-batches for a long time, its late one holds them for a short time: activation memory is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ def zb_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
         rank 0 | F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1 | .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
-    (1) forwards until the first micro-batch comes back up; (2) in turns with it until its gradient comes down; (3) the
-    late stage alone until that comes back up; (4) three of each stage in turns; (5) (6) the gradients that are left,
-    those that others wait for first; (7) the weight gradients that are left.
+    (1) forwards until the first micro-batch comes back up; (2) forwards of both stages, alternating, until its gradient
+    comes down; (3) the late stage alone until that comes back up; (4) F I W of each stage, alternating; (5) (6) the
+    remaining gradients, those that other ranks wait for first; (7) the remaining weight gradients.
 
     Over all ranks (pp-1) F of half-size stages are idle where chunks >= pp; between a rank's first F and its last W
-    none where chunks >= 2pp-1. Each rank holds up to 2pp micro-batches of half-size stages until W: the pp of 1f1b's
-    first rank. With fewer than 2pp-1 micro-batches this is the schedule of 2pp-1 with the others struck out, since no
-    micro-batch needs another, and with weight gradients in the gaps that they leave (8).
+    none where chunks >= 2pp-1. Each rank holds up to 2pp micro-batches of half-size stages until W: as much as 1f1b's
+    first rank. With fewer than 2pp-1 micro-batches this is the schedule of 2pp-1 without the missing ones, and with
+    weight gradients in the gaps that they leave (8).
     """
     assert interleave == 2, interleave
     planned = max(chunks, 2 * pp - 1)
@@ -69,8 +69,8 @@ def zb_v(pp: int, chunks: int, interleave: int = 2) -> Schedule:
 
 
 def _with_weights_in_gaps(schedule: Schedule, room: int) -> Schedule:
-    """Insert each W where a rank, in ticks, would wait, or has no room for another micro-batch; keep the order of F and
-    I."""
+    """Insert each W at a tick in which its rank would wait, or holds ``room`` micro-batches already. F and I keep their
+    order."""
     todo = [deque(a for _, a in schedule.actions(rank) if a.kind is not Kind.W) for rank in range(schedule.pp)]
     weights: list[deque[Action]] = [deque() for _ in todo]
     rows: list[list[Action]] = [[] for _ in todo]
@@ -106,24 +106,24 @@ def _needed(schedule: Schedule, action: Action) -> set[Action]:
 
 
 def v_half(pp: int, chunks: int, interleave: int = 2) -> Schedule:
-    """Build V-Half: half the memory of 1f1b and zb_v, half of 1f1b's bubble (Qi et al. 2024, arXiv 2405.15362).
+    """Build V-Half: half the memory of 1f1b and zb_v, half the bubble of 1f1b (Qi et al. 2024, arXiv 2405.15362).
 
-    One micro-batch, two slots from rank to rank when it goes from an early stage to the next, one slot between late
-    ones; its gradient the other way round in both (1). The next one comes 6 slots later, and so on (2): no two
-    computations of a rank meet. pp=3:
+    One micro-batch moves to the next rank in two slots between early stages, in one slot between late ones; its
+    gradient in one slot between early stages, in two between late ones (1). The next micro-batch starts 6 slots later
+    (2), so that no two computations of a rank coincide. pp=3:
 
         rank 0 | F . . . . . . . f i . w . . . . I . . W     F I W of the early stage, f i w of the late one
         rank 1 | . . F . . . . f . . . i w . . I W
         rank 2 | . . . . F . f . . . . . . i I w . W
 
-    In this order, (3), and as soon as they can, which is what simulator and executor do, this is with four of them:
+    Simulator and executor keep this order (3), and run each computation as soon as possible. With four micro-batches:
 
         rank 0 | F0 F1 .  .  .  f0 i0 w0 F2 .  f1 i1 I0 w1 F3 W0 f2 i2 I1 w2 W1 .  f3 i3 I2 w3 W2 .  I3 W3
         rank 1 | .  F0 .  .  f0 F1 .  i0 w0 f1 F2 I0 W0 i1 w1 f2 F3 I1 W1 i2 w2 f3 I2 W2 i3 w3 .  I3 W3
         rank 2 | .  .  F0 f0 .  .  F1 f1 i0 I0 w0 F2 W0 f2 i1 I1 w1 F3 W1 f3 i2 I2 w2 W2 .  i3 I3 w3 W3
 
     Each rank holds up to pp+1 micro-batches of half-size stages until W where pp is odd, pp+2 where it is even. Bubble
-    (7 pp - 8) / 2 of the F of half-size stages, rounded down, where there are micro-batches enough.
+    (7 pp - 8) / 2 F of half-size stages, rounded down, where there are enough micro-batches.
     """
     assert interleave == 2, interleave
     pauses = (1, 0, 0) if pp % 2 else (3, 0, 4)
@@ -133,15 +133,15 @@ def v_half(pp: int, chunks: int, interleave: int = 2) -> Schedule:
 def v_min(pp: int, chunks: int, interleave: int = 2) -> Schedule:
     """Build V-Min: a third of the memory of 1f1b, two thirds of 1f1b's bubble (Qi et al. 2024, arXiv 2405.15362).
 
-    As v_half, with one slot from rank to rank on all ways: a micro-batch comes and goes as fast as it can. pp=3:
+    As v_half, but with one slot from rank to rank in every direction, so that a micro-batch takes the least time. pp=3:
 
         rank 0 | F0 .  .  .  .  f0 F1 i0 w0 .  .  f1 F2 I0 i1 w1 W0 f2 F3 I1 i2 w2 W1 f3 .  I2 i3 w3 W2 .  .  I3 W3
         rank 1 | .  F0 .  .  f0 .  .  F1 i0 .  f1 w0 I0 F2 W0 i1 f2 w1 I1 F3 W1 i2 f3 w2 I2 W2 .  i3 w3 .  I3 W3
         rank 2 | .  .  F0 f0 .  .  .  .  F1 f1 i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 F3 f3 i2 I2 w2 W2 .  .  i3 I3 w3 W3
 
-    Each rank holds up to 2 floor((pp+4) / 3) micro-batches of half-size stages until W. Bubble 4 pp - 5 of the F of
-    half-size stages, two more where 3 divides pp; but there is no slack, and where F, I and W do not take equally long
-    or messages take time, each further micro-batch adds to it.
+    Each rank holds up to 2 floor((pp+4) / 3) micro-batches of half-size stages until W. Bubble 4 pp - 5 F of half-size
+    stages, two more where 3 divides pp. There is no slack: if F, I and W take unequal times, or messages take time,
+    each further micro-batch adds to the bubble.
     """
     assert interleave == 2, interleave
     return _from_block("v_min", pp, chunks, steps=(1, 1, 1, 1), pauses=(0, 0 if pp % 3 else 2, 0))
@@ -154,10 +154,10 @@ _PERIOD = 6
 def _from_block(
     name: str, pp: int, chunks: int, steps: tuple[int, int, int, int], pauses: tuple[int, int, int]
 ) -> Schedule:
-    """Build a schedule from slots between ranks: ``steps`` on the ways F down, F up, I down, I up; ``pauses``
-    between."""
+    """Build a schedule from slots per rank: ``steps`` of F down, F up, I down (late stages), I up (early stages);
+    ``pauses`` between them."""
     turn, back, home = (1 + pause for pause in pauses)
-    forward_up = (steps[0] + steps[1]) * (pp - 1) + turn  # on the first rank, where also the gradient begins
+    forward_up = (steps[0] + steps[1]) * (pp - 1) + turn  # on the first rank, where the gradient begins too
     gradient_down = forward_up + back
     gradient_up = gradient_down + (steps[2] + steps[3]) * (pp - 1) + home
 

@@ -1,7 +1,7 @@
 """Analyses of a schedule: checked for faults, simulated, compared with measured steps.
 
 check, report           faults of a lowered schedule: missing, repeated or misplaced actions, deadlocks
-simulate, timeline_of   Schedule and Costs -> Timeline; seconds_in_turns, pair_spans: of a pair
+simulate, timeline_of   Schedule and Costs -> Timeline; seconds_in_turns, pair_spans: time of a pair
 Timeline, Span, Reading one step in time, simulated or measured
 bubble_share, bubbles, on_their_way, peak_activations     measures of a timeline
 links_of                links of a pipeline that schedules use

@@ -30,7 +30,7 @@ def _excerpt(schedule: Schedule, problem: Problem, around: int) -> list[str]:
     lines = []
     for rank, row in cells.items():
         if not row and rank != problem.rank:
-            continue  # it has come to its end
+            continue  # the row ends before this position
         padded = [f"{cell:<{width}}" for cell, width in zip(row, widths[: len(row)], strict=True)]
         elided = "… " if first else ""
         more = " …" if end < len(schedule.rows[rank]) else ""

@@ -1,15 +1,15 @@
 """Checks of a lowered schedule: each action once, in an order that can run, without a deadlock.
 
-The rules are few, because what a schedule must hold follows from its stages, chunks and placement alone:
+The actions that a schedule must contain follow from its stages, chunks and placement alone:
 
-    each stage and micro-batch      1RECV_F0 < 1F0 < 1SEND_F0        < : stands before, in the same row
-                                    1RECV_B0 < 1B0 < 1SEND_B0        (at the borders of ranks)
+    each stage and micro-batch      1RECV_F0 < 1F0 < 1SEND_F0        < : earlier in the same row; messages only
+                                    1RECV_B0 < 1B0 < 1SEND_B0        where the neighbouring stage is on another rank
                                     1F0 < 1B0,  or  1F0 < 1I0 < 1W0
     each stage                      every 1B, 1W < 1REDUCE
     each rank                       everything < STEP
 
-Each exactly once and on the rank of its stage, and nothing else; messages between two ranks are received in the order
-in which they are sent; and played to its end, nobody waits for ever.
+Each action occurs exactly once, on the rank of its stage, and there are no others. Messages between two ranks are
+received in the order in which they are sent. In a simulation with blocking sends no rank waits forever.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Problem(NamedTuple):
 
 
 def check(schedule: Schedule, channel: Channel = Channel.RENDEZVOUS) -> list[Problem]:
-    """Return all problems of a lowered schedule, causes before consequences; empty: it runs.
+    """Return all problems of a lowered schedule, causes before consequences. Without any, it runs.
 
-    ``channel``: the channel on which no rank may block forever; a schedule that runs with rendezvous runs with both.
+    ``channel``: transport on which no rank may block forever. A schedule that runs with rendezvous runs with any.
     Linear in the number of actions.
     """
     problems = []
@@ -79,7 +79,7 @@ def _places(schedule: Schedule, rank: int) -> dict[Action, int]:
 
 
 def _computations(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Action]:
-    """Yield the computations of a rank: F and, as in its row, a whole or a split backward."""
+    """Yield the computations expected of a rank: F, and B or I and W, whichever its row contains."""
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.chunks):
             whole = Action(Kind.B, stage, microbatch)
@@ -146,7 +146,7 @@ def _missing(schedule: Schedule, rank: int, action: Action, places: dict[Action,
 
 
 def _around(schedule: Schedule, action: Action) -> Iterator[tuple[Fault, Action, Action]]:
-    """Yield the rules of the stage and micro-batch of an action, for each kind of backward."""
+    """Yield the rules for the stage and micro-batch of an action, for whole and split backward."""
     if action.kind in COMPUTE | RECEIVES | SENDS:
         for computation in (action._replace(kind=kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)):
             yield from _rules_of_one(schedule, computation)
@@ -160,7 +160,7 @@ _MISSING = {
 
 
 def _in_order(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator[Problem]:
-    """Check that ``earlier`` stands before ``later``, for each rule of the table above. Skips missing actions."""
+    """Yield a problem for each rule of the table above whose actions are in the wrong order. Skips missing actions."""
     for fault, earlier, later in _rules(schedule, rank, places):
         if earlier in places and later in places and not places[earlier] < places[later]:
             text = f"{later} at position {places[later]} needs {earlier}, which comes at position {places[earlier]}"
@@ -192,9 +192,9 @@ def _rules_of_one(schedule: Schedule, action: Action) -> Iterator[tuple[Fault, A
 
 
 def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]:
-    """Yield the rules within a rank: a backward needs its own forward; neighbouring stages hand over without a message.
+    """Yield the rules within a rank: backward needs its own forward; stages of one rank pass values without messages.
 
-    What another rank computes is not in the places of this row, so that rules for it are silent.
+    Computations of other ranks are not in the places of this row, so rules that name them have no effect.
     """
     stage, microbatch = action.stage, action.microbatch
     assert stage is not None
@@ -209,8 +209,8 @@ def _rules_on_one_rank(action: Action) -> Iterator[tuple[Fault, Action, Action]]
 
 
 def _uncrossed(schedule: Schedule) -> Iterator[Problem]:
-    """Find the first message of each channel that another one overtakes. Messages with one end only are skipped."""
-    sent: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)  # as their receives, in order: position
+    """Find the first message of each channel that another one overtakes. Skips messages without a partner."""
+    sent: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)  # by link: receive -> position of its send
     received: dict[tuple[int, int], dict[Action, int]] = defaultdict(dict)
     for rank in range(schedule.pp):
         for position, action in schedule.actions(rank):

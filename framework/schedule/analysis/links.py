@@ -1,4 +1,4 @@
-"""Links that a schedule uses."""
+"""Links (directed pairs of pipeline ranks) that a schedule uses."""
 
 from __future__ import annotations
 

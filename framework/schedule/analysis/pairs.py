@@ -1,4 +1,4 @@
-"""Simulated time of a pair: two computations in turns, each of which continues while messages of the other travel.
+"""Simulated time of a pair: two computations in turns, each of which runs while messages of the other are in flight.
 
 processor    F ===  B ===       F ===    B ===  F ===             one at a time; a turn ends with a message
 wire            FFFFFF   BBBBBB    FFFFFF    BBB                  one message at a time, in the order of the turns
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 
 def parts_of(seconds: float, num_messages: int, message_s: float) -> list[Part]:
-    """Cut a computation of ``seconds``, of which its messages take ``message_s`` in all, into equal parts."""
+    """Cut a computation of ``seconds``, ``message_s`` of them in its messages, into equal parts."""
     computed = max(0.0, seconds - message_s) / (num_messages + 1)
     return [*repeat(Part(computed, message_s / max(num_messages, 1)), num_messages), Part(computed, 0.0)]
 

@@ -2,7 +2,7 @@
 
 Each rank runs the items of its row one after the other. A computation takes its cost. Message k of a
 channel, an ordered pair of ranks, is the k-th send and the k-th receive posted on it, whatever their actions are.
-The channel decides what a communication blocks:
+The type of channel determines what a communication blocks:
 
     row           1RECV_F0   1F0   {1SEND_F0+1RECV_B0}   1W7     1B0
     rendezvous          waits for 1RECV_F0   waits for the send     waits for 1RECV_B0     the harshest
@@ -29,16 +29,16 @@ class Channel(StrEnum):
     """Blocking behaviour of communications in a row."""
 
     RENDEZVOUS = "rendezvous"
-    """A send its rank, until its receive is posted and the message is there; a receive the computation that uses it:
-    what runs so runs on any transport."""
+    """A send blocks its rank until its receive is posted and the message has arrived; a receive blocks the computation
+    that uses it. A schedule that runs so runs on any transport."""
     BUFFERED = "buffered"
-    """A send nothing; a receive the computation that uses it, until the message is there: ``comm`` after its send."""
+    """A send blocks nothing; a receive blocks the computation that uses it until ``comm`` after the send."""
     LINKS = "links"
-    """As buffered, but a message leaves when both ends are posted and those before it have arrived: NCCL on links."""
+    """As buffered, but a message starts when both ends are posted and earlier ones have arrived: NCCL on links."""
 
 
 class Costs(NamedTuple):
-    """Seconds, or ticks, of each kind of action for one stage. ``comm``: of one message, on its way or in a group."""
+    """Seconds, or ticks, of each kind of action for one stage. ``comm``: transfer time of one message."""
 
     f: float = 1.0
     b: float = 2.0
@@ -48,10 +48,10 @@ class Costs(NamedTuple):
     reduce: float = 0.0
     step: float = 0.0
     exchanges: float = 0
-    """Number of exchanges of experts' rows in F, and in B and I, whose times include them: a pair hides them."""
+    """Number of expert all-to-alls in F, and in B or I; f, b and i include their time, which a pair hides."""
     exchange_f: float = 0.0
     exchange_b: float = 0.0
-    """Seconds of all of them in F, and in B or I."""
+    """Seconds of all of them in B or I; ``exchange_f``: in F."""
 
     def of(self, kind: Kind) -> float:
         """Return the cost of a kind."""
@@ -72,16 +72,16 @@ class Blocked(NamedTuple):
 
 
 TICKS = Costs(f=1, b=1, i=1, w=1)
-"""F as long as B: every computation is a cell."""
+"""One tick for each computation, B too: every computation is one cell of a picture."""
 
 
 def timeline_of(schedule: Schedule, costs: Costs | Sequence[Costs] = TICKS) -> Timeline:
-    """Simulate a schedule, lowered or not, under a name with its size."""
+    """Simulate a schedule, lowered or not; name the timeline with the schedule's size."""
     return simulate(schedule if schedule.is_lowered else lower(schedule), costs)._replace(name=name_of(schedule))
 
 
 def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel = Channel.BUFFERED) -> Timeline:
-    """Simulate a lowered schedule. ``costs``: of every stage alike, or one per stage.
+    """Simulate a lowered schedule. ``costs``: the same for every stage, or one per stage.
 
     A message takes the ``comm`` of its sending stage; the STEP of a rank the sum over its stages. With buffered sends
     the span of a receive is the time for which the computation that uses it waited (of no length if it had arrived),
@@ -102,9 +102,9 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channe
 
 
 def play(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel) -> tuple[Timeline, tuple[Blocked, ...]]:
-    """Run as far as it goes: the timeline so far, and the ranks that are stuck (none when all rows were done).
+    """Run a schedule as far as possible: return the timeline, and the ranks that are stuck (none if all rows ended).
 
-    What comes out does not depend on the order in which ranks are looked at: channels are in order and no rank chooses.
+    The result does not depend on the order in which ranks are visited: channels are in order and no rank chooses.
     """
     machine = _Machine(schedule, _per_stage(schedule, costs), channel)
     blocked: dict[int, Blocked] = {}
@@ -123,7 +123,7 @@ def play(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel) -
 
 @dataclass
 class _Machine:
-    """The ranks, each at a position of its row, and what is on its way between them."""
+    """State of a simulation: the position of each rank in its row, and the messages between them."""
 
     schedule: Schedule
     per_stage: Mapping[int | None, Costs]
@@ -132,17 +132,17 @@ class _Machine:
     positions: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     spans: defaultdict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     posted: defaultdict[tuple[int, int, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """(source, destination, is a send): when, in order."""
+    """(source, destination, is a send) -> times of posting, in order."""
     numbers: defaultdict[int, dict[Action, int]] = field(default_factory=lambda: defaultdict(dict))
-    """By rank: what is posted and not waited for yet, with its number on its channel."""
+    """Rank -> communication that is posted and not awaited yet -> its number on its channel."""
     ends: defaultdict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """(source, destination): ends of the messages of a link."""
+    """(source, destination) -> end times of the messages of a link."""
     takes: defaultdict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    """(source, destination): time of each message that was sent."""
+    """(source, destination) -> transfer time of each message."""
     has_posted: set[int] = field(default_factory=set)
-    """The ranks that have posted the group at their position and are held by it."""
+    """Ranks that have posted the communications at their position and are blocked by them."""
     to_visit: deque[int] = field(default_factory=deque)
-    """The ranks for which something may have changed."""
+    """Ranks that may be able to continue."""
 
     def go_on(self, rank: int) -> Action | None:
         """Run the next item of a rank, or return the communication that blocks it."""
@@ -171,7 +171,7 @@ class _Machine:
         return None
 
     def post(self, rank: int, group: tuple[Action, ...]) -> None:
-        """Post these at once; whoever may wait for them is looked at again."""
+        """Post communications together; their peers are visited again."""
         for action in group:
             times = self.posted[self.channel_end(rank, action)]
             self.numbers[rank][action] = len(times)
@@ -182,8 +182,8 @@ class _Machine:
         self.has_posted.add(rank)
 
     def awaited(self, rank: int, group: tuple[Action, ...]) -> list[Action]:
-        """Return the communications that block a rank at an item of its row. Receives that were never posted are for
-        check."""
+        """Return the communications that block a rank at an item of its row. Skips receives that were never posted:
+        check() reports them."""
         if group[0].kind in COMMUNICATION:
             return [each for each in group if each.kind in SENDS] if self.channel is Channel.RENDEZVOUS else []
         receives = [self.schedule.receive_for(action) for action in group]
@@ -218,7 +218,7 @@ class _Machine:
         return (rank, peer, True) if action.kind in SENDS else (peer, rank, False)
 
     def computed(self, rank: int, group: tuple[Action, ...]) -> list[Span]:
-        """Return the spans of an item that is no communication, from this rank's present time on."""
+        """Return the spans of an item other than a communication, from this rank's present time on."""
         action, start = group[0], self.clocks[rank]
         if len(group) > 1:
             return pair_spans(rank, group, start, [self.per_stage[each.stage].parts(each.kind) for each in group])

@@ -17,15 +17,15 @@ class Span(NamedTuple):
     start: float
     end: float
     beside: Action | None = None
-    """Other half of a pair: both together take the time of the two spans, which follow each other."""
+    """Other computation of a pair. Their joint time is divided into two consecutive spans."""
 
 
 class Timeline(NamedTuple):
-    """One step in time, simulated or measured: of all ranks, or of those that are there."""
+    """One step in time, simulated or measured, of all or some pipeline ranks."""
 
     name: str
     spans: tuple[Span, ...]
-    """Each rank's in the order in which it did them."""
+    """Spans of each rank, in the order of execution."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -45,8 +45,8 @@ def bubble_share(timeline: Timeline) -> float:
     """Return the share of the ranks' total time without computation, 0..1: (pp-1) / (chunks+pp-1) for 1F1B, GPipe.
 
     Total time (not the ideal time, the literature's other denominator) is from the first forward's start to the last
-    backward's end, times the ranks that are there: waiting and communication are idle in it, REDUCE and STEP neither
-    lengthen nor fill it.
+    backward's end, times the ranks of the timeline. Waiting and communication count as idle; REDUCE and STEP are
+    left out.
     """
     computed = [span for span in timeline.spans if span.action.kind in COMPUTE]
     assert computed, f"{timeline.name}: nothing computed in {len(timeline.spans)} spans"
@@ -77,7 +77,7 @@ def _most_held(actions: Iterable[Action]) -> int:
 
 
 def bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
-    """Yield each span with the part of it in which another rank was not ready."""
+    """Return each span with the part of it that it waited because another rank was not ready."""
     started = {(span.rank, span.action): span.start for span in timeline.spans}
     sent = {action: start for (_, action), start in started.items() if action.kind in SENDS}  # (1)
     all_here = max((start for (_, action), start in started.items() if action.kind is Kind.STEP), default=0.0)  # (2)
@@ -91,7 +91,7 @@ def bubbles(timeline: Timeline) -> list[tuple[Span, float]]:
 
 
 def on_their_way(timeline: Timeline, at_least: float = 0.0) -> dict[tuple[int, int], float]:
-    """Return (sender, receiver) -> time that the receiver waited for messages already sent, beyond ``at_least`` per
+    """Return (sender, receiver) -> time that the receiver waited for messages in flight, without ``at_least`` of each
     wait."""
     sent = {span.action: span for span in timeline.spans if span.action.kind in SENDS}
     found: dict[tuple[int, int], float] = defaultdict(float)
