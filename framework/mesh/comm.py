@@ -176,7 +176,7 @@ class Group:
     def all_to_all(
         self, out: Tensor, whole: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
     ) -> CollectiveHandle:
-        """All-to-all with unequal splits. Does not block.
+        """Exchange elements all to all, with unequal splits. Does not block.
 
         ``whole`` (flat) is split into ``sizes`` elements for each rank, in group order. ``out`` (flat) receives
         ``out_sizes`` elements from each rank.

@@ -1,15 +1,15 @@
-"""Activation offload: tensors saved for backward lie in host memory between a layer's forward and its backward.
+"""Activation offload: tensors saved for backward are in host memory between a layer's forward and its backward.
 
     compute    F a | F b   | F c   | ...  other micro-batches  ... | B c   | B b   | B a
     out            | a out | b out |                                                        device to host
     in                                                     | c in  | b in  | a in  |        host to device
 
 A group is what one layer saves for one micro-batch. Its copy to the host begins when the layer's forward ends, and its
-device memory is released when the next group is complete. In backward each group begins to return while the group
-after it is in use. The first group of a backward returns during the computation before, which the schedule names. The
-last group of a forward stays on the device if its own backward comes next.
+device memory is released when the next group is complete. In backward each group is prefetched while the group after it
+is in use. The first group of a backward is prefetched during the preceding computation of the schedule. The last group
+of a forward stays on the device if its own backward comes next.
 
-A storage is copied as a whole, once for all views of it. On a CPU the copies are plain, and the numbers are equal.
+A storage is copied as a whole, once for all views of it. On CPU the copies are synchronous. No numbers change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from meshwright.pipeline.pointwise import Hooks
 from meshwright.schedule.action import Action, Kind, Schedule
 
 SMALLEST = 1024
-"""Bytes of the smallest storage that is copied."""
+"""Minimum size of a storage that is copied, in bytes."""
 
 
 class _Group:
@@ -39,11 +39,11 @@ class _Group:
 
     def __init__(self, previous: _Group | None) -> None:
         self.previous = previous
-        """Group of the layer before, whose backward follows."""
+        """Group of the preceding layer, whose backward follows."""
         self._members: dict[int, weakref.ref[StoredActivation]] = {}
 
     def add(self, stored: StoredActivation) -> None:
-        """Add a storage, which an earlier group may have too."""
+        """Add a storage, which may be in an earlier group too."""
         self._members[id(stored)] = weakref.ref(stored)
 
     @property
@@ -53,7 +53,7 @@ class _Group:
 
 
 class _Slot(NamedTuple):
-    """A saved tensor in autograd's graph: its place in a storage, which ``offload`` returns to the device."""
+    """Record of an offloaded tensor in autograd's graph: its view of a storage, which ``offload`` copies back."""
 
     offload: ActivationOffload
     group: _Group
@@ -65,24 +65,24 @@ class _Slot(NamedTuple):
 
 
 class _Resident(NamedTuple):
-    """A saved tensor that stays on the device, with its version; None: a parameter's, whose storage may change."""
+    """A saved tensor that stays on the device, with its version; None for parameters, whose storage may change."""
 
     tensor: Tensor
     version: int | None
 
 
 class ActivationOffload:
-    """Saved tensors of the stages of one rank, on their way to the host and back."""
+    """Offload of the tensors that the stages of one rank save for backward."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.copies = HostCopies(device)
         self._following: dict[tuple[bool, int, int], tuple[int, int]] = {}
-        """Computation -> (stage, micro-batch) of the backward that follows it on this rank."""
+        """(is backward, stage, micro-batch) -> (stage, micro-batch) of the backward that follows it on this rank."""
         self._groups: dict[tuple[int, int], _Group] = {}
         """(stage, micro-batch) -> last group of its forward."""
         self._packing: _Group | None = None
-        """Group of the layer that runs forward."""
+        """Group of the layer whose forward is running."""
         self._pending: tuple[tuple[int, int], _Group] | None = None
         """Last group of the last forward, not copied yet, and its (stage, micro-batch)."""
         self._leaving: _Group | None = None
@@ -93,7 +93,7 @@ class ActivationOffload:
         self._next: tuple[int, int] | None = None
 
     def follow(self, schedule: Schedule, pp_rank: int) -> None:
-        """Note which backward follows each computation of this rank."""
+        """Store which backward follows each computation of this rank, for prefetches."""
         row = [action for _, action in schedule.actions(pp_rank) if action.kind in (Kind.F, Kind.B, Kind.I)]
         pairs = pairwise(row)
         self._following = {_key(each): _place(after) for each, after in pairs if after.kind is not Kind.F}
@@ -101,7 +101,7 @@ class ActivationOffload:
     # ------------------------------------------------------------------------------------------------------- forward
 
     def begin_forward(self, stage: int, microbatch: int, held: Collection[Tensor]) -> None:
-        """Begin a forward in training. ``held``: tensors that stay on the device anyway."""
+        """Begin a training forward. ``held``: tensors that stay on the device anyway, and are not copied."""
         self._copy_pending()
         self._begun, self._next = (stage, microbatch), self._following.get((False, stage, microbatch))
         self._held = {tensor.untyped_storage()._cdata: tensor for tensor in held}
@@ -110,7 +110,7 @@ class ActivationOffload:
 
     @contextmanager
     def around_layer(self, *, is_last: bool) -> Iterator[None]:
-        """Enter a context for a layer's forward: what it saves for backward goes to the host.
+        """Enter a context for a layer's forward, whose saved tensors are offloaded.
 
         Args:
             is_last: no later layer of this stage is offloaded.
@@ -131,7 +131,7 @@ class ActivationOffload:
             self._copy_out(group)
 
     def hooks(self) -> Hooks | None:
-        """Return the hooks of the layer that runs forward, or None if it is not offloaded."""
+        """Return the saved-tensor hooks of the layer whose forward is running; None if it is not offloaded."""
         return None if self._packing is None else (self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> _Slot | _Resident:
@@ -140,7 +140,7 @@ class ActivationOffload:
         if is_weight(tensor) or not self._is_offloaded(tensor):
             resident = tensor if tensor.is_leaf else tensor.detach()
             return _Resident(resident, None if is_weight(tensor) else tensor._version)
-        tensor = tensor.detach()  # an output has its own node in its graph: a cycle would keep the graph alive
+        tensor = tensor.detach()  # an output refers to its own node: a reference cycle would keep the graph alive
         number = self._storages.find(tensor)
         number = self._storages.add(tensor) if number is None else number
         stored = self._known.get(number)
@@ -161,7 +161,7 @@ class ActivationOffload:
     # ------------------------------------------------------------------------------------------------------ backward
 
     def begin_backward(self, stage: int, microbatch: int) -> None:
-        """Begin a backward. The last group of its forward is still on the device if no computation was between."""
+        """Begin a backward. The last group of its forward is still on the device if no computation came between."""
         if self._pending is not None and self._pending[0] == (stage, microbatch):
             self._pending = None
         self._copy_pending()
@@ -169,7 +169,7 @@ class ActivationOffload:
         self._entered = None
 
     def end_backward(self) -> None:
-        """End a backward."""
+        """End a backward: forget its groups."""
         self._settle()
         self._groups.pop(self._begun, None)
         self._entered = None
@@ -188,7 +188,7 @@ class ActivationOffload:
         return flat.as_strided(slot.size, slot.stride, slot.offset)
 
     def _enter(self, group: _Group) -> None:
-        """Return a group to the device, and begin to return the next one."""
+        """Copy a group back to the device, and prefetch the next one."""
         if self._entered is not None:
             self._settle()
         self._entered = group

@@ -7,8 +7,8 @@ With torch's function, 8,192 bf16 tokens of a vocabulary of 128k, logits of 2 GB
 backward allocates the gradient, in the logits' dtype, and a chunk: 2.9 GB.
 
 # NOTE [logits are not overwritten]
-The gradient could be written over the saved logits. Others may hold them: a module whose backward needs its own output
-(a tanh), a hook, a metric, a second head, a second backward. Nothing public in torch proves that none does.
+The gradient could be written over the saved logits. But other code may hold them: a module whose backward needs its
+output (a tanh), a hook, a metric, a second head, a second backward. No public API of torch can exclude it.
 
 Shapes: N tokens (B*S), V vocabulary; all local to this rank.
 """
@@ -27,7 +27,7 @@ from meshwright.mesh.comm import rows_per_chunk
 
 
 class LossOptions(NamedTuple):
-    """Options of the cross-entropy; labels equal to ``ignore`` count nowhere."""
+    """Options of the cross-entropy. Labels equal to ``ignore`` have zero loss."""
 
     ignore: int
     smoothing: float

@@ -1,6 +1,6 @@
-"""Calls of a stage's layers, resolved once: what a layer does not use costs no call per micro-batch.
+"""Calls of a stage's layers, resolved once: a feature that a layer does not use costs nothing per micro-batch.
 
-forward    wait for a layer's weights -> offload of what it saves -> recompute -> restart of its dropouts -> the layer
+forward    wait for a layer's weights -> offload of saved tensors -> recompute -> restart of its dropouts -> the layer
 loss       the loss; in the first forward of training also the check that it ignores ignored labels
 backward   prefetch of offloaded tensors -> torch's backward
 """
@@ -34,7 +34,7 @@ class CallSpec(Protocol):
 
     @property
     def offloaded(self) -> Collection[str]:
-        """Layers whose saved tensors lie in host memory until backward."""
+        """Layers with activation offload: their saved tensors are in host memory until backward."""
 
     @property
     def running(self) -> Collection[str]:
@@ -42,12 +42,12 @@ class CallSpec(Protocol):
 
 
 class LayerCalls:
-    """Layers of a stage as functions of a value, which run one after the other.
+    """Layers of a stage as functions of a value, called in order.
 
     Args:
         before_layer: function called with the name of each layer before it runs.
         draw: sample indices of the current micro-batch, restored when a forward is recomputed.
-        split: mode in which backward is split in halves; None: it is whole.
+        split: mode that splits backward into I and W; None: backward is whole.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class LayerCalls:
         self.offload: ActivationOffload | None = None
         """Offload of the tensors that the layers in ``spec.offloaded`` save for backward."""
         self._layers, self._before_layer, self._running, self._split = layers, before_layer, spec.running, split
-        self._again = RecomputeContext(draw, split, SpareCounters(layers))
-        self._whole = recompute_layers(layers, spec.recomputed, self._again, self._outer_hooks)
+        self._context = RecomputeContext(draw, split, SpareCounters(layers))
+        self._whole = recompute_layers(layers, spec.recomputed, self._context, self._outer_hooks)
         self._offloaded = [name for name, _ in layers.named_children() if name in spec.offloaded]
         self._calls = [(name, self._call_of(name, layer, layer)) for name, layer in layers.named_children()]
         self._checks_layers = self._checks_loss = True
-        """True until the first forward of training."""
+        """True until the first training forward."""
 
     def skip_first_checks(self) -> None:
         """Skip the checks of the first forward, which read values and cost time."""
@@ -83,15 +83,15 @@ class LayerCalls:
             return inner(value)
 
         call = run if dropouts else inner
-        return partial(recomputed, call, self._again) if name in self._whole else call
+        return partial(recomputed, call, self._context) if name in self._whole else call
 
     def begin_forward(self, stage: int, microbatch: int, received: Sequence[Tensor]) -> None:
-        """Begin a forward of training. ``received``: tensors that stay on the device anyway."""
+        """Begin a training forward. ``received``: tensors that stay on the device anyway, and are not offloaded."""
         if self.offload is not None:
             self.offload.begin_forward(stage, microbatch, [*received, *self._layers.buffers()])
 
     def run(self, value: Any, *, train: bool) -> Any:
-        """Run the layers on the value that the first one takes; return the value of the last one."""
+        """Run the layers on the first one's input; return the output of the last one."""
         calls, name = self._calls, ""
         if train and self._checks_layers:
             self._checks_layers, layers = False, self._layers.named_children()
@@ -107,20 +107,20 @@ class LayerCalls:
                     with offload.around_layer(is_last=name == self._offloaded[-1]):
                         value = call(value)
         except (RuntimeError, IndexError) as error:
-            advise(f"layer {name}", error, self._again.draw.sample_indices)
+            advise(f"layer {name}", error, self._context.draw.sample_indices)
             raise
         return value
 
     def run_loss(self, loss: Loss, value: Any, labels: Tensor, *, checks: bool) -> Tensor:
-        """Return the sum of the labels' losses, (). ``checks``: once, that the loss ignores ignored labels."""
+        """Return the sum of the labels' losses, (). ``checks``: check once that the loss is zero at ignored labels."""
         if checks and self._checks_loss:
             check_ignored(loss, value, labels)
             self._checks_loss = False
-        total: Tensor = explained("the loss", self._again.draw, loss, value, labels).sum()
+        total: Tensor = explained("the loss", self._context.draw, loss, value, labels).sum()
         return total
 
     def run_backward(self, stage: int, microbatch: int, roots: list[Tensor], gradients: list[Tensor] | None) -> None:
-        """Run torch's backward from these roots, with their gradients."""
+        """Run torch.autograd.backward from these roots, with their gradients."""
         if self.offload is not None:
             self.offload.begin_backward(stage, microbatch)
         if roots:

@@ -1,7 +1,7 @@
 """Copies of saved storages between device and host memory, on a stream for each direction.
 
-NOTE [copy order]: device memory of both directions is allocated and freed in the order of the compute stream. A copy
-begins after the compute stream's work so far, and the compute stream waits for it before it uses or releases memory.
+NOTE [copy order]: for both directions, device memory is allocated and freed in the order of the compute stream. A copy
+begins after the compute stream's work so far, and the compute stream waits for it before it uses or frees the memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64
-"""Bytes; storages begin at multiples of it in their host memory."""
+"""Alignment of storages in a host block, in bytes."""
 
 
 class HostBlock:
-    """Host memory of the storages that are copied together, given back when the last of them is released."""
+    """Host memory of storages that are copied together, returned for reuse when the last of them is released."""
 
     def __init__(self, memory: Tensor, give_back: Callable[[Tensor], None]) -> None:
         self.memory, self._give_back = memory, give_back
@@ -37,7 +37,7 @@ class StoredActivation:
         self.copied: Any = None
         """Event of its copy to the host."""
         self.arrived: Any = None
-        """Event of its copy back; None when the compute stream has waited for it."""
+        """Event of its copy back; None once the compute stream has waited for it."""
         self.version = flat._version
         self.is_stale = False
         """True if the tensor was overwritten before it was released."""
@@ -55,7 +55,7 @@ class StoredActivation:
 
 
 class HostCopies:
-    """Streams of the copies of one rank, and its host memory for them."""
+    """Copy streams of one rank, and the host memory that the copies use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,9 +64,9 @@ class HostCopies:
         if device.type == "cuda":
             self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.on_allocate: Callable[[Tensor], object] = lambda memory: None
-        """Function called with each new piece of host memory."""
+        """Function called with each new host tensor."""
         self._free: dict[int, list[Tensor]] = {}
-        """Bytes -> host memory to reuse. For a CUDA device only."""
+        """Number of bytes -> host tensors to reuse. Only with CUDA."""
 
     def post_out(self, stored: Sequence[StoredActivation]) -> None:
         """Post the copies of storages to the host. Does not block with CUDA."""
@@ -87,7 +87,7 @@ class HostCopies:
     def finish_out(self, stored: Sequence[StoredActivation]) -> None:
         """Release the device memory of storages whose copies are posted. The current stream waits, the host does not.
 
-        The memory is free for work after the copies.
+        Later work of the stream may reuse the memory.
         """
         for each in stored:
             if each.host is not None:
@@ -122,7 +122,7 @@ class HostCopies:
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        """Enter a stream that begins after the current stream's work so far; None: no stream."""
+        """Enter ``stream``, after it waits for the current stream's work so far; None: stay on the current stream."""
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -132,8 +132,8 @@ class HostCopies:
         """Return host memory (num_bytes,) uint8, pinned with a CUDA device.
 
         NOTE [own blocks]: torch's cache of pinned memory rounds sizes up to powers of two. A block is free when
-        autograd has released its tensors. By then the compute stream has waited for their return, and each copy
-        begins after that stream's work.
+        autograd has released its tensors. By then the compute stream has waited for their copies back, and each
+        new copy begins after that stream's work.
         """
         free = self._free.setdefault(num_bytes, [])
         if free:

@@ -1,10 +1,10 @@
-"""Pairs of a schedule: F of one stage and a backward of another, each of which continues while messages of the other
-travel.
+"""Pairs of a schedule: F of one stage and a backward of another. Each runs while messages of the other are in
+flight.
 
     F a   attention, router | dispatch ..         experts | combine ..      the rest, next block | ...
     B b                     | its own ..  | combine ..    experts | dispatch ..   attention, block before | ...
 
-Nothing is cut: a turn ends inside the layer, where it has posted an exchange of experts' rows and would wait for it.
+Layers are not split: a turn ends inside a layer, after it posts an expert all-to-all and before it waits for it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def in_order(forward: Callable[[], None], backward: Callable[[], None], times: R
 
 
 def in_turns(ep: Group, draw: Draw) -> RunPair:
-    """Return the function that runs pairs in turns between the exchanges of the ranks ``ep``, which share experts.
+    """Return the function that runs pairs in turns, which end at the all-to-alls of the expert group ``ep``.
 
-    Where there are none, the two run in order. ``draw``: samples of the present micro-batch, saved between turns.
+    Without any, the two run in order. ``draw``: samples of the present micro-batch, saved and restored at each turn.
     """
     activity = ep.activity
 

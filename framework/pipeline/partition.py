@@ -1,4 +1,4 @@
-"""Cut of layers into contiguous stages, so that the most expensive stage is as cheap as possible. Pure: no torch."""
+"""Cut of layers into contiguous stages that minimises the cost of the most expensive stage. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def partition(costs: Sequence[float], num_stages: int, interleave: int = 1) -> l
     (Pinar and Aykanat 2004, "Fast optimal load balancing algorithms for 1D partitioning"). Costs are exact fractions:
     equal layers make equal sums in every position, and every rank finds the same cut.
 
-    With several stages on a rank (``num_stages = pp x interleave``) the single stage still counts. Ranks send and
-    receive stage by stage, and none has more work than ``interleave`` times the most expensive. This bound is not
-    tight where one layer costs more than an average stage, because its rank has other stages too: docs/balance.md.
+    With several stages on a rank (``num_stages = pp x interleave``) the objective is still the most expensive stage.
+    Ranks send and receive stage by stage, and none has more work than ``interleave`` times that stage. This bound is
+    not tight where one layer costs more than an average stage, because its rank has other stages too: docs/balance.md.
 
     Args:
         costs: cost of each layer, finite, zero or more.
@@ -72,7 +72,7 @@ def _running_totals(costs: Sequence[float]) -> list[int]:
 def _least_bound(total: list[int], num_layers: int, num_stages: int, known: int) -> int:
     """Return the least stage cost with which ``num_stages`` stages can hold the first ``num_layers`` layers.
 
-    ``known`` is a bound that is large enough.
+    ``known``: an upper bound of the result.
     """
     dearest_layer = max(stop - start for start, stop in pairwise(total[: num_layers + 1]))
     low, high = max(dearest_layer, -(-total[num_layers] // num_stages)), known
@@ -88,8 +88,8 @@ def _least_bound(total: list[int], num_layers: int, num_stages: int, known: int)
 def _fill(total: list[int], num_layers: int, num_stages: int, bound: int) -> tuple[bool, int]:
     """Fill stages up to ``bound`` from the end; return (they reach the first layer, the next bound that matters).
 
-    That is the largest cost of a stage if they do; otherwise the least one with which a stage takes one layer more. No
-    layer may cost more than ``bound``.
+    The next bound is the largest cost of a stage if they do; else the least with which some stage takes one more layer.
+    No layer may cost more than ``bound``.
     """
     end, largest, larger = num_layers, 0, total[num_layers]
     for _ in range(num_stages):

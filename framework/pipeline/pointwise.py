@@ -1,13 +1,13 @@
-"""Activation checkpointing (recompute) by operation: pointwise operations and norms again, products never.
+"""Activation checkpointing (recompute) by operation: pointwise operations and norms are recomputed, GEMMs never.
 
     forward      x --norm--> n --linear--> h --silu--> a --linear--> y         autograd saves x, n, h, a
     saved        x, (n = norm of x), h, (a = silu of h)                        a recipe in place of n and a
     backward     unpack a: run silu on h; unpack n: run norm on x; products and attention are not run again
 
-A dispatch mode around a layer's forward notes how each cheap operation made its output. When the forward ends, each
+A dispatch mode around a layer's forward records how each cheap operation made its output. When the forward ends, each
 saved tensor whose recipe starts from tensors that are saved anyway, or from parameters, is replaced by that recipe. So
-nothing is saved that would not have been, no Python of the layer runs again, no collective is repeated, and no dropout
-mask is drawn again. The operation is the same on the same numbers: gradients are bit-equal.
+no additional tensor is saved, no Python of the layer runs again, no collective is repeated, and no dropout mask is
+drawn again. The operation is the same on the same numbers: gradients are bitwise equal.
 
 Korthikanti et al. 2022, section 5, choose by hand what is cheap. torch's selective checkpointing
 (``create_selective_checkpoint_contexts``) chooses by operation as well, but runs the whole layer again around the
@@ -48,15 +48,15 @@ CHEAP = {
     *(aten.hardtanh, aten.hardswish, aten.hardsigmoid, aten.log_sigmoid_forward, aten._to_copy, aten.clone, aten.cat),
     *(aten.native_layer_norm, aten._fused_rms_norm),
 }
-"""Operators that are run again: limited by memory bandwidth, a function of their arguments alone."""
+"""Operators that are recomputed: limited by memory bandwidth, and functions of their arguments alone."""
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """(pack, unpack) of ``torch.autograd.graph.saved_tensors_hooks``."""
 OuterHooks = Callable[[], Hooks | None]
-"""Function called as a layer's forward begins; it returns the hooks for tensors that stay saved."""
+"""Function called when a layer's forward begins; it returns the hooks for tensors that stay saved, or None."""
 
 
 class _Place(NamedTuple):
-    """A tensor argument of a recipe: the number of its storage, and its place there."""
+    """A tensor argument of a recipe: the number of its storage, and its view of it."""
 
     number: int
     size: torch.Size
@@ -83,17 +83,17 @@ class _Recipe(NamedTuple):
     dtype: torch.dtype
     """Dtype of the tensor, the first of the operation's outputs."""
     source: Tensor | None
-    """Argument to save in place of the tensor, which has fewer bytes: that of a cast to a wider dtype."""
+    """Argument of a cast to a wider dtype: it has fewer bytes, and is saved instead of the tensor. Else None."""
 
 
 class _Made:
-    """A tensor that is made again when backward needs it: its recipe, with tensors or others like it as arguments."""
+    """A tensor that is recomputed when backward needs it: its recipe, with kept or recomputed tensors as arguments."""
 
     def __init__(self, recipe: _Recipe, arguments: dict[int, _Kept | _Made]) -> None:
         self.recipe, self.arguments = recipe, arguments
         self.dtype = recipe.dtype
         self.num_needed = 0
-        """Saved tensors that are this one, a view of it, or made from it, and are not unpacked yet."""
+        """Number of saved tensors not unpacked yet that are this one, a view of it, or made from it."""
         self.value: Tensor | None = None
 
     def take(self) -> Tensor:
@@ -118,7 +118,7 @@ class _Kept:
         self._unpack: Callable[[Any], Tensor] | None = None
 
     def move(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        """Save the tensor by the hooks of an outer context instead."""
+        """Save the tensor through the hooks of an outer context (offload) instead."""
         if self._unpack is None:
             self._packed, self._unpack = pack(self.tensor), unpack
             self.tensor = torch.empty(0)
@@ -136,7 +136,7 @@ class _Kept:
 
 
 class _Slot:
-    """A saved tensor in autograd's graph: kept, or a view of one that is made again."""
+    """A saved tensor in autograd's graph: kept, or a view of a recomputed one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.source: _Kept | _Made = _Kept(tensor)
@@ -157,7 +157,7 @@ class _Slot:
 
 
 class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode around one forward of a layer: afterwards, what is cheap to make again is no longer saved."""
+    """Dispatch mode around one forward of a layer; afterwards cheap tensors are no longer saved."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -176,7 +176,7 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def around_forward(self, hooks: Hooks | None = None) -> Iterator[None]:
-        """Enter the mode for a forward; when it ends, replace saved tensors by recipes, and save the rest by hooks."""
+        """Enter the mode for a forward; at its end replace saved tensors by recipes, save the rest by ``hooks``."""
         with self, saved_tensors_hooks(self._pack, _Slot.unpack):
             yield
         kept = self._replace()
@@ -190,7 +190,7 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._storages.add(tensor) if number is None else number
 
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note the recipe of a floating-point output with a storage of its own; a norm's statistics stay saved."""
+        """Record the recipe of a floating-point output with its own storage; a norm's statistics stay saved."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         numbers = {self._number(tensor) for tensor in given}
         at = partial(tree_map_only, Tensor, self._place)
@@ -207,20 +207,20 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _Place.of(self._number(tensor), tensor)
 
     def _forget(self, number: int) -> None:
-        """Drop the recipes that an in-place write makes wrong: of the storage, and of all made from it."""
+        """Drop the recipes that an in-place write invalidates: of the storage, and of tensors made from it."""
         self._recipes.pop(number, None)
         for made in [made for made, recipe in self._recipes.items() if number in _needed(recipe)]:
             del self._recipes[made]
 
     def _pack(self, tensor: Tensor) -> _Slot:
-        # an output has its own node in its graph: without it no cycle of references keeps the graph alive
+        # an output refers to its own node: detached, so that no reference cycle keeps the graph alive
         slot = _Slot(tensor if tensor.is_leaf else tensor.detach())
         if not isinstance(tensor, nn.Parameter):
             self._slots.append((self._number(tensor), slot))
         return slot
 
     def _replace(self) -> list[_Kept]:
-        """Replace each saved tensor that can be made from others that stay saved, first to last; return the others."""
+        """Replace each saved tensor that can be made from kept ones, first to last; return the kept ones."""
         available: dict[int, _Kept | _Made] = {}
         for number, slot in self._slots:
             if number not in self._recipes:
@@ -235,7 +235,7 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [source for source in sources if isinstance(source, _Kept)]
 
     def _make(self, number: int, available: dict[int, _Kept | _Made]) -> _Kept | _Made | None:
-        """Return the saved tensor with this storage, or how to make it from available ones, or None."""
+        """Return the kept tensor with this storage, or how to make it from available ones; None: it cannot be made."""
         if number in available or number not in self._recipes:
             return available.get(number)
         recipe, arguments = self._recipes[number], {}
@@ -261,7 +261,7 @@ def _needed(recipe: _Recipe) -> dict[int, torch.dtype]:
 
 
 def _need(made: _Kept | _Made) -> None:
-    """Count one more use of what is made again; the first one also counts a use of its arguments."""
+    """Count one more use of a recomputed tensor; the first use also counts one of each of its arguments."""
     if isinstance(made, _Made):
         made.num_needed += 1
         if made.num_needed == 1:
@@ -270,7 +270,7 @@ def _need(made: _Kept | _Made) -> None:
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operation may write into: of a collective, all that it is given."""
+    """Return the tensors that an operation may write into; for a collective all of its arguments."""
     schema = func._schema
     if func.namespace == "c10d":
         return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -284,7 +284,7 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def recompute_pointwise(hooks: OuterHooks, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's forward; save no output of a pointwise operation or norm that backward can make again."""
+    """Call a layer's forward; save no output of a pointwise operation or norm that backward can recompute."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     with PointwiseRecompute().around_forward(hooks()):

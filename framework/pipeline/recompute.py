@@ -1,14 +1,14 @@
 """Activation checkpointing (recompute): of whole layers, of operations, or of the submodules that a model names.
 
     none        keep all activations
-    pointwise   activation functions, products of elements and norms (``pointwise.py``)
+    pointwise   activation functions, element-wise operations and norms (``pointwise.py``)
     selective   the submodules that the model names in ``selective_recompute`` (attention's core: cheap to compute,
                 expensive to keep; Korthikanti et al. 2022, section 5)
     full        keep the input of each layer only
 
-The second forward must repeat the first one. Dropout here is a function of the sample and not of the random state. So
-only two things must be restored: the samples of the micro-batch, and the split backward's mode that defers weight
-gradients. ``context`` captures both before a forward, and is entered again around the second one.
+The second forward must repeat the first one. Dropout here is a function of the sample, not of the random state. So
+two things must be restored: the samples of the micro-batch, and the split backward's mode that defers weight gradients.
+A ``Context`` captures both before the first forward, and is entered around the second one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.seeding import Draw, SeededDropout, dropouts_of
 
 Context = Callable[[], AbstractContextManager[object]]
-"""Function called as a forward begins; the context that it returns is entered around the second forward."""
+"""Function called when a forward begins; the context that it returns is entered around the second forward."""
 POINTWISE = "(pointwise)"
-"""Name, below a layer, of its pointwise operations. No submodule has it."""
+"""Suffix of a layer's name that stands for its pointwise operations. No submodule has this name."""
 
 
 def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwargs: Any) -> Any:
     """Call ``function``, and keep only its arguments for backward when gradients are enabled.
 
-    A function whose method ``recomputes`` is true of its arguments does so itself.
+    A function whose method ``recomputes`` returns True for the arguments does its own recompute, and is just called.
     """
     recomputes: Callable[..., bool] = getattr(function, "recomputes", lambda *args, **kwargs: False)
     if not torch.is_grad_enabled() or recomputes(*args, **kwargs):
@@ -48,7 +48,7 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
     def on_fresh_containers(*args: Any, **kwargs: Any) -> Any:
         """Call the function on copies of dicts and lists.
 
-        A layer may write into a dict that it gets, and the second forward needs the same input as the first.
+        A layer may write into its input dict, and the second forward needs the same input as the first.
         """
         args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         return function(*args, **kwargs)
@@ -64,7 +64,7 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
 
 
 def _with_calls(dropouts: Sequence[SeededDropout], context: Context) -> AbstractContextManager[object]:
-    """Return the context extended by the dropouts' present call numbers, which it restores while entered."""
+    """Return the context of ``context()`` that also sets the dropouts' present call numbers while entered."""
     return _at_calls(dropouts, [dropout.num_calls for dropout in dropouts], context())
 
 
@@ -86,7 +86,7 @@ def _at_calls(
 def parts_of(layer_name: str, layer: nn.Module, patterns: Collection[str]) -> list[tuple[str, nn.Module]]:
     """Return the submodules, and the layer itself, whose full name matches a pattern.
 
-    The layer is listed as its pointwise operations too where ``patterns`` has their name.
+    A layer is also listed under the name of its pointwise operations, if ``patterns`` contains it.
     """
     operations = f"{layer_name}.{POINTWISE}" if layer_name else POINTWISE
     found = [(operations, layer)] if operations in patterns else []
@@ -102,7 +102,7 @@ def recompute_parts(
 ) -> list[str]:
     """Wrap each submodule whose full name matches a pattern in activation checkpointing, in place; return the names.
 
-    ``hooks``: function that returns the hooks for tensors that stay saved, as a layer's forward begins.
+    ``hooks``: function, called when a layer's forward begins, that returns the hooks for tensors that stay saved.
     """
     found = parts_of(layer_name, layer, patterns)
     dropouts = dropouts_of(layer)  # a submodule may call a dropout outside itself
@@ -118,7 +118,7 @@ def recompute_parts(
 class RecomputeContext:
     """State of a forward that its recompute restores: the samples of its dropouts, and the split-backward mode.
 
-    Buffers that count micro-batches are spared: ``spare``.
+    ``spare``: copies of the buffers that count micro-batches, which take the counts of the second forward.
     """
 
     draw: Draw
@@ -126,7 +126,7 @@ class RecomputeContext:
     spare: SpareCounters
 
     def __call__(self) -> AbstractContextManager[object]:
-        """Return the context of the second forward, for the micro-batch whose first forward begins."""
+        """Return the context for the second forward of the present micro-batch; called when the first begins."""
         return self._restored(replace(self.draw, is_recompute=True))
 
     @contextmanager

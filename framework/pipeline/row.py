@@ -1,4 +1,4 @@
-"""Row of a schedule as the executor runs it: each item with the keys of its values, resolved once for all steps."""
+"""Row of a schedule as the executor runs it: items with the keys of their values, resolved once for all steps."""
 
 from __future__ import annotations
 

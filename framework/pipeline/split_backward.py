@@ -1,14 +1,13 @@
 """Backward in two halves: input gradients at once (I), weight gradients when the schedule has time for them (W).
 
     forward     y = x W^T                               under :class:`SplitBackward`, a torch function mode
-    I           gx = gy W        defers gy^T x           one pass of autograd over the stage, without weight products
+    I           gx = gy W        defers gy^T x           one pass of autograd over the stage, without weight GEMMs
     W           W.grad += gy^T x                         the deferred gradients, in the order of I
 
 Every call of ``F.linear`` or ``F.embedding`` with a parameter (of two dims) as its weight is split: nn.Linear and
 nn.Embedding, their tensor-parallel versions, and a user's module. Calls inside ``torch.func`` transforms are not. All
-other parameters (a norm's, a convolution's, one that is multiplied directly) get their gradient in I, and W has nothing
-left to do for them. Their gradient is never late; only the gain is smaller. Between I and W, x and gy are
-kept.
+other parameters (a norm's, a convolution's, one that is multiplied directly) get their gradient in I already, which is
+correct, but leaves less work to W. Between I and W, x and gy of the deferred gradients are kept.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -38,7 +37,7 @@ class DeferredGradient(NamedTuple):
 class SplitBackward(TorchFunctionMode):
     """Torch function mode around a stage's forward: backward can then defer weight gradients.
 
-    They are deferred while ``deferring`` is entered.
+    It defers them only inside ``deferring``; otherwise backward computes them at once.
     """
 
     def __init__(self) -> None:
@@ -63,9 +62,9 @@ class SplitBackward(TorchFunctionMode):
         return None
 
     def released(self, x: Tensor) -> Tensor:
-        """Return x of the same shape, while deferring without its history.
+        """Return ``x``, detached while deferring.
 
-        A history would keep the graph until W, and with it the stage's received input and that input's gradient.
+        Its history would keep the graph until W, and with it the stage's received input and that input's gradient.
         """
         return x if self._deferred is None else x.detach()
 
@@ -123,7 +122,7 @@ def _is_trained(tensor: Tensor) -> bool:
 
 
 def accumulate_deferred(deferred: list[DeferredGradient]) -> None:
-    """Compute the deferred gradients and accumulate each in its parameter by autograd, hooks included. Empty the
+    """Compute the deferred gradients and accumulate each in its parameter by autograd, hooks included. Empties the
     list.
 
     A parameter that was used several times gets the sum in one accumulation. Hooks that count finished parameters

@@ -22,7 +22,7 @@ OUT_OF_RANGE = re.compile(r"index out of range(:| in self)|Target -?\d+ is out o
 
 
 class InspectedLayer:
-    """Layer in its first training forward, checked to keep no state and draw no random numbers by itself."""
+    """Wrapper of a layer in its first training forward: checks that it keeps no state and draws no random numbers."""
 
     def __init__(self, name: str, layer: nn.Module, running: Collection[str]) -> None:
         self.name = name
@@ -33,7 +33,7 @@ class InspectedLayer:
         """Run the layer.
 
         Raises:
-            ModelError: it changes a buffer and did not do so on meta, or draws from torch's generator (``F.dropout``).
+            ModelError: it changes a buffer that it did not change on meta, or uses torch's generator (``F.dropout``).
                 Its result would depend on the layout, and on whether the run was resumed.
         """
         constant = {
@@ -122,7 +122,7 @@ def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
 
 
 def explained(place: str, draw: Draw, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)``, with errors as :func:`advise` explains them."""
+    """Return ``function(*arguments)``; errors that :func:`advise` recognises get its message."""
     try:
         return function(*arguments)
     except (RuntimeError, IndexError) as error:
@@ -131,7 +131,7 @@ def explained(place: str, draw: Draw, function: Callable[..., Any], *arguments: 
 
 
 def advise(place: str, error: RuntimeError | IndexError, samples: Tensor | None) -> None:
-    """Raise :class:`ModelError` if ``error``, of a layer or the loss, is one of ``samples`` (B,) or of ``zero = 3``."""
+    """Raise :class:`ModelError` if ``error`` has a known cause: an index out of range in ``samples`` (B,), ZeRO-3."""
     if OUT_OF_RANGE.match(str(error)):
         numbers = None if samples is None else samples.tolist()
         raise ModelError(
@@ -156,7 +156,7 @@ def advise(place: str, error: RuntimeError | IndexError, samples: Tensor | None)
 
 
 def nested_checkpoint(stage: int, error: CheckpointError) -> ModelError:
-    """Return the error for a layer with a torch.utils.checkpoint of its own under a split backward."""
+    """Return the error for a layer that uses torch.utils.checkpoint itself under a split backward."""
     return ModelError(
         "MW-PIPELINE-018",
         f"a layer of stage {stage} computes itself again in backward (torch.utils.checkpoint), "

@@ -48,7 +48,7 @@ class CudaClock:
 
 
 Clock: TypeAlias = CpuClock | CudaClock
-"""Clock with readings that are resolved to seconds later: on CUDA the device may have yet to reach them."""
+"""Clock whose readings are resolved to seconds later: on CUDA the device may not have reached them yet."""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -75,7 +75,7 @@ class RowTimes:
     waited_in_reduce_s: float = 0.0
     """Part of ``waited_s`` in REDUCE."""
     waited_in_step_s: float = 0.0
-    """Seconds that the host program waited in STEP, where no other work is left."""
+    """Seconds that the host program waited in STEP, where no work remains to overlap with."""
 
     @property
     def is_on_device(self) -> bool:
@@ -87,7 +87,7 @@ class RowTimes:
         self.readings.append((action, start, self.clock.read()))
 
     def separate(self, first: int) -> None:
-        """Cut the time of a pair, whose readings are among those from ``first`` on, at the end that came first."""
+        """Divide the time of a pair at the earlier of its two ends. Its readings are among those from ``first`` on."""
         one, other = (at for at in range(first, len(self.readings)) if self.readings[at][0].kind in COMPUTE)
         start = next(start for action, start, _ in self.readings[first:] if action.kind is Kind.F)
         (action, _, middle), (later, _, end) = self.readings[one], self.readings[other]
@@ -111,7 +111,7 @@ class RowTimes:
         return tuple((at(start), at(end)) for start, end in self.readings_of_data)
 
     def computing(self) -> tuple[float, float]:
-        """Return (seconds of computation on all stages, end of the last computation from the row's start)."""
+        """Return (seconds of computation, seconds from the start of the row to the end of the last computation)."""
         at = self.clock.resolve
         times = [(at(start), at(end)) for action, start, end in self.readings if action.kind in COMPUTE]
         return sum(end - start for start, end in times), max(end for _, end in times)
@@ -120,7 +120,7 @@ class RowTimes:
         """Return the seconds before STEP in which this rank did not wait for other ranks: its own work.
 
         On CUDA the host program rarely waits. There it is the time in which the device computed and samples were read,
-        and it includes waits of kernels for others of their tensor-parallel group.
+        and it includes waits of collectives for other ranks of the tensor-parallel group.
         """
         at = self.clock.resolve
         if self.is_on_device:
@@ -130,8 +130,8 @@ class RowTimes:
     def reducing_s(self) -> float:
         """Return the seconds by which exposed gradient reductions delayed this rank and its STEP.
 
-        Waits in STEP are subtracted, because they would have hidden as much. On CUDA that share cannot be measured, and
-        all of REDUCE counts.
+        Waits in STEP are subtracted, because they would have hidden as much of the reduction. On CUDA they cannot be
+        measured, and all of REDUCE counts.
         """
         if self.is_on_device:
             at = self.clock.resolve

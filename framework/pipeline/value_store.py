@@ -1,4 +1,4 @@
-"""Values between stages that lie on one rank or are on their way to it, and what computes, sends and receives them.
+"""Values between stages on one rank, present or in flight, and the computations and messages that use them.
 
 A value is the list of its tensors: the output of a stage for one micro-batch, or the gradient of a stage's input.
 Messages of one group are posted together, each on the link of its two ranks. A receive only posts; taking the value
@@ -32,9 +32,9 @@ class Computation(NamedTuple):
     stage: int
     microbatch: int
     taken: ValueKey | None
-    """Value that it starts from; None where that is the samples or the loss, and for W."""
+    """Key of its input value; None if it starts from the samples or the loss, and for W."""
     result: ValueKey | None
-    """Value that it stores; None where that is the loss or the samples' gradient, and for W."""
+    """Key of its output value; None if that is the loss or the samples' gradient, and for W."""
     is_last: bool
     """True for the stage's last B or W of the step."""
 
@@ -44,9 +44,9 @@ class Message(NamedTuple):
 
     action: Action
     key: ValueKey
-    """Value that is sent or received."""
+    """Key of the value that is sent or received."""
     peer: int
-    """Pipeline rank of the other side."""
+    """Pipeline rank of the other end."""
     received: tuple[TensorSpec, ...] | None
     """Specs of the received tensors; None for a send."""
 
@@ -129,7 +129,7 @@ class ValueStore:
                 posted = self._pp.transfer(self._values.pop(key), peer, True, action.__str__)
                 if posted is not None:
                     self._sends.append(posted)
-            else:  # its span is recorded by the action that waits for it
+            else:  # take() records the time of the wait for it
                 tensors = self._values[key] = [leaf.empty(self._device) for leaf in received]
                 self._arriving[key] = (action, self._pp.transfer(tensors, peer, False, action.__str__))
         if self._can_poll or len(self._sends) > self._most_sends:
@@ -140,7 +140,7 @@ class ValueStore:
                 times.readings.append((message.action, start, end))
 
     def wait_for_sends(self, at_most: int) -> None:
-        """Release sends, oldest first: those that are done, and then by waiting until ``at_most`` are left."""
+        """Release the sends that are done, oldest first, then block until at most ``at_most`` are left."""
         sends = self._sends
         while sends and (len(sends) > at_most or (self._can_poll and sends[0].done())):
             sends.popleft().wait()

@@ -1,8 +1,8 @@
-"""Values that layers pass on: a tensor, or a tuple, list or dict of tensors, some without gradient.
+"""Values that layers pass to each other: a tensor, or a tuple, list or dict of tensors, some without gradient.
 
 The shapes that a stage receives and sends are found once, on the meta device, as a :class:`ValueSpec`. At run time only
-data travels. All tensors of a value go to the next stage. Gradients come back for those that need one. A tensor skips
-layers, and stages, when the layers between pass it on unchanged.
+data is sent, no shapes. All tensors of a value go to the next stage. Gradients come back for those that need one. A
+skip connection, also over stages, is a tensor that the layers between return unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IGNORED_LABEL = -100
 
 
 class TensorSpec(NamedTuple):
-    """Spec of one tensor of a value: the shape is local to this rank."""
+    """Spec of one tensor of a value; the shape is local to this rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -100,7 +100,7 @@ class MetaMicrobatch(NamedTuple):
 
     @property
     def tokens_per_sample(self) -> int:
-        """Number of integer inputs per sample, without masks; number of labels for inputs without integers (images)."""
+        """Integers per sample in the inputs (no bool masks); labels per sample if there are none (images)."""
         counts = [leaf[0].numel() for leaf in tree_leaves(self.inputs) if _is_whole(leaf)]
         return sum(counts) or self.labels_per_sample
 

@@ -1,6 +1,6 @@
 """Planning of a pipeline on the meta device, before any process group exists: layers -> costs, stages and their shapes.
 
-describe_model                        check that layers stand alone; the output, and the buffers that forward changes
+describe_model                        output and changed buffers of the model; checks that layers are self-contained
 model_costs, count_layers, LayerCost  FLOPs and bytes of each layer
 cut_layers, layer_weights, partition  layers of each stage
 describe_boundaries                   values between the stages
@@ -8,7 +8,7 @@ recomputed_names                      layers with activation checkpointing (reco
 offloaded_names                       layers with activation offload
 check_running                         running buffers (BatchNorm) that this layout would change
 outline_of, outline_of_value          equality of layers and of values, for caches
-recomputed, recompute_parts, SplitBackward, accumulate_deferred   as a stage runs its layers, for the planner's profile
+recomputed, recompute_parts, SplitBackward, accumulate_deferred   of a stage, for the planner's profile of layers
 """
 
 from meshwright.pipeline.partition import partition as partition

@@ -19,7 +19,7 @@ OF_SHARDS = (
     ". The whole model runs; here its linears are split. Take lengths and numbers of heads from their outputs, "
     "q.shape[1] and .view(B, S, -1, head_dim): under parallel.sequence a column linear gets S/tp tokens and returns S"
 )
-"""Hint for a layer that fails with shards: the model was run as it was built before, see describe_model."""
+"""Hint for a layer that fails only with shards: describe_model has run the unsharded model without an error."""
 
 
 def describe_boundaries(
@@ -40,13 +40,13 @@ def describe_boundaries(
 def run_on_meta(
     layers: nn.Sequential, stages: Sequence[range], inputs: Any, watch: LayerWatch | None = None, hint: str = ""
 ) -> tuple[list[ValueSpec], ValueSpec]:
-    """Return what :func:`describe_boundaries` does. Equal layers with equal inputs run once per process.
+    """Return the specs of :func:`describe_boundaries`. Equal layers with equal inputs run once per process.
 
     Args:
         layers: a :func:`meta_copy`; forward may replace its running buffers.
         inputs: inputs of one micro-batch, on meta.
-        watch: checks that each layer stands alone; None: no check.
-        hint: end of the message for a layer that does not take its input's shape.
+        watch: checks that each layer is self-contained; None: no check.
+        hint: end of the message for a layer that fails on its input's shape.
 
     Raises:
         ModelError: a layer cannot take the previous layer's output (both are named), branches on values that do not
@@ -78,7 +78,7 @@ def run_on_meta(
         previous = f"layer {name}"
         if index in last_of_stage:
             specs.append(describe_value(value, previous))
-            # a leaf, as on the next stage: autograd does not let a layer overwrite it
+            # an autograd leaf, as on the next stage, so that a layer that overwrites it fails
             value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
             received = tree_leaves(value)
     return specs, describe_value(value, previous)
@@ -93,7 +93,7 @@ class _LayerOutput(NamedTuple):
 
 
 _LAYER_OUTPUTS: dict[Any, _LayerOutput] = {}
-"""Outputs seen so far in this process, by everything that they depend on.
+"""Cache of outputs in this process, keyed by everything that they depend on.
 
 A search tries hundreds of layouts of one model, and a model has hundreds of layers that are alike.
 """
@@ -130,7 +130,7 @@ def _run_or_reuse(layer: nn.Module, value: Any) -> Any:
 
 
 def _are_independent(leaves: Sequence[Any]) -> bool:
-    """Return whether all leaves are tensors, and a write into one changes no other."""
+    """Return whether all leaves are tensors and none is a view."""
     return all(isinstance(leaf, Tensor) and not leaf._is_view() for leaf in leaves)
 
 
@@ -140,7 +140,7 @@ def _versions(layer: nn.Module, given: Sequence[Tensor]) -> list[tuple[int, int]
 
 
 def _like(spec: TensorSpec, strides: tuple[int, ...]) -> Tensor:
-    """Return a meta tensor like a layer's output: no autograd leaf where it needs a gradient."""
+    """Return a meta tensor like a layer's output: not an autograd leaf if it needs a gradient."""
     tensor = torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device="meta")
     return tensor.requires_grad_().clone() if spec.needs_gradient else tensor
 
@@ -179,7 +179,7 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception, hint:
 
 
 def _without_looking(text: str) -> str:
-    """Return what to write instead of an operation whose output's shape depends on numbers."""
+    """Return advice to replace an operation whose output's shape depends on values."""
     if "nonzero" in text:
         return (
             "torch.where(mask) with one argument, mask.nonzero() and x[mask] return as many elements as the mask has: "

@@ -6,12 +6,12 @@
       + gradient accumulation over micro-batches
 
 Meta tensors hold no data and take no memory, so 405B parameters are counted in a second. The times serve to compare
-layers with each other, not to predict a clock. All layers use the same F and B, and only F / B moves a cut.
+layers with each other, not to predict seconds. All layers use the same F and B, and only F / B affects the cut.
 
-Full layers on one device are counted. Tensor parallelism divides all of them alike, except parts that it keeps whole (a
+Full (unsharded) layers are counted. Tensor parallelism divides all of them alike, except parts that it replicates (a
 norm). The cost leaves out tensor-parallel collectives, messages between stages and the optimizer step. Each operation
-is counted as run by itself. torch.compile fuses operations and saves bytes that are counted here. For the error of the
-times see docs/balance.md.
+is counted by itself: torch.compile fuses operations, and saves bytes that are counted here. For the error of the times
+see docs/balance.md.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def count_layers(
     draw = Draw(torch.empty(len(tree_leaves(value)[0]), dtype=torch.int64, device="meta"), is_recompute=True)
     of_this_call: dict[Any, tuple[LayerCost, Any]] = {}
     costs = []
-    outlines: dict[int, Any] = {}  # one module may stand for several layers
+    outlines: dict[int, Any] = {}  # one module may be several layers
     for index, (name, original) in enumerate(layers._modules.items()):
         assert original is not None
         if id(original) not in outlines:
@@ -98,7 +98,7 @@ def count_layers(
         suffixes = tuple(part.removeprefix(name) for part, _ in parts_of(name, original, mine))
         key = (described, outline_of_value(value), by, ending and outline_of_value(labels), suffixes)
         own_loss = ending is not None and loss is not cross_entropy
-        passing = described.is_passing or own_loss  # what the next call may not mean
+        passing = described.is_passing or own_loss  # the key may mean something else in a later call
         seen = of_this_call if passing else _COUNTED
         if key not in seen:
             layer, forward, backward = _copy(original, dtype, draw), Meter(by), Meter(by)
@@ -120,7 +120,7 @@ def model_costs(
 
 
 _COUNTED: dict[Any, tuple[LayerCost, Any]] = {}
-"""Costs counted so far in this process, by everything that they depend on.
+"""Cache of costs in this process, keyed by everything that they depend on.
 
 A search tries hundreds of layouts of one model.
 """
@@ -133,7 +133,7 @@ def _on_meta(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _copy(layer: nn.Module, dtype: torch.dtype, draw: Draw) -> nn.Module:
-    """Return a copy of the layer on meta, in train mode, with unnamed dropouts that draw for samples without values."""
+    """Return a copy of the layer on meta, in train mode; its dropouts have no name and read sample indices on meta."""
     twins: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in layer.buffers()}
     for p in layer.parameters():
         twins[id(p)] = nn.Parameter(_on_meta(p.detach(), dtype), requires_grad=p.requires_grad)
@@ -153,7 +153,7 @@ def _run(
 ) -> tuple[LayerCost, Any]:
     """Return (cost of the layer, its output). ``ending``: the loss and its labels, after the last layer."""
     forward, backward = attention.forward, attention.backward
-    given = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)  # no leaf: may be worked on in place
+    given = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, value)  # no leaf: may be changed in place
     try:
         with attention, forward:
             output = layer(given)
@@ -172,7 +172,7 @@ def _run(
         try:
             with backward:
                 torch.autograd.grad(roots, leaves, [torch.empty_like(t) for t in roots], allow_unused=True)
-        except Exception:  # an operation without a backward on meta: two products for each of forward's
+        except Exception:  # no backward on meta: assume twice the forward
             backward.count = OperationCost(*(2.0 * number for number in forward.count))
         for p in parameters:  # read, and added to the sum over micro-batches, which is in float32 at least
             backward.add(0.0, p.numel() * (p.itemsize + 2 * max(4, p.itemsize)))

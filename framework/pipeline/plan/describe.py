@@ -18,21 +18,21 @@ from meshwright.pipeline.values import Loss, MetaMicrobatch, ValueSpec, full_los
 
 
 class ModelDescription(NamedTuple):
-    """A forward of the whole model on meta, before it is sharded."""
+    """Results of one forward of the whole model on meta, before it is sharded."""
 
     output: ValueSpec
     """The last layer's output."""
     running: list[str]
     """Buffers that forward changes."""
     metrics: tuple[str, ...]
-    """Names that layers and the loss record."""
+    """Names of the metrics that layers and the loss record."""
 
 
 def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch) -> ModelDescription:
-    """Run the whole model forward on meta, as it was built, and hold its output against the labels.
+    """Run the whole model forward on meta, unsharded, and check its output, and its own loss, against the labels.
 
     Raises:
-        ModelError: a layer does not take what the one before returns, or the loss does not take the output.
+        ModelError: a layer cannot take its predecessor's output or is not self-contained, or the loss cannot take it.
     """
     inputs = shapes.cast(torch.float32).inputs  # before the training dtype
     on_meta = meta_copy(model.layers)
@@ -59,16 +59,16 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
 
 
 def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
-    """Raise :class:`ModelError` unless a model's own loss gives one number for each label; tried on meta.
+    """Raise :class:`ModelError` unless a model's own loss returns one number for each label; run on meta.
 
-    A loss that is already reduced, such as a mean, would weigh the samples differently when a batch is cut smaller.
+    A loss that is already reduced, such as a mean, would weight samples differently with other micro-batch sizes.
     """
     output = last.value_of([leaf.empty(torch.device("meta")) for leaf in last.leaves])
     try:
         found = loss(output, labels)
     except ModelError:
         raise
-    except Exception:  # meshwright.pipeline.costs reports failures on meta
+    except Exception:  # plan/costs.py reports failures on meta
         return
     if not isinstance(found, Tensor) or found.shape != labels.shape:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
@@ -81,7 +81,7 @@ def check_loss(loss: Loss, last: ValueSpec, labels: Tensor) -> None:
 
 
 def check_output(last: ValueSpec, labels: Tensor, name: str, num_heads: int = 0) -> None:
-    """Raise :class:`ModelError` unless the last layer gives logits: the labels' shape and one dim more.
+    """Raise :class:`ModelError` unless the last layer returns logits: the labels' shape and one more dim.
 
     ``num_heads``: logits in the tuple that a model with ``loss_heads`` returns for labels (B, S); 0: a lone tensor.
     """

@@ -1,4 +1,4 @@
-"""Outlines of layers and values on meta. Layers with equal outlines map values with equal outlines alike."""
+"""Outlines: cache keys of layers and values on meta. Equal layer and input outlines give equal output outlines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Outline(NamedTuple):
 
     @property
     def is_passing(self) -> bool:
-        """True if an attribute's ``repr`` contains an address, which may later belong to another object."""
+        """True if an attribute's ``repr`` contains an address, which another object may reuse: not to be cached."""
         return any(" at 0x" in text for module in self.modules for _, text in module.attributes)
 
 

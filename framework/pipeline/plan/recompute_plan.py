@@ -11,10 +11,10 @@ from meshwright.pipeline.recompute import POINTWISE
 
 
 def recomputed_names(config: RunConfig, model: PlainModel) -> tuple[str, ...]:
-    """Return the names of the layers, or parts of layers, that backward computes again.
+    """Return the names of the layers, or parts of layers, with activation checkpointing (recompute).
 
     Raises:
-        ModelError: ``pipeline.recompute`` (activation checkpointing) would recompute nothing.
+        ModelError: ``pipeline.recompute`` would recompute nothing, or a pattern fits nothing.
     """
     if config.pipeline.recompute == "none":
         return ()
@@ -72,7 +72,7 @@ def _matching(pipeline: Pipeline, model: PlainModel) -> list[str]:
 
 
 def offloaded_names(pipeline: Pipeline, model: PlainModel) -> tuple[str, ...]:
-    """Return the names of the layers whose saved tensors lie in host memory until backward.
+    """Return the names of the layers with activation offload.
 
     Raises:
         ModelError: a pattern of ``pipeline.offload_activations`` fits no layer.

@@ -1,6 +1,6 @@
 """Check of layouts for models with running buffers, which a training forward changes.
 
-step sums                  any layout: forward adds, and the sums over the global batch are taken once per step
+step sums                  any layout: forward adds to them, and they are summed over the ranks once per step
 statistics (BatchNorm)     any pipeline and number of replicas: each stage runs the micro-batches in one order, and the
                            replicas' statistics are combined in the order of their samples
 any other buffer           one replica, no recompute: nothing combines two replicas' values, and a forward that runs
@@ -80,7 +80,7 @@ def check_running(
 
 
 def _check_replicas(config: RunConfig, owner: nn.Module, what: str) -> None:
-    """Raise :class:`ModelError` unless the buffers of a module are defined over the replicas of the layout."""
+    """Raise :class:`ModelError` unless the buffers of a module can be combined over the replicas of the layout."""
     parallel = config.parallel
     if isinstance(owner, nn.SyncBatchNorm):
         raise ModelError(
@@ -105,7 +105,7 @@ def _check_replicas(config: RunConfig, owner: nn.Module, what: str) -> None:
 
 
 def _check_step_sums(model: PlainModel, owner: nn.Module, name: str) -> None:
-    """Raise :class:`ModelError` for step sums that are not declared whole, or inside a module that tp splits."""
+    """Raise :class:`ModelError` for step sums that are declared wrongly, or are inside a module that tp splits."""
     problem = step_sum_problem(owner)
     if problem is not None:
         raise ModelError(

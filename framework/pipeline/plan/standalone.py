@@ -1,4 +1,4 @@
-"""Detection of layers that do not stand alone.
+"""Detection of layers that are not self-contained.
 
 A pipeline may put any two layers on different ranks, and call each any number of times. A layer must therefore compute
 from its input, its own parameters and buffers, and nothing else. One forward on the meta device finds layers that
@@ -37,29 +37,29 @@ BY_NAME = (
 
 
 class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that raises :class:`ModelError` as soon as a layer does not stand alone.
+    """Dispatch mode that raises :class:`ModelError` as soon as a layer is not self-contained.
 
     The error names the layer, the tensor and the operation.
 
     Args:
         layers: a copy of the model on meta, whose layers are run one by one, each by :meth:`run`.
-        original: the model that was copied. A reference that the copy did not follow leads to its parameters.
+        original: the model that was copied. References that copying missed, as in a closure, lead to its parameters.
     """
 
     def __init__(self, layers: nn.Sequential, original: nn.Sequential) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._held: dict[int, list[str]] = {}
-        """Names of the parameters and buffers in each storage."""
+        """Names of the copy's parameters and buffers, by storage."""
         self._left_behind: dict[int, str] = {}
-        """Name of the original model's parameter in each storage."""
+        """Name of the original model's parameter, by storage."""
         self._made: dict[int, str] = {}
-        """Layer that computed each storage from the samples or a weight. Constants are absent: any layer may keep
-        them.
+        """Layer that computed a tensor from the samples or a weight, by storage. Constants are absent: any layer may
+        keep them.
         """
         self._trace: list[tuple[Any, ...]] = []
         """Operations of one forward, with their plain arguments."""
         self._fault: ModelError | None = None
-        """First error, which the layer may have caught."""
+        """First error; kept, because the layer may catch it."""
         self._alive: dict[int, Any] = {}  # keeps storages alive, as a freed address could be reused
         self._layer, self._where, self._is_ours = "", "", False
         self._seen: list[Outline] = []
@@ -85,8 +85,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def run(self, name: str, layer: nn.Module, value: Any, received: Sequence[Tensor]) -> Any:
         """Return ``layer(value)`` and watch its operations.
 
-        A layer of unfamiliar classes may keep state, so it is first called twice with empty copies of ``value``. A
-        layer that runs only without a dispatch mode (flex_attention) is not watched.
+        A layer with classes from outside torch and meshwright may keep state, so it is first called twice, with empty
+        copies of ``value``. A layer that runs only without a dispatch mode (flex_attention) is not watched.
 
         ``received``: tensors of the stage that the layer gets as they are; other tensors are copied.
         """
@@ -155,7 +155,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def note(self, name: str, value: Any) -> None:
-        """Store the output of a layer that was not run, as made by this layer."""
+        """Record the tensors of a layer's output as made by it, for a layer that :meth:`run` did not run."""
         for leaf in tree_leaves(value):
             if isinstance(leaf, Tensor):
                 self._made.setdefault(self._key(leaf), name)
