@@ -1,8 +1,8 @@
-"""Experts that ep ranks share, among the parameters of a stage: they have replicas of their own.
+"""Expert weights among the parameters of a stage. With ep > 1 they have their own set of replicas.
 
 dense weights      dp x cp ranks hold copies, in shards of shard_factor
 experts            dp x cp x tp / ep ranks hold copies, in shards of gcd(shard_factor, copies); under ZeRO-3 they are
-                   units of FSDP of their own if the shards divide the experts of a rank, else in buckets
+                   FSDP units of their own if the shards divide a rank's number of experts, else in buckets
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from meshwright.mesh.mesh import Mesh
 
 
 class StageSharding(NamedTuple):
-    """Sharding of a stage's parameters by the ranks that hold copies of them."""
+    """Shardings of a stage's parameters: dense and expert weights have different replicas."""
 
     dense: Sharding
     """Over the dp x cp replicas."""
     experts: Sharding
-    """Over the dp x cp x tp / ep ranks with the same experts, of parameters that are sliced over ep."""
+    """Over the dp x cp x tp / ep ranks with the same experts; for parameters that are sliced over ep."""
 
     def of(self, member: StageParameter) -> Sharding:
         """Return the sharding of a parameter."""
@@ -37,8 +37,8 @@ def open_sharding(mesh: Mesh, shard_factor: int, expert_shard_factor: int) -> St
     """Make the groups of a stage's parameters. Collective over all ranks; blocks.
 
     Args:
-        shard_factor: number of shards of the optimizer state; 1: every replica has all of it.
-        expert_shard_factor: that of the experts, if ep ranks share them.
+        shard_factor: number of shards of the optimizer state; 1: every replica holds all of it.
+        expert_shard_factor: the same for the experts; ignored with ep = 1.
     """
     of_experts = expert_shard_factor if mesh.ep.size > 1 else 1
     return StageSharding(
@@ -47,7 +47,7 @@ def open_sharding(mesh: Mesh, shard_factor: int, expert_shard_factor: int) -> St
 
 
 class BucketStage(Protocol):
-    """Parameters in buckets, as :class:`~.replica.StageReplica` has them."""
+    """Interface of :class:`~.replica.StageReplica`, parameters in buckets."""
 
     buckets: list[Bucket]
     frozen: list[StageParameter]
@@ -67,10 +67,10 @@ class BucketStage(Protocol):
 
 
 class ExpertStage:
-    """Stage under ZeRO-3 whose experts are shared over ep: FSDP has the other weights, buckets the experts.
+    """Stage under ZeRO-3 with expert parallelism: FSDP holds the dense weights, buckets hold the experts.
 
-    The experts' gradients and optimizer state are sharded over their replicas, as with ZeRO-2. Their weights are a
-    rank's E/ep experts, which no rank gathers.
+    The experts' gradients and optimizer state are sharded over their replicas, as with ZeRO-2. Each rank keeps the full
+    weights of its E/ep experts.
     """
 
     def __init__(self, dense: FullyShardedStage, experts: BucketStage) -> None:
@@ -120,7 +120,7 @@ def fully_sharded_stage(
 ) -> FullyShardedStage | ExpertStage:
     """Shard the parameters of a stage under ZeRO-3; see :class:`FullyShardedStage`.
 
-    ``make_buckets``: function that puts experts whose number on this rank cannot be divided into buckets.
+    ``make_buckets``: function that puts the experts in buckets if the shards do not divide their number on a rank.
     """
     shards = sharding.experts.shard.size
     is_sharded = shards > 1 and not any(m.parameter.shape[0] % shards for m in members if m.info.over == "ep")

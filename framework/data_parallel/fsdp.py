@@ -1,12 +1,12 @@
 """Private parts of torch's FSDP2 (``fully_shard``) that ZeRO-3 uses; :mod:`.fsdp_parameter` has those of a parameter.
 
 FSDP2 accepts custom objects for its all-gather and its reduce-scatter. Here both use the mesh's groups, so bytes are
-counted, failures name the ranks, and a hang report lists the ranks that wait. With gloo it is a real reduce-scatter
-instead of an all-reduce.
+counted, failures name the ranks, and a hang report lists the ranks that wait. With gloo the reduce-scatter sends half
+the bytes of gloo's own.
 
 A unit (FSDP's parameter group) is gathered by one collective. It is a layer without the modules that share a weight
-with another module. Each group of modules that share a weight forms a unit of its own. Its weights stay gathered from
-forward to backward: its last module, most often the head, needs them when the stage's memory use is highest anyway.
+with another module. Modules that share a weight form a unit together. Its weights stay gathered from forward to
+backward: its last module, most often the head, needs them when the stage's memory use is highest anyway.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class _ReduceScatter(_Collective):
 
 
 class ExpertUnits(NamedTuple):
-    """Modules that are units of their own, over another group than their layer."""
+    """Modules of experts, each a unit that is sharded over ``shard``, another group than its layer's."""
 
     modules: Sequence[nn.Module] = ()
     shard: Group | None = None
 
 
 class FsdpLayers:
-    """Layers of a stage under FSDP: gathered and freed unit by unit, reduced by the mesh's groups."""
+    """Layers of a stage under FSDP: gathered and freed unit by unit, with collectives over the mesh's groups."""
 
     def __init__(
         self,
@@ -85,11 +85,11 @@ class FsdpLayers:
         Args:
             dtype: dtype in which the weights are gathered; shards and gradients are float32 (float64 for float64).
             offload: keep the shards in host memory and copy them to the device for each all-gather.
-            experts: modules inside the layers that other ranks shard.
+            experts: modules inside the layers that are sharded over another group.
         """
         self.dtype = dtype
         self.copies_gradients = offload and device.type == "cuda"
-        """True when FSDP copies reduced gradients to pinned memory, where the stage adds them up."""
+        """True if FSDP copies reduced gradients to pinned memory, where FullyShardedStage accumulates them."""
         shard_dtype = accumulation_dtype(dtype)
         options: dict[str, Any] = {"mesh": shard.device_mesh(device.type), "ignored_params": set(ignored)}
         if offload:
@@ -109,11 +109,11 @@ class FsdpLayers:
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
         self._state: Any = self._root._get_fsdp_state()
-        self._state._lazy_init()  # the root's forward would do it, but only its layers are called
+        self._state._lazy_init()  # otherwise done by the root's forward, which is never called
         self.parameters: list[FsdpParameter] = []
         """Sharded parameters that are trained, unit by unit."""
         self.frozen: list[FsdpParameter] = []
-        """Sharded parameters that are not: gathered with their unit, without a gradient."""
+        """Sharded parameters that are frozen: gathered with their unit, without a gradient."""
         self._is_ending = False
         """True while FSDP's callback at the end of a stage's backward runs."""
         for unit in self.units():
@@ -126,13 +126,13 @@ class FsdpLayers:
             state._root_post_backward_final_callback = self._ending(state._root_post_backward_final_callback)
 
     def _states(self) -> list[Any]:
-        """Return FSDP's state of each unit; torch 2.11 lists that of modules that share a unit once for each."""
+        """Return FSDP's state of each unit, once. (torch 2.11 lists the state of a shared unit once per module.)"""
         return list(dict.fromkeys(self._state._state_ctx.all_states))
 
     def units(self) -> Iterator[Any]:
         """Yield FSDP's parameter groups, each gathered by one collective."""
         for state in self._states():
-            groups = getattr(state, "_fsdp_param_groups", None)  # one, until torch 2.12
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has a single group
             yield from filter(None, [state._fsdp_param_group] if groups is None else groups)
 
     def set_reducing(self, reduces: bool) -> None:
@@ -153,26 +153,26 @@ class FsdpLayers:
             module.set_reshard_after_backward(reshards, recurse=False)
 
     def free_shared(self) -> None:
-        """Free (reshard) the weights that several modules share, which a forward without a backward has gathered."""
+        """Free (reshard) the weights that several modules share, gathered by a forward without a backward."""
         for unit in self.units():
             if len(unit.modules) > 1:
-                unit._to_sharded()  # reshard() keeps them, as such a unit remains in its state of forward
+                unit._to_sharded()  # reshard() would keep them: the unit is still in its forward state
 
     def wait_for_gradients(self) -> None:
         """Block the host until the gradients of all reductions posted so far are in host memory, if there are any.
 
-        FSDP copies them there on its stream of reductions, and would wait for each parameter's copy by itself.
+        FSDP copies them on its reduce-scatter stream. Alone it would wait for the copy of each parameter.
         """
         unit = next(self.units())
         if unit.device.type == "cuda" and any(each.sharded.grad is not None for each in self.parameters):
             unit.comm_ctx.reduce_scatter_stream.synchronize()
 
     def finish_backward(self) -> None:
-        """Run FSDP's callback at the end of a backward: reduce the units that are left, wait for all reductions."""
+        """Run FSDP's callback at the end of a backward: reduce the remaining units, and wait for all reductions."""
         self._state._root_post_backward_final_callback()
 
     def _ending(self, final_callback: Callable[[], None]) -> Callable[[], None]:
-        """Wrap FSDP's callback at the end of a stage's backward, so that units see that the backward has ended."""
+        """Wrap FSDP's callback at the end of a stage's backward, to set ``_is_ending`` while it runs."""
 
         def run() -> None:
             self._is_ending = True
@@ -184,9 +184,9 @@ class FsdpLayers:
         return run
 
     def _prepared(self, unit: Any, parameters: Sequence[FsdpParameter]) -> Callable[..., None]:
-        """Return a unit's post-backward hook in which all its parameters get a gradient of one dtype first.
+        """Return a unit's post-backward hook that first gives all its parameters a gradient, all of one dtype.
 
-        FSDP reduces only the gradients that exist, and the replicas must agree. A unit that several layers share is
+        FSDP reduces only the gradients that exist, which may differ between replicas. A unit that layers share is
         reduced when the stage's backward has ended.
         """
 
@@ -215,7 +215,7 @@ def _shard_units(layers: nn.Sequential, dtype: torch.dtype, options: dict[str, A
 
 
 def _shard_experts(experts: ExpertUnits, dtype: torch.dtype, options: Mapping[str, Any], device: torch.device) -> None:
-    """Apply ``fully_shard`` to the modules of experts, over the ranks that hold the same ones."""
+    """Apply ``fully_shard`` to the modules of experts, over the ranks that hold the same experts."""
     if experts.shard is not None:
         mesh = experts.shard.device_mesh(device.type)
         for module in experts.modules:
@@ -231,7 +231,7 @@ def _shard_unit(modules: list[nn.Module], dtype: torch.dtype, options: dict[str,
     if own and not isinstance(modules[0], FSDPModule):
         shares = len(modules) > 1
         fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)
-        for parameter in whole:  # other code may still hold the object
+        for parameter in whole:  # other code may still hold the full parameter: free its memory
             parameter.data = parameter.data.new_empty(0)
 
 
@@ -249,12 +249,12 @@ def _sharing(modules: Iterable[nn.Module], keys_of: Callable[[nn.Module], set[in
 
 
 def _connect(modules: Iterable[FSDPModule], shard: Group, experts: ExpertUnits) -> None:
-    """Set FSDP's collectives to the mesh's groups, as sums, and switch off its own choice of prefetches."""
+    """Set FSDP's collectives to the mesh's groups, as sums, and disable its implicit backward prefetch."""
     inside = set(map(id, experts.modules))
     for module in modules:
         group = experts.shard if experts.shard is not None and id(module) in inside else shard
         gather: Any = _Gather(group)
-        reduce_scatter: Any = _ReduceScatter(group)  # torch's protocols for the two are private
+        reduce_scatter: Any = _ReduceScatter(group)  # Any: torch's protocols are private
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce_scatter)
         module.set_gradient_divide_factor(1.0)
@@ -265,7 +265,7 @@ def _connect(modules: Iterable[FSDPModule], shard: Group, experts: ExpertUnits) 
 
 
 def _shares_unit(module: FSDPModule) -> bool:
-    """Return whether a module's unit has other modules too."""
+    """Return whether a module's unit has other modules."""
     return len(module._get_fsdp_state()._modules) > 1
 
 

@@ -1,4 +1,4 @@
-"""One parameter under torch's FSDP2: its rows, its gathered form and its gradient, by FSDP's private attributes."""
+"""One parameter under torch's FSDP2: shard, gathered form and gradient, through FSDP's private attributes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FsdpParameter:
 
     @property
     def padded_rows(self) -> Tensor:
-        """Full storage of this rank's rows as a flat tensor, zero-padded to the longest share."""
+        """Whole storage of this rank's rows as a flat tensor, zero-padded to the size of the largest shard."""
         rows = self._of_torch.sharded_param.to_local()
         return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
 
@@ -73,7 +73,7 @@ class FsdpParameter:
         All gradients of a unit must have one dtype.
 
         Args:
-            accumulated: convert it to the reduction dtype, as another parameter of the unit has its gradient there.
+            accumulated: convert it to the reduction dtype, because another parameter of the unit has accumulated in it.
         """
         of_torch = self._of_torch
         parameter = of_torch._unsharded_param

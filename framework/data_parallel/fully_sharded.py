@@ -3,8 +3,8 @@
     layer i            gather | forward | free            gather | backward | free, reduce-scatter
     each replica       its rows of every parameter, of their gradients and of the optimizer state: 1/n of all
 
-Each parameter is cut along its first dim. The rows of one replica, zero-padded to the longest share, form a bucket of
-one slot. Optimizer, checkpoints and checks therefore see the same interface as in :mod:`.buckets`.
+Each parameter is sharded along its first dim. The rows of one replica, zero-padded to the size of the largest shard,
+form a bucket of one slot. Optimizer, checkpoints and checks therefore use the same interface as in :mod:`.buckets`.
 
 Frozen weights, such as the base of adapters, are sharded, gathered and freed with their layer. They have no gradient.
 """
@@ -32,7 +32,7 @@ from meshwright.mesh.comm import CollectiveHandle, Group
 Key = tuple[int, str]
 """Identity of a parameter's module, and the parameter's name in it."""
 _SUMMED_TOGETHER = 2**24
-"""Elements of the gradient per all-reduce across shard groups; bounds the device copy of a gradient in host memory."""
+"""Elements per all-reduce across shard groups; bounds the device memory to reduce a gradient in host memory."""
 
 
 class RowShards(ShardedParameters):
@@ -61,11 +61,11 @@ class RowShards(ShardedParameters):
         self.shard_gradient = shard_gradient
 
     def accumulate_in_place(self) -> None:
-        """Make FSDP add this rank's gradient to :attr:`shard_gradient`, on the device that reduces."""
+        """Make FSDP accumulate this rank's reduced gradient directly in :attr:`shard_gradient`."""
         self._parameter.set_gradient(self.shard_gradient)
 
     def add_from_host(self) -> None:
-        """Add the gradient that FSDP has copied to host memory."""
+        """Add the gradient that FSDP has copied to host memory to :attr:`shard_gradient`."""
         self._parameter.take_gradient(self.shard_gradient)
 
     def begin_step(self) -> None:
@@ -81,7 +81,7 @@ class RowShards(ShardedParameters):
         return self._parameter.unsharded
 
     def gradient_of(self, slot: BucketSlot) -> Tensor:
-        """Return the gradient of the full parameter in its shape, or an empty tensor when there is none."""
+        """Return the gradient of the full parameter in its shape; an empty tensor if there is none."""
         gradient = self._parameter.unsharded.grad
         return torch.zeros(0) if gradient is None else gradient
 
@@ -107,7 +107,7 @@ class FullyShardedStage:
         """Shard ``members``, parameters of ``layers``, which must be on the CPU, and move the shards to ``device``.
 
         Args:
-            sharding: that of the dense weights, then that of experts that ranks share.
+            sharding: of the dense weights, and of expert weights.
             dtype: dtype of the computation. The shards are float32 (float64 for float64).
             offload: keep the shards in host memory and copy them to the device for each all-gather.
         """
@@ -115,7 +115,7 @@ class FullyShardedStage:
         self._device = device
         _check_dims(member for member in members if member.parameter.requires_grad)
         self.frozen = [member for member in members if member.parameter.dim() == 0]
-        """Frozen numbers, which have no dim to cut: whole on every replica."""
+        """Frozen scalars, which have no dim to shard: replicated."""
         sharded = {id(member.parameter): member for member in members if member.parameter.dim()}
         by_key = {
             (id(module), name): sharded[id(parameter)]
@@ -133,10 +133,10 @@ class FullyShardedStage:
             layers, sharding[0].shard, dtype, device, offload=offload, ignored=ignored, experts=experts
         )
         self._gradients: list[tuple[Group, Tensor]] = []
-        """Flat gradient of this rank's rows of dense weights, and of experts, with the ranks that hold copies."""
+        """(copies group, flat gradient of this rank's rows) of dense weights, and of experts."""
         self.buckets: list[RowShards] = []
         self.frozen_shards: list[ShardedParameters] = []
-        """Weights that are not trained, sharded as the others."""
+        """Frozen weights, sharded as the others."""
         empty = torch.zeros(0, dtype=accumulation_dtype(dtype), device="cpu" if offload else device)
         for over, of_kind in zip(("tp", "ep"), sharding, strict=True):
             self._add_buckets({key: each for key, each in by_key.items() if each.info.over == over}, of_kind, empty)
@@ -146,10 +146,10 @@ class FullyShardedStage:
         for bucket in () if self.fsdp.copies_gradients else self.buckets:
             bucket.accumulate_in_place()
         self._in_halves = False
-        """True while the weight half of a split backward (W) follows, which FSDP's hooks cannot see."""
+        """True while only W of a split backward is left, which runs no backward that FSDP's hooks would see."""
 
     def _add_buckets(self, members: Mapping[Key, StageParameter], sharding: Sharding, empty: Tensor) -> None:
-        """Add the buckets of parameters with one sharding, whose gradients are one flat tensor, as ``empty`` is."""
+        """Add the buckets of one sharding, with one flat gradient tensor of the dtype and device of ``empty``."""
         trained, frozen = (
             [each for each in parameters if each.key in members]
             for parameters in (self.fsdp.parameters, self.fsdp.frozen)
@@ -178,7 +178,7 @@ class FullyShardedStage:
         """Start to reduce-scatter each layer's gradient as soon as the next backward of this stage has computed it.
 
         Args:
-            awaited: given when only the weight half of a backward (W) follows.
+            awaited: not None if only W of a split backward follows.
             last: the step's last backward, which frees the shared weights.
         """
         self._add_from_host()
@@ -214,7 +214,7 @@ class FullyShardedStage:
         """Add the gradients of the last reducing backward, if they are in host memory. Blocks the host once.
 
         NOTE [offloaded gradients]: FSDP's own accumulation in host memory copies each parameter with a wait, because
-        the sum needs the copy. Without a gradient to add to, it copies into pinned memory and goes on. On a CPU nothing
+        the sum needs the copy. Without a gradient to add to, it copies to pinned memory asynchronously. On CPU nothing
         is copied, and FSDP adds in place.
         """
         if self.fsdp.copies_gradients:
@@ -230,7 +230,7 @@ class FullyShardedStage:
 
 
 def _check_dims(members: Iterable[StageParameter]) -> None:
-    """Raise :class:`ModelError` for a parameter without a first dim to cut."""
+    """Raise :class:`ModelError` for a parameter without a first dim to shard."""
     for member in members:
         if member.parameter.dim() == 0:
             raise ModelError(
@@ -243,7 +243,7 @@ def _check_dims(members: Iterable[StageParameter]) -> None:
 def _all_reduce(group: Group, tensor: Tensor, device: torch.device) -> CollectiveHandle:
     """Post an all-reduce (sum) of ``tensor`` over ``group``, in place. Does not block.
 
-    A tensor in host memory is reduced through a copy on ``device``, which has the network connection. Bytes on the wire
+    A tensor in host memory is reduced through a copy on ``device``: NCCL cannot reduce host memory. Bytes on the wire
     per rank: 2 m (n-1)/n, m = bytes of the tensor.
     """
     if group.size == 1 or tensor.device.type == device.type:

@@ -1,4 +1,4 @@
-"""Parameters of a stage as a whole: which share a bucket, full tensors from shards, gradient sums of tied weights."""
+"""Parameters of a stage: assignment to buckets, full tensors from shards, gradient sums of tied weights."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def stage_members(
     """Return the parameters of a stage, frozen ones included, with their ties and shapes.
 
     Args:
-        canonical: function that returns the name under which a tied weight is stored.
+        canonical: function from a parameter's name to its canonical name, the same for all tied copies.
         stages_of: canonical name of each parameter -> the stages that hold it, in order.
         tied: canonical name of each tied weight -> the ranks that hold it, see :func:`tied_groups`.
     """
@@ -73,8 +73,8 @@ def stage_members(
 def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[list[StageParameter]]:
     """Group members into buckets of one kind and about ``bucket_bytes`` of gradient, last layer first as in backward.
 
-    A tied weight has a bucket of its own, because the stages that share it must reduce the very same elements. Buckets
-    are ordered by when backward completes them. A bucket with the norms of all layers therefore comes last.
+    A tied weight has a bucket of its own, because the stages that hold it must reduce the same elements. Buckets are in
+    the order in which backward completes them. A bucket with the norms of all layers therefore comes last.
     """
     buckets: list[list[StageParameter]] = []
     open_buckets: dict[BucketKind, list[StageParameter]] = {}
@@ -93,12 +93,12 @@ def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[l
 
 
 def shard_layout(bucket: ShardedParameters, holders: Group | None, seed: int) -> ShardLayout:
-    """Return the weights in this rank's shard of a bucket, for an optimizer that is not element-wise.
+    """Return the layout of weights in this rank's shard of a bucket, for optimizers that are not element-wise.
 
     Args:
         holders: ranks with the parts of weights that tp cuts; None if the optimizer needs no whole weights. Weights
             that tp does not cut have their parts in the shard group.
-        seed: seed of the run, for random bits of each element.
+        seed: seed of the run, for stochastic rounding of each element.
     """
     slots = tuple((slot.member.info, slot.start) for slot in bucket.slots)
     among = holders_of(bucket, holders)
@@ -106,7 +106,7 @@ def shard_layout(bucket: ShardedParameters, holders: Group | None, seed: int) ->
 
 
 def matrix_shard(bucket: ShardedParameters, among: Group | None) -> MatrixShard | None:
-    """Return the matrices of a bucket whose weights are stepped as such; Newton-Schulz is never in float16.
+    """Return the matrices of a bucket for a whole-matrix optimizer (Muon), else None. Newton-Schulz avoids float16.
 
     ``among``: the ranks with parts of the bucket's weights.
     """
@@ -127,7 +127,7 @@ def holders_of(bucket: ShardedParameters, holders: Group | None) -> Group | None
 def full_tensor(bucket: ShardedParameters, shard: Tensor) -> Tensor:
     """All-gather a full flat tensor (numel,) from shards (numel/n,). Collective over the shard group; blocks.
 
-    Every dp rank must call it. Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
+    Bytes on the wire per rank: M (n-1)/n, M = bytes of the full tensor.
     """
     if not bucket.is_sharded:
         return shard
@@ -138,7 +138,7 @@ def full_tensor(bucket: ShardedParameters, shard: Tensor) -> Tensor:
 
 
 def full_weights(bucket: ShardedParameters) -> Tensor:
-    """Return the full flat weights (numel,) in the training dtype. Every dp rank must call it: ZeRO-3 gathers."""
+    """Return the full flat weights (numel,) in the training dtype. Under ZeRO-3 collective over the shard group."""
     return full_tensor(bucket, bucket.master).to(bucket.dtype) if bucket.flat is None else bucket.flat
 
 
@@ -149,7 +149,7 @@ def sum_ties(buckets: Iterable[ShardedParameters]) -> None:
     bytes per rank, m = bytes of the shard, n = ranks with a copy. The order is by name, the same on all ranks.
 
     Every rank that holds a tied weight must call it at the end of its row, after all stages are reduced. A stage's
-    REDUCE would be too early: stages finish at different times, and a stage that waited there could delay the messages
+    REDUCE would be too early: stages finish at different times, and a rank that blocks there could delay messages
     that the other stage still needs.
     """
     copies: dict[str, list[ShardedParameters]] = defaultdict(list)

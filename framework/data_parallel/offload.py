@@ -1,10 +1,10 @@
-"""Buckets whose master weights and optimizer state lie in host memory (ZeRO-Offload, with ZeRO-0, 1 and 2).
+"""Buckets whose master weights and optimizer state are in host memory (ZeRO-Offload, with ZeRO-0, 1 and 2).
 
-    backward     reduce bucket -> copy its gradient shard to the host, behind the reduction, while backward goes on
+    backward     reduce bucket -> copy its gradient shard to the host after the reduction, overlapped with backward
     STEP         the optimizer steps the master weights on the host
     gather       copy the shard of the weights to the device, then all-gather
 
-On a CPU the host's memory is the device's: the master weights are a copy, and gradients are not copied.
+On CPU host and device memory are the same: the master weights are still a copy, gradients are not copied.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OffloadedBucket(Bucket):
             self._post_copy()
 
     def wait(self) -> None:
-        """Block until the posted collective is done; post the copy to the host where it had to wait for a sum."""
+        """Block until the posted collective is done; if it was added to an earlier sum, post the copy to the host."""
         adds_to_sum = self._part is not None
         super().wait()
         if adds_to_sum:
@@ -70,8 +70,8 @@ class OffloadedBucket(Bucket):
     def _post_copy(self) -> None:
         """Post the device-to-host copy of this rank's gradient shard, to overlap it with the rest of the backward.
 
-        The copy waits on its own stream for the reduction just posted. Nothing is posted while other sums are still to
-        be added to the shard.
+        The copy waits on its own stream for the reduction just posted. Nothing is posted if later sums (over copies, tp
+        or ties) change the shard.
         """
         kind = self.kind
         adds_more = kind.sum_over_tp or kind.tied is not None or (self.is_sharded and self.sharding.copies.size > 1)
@@ -88,6 +88,6 @@ class OffloadedBucket(Bucket):
         return self._host_gradient
 
     def copy_master(self, shard: Tensor) -> None:
-        """Copy the master weights from the host into this rank's shard of the weights; CUDA: in the weights' dtype."""
+        """Copy the master weights from the host into this rank's shard of the weights; CUDA: cast on the host."""
         source = self.master if self._host_weights is None else self._host_weights.copy_(self.master)
         shard.copy_(source, non_blocking=True)

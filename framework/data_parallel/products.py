@@ -1,4 +1,4 @@
-"""Weight gradients that the GEMM adds to a bucket's float32 sums (Megatron-LM's gradient accumulation fusion).
+"""Weight gradients that a GEMM adds to a bucket's float32 gradients (Megatron-LM's gradient accumulation fusion).
 
 plain   dW = gy^T x   16 bits, a tensor of its own         sum += dW   a second kernel, 10 bytes per element
 here    sum += gy^T x in one GEMM, whose output is the sum: 8 bytes per element, and no rounding of dW to 16 bits
@@ -28,24 +28,24 @@ def adds_products(parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 class ProductSums(Protocol):
-    """Replica of the stage that has the sums of the gradients, in buckets."""
+    """Interface of a replica with gradient sums in buckets, see :class:`~.replica.StageReplica`."""
 
     @property
     def buckets(self) -> Sequence[ShardedParameters]:
-        """Its buckets."""
+        """Buckets of the replica."""
 
     def begin_product(self, parameter: Tensor, *, index: int, number: int) -> tuple[Tensor, bool]:
-        """Return the sum that gets a product, and whether it has no gradient of this step yet."""
+        """Return (gradient in the bucket to which a GEMM adds a product, True if it is the first of this step)."""
 
 
 def offer_products(
     replica: ProductSums, parameter: nn.Parameter, finish: Callable[[Tensor], None], *, index: int, number: int
 ) -> None:
-    """Register the sum of a parameter's gradients, to which backward adds products, if the device's GEMM can.
+    """Attach a ``GradientSum`` to a parameter, so that backward adds its products by GEMM, if the device's GEMM can.
 
     Args:
-        finish: function of the parameter that counts the gradient.
-        index: index of the parameter's bucket. ``number``: of its slot there.
+        finish: the parameter's hook, which counts the gradient.
+        index: index of the parameter's bucket. ``number``: index of its slot there.
     """
     if not adds_products(parameter, replica.buckets[index].master.dtype):
         return
@@ -62,7 +62,7 @@ def offer_products(
 
 @cache
 def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Run the kernel once: versions of torch differ in the dtype of the sum that they accept."""
+    """Return whether the kernel exists, by running it once: torch versions differ in the output dtypes they accept."""
     factor = torch.ones(16, 16, device=device, dtype=dtype)
     try:
         add_product(torch.zeros(16, 16, device=device), WeightProduct(factor, factor), first=False)

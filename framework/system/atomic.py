@@ -19,7 +19,7 @@ from meshwright.system.bounded import real_path
 
 
 def sync(path: Path) -> None:
-    """Flush a file's bytes, or the names in a directory, to the disk. Blocks. Bytes of other processes count too."""
+    """Sync a file's bytes, or a directory's names, to disk (fsync). Blocks. Also bytes that other processes wrote."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -107,7 +107,7 @@ def check_place(out: Path | None, *, folder: bool, example: str) -> None:
 def writing(out: Path) -> Iterator[Path]:
     """Yield a path of the same suffix to write to, renamed to ``out`` after the block. The folder is made.
 
-    An error leaves ``out`` as it was. Other than a regular file, such as /dev/stdout, is written to directly.
+    An error leaves ``out`` as it was. A path that is no regular file, such as /dev/stdout, is written to directly.
 
     Raises:
         ConfigError: it cannot be written, with the system's reason.
@@ -117,7 +117,7 @@ def writing(out: Path) -> Iterator[Path]:
         if out.exists() and not out.is_file():
             yield out
             return
-        file = real_path(out)  # of a link what it leads to
+        file = real_path(out)  # the target of a link
         with replacing(file, is_durable=False) as aside:
             yield aside
     except OSError as error:

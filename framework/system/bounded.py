@@ -27,7 +27,7 @@ MIB = 1 << 20
 MAX_DEPTH = 100
 """Largest nesting depth of lists and tables."""
 MAX_DIGITS = 4000
-"""Most digits of one integer."""
+"""Maximum digits of one integer."""
 MAX_FILE_BYTES = 256 * MIB
 MAX_MANIFEST_BYTES = 1024 * MIB
 MAX_LINE_BYTES = 64 * MIB
@@ -36,7 +36,7 @@ MAX_DOCUMENT_BYTES = 4096 * MIB
 MAX_TOML_BYTES = MIB
 MAX_YAML_BYTES = MIB // 4
 MAX_YAML_NODES = 100_000
-"""Largest number of YAML nodes, each alias counted as often as it is used."""
+"""Maximum number of YAML nodes; an aliased node counts at each use."""
 
 _LONG_INTEGER = re.compile(rf"\d{{{MAX_DIGITS + 1}}}")
 _KEY = r"(?:\"[^\"\n]*+\"|'[^'\n]*+'|[\w-]++)"
@@ -52,13 +52,13 @@ _KINDS = (
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path without links. Path.resolve raises RuntimeError for circular links. This
-    function leaves them, so that opening the path raises the errno."""
+    """Return the absolute path without links. Circular links stay, so that opening the path raises OSError;
+    Path.resolve would raise RuntimeError."""
     return Path(os.path.realpath(path))
 
 
 def why_unusable(path: Path, limit_bytes: int | None = None) -> str | None:
-    """Return the reason why meshwright cannot keep a file at ``path``; None: it can, or nothing is there yet."""
+    """Return why ``path`` cannot be used for a file of meshwright's; None: it can, or nothing is there yet."""
     try:
         found = path.stat()
     except OSError:

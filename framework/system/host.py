@@ -1,7 +1,7 @@
-"""This machine: its network interfaces that lead to another one, and the compilers that it has.
+"""This machine: network interfaces towards other nodes, a listener, the node's name, and its compilers.
 
-NCCL and gloo guess interfaces, and guess wrong where a node has a management network, a docker bridge or a host name
-that resolves to 127.0.1.1.
+NCCL and gloo guess interfaces, and fail where a node has a management network, a docker bridge or a host name that
+resolves to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ NODES = "MESHWRIGHT_NODES"
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the interface from which packets to ``host`` leave; on that host itself, the one that has its address.
+    """Return the interface that routes packets to ``host``; on that host itself, the one that has its address.
 
     None where it cannot be determined: the name is unknown, it means the loopback here (no other machine is on that),
     or no interface has the address (IPv6, not Linux).
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((socket.gethostbyname(host), ANY_PORT))  # sends nothing: asks for the route
+            probe.connect((socket.gethostbyname(host), ANY_PORT))  # sends nothing: finds the route
             address = probe.getsockname()[0]
             if address.startswith("127."):
                 return None
@@ -53,7 +53,7 @@ def own_address(towards: str) -> str | None:
     """Return the IPv4 address at which other nodes reach this one, as gloo will choose it; None if it cannot be
     determined.
 
-    It is that of GLOO_SOCKET_IFNAME, or of the interface from which packets to a host leave.
+    It is that of GLOO_SOCKET_IFNAME, or of the interface that routes packets to ``towards``.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(towards)
     if interface is None:
@@ -98,7 +98,7 @@ def _address_of(interface: str, via: socket.socket) -> str | None:
 
 
 def missing_tools() -> list[str]:
-    """Return the tools that torch.compile lacks on this machine to make CUDA kernels."""
+    """Return the names of the tools that this machine lacks to compile CUDA kernels (torch.compile, Triton)."""
     found = {
         "Triton": find_spec("triton") is not None,
         "a C compiler": any(shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")),

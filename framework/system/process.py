@@ -4,7 +4,7 @@ Slurm, a launcher or a user stops a run with a signal. All ranks save at the sam
 
     rank 5      SIGTERM      recorded
     all ranks   ... STEP     the all-reduce of every step carries the request to all ranks, in the same step
-    all ranks   save         further signals change nothing
+    all ranks   save         further signals are ignored
     all ranks   leave        Preempted: exit code 85, "run the same command again"
 
 A signal that was ignored when the run was started (SIGHUP under nohup) stays ignored, in the launcher and in all ranks.
@@ -39,7 +39,7 @@ GiveUp = Callable[[UserError], None]
 
 
 class StopRequest:
-    """Context manager that stores the first of SIGNALS instead of ending the process; later ones change nothing.
+    """Context manager that stores the first of SIGNALS instead of ending the process; later ones are ignored.
 
     On exit it restores the handlers, unless a signal has arrived. The process then leaves with its work saved, and a
     second signal must not change its exit.
@@ -77,13 +77,13 @@ class StopRequest:
 
 
 def ignore_signals() -> None:
-    """Ignore SIGNALS until this process exits. Its work is saved, and a signal must not change its exit code."""
+    """Ignore SIGNALS until this process exits, because its work is saved and its exit code must not change."""
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
 
 
 def ignored_signals() -> list[signal.Signals]:
-    """Return those of SIGNALS that this process ignores, as its parent process set it up."""
+    """Return the SIGNALS that this process ignores, inherited from its parent process."""
     return [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
 
 
@@ -93,8 +93,8 @@ class FileLock:
     A killed process leaves nothing to clean up. Forked children do not hold the lock, nor do the programs they execute.
 
     NOTE [filelock package]: its UnixFileLock takes exclusive locks only, falls back to a marker file where there is no
-    flock, and hides the descriptor. A run's lock needs a shared probe that keeps nobody out, a warning instead of a
-    marker, and the descriptor to see that the file was replaced.
+    flock, and hides the descriptor. A run's lock needs a shared probe that excludes nobody, a warning instead of a
+    marker, and the descriptor to detect that the file was replaced.
     """
 
     def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT, mode: int = 0o644) -> None:

@@ -1,4 +1,4 @@
-"""Count of the collectives that megatron-core's regions run in backward."""
+"""Traffic counts of the collectives that megatron-core's regions run in backward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from meshwright.mesh.comm import Group
 class _CountGradient(torch.autograd.Function):
     """Identity; its backward counts the collective that follows, and makes the gradient contiguous.
 
-    It runs just before the backward of a mapping. megatron-core sums ``gradient.contiguous()`` and returns
-    ``gradient``, so a non-contiguous gradient comes back unsummed.
+    It runs just before the backward of a region. megatron-core sums ``gradient.contiguous()`` in place and returns
+    ``gradient``, so a non-contiguous gradient would be returned unsummed.
     """
 
     @staticmethod
@@ -33,11 +33,11 @@ class _CountGradient(torch.autograd.Function):
 
 
 def count_backward(y: Tensor, group: Group, operation: str, parts: int, *, own: bool = False) -> Tensor:
-    """Attach the count of a backward collective to ``y``, the output of a mapping; return it.
+    """Attach the count of a backward collective to ``y``, the output of a megatron-core region; return ``y``.
 
     Args:
         parts: ratio of the collective's message to the bytes of ``y``.
-        own: pass a copy of the gradient on, which may be overwritten.
+        own: pass a copy of the gradient on, because the collective overwrites it.
     """
     if not y.requires_grad:
         return y

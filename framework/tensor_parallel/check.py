@@ -1,6 +1,6 @@
 """Kinds of a sharding plan, and checks that the plan fits a model, before any process group exists.
 
-The plan is checked in full also with tp = 1, so that a typing error in a pattern shows in every layout.
+The plan is checked in full also with tp = 1, so that a typo in a pattern is an error in every layout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ShardingKind(StrEnum):
     ROUTER = "router"
     REPLICATE = "replicate"
     OWN = "a rule"
-    """Not a word of the plan: its value is a function, see :mod:`meshwright.tensor_parallel.own_rule`."""
+    """A function in the plan instead of a word, see :mod:`meshwright.tensor_parallel.own_rule`."""
 
 
 WORDS = [str(kind) for kind in ShardingKind if kind is not ShardingKind.OWN]
@@ -54,14 +54,14 @@ SPLITTING = (
     ShardingKind.VOCAB,
 )
 BESIDE_RULES = (ShardingKind.CONTEXT, ShardingKind.POSITIONS, ShardingKind.HEADS)
-"""Kinds that modules inside a layer with a rule may have: they cut no parameter."""
+"""Kinds that modules inside a layer with a user's rule may have: they split no parameter."""
 ROWS = (ShardingKind.ROW, ShardingKind.ROW_WHOLE)
 
 
 class PlannedModule(NamedTuple):
     """A module that the plan names, its kind, the pattern that matched it, and its rule if the kind is OWN.
 
-    ``shared``: its units, if several tp ranks share each.
+    ``shared``: its units, if several tp ranks share each of them (shared_units.py).
     """
 
     name: str
@@ -273,7 +273,7 @@ def _uneven_ties(placements: Mapping[str, PlannedModule], tied: Sequence[tuple[s
     owned = tuple(f"{placement.name}." for placement in placements.values() if placement.rule)
     for names in tied:
         if any(name.startswith(owned) for name in names):
-            continue  # checked when the rule has said its dims
+            continue  # checked once the rule has returned its dims
         how = {}
         for name in names:
             placement = placements.get(name.rpartition(".")[0])
@@ -284,7 +284,7 @@ def _uneven_ties(placements: Mapping[str, PlannedModule], tied: Sequence[tuple[s
 
 
 def _way(placement: PlannedModule) -> str:
-    """Return a word for the split of a weight; modules with a common weight must have the same word."""
+    """Return a name for the way a weight is split; it must be the same for all modules that share the weight."""
     if placement.kind not in SPLITTING:
         return ShardingKind.REPLICATE
     if placement.kind is ShardingKind.COLUMN and isinstance(placement.module, nn.Embedding):
@@ -293,7 +293,7 @@ def _way(placement: PlannedModule) -> str:
 
 
 def check_supported(builder: str, impossible: Mapping[str, str], grid: Grid, *, sequence: bool) -> None:
-    """Raise :class:`ModelError` for a degree, or sequence parallelism, that the model of ``builder`` cannot have."""
+    """Raise :class:`ModelError` for a degree, or sequence parallelism, that ``builder``'s model does not support."""
     wanted = {a: f"parallel.{a} = {n}: use parallel.{a} = 1" for a, n in (("tp", grid.tp), ("cp", grid.cp)) if n > 1}
     wanted |= {"sequence": "parallel.sequence = true: set it to false"} if sequence else {}
     for key in [key for key in wanted if key in impossible]:

@@ -1,4 +1,4 @@
-"""Linear of a column layer, whose backward overlaps its communication with its two products.
+"""Column-parallel linear whose backward overlaps its communication with its two GEMMs.
 
     forward    y = x W^T + b                             under sequence parallelism after an all-gather of x
     backward                 on the wire                 meanwhile
@@ -26,7 +26,7 @@ from meshwright.parameters import WeightProduct, add_gradient
 from meshwright.tensor_parallel.regions import join_sequence, outside_graphs, split_sequence
 
 Defer = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
-"""Function of a parameter and a function that computes its gradient; returns the gradient, or None to add it later."""
+"""(parameter, function that computes its gradient) -> the gradient, or None if it is added later (split backward)."""
 
 
 @outside_graphs
@@ -37,12 +37,12 @@ def column_linear(
 
     With ``sequence`` x is this rank's (B, S/tp, I), which forward all-gathers over tp and blocks: M (tp-1)/tp bytes on
     the wire per rank, M = bytes of (B, S, I). Backward all-reduces the gradient of x (2 M (tp-1)/tp bytes), or gathers
-    x again and reduce-scatters its gradient (M (tp-1)/tp each); it blocks after the products.
+    x again and reduce-scatters its gradient (M (tp-1)/tp each); it blocks after the GEMMs.
 
     Args:
         weight: (O/tp, I), this rank's rows. ``bias``: (O/tp,).
-        defer: called in backward for each weight gradient. A torch function mode that splits backward passes its own,
-            to functions with the attribute ``defers_gradients``.
+        defer: called in backward for each weight gradient. pipeline/split_backward.py passes its own to functions with
+            the attribute ``defers_gradients``.
     """
     if group.size == 1:
         return F.linear(x, weight, bias)
@@ -62,7 +62,7 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, defer: Defer
     ) -> Tensor:
-        ctx.save_for_backward(*[x] * weight.requires_grad)  # a frozen weight's product needs the gradient of y alone
+        ctx.save_for_backward(*[x] * weight.requires_grad)  # with a frozen weight backward needs gy only
         ctx.weight, ctx.bias, ctx.group, ctx.sequence, ctx.defer = weight, bias, group, sequence, defer
         y = F.linear(SequenceGathering(x, group).wait() if sequence else x, weight, bias)
         return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
@@ -78,7 +78,7 @@ class _ColumnLinear(torch.autograd.Function):
         gx, handle = None, CollectiveHandle()
         if needs_x:
             gx = rows.mm(weight).view(*gy.shape[:-1], weight.shape[-1])
-        whole = gathering.wait() if gathering is not None else x  # without history: a deferred product keeps it
+        whole = gathering.wait() if gathering is not None else x  # detached below, because a deferred product keeps it
         if gx is not None:
             gx, handle = reduce_gradient(gx, group, ctx.sequence)
         gw = gb = None
@@ -108,7 +108,7 @@ class SequenceGathering:
 
 
 def reduce_gradient(gx: Tensor, group: Group, sequence: bool) -> tuple[Tensor, CollectiveHandle]:
-    """Post the sum of partial gradients (B, S, I) over tp, of this rank's (B, S/tp, I) of it with ``sequence``."""
+    """Post the sum of partial gradients (B, S, I) over tp; with ``sequence`` only this rank's (B, S/tp, I) of it."""
     operation = "reduce_scatter" if sequence else "all_reduce"
     parts = split_sequence(gx, group.size) if sequence else gx
     result = torch.empty_like(parts[0]) if sequence else gx

@@ -88,7 +88,7 @@ def _chunks(logits: Tensor, group: Group) -> Iterator[slice]:
 
 
 class _Columns(NamedTuple):
-    """This rank's columns [start, stop) of the vocabulary; labels equal to ``ignore`` count nowhere."""
+    """This rank's columns [start, stop) of the vocabulary, and the options of the loss."""
 
     group: Group
     start: int
@@ -180,7 +180,7 @@ def check_output_shape(
 
     Args:
         local: shape of the output with the layers sharded over tp; ``full``: not sharded.
-        has_own_loss: the model brings its loss function.
+        has_own_loss: the model defines its own loss.
 
     Raises:
         ModelError: sharding changes the shape, and not as the vocabulary-parallel loss expects.

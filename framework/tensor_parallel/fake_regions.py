@@ -1,4 +1,4 @@
-"""Fake versions of megatron-core's regions for dry runs on the meta device: no communication.
+"""Fake versions of megatron-core's regions for meta tensors: no communication.
 
 Shapes, copies and memory are the same, so that the planner can measure a tensor-parallel layer.
 """
@@ -15,7 +15,7 @@ from meshwright.tensor_parallel.megatron import Mappings
 
 
 class _Resize(torch.autograd.Function):
-    """Resize of one dim to ``length``, undone in backward."""
+    """New empty tensor with one dim resized to ``length``; backward returns the input's shape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, length: int) -> Tensor:

@@ -1,6 +1,6 @@
-"""Column and row linears in float8: scales agreed over tp where tp cuts the contracted dim.
+"""Column and row linears in float8: scales are the same on all tp ranks where tp cuts the contracted dim.
 
-    layer    forward contracts    backward contracts    exponents agreed over tp
+    layer    forward contracts    backward contracts    exponents all-reduced over tp
     column   I, whole             O, cut                in backward: (B, S) of dy and I of W
     row      I, cut               O, whole              in forward: (B, S) of x and O of W
 
@@ -46,7 +46,7 @@ def fp8_column(
 
 @outside_graphs
 def fp8_row(x: Tensor, weight: Tensor, group: Group) -> Tensor:
-    """Return partial sums of the output: x (B, S, I/tp), weight (O, I/tp) -> (B, S, O). Agrees exponents over tp."""
+    """Return partial sums of the output: x (B, S, I/tp), weight (O, I/tp) -> (B, S, O). Reduces exponents over tp."""
     return fp8_linear(x, weight, cut_in=group)
 
 

@@ -1,8 +1,8 @@
 """Gateway to megatron.core.tensor_parallel; the only module that imports ``megatron``.
 
-It passes on megatron-core's autograd regions unchanged. They work on the *first* dim and take a bare process group.
-They lose the all-reduce of a non-contiguous tensor without an error. Callers therefore use ``regions.py``. The import
-takes seconds, so it happens at the first communication, and never with tp = 1.
+It returns megatron-core's autograd regions unchanged. They work on the *first* dim and take a bare process group. They
+drop the all-reduce of a non-contiguous tensor without an error. Callers therefore use ``regions.py``. The import takes
+seconds, so it happens at the first communication, and never with tp = 1.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tensor parallelism of a layer of the user's own: a sharding rule, a function in place of a kind in the plan.
+"""Tensor parallelism of a user's own layer: a sharding rule, a function in place of a kind in the plan.
 
     model.sharding_plan = {"block*.mlp": split_groups, ...}
 
-    def split_groups(layer, tp_rank, tp):  # a copy of the layer, its parameters whole and on meta
-        layer.num_groups //= tp            # the numbers that its forward reads become those of one rank
+    def split_groups(layer, tp_rank, tp):  # a copy of the layer, with full parameters on meta
+        layer.num_groups //= tp            # numbers that its forward reads: set those of one rank
         return SplitLayer({"up": 0, "down": 0}, input="whole", output="sum")
 
 The framework cuts the named parameters and communicates around the layer:
@@ -71,7 +71,7 @@ def split_by_rule(
     """
     shared = {id(module.draw): module.draw for module in plain.modules() if isinstance(module, SeededDropout)}
     hooks = [h for m in plain.modules() for h in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
-    layer = copy.deepcopy(plain, {**shared, **{id(hook): hook for hook in hooks}})  # context parallelism's stay
+    layer = copy.deepcopy(plain, {**shared, **{id(hook): hook for hook in hooks}})  # hooks stay the same objects
     title = f"sharding rule {getattr(rule, '__qualname__', rule)} of {name} ({type(plain).__name__})"
     try:
         split = rule(layer, group.rank, group.size)
@@ -102,7 +102,7 @@ def split_by_rule(
 
 
 def _problems(plain: nn.Module, layer: nn.Module, split: Any, tp: int) -> list[str]:
-    """Return why a rule's result does not fit the layer."""
+    """Return the problems of a rule's result; empty: it fits the layer."""
     if not isinstance(split, SplitLayer):
         return [f"returned a {type(split).__name__}: return meshwright.SplitLayer({{parameter: dim}}, input, output)"]
     whole = dict(plain.named_parameters(remove_duplicate=False))
@@ -137,7 +137,7 @@ def _problems(plain: nn.Module, layer: nn.Module, split: Any, tp: int) -> list[s
 
 
 def check_ties(infos: Mapping[str, Slice | None], owned: Sequence[str], tied: Sequence[tuple[str, ...]]) -> None:
-    """Raise :class:`ModelError` for a tied weight that a rule splits otherwise than its other module does.
+    """Raise :class:`ModelError` for a tied weight that a rule splits in another way than its other module.
 
     ``infos``: slice of each parameter. ``owned``: names of the parameters in layers with a rule.
     """
@@ -152,7 +152,7 @@ def check_ties(infos: Mapping[str, Slice | None], owned: Sequence[str], tied: Se
 def _enter(
     title: str, group: Group, sequence: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Bring the first input, if it is floating point, into the layer: (B, S/tp, D) -> (B, S, D) on all ranks."""
+    """Apply copy_in or gather_sequence to the first input, if floating-point: (B, S[/tp], D) -> (B, S, D)."""
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves((args[1:], kwargs if args else {}))):
         raise ModelError(
             "MW-TP-006",
@@ -179,7 +179,7 @@ def change_first(
 
 
 def _leave(title: str, group: Group, sequence: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
-    """Add the ranks' outputs up: -> (B, S, D), under sequence parallelism (B, S/tp, D)."""
+    """Sum the outputs over tp, (B, S, D) -> (B, S, D), under sequence parallelism (B, S/tp, D). Blocks."""
     if not isinstance(output, Tensor):
         raise ModelError(
             "MW-TP-007", f"{title}: the layer returns a {type(output).__name__}; an output that is summed is one tensor"

@@ -3,12 +3,12 @@
     model.shared_units = {"block*.attention.qkv": ((2 * d, d, d), 2, "heads_per_group")}
 
     rows of a unit       | q0 | q1 | k | v |                 tp = 2 x units: n = 2 ranks share each unit
-    weight of rank 0     | q0 | first half of k | of v |     every row lies on one rank, as in any column linear
+    weight of rank 0     | q0 | first half of k | of v |     every row is on one rank, as in any column linear
     output of rank 0     | q0 | k | v |                      the last 2 parts are copied to all n ranks
 
 Each rank computes its share of the copied parts, and the n ranks exchange the shares. The weights have no copies:
-gradient sums, norms, optimizer state and checkpoints are those of a column linear. A rank's query heads give a part of
-the gradient of k and v. Backward exchanges these parts, and adds them once.
+gradient sums, norms, optimizer state and checkpoints are those of a column linear. A rank's query heads contribute a
+part of the gradient of k and v. Backward exchanges these parts and sums them.
 
 Shapes: B samples, S tokens, F features of a rank's output, C of them copied.
 """
@@ -32,9 +32,9 @@ from meshwright.tensor_parallel.regions import outside_graphs
 
 
 class SharedUnits(NamedTuple):
-    """Rows of the parts of a unit, and the number of parts at the end that all sharers get in full.
+    """Rows of each part of a unit, and the number of parts at its end that all ranks of the unit get in full.
 
-    ``attribute``: number of the parent module that counts within a unit; it becomes that of one rank. "": none.
+    ``attribute``: attribute of the parent module that counts heads per unit, divided by the sharers; "": none.
     """
 
     rows: tuple[int, ...]
@@ -43,18 +43,18 @@ class SharedUnits(NamedTuple):
 
     @property
     def most_sharers(self) -> int:
-        """Number that the ranks of a unit must divide: of rows, or of the other parts' heads, as long as the copied."""
+        """Number that the ranks per unit must divide: gcd of the rows, or of a head's rows and each part's heads."""
         if not self.copied:
             return math.gcd(*self.rows)
         head = self.rows[-1]
         return math.gcd(head, *(rows // head for rows in self.rows[: -self.copied]))
 
     def sharers(self, num_rows: int, tp: int) -> int:
-        """Return the number of ranks that share a unit of a weight with ``num_rows`` rows; 1: a rank has whole ones."""
+        """Return the number of ranks that share a unit of a weight of ``num_rows`` rows; 1: a rank has whole units."""
         return max(1, tp * sum(self.rows) // num_rows)
 
     def slice_of(self, num_rows: int, rank: int, tp: int) -> Slice:
-        """Return the rows of a rank: an equal run of each part of one unit."""
+        """Return the rows of a rank: an equal range of each part of one unit."""
         sharers = self.sharers(num_rows, tp)
         unit, sharer = divmod(rank, sharers)
         ranges, first = [], unit * sum(self.rows)
@@ -67,14 +67,14 @@ class SharedUnits(NamedTuple):
 
 
 def entry_of(name: str, shared: Mapping[str, Any]) -> SharedUnits | None:
-    """Return the entry of a module in ``model.shared_units``: that of the first pattern that fits."""
+    """Return the entry of a module in ``model.shared_units`` by the first pattern that matches; None: no match."""
     return next((SharedUnits(*entry) for pattern, entry in shared.items() if fnmatchcase(name, pattern)), None)
 
 
 class SharedColumnLinear(ColumnLinear):
-    """Column linear with this rank's run of each part of a unit: x (B, S, I) -> (B, S, F), copied parts in full.
+    """Column linear with this rank's rows of each part of a unit: x (B, S, I) -> (B, S, F), copied parts in full.
 
-    Forward and backward: an all-to-all over tp among the ranks of the unit, which blocks, besides those of a column.
+    Forward and backward: an all-to-all among the ranks of the unit, which blocks, besides a column's collectives.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SharedColumnLinear(ColumnLinear):
         return self.units.slice_of(plain.out_features, group.rank, group.size)
 
     def share_count(self, parent: nn.Module) -> None:
-        """Divide the number of ``parent`` that counts within a unit by the number of sharers."""
+        """Divide the attribute of ``parent`` that counts heads per unit by the number of sharers."""
         if self.units.attribute:
             setattr(parent, self.units.attribute, getattr(parent, self.units.attribute) // self.sharers)
 
@@ -97,14 +97,14 @@ class SharedColumnLinear(ColumnLinear):
         return self.of_outputs(super().forward(x))
 
     def of_outputs(self, y: Tensor) -> Tensor:
-        """Complete the copied parts of features of this rank's rows: (..., O/tp) -> (..., F). Blocks."""
+        """Exchange the copied parts of this rank's output: (..., O/tp) -> (..., F). Blocks."""
         if not self.units.copied:
             return y
         return copy_parts(y, self.group, self.sharers, self.units.copied, self.units.rows[-1])
 
 
 def share_counts(model: nn.Module) -> None:
-    """Divide the counts of the modules around shared units by the ranks that share each, in place."""
+    """Divide the head counts of the parents of shared columns by the ranks that share a unit, in place."""
     for name, module in model.named_modules():
         if isinstance(module, SharedColumnLinear):
             module.share_count(model.get_submodule(name.rpartition(".")[0]))
@@ -121,7 +121,7 @@ def copy_parts(y: Tensor, group: Group, sharers: int, copied: int, size: int) ->
 
 
 class _CopiedParts(torch.autograd.Function):
-    """Copies of the last parts of y on all sharers; backward adds the sharers' gradients of this rank's shares."""
+    """Exchange of the last parts of y among the sharers; backward sums their gradients of this rank's shares."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, group: Group, sharers: int, copied: int, size: int) -> Tensor:
@@ -141,7 +141,7 @@ class _CopiedParts(torch.autograd.Function):
 
 
 def _exchange(parts: Tensor, group: Group) -> Tensor:
-    """Send part i to sharer i of this rank's unit, and return those from each: (sharers, ...) both. Blocks."""
+    """Exchange parts (sharers, ...), one for each rank of this rank's unit, by an all-to-all; same shape. Blocks."""
     if parts.is_meta:
         group.begin_collective("all_to_all", parts)
         return torch.empty_like(parts)
@@ -158,10 +158,10 @@ def unit_problems(
     shared: Mapping[str, Any],
     tp: int,
 ) -> Iterator[str]:
-    """Yield modules whose units (heads, groups of kv heads) tp cuts otherwise than it may, and entries that do not fit.
+    """Yield problems of units (heads, groups of kv heads) that tp may not cut, and of entries that do not fit.
 
-    tp divides the number of units; that of a column linear with shared units may divide tp instead. ``columns``: names
-    of the modules of kind column.
+    tp must divide the number of units or, for a column linear with shared units, be a multiple of it. ``columns``:
+    names of the modules of kind column.
     """
     for attribute, patterns in (("divisible", divisible), ("shared_units", shared)):
         for pattern, value in patterns.items():

@@ -1,17 +1,17 @@
-"""Modules of a sharding plan that are not split: each rank runs them on a part of the activations, or on all of them.
+"""Modules of a sharding plan without split parameters: each rank runs them on some or all of the activations.
 
     pattern            kind        what it is                                     activations it works on
     "*.position"       sequence    output cut under sequence parallelism          positions -> whole
-    "*.drop_scores"    heads       parameters see some of the heads, dropouts     (B, H/tp, ...)
+    "*.drop_scores"    heads       works on this rank's heads; dropouts           (B, H/tp, ...)
                                    draw their part of the mask along dim 1
     "*.drop_hidden"    features    dropouts draw their part along the last dim    (B, S, F/tp)
     "*.norm_of_q"      uncut       works on all features, between column_whole    full, not split
                                    and row_whole: all ranks compute it alike
     "*.attention"      gather      under sequence parallelism its first input is  cut -> whole for its columns, which
-                                   gathered before it, and not by its columns     then do not communicate
-    "*.router"         router      scores of the experts, also whole on each rank whole -> whole, token by token
+                                   gathered once before it, not by each column    then do not communicate
+    "*.router"         router      scores of the experts, replicated              whole -> whole, token by token
 
-Kinds of other axes, which tensor parallelism leaves alone:
+Kinds for other axes, which tensor parallelism ignores:
 
     "*.core"           context     attention core (q, k, v, ...), on heads; of    (B, H/tp, ...)
     "*.rotary"         positions   outputs by position, and a module that takes   (.., S, r), the same on all ranks
@@ -38,11 +38,11 @@ POSITION_DIM = -2
 """Sequence dim of the output of a module of kind ``sequence``: (S, D) or (B, S, D)."""
 
 ON_HEADS = (ShardingKind.HEADS, ShardingKind.CONTEXT)
-"""Kinds of modules that see some of the heads, in dim 1."""
+"""Kinds of modules that work on this rank's heads, in dim 1."""
 
 
 def fit_unsplit(model: nn.Sequential, placements: Mapping[str, PlannedModule], group: Group, sequence: bool) -> None:
-    """Fit the modules that are not split to their part of the activations, in place: hooks, and masks of dropouts."""
+    """Fit the modules that are not split to this rank's activations, in place: hooks, and masks of dropouts."""
     for name, module in model.named_modules():
         kind = kind_of(name, placements)
         if sequence and name in placements and kind is ShardingKind.GATHER:
@@ -70,7 +70,7 @@ def kind_of(name: str, placements: Mapping[str, PlannedModule]) -> ShardingKind:
 
 
 def has_partial_gradient(kind: ShardingKind, sequence: bool) -> bool:
-    """Return whether each rank's gradient of a whole parameter is a partial sum: it saw some of the tokens or heads."""
+    """Return whether a replicated parameter's gradient is a partial sum, of this rank's tokens or heads."""
     return kind is not ShardingKind.UNCUT and (sequence or kind in (*ON_HEADS, ShardingKind.OWN))
 
 

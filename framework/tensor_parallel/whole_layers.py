@@ -25,7 +25,7 @@ from meshwright.tensor_parallel.regions import mappings_of, outside_graphs
 
 @outside_graphs
 def gather_features(x: Tensor, group: Group) -> Tensor:
-    """All-gather the features over tp: (..., F/tp) -> (..., F), for a computation that all ranks do alike. Blocks.
+    """All-gather the features over tp: (..., F/tp) -> (..., F), for a computation that all ranks repeat. Blocks.
 
     Backward takes this rank's slice of the gradient, which is the same on all ranks. It needs no communication.
     """
@@ -73,8 +73,8 @@ class WholeRowLinear(RowLinear):
 class ColumnEmbedding(nn.Module):
     """nn.Embedding with this rank's contiguous block of features, such as one number per head.
 
-    ids int64 of any shape, the same on all ranks, also under sequence parallelism -> (..., F/tp). No communication. The
-    gradient of the slice is complete. ``embedding_dim`` is that of the local weight.
+    ids int64 of any shape, the same on all ranks (also under sequence parallelism) -> (..., F/tp). No communication,
+    and the gradient is complete. ``embedding_dim`` is that of the local weight.
     """
 
     def __init__(self, plain: nn.Embedding, group: Group) -> None:
