@@ -43,7 +43,7 @@ Gradients are summed in float32 on both sides, so a faulty sum in 16 bits (off b
 ROUNDING_MARGIN = 4.0
 """Allowed distance of a layout from the reference, in units of the reference's distance from exact arithmetic."""
 MAX_ROUND = 0.5
-"""Largest allowed share of float32 master weights without bits beyond the weights'; by chance it is 2**-13 or less."""
+"""Largest allowed share of float32 masters that the weights' 16-bit dtype represents exactly; by chance <= 2**-13."""
 
 
 def tolerance_of(dtype: str, layout: Layout) -> Tolerance:
@@ -92,9 +92,9 @@ def compare(
     """Compare one layout with the reference and return its row.
 
     Some parameters have a gradient of nothing but rounding error (such as the key bias of attention, which softmax
-    cancels). AdamW scales such a gradient up to full steps, and no two orders of summation agree on the result. Their
-    tolerance is raised to ``ROUNDING_MARGIN`` times ``rounding``. In float64 both are given for a layout that fails
-    without.
+    cancels). AdamW scales such a gradient up to full steps, and no two orders of summation agree on the result. The
+    tolerance of their weights is raised to ``ROUNDING_MARGIN`` times ``rounding``. In float64, ``rounding`` and
+    ``noise`` are measured only for a layout that fails without them.
 
     Args:
         again: Numbers of a second run of the layout; None: run once.
@@ -247,7 +247,7 @@ def _in_weights(
 
 
 def _in_masters(found: RunNumbers, expected: RunNumbers) -> list[str]:
-    """Check that master weights have more bits than the weights, and that the weights are the rounded masters."""
+    """Check that masters keep bits that the weights' dtype drops, and that the weights are the rounded masters."""
     problems = []
     dtypes = {name: tensor.dtype for name, tensor in expected.weights.items()}
     moved = [n for n, master in expected.masters.items() if _round_share(master, dtypes[n]) < MAX_ROUND / 2]
@@ -279,7 +279,7 @@ def _equal(found: Tensor | None, expected: Tensor) -> bool:
 
 
 def _ratio(found: RunNumbers, expected: RunNumbers, name: str) -> str:
-    """Describe a constant factor between two gradients, which points to a sum or a mean in the wrong place."""
+    """Describe a constant factor between two gradients (a sum or mean in the wrong place); "" if there is none."""
     if name not in found.gradients or found.gradients[name].shape != expected.gradients[name].shape:
         return "; it is missing, or of another shape"
     a, b = found.gradients[name].double().flatten(), expected.gradients[name].double().flatten()
@@ -290,7 +290,7 @@ def _ratio(found: RunNumbers, expected: RunNumbers, name: str) -> str:
 
 
 def _first_step(found: RunNumbers, expected: RunNumbers, tolerance: float) -> str:
-    """Describe the first step whose loss exceeds the tolerance."""
+    """Describe the first step whose loss exceeds the tolerance, as an addition to a message on weights."""
     for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
         if not relative(ours, theirs) <= tolerance:
             return f"; the loss first differs in step {step}"

@@ -1,4 +1,4 @@
-"""Default layouts of verify: the configuration's own, one plain rank, and a set that covers the pair table."""
+"""Default layouts of verify: the configuration's own, one rank, and a set that covers the pair table (pairs.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.tools.verify.traits import Traits
 
 
 def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> LayoutChoice:
-    """Return the configuration's own layout (if it fits), one plain rank, and layouts that cover every legal pair."""
+    """Return the configuration's own layout (if it fits), a single rank, and layouts that cover every legal pair."""
     first = [own_layout(config, global_batch), Layout()]
     micro_batch_sizes: tuple[int, ...] = (1, 2)
     if traits.couples_samples:  # the micro-batch size is part of the model: the same in all layouts
@@ -28,9 +28,9 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
 
 
 def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
-    """Return few layouts that together use every schedule, ZeRO stage and switch, for the bitwise repetition.
+    """Return a small subset that uses every schedule, ZeRO stage and switch; verify runs these twice.
 
-    A run can differ from its own repetition through the arrival order of messages, which depends on these features.
+    The two runs must agree bit for bit. Message arrival order could make them differ, and it depends on these features.
     """
 
     def choices(layout: Layout) -> set[tuple[object, object]]:

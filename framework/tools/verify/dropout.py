@@ -1,4 +1,4 @@
-"""Dropout of the plain run: the user's own ``nn.Dropout`` modules, with keyed masks installed from outside.
+"""Dropout of the plain run: the user's own ``nn.Dropout`` modules, with ``F.dropout`` replaced by keyed masks.
 
 Written from the published definition (docs/verify.md) and not from :mod:`meshwright.seeding`, so that a mistake in one
 of them does not hide in the other. All arithmetic is modulo 2**64, with mix = splitmix64's finaliser::
@@ -105,7 +105,7 @@ class KeyedDropout:
         plain = F.dropout
         hooks = [layer.register_forward_pre_hook(self._enter) for layer in set(self._layers)]
         dropouts = {module for module in self._layers.modules() if type(module) is nn.Dropout}
-        hooks += [module.register_forward_pre_hook(self._name) for module in dropouts]
+        hooks += [module.register_forward_pre_hook(self._mark_running) for module in dropouts]
         F.dropout = self._replacement(plain)
         try:
             with torch.random.fork_rng(devices=[]):
@@ -138,11 +138,11 @@ class KeyedDropout:
         if type(layer) is nn.Dropout:
             self._running = layer
 
-    def _name(self, module: nn.Module, args: Any) -> None:
+    def _mark_running(self, module: nn.Module, args: Any) -> None:
         self._running = module
 
     def _call(self, module: nn.Module) -> tuple[str, int]:
-        """Return (full name, call number) of this call; a recomputation returns the same pair."""
+        """Return (full name, call number), equal for a recomputed call; advances torch's generator by one draw."""
         state = torch.get_rng_state().numpy().tobytes()
         if state not in self._calls:
             assert self._layer is not None

@@ -1,4 +1,4 @@
-"""Layouts as words, such as ``dp2,pp2,tp2,sequence,gpipe,zero0``, and the configuration of each."""
+"""Layouts of verify: their text form, such as ``dp2,pp2,tp2,sequence,gpipe,zero0``, and the configuration of each."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     """Stages per pipeline rank; 0: the schedule's default."""
     recompute: str = "none"
     shard: int = 0
-    """Value of ``parallel.shard_factor``; 0: all of dp."""
+    """Value of ``parallel.shard_factor``; 0: None in the configuration, all dp x cp replicas."""
     reduces_once: bool = False
     """True for ``parallel.reduce = "step"``."""
     offload: bool = False
@@ -112,7 +112,7 @@ def parse_layout(text: str) -> Layout:
 
 
 FLOAT16_SCALE = {"fixed": None, "initial": 1024.0, "window": 4, "hysteresis": 1}
-"""Loss scale of float16 in verify: no overflow in the first steps, some rises, and the rule of torch's GradScaler."""
+"""float16 loss scale in verify: no overflow in the first steps, several rises, and the update rule of GradScaler."""
 
 
 def _check_experts(config: RunConfig, layout: Layout) -> None:
@@ -137,11 +137,11 @@ def _check_experts(config: RunConfig, layout: Layout) -> None:
 
 
 def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str, device: str = "cpu") -> RunConfig:
-    """Return the config with this layout, on the same global batch, in the given precision, without ``torch.compile``.
+    """Return the configuration of a layout and precision, on ``global_batch`` samples, without ``torch.compile``.
 
     Raises:
-        ConfigError: the global batch or dp cannot be divided as the layout needs, the layout offloads Muon, or the
-            configuration has no ``pipeline.schedule_file`` for the word ``file``.
+        ConfigError: the layout does not fit the global batch, its ep or shard factor its other degrees, the optimizer
+            excludes its offload or ep, or there is no ``pipeline.schedule_file`` for the word ``file``.
     """
     replicas = layout.dp * layout.micro_batch_size
     if global_batch % replicas:
@@ -193,7 +193,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
 
 
 def _pipeline_values(pipeline: Pipeline, layout: Layout) -> dict[str, Any]:
-    """Return the values of the pipeline section for a layout. A balance list of another length becomes ``time``."""
+    """Return the pipeline section of a layout. A ``balance`` list for another number of stages becomes ``"time"``."""
     values: dict[str, Any] = {"recompute": layout.recompute}
     if layout.schedule == SCHEDULE_FILE:
         if pipeline.schedule_file is None:
@@ -207,7 +207,7 @@ def _pipeline_values(pipeline: Pipeline, layout: Layout) -> dict[str, Any]:
 
 
 def refusal(config: RunConfig, layout: Layout, global_batch: int) -> str | None:
-    """Return the reason why a model cannot have a layout, as far as the meta device shows it, or None."""
+    """Return the first line of the error with which configuration or blueprint refuses a layout, or None."""
     try:
         draw_blueprint(layout_config(config, layout, global_batch, "float64"))
     except UserError as error:
@@ -238,7 +238,7 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
 
 
 def own_layout(config: RunConfig, global_batch: int) -> Layout:
-    """Return the configuration's own layout, with micro-batches small enough for at least two per step.
+    """Return the configuration's own layout, with the micro-batch size reduced to give at least two per step.
 
     Raises:
         ConfigError: ``pipeline.schedule_file`` has a number of micro-batches that does not divide the global batch.

@@ -8,7 +8,7 @@ from meshwright.tools.verify.reference import RunNumbers, validated_after
 
 
 def passes_of(steps: int) -> list[str]:
-    """Return the names of the passes over samples, in the order of ``RunNumbers.tokens``."""
+    """Return the names of the training steps and validation passes, in the order of ``RunNumbers.tokens``."""
     names = []
     for step in range(1, steps + 1):
         names.append(f"step {step}")

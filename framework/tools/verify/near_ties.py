@@ -1,7 +1,7 @@
-"""Near ties of routers in the plain run: the closest that a choice of experts came to another one.
+"""Near ties of routers in the plain run: the smallest score gap between the last chosen expert and the next.
 
-Layouts round differently. Where the last chosen expert and the next have scores closer than that, a layout may choose
-another expert, and its numbers then differ by far more than rounding.
+Layouts round differently. If that gap is smaller than the rounding, a layout may choose another expert, and its numbers
+then differ by far more than rounding.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
-"""Differences of scores, in 0..1, that layouts of a precision may round away."""
+"""Score gaps (scores are in 0..1) that rounding may reverse between two layouts, by dtype."""
 
 
 class NearestTie(NamedTuple):
-    """Smallest gap between the scores of a chosen expert and of one left out."""
+    """Smallest gap between the score of a chosen expert and that of one not chosen."""
 
     gap: float = math.inf
     router: str = ""
@@ -33,15 +33,15 @@ class NearestTie(NamedTuple):
 
 
 class TieWatch:
-    """Watch of the routers of a model: modules with ``choice_gap(x)``, called with the input of each forward."""
+    """Smallest gap over all routers and training forwards. Routers are the modules with a method ``choice_gap(x)``."""
 
     def __init__(self, layers: nn.Module) -> None:
         self.nearest = NearestTie()
         for name, module in layers.named_modules():
             if callable(getattr(module, "choice_gap", None)):
-                module.register_forward_hook(partial(self._see, name))
+                module.register_forward_hook(partial(self._update, name))
 
-    def _see(self, name: str, module: Any, args: tuple[Any, ...], output: Any) -> None:
+    def _update(self, name: str, module: Any, args: tuple[Any, ...], output: Any) -> None:
         gap = float(module.choice_gap(args[0]))
         if module.training and gap < self.nearest.gap:
             self.nearest = NearestTie(gap, name)

@@ -155,7 +155,7 @@ def wanted_pairs(traits: Traits) -> dict[Pair, str]:
 
 
 def candidates(max_ranks: int, micro_batch_sizes: Sequence[int], eps: Sequence[int] = (1,)) -> list[Layout]:
-    """Return all layouts to choose from, smallest first, then by their degree of expert parallelism."""
+    """Return all layouts to choose from, ordered by ep, then by number of ranks."""
     degrees = [d for d in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2)) if math.prod(d) <= max_ranks]
     layouts = []
     for (dp, pp, tp, cp), schedule, zero, sequence, size, recompute, shard, once, offload in itertools.product(
@@ -183,7 +183,7 @@ def candidates(max_ranks: int, micro_batch_sizes: Sequence[int], eps: Sequence[i
 
 
 def shares_experts(layout: Layout, ep: int) -> bool:
-    """Return True if the ranks of a stage of the layout may share experts over ``ep``."""
+    """Return True if the layout allows expert parallelism of degree ``ep``."""
     is_whole = layout.dp * layout.cp * layout.tp % ep == 0 and ep % layout.tp == 0
     return ep == 1 or (is_whole and (layout.tp == 1 or layout.sequence))
 
@@ -194,7 +194,7 @@ def is_full(layout: Layout, global_batch: int) -> bool:
 
 
 class LayoutChoice(NamedTuple):
-    """Layouts that cover the table, and the uncovered rest."""
+    """Layouts that cover the pair table, and what they leave uncovered."""
 
     layouts: list[Layout]
     missing: list[str]
@@ -230,7 +230,7 @@ def choose(
     covered = 0
     for layout in layouts:
         covered |= masks[layout]
-    possible, refused = _without_heads_that_cannot_be_shared(possible, refusal_of)
+    possible, refused = _drop_refused_head_exchange(possible, refusal_of)
     while True:
         gains = {layout: (masks[layout] & ~covered).bit_count() for layout in possible}
         best = max(possible, key=lambda layout: (gains[layout], -layout.size), default=None)
@@ -247,10 +247,10 @@ def choose(
     return LayoutChoice(_needed(layouts, len(first), masks), _uncovered_lines(missing, masks, numbers, refused))
 
 
-def _without_heads_that_cannot_be_shared(
+def _drop_refused_head_exchange(
     possible: list[Layout], refusal_of: Callable[[Layout], str | None]
 ) -> tuple[list[Layout], dict[Layout, str]]:
-    """Remove the exchange of heads with each tp for which the smallest such layout is refused; return the reasons."""
+    """Drop the head-exchange layouts of each tp whose smallest one is refused; return (remaining layouts, refusals)."""
     refused: dict[Layout, str] = {}
     for tp in sorted({layout.tp for layout in possible if layout.exchange == HEADS}):
         alike = [layout for layout in possible if layout.exchange == HEADS and layout.tp == tp]

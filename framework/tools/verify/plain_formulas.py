@@ -1,6 +1,6 @@
-"""Optimizers of the plain reference run that torch does not have: formulas of their papers, on whole parameters.
+"""Optimizers of the plain reference run that torch lacks (schedule-free AdamW, Lion), from their papers' formulas.
 
-They share no code with the layouts' optimizers.
+They step whole parameters, and share no code with the layouts' optimizers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from meshwright.config import Optimizer
 
 
 class PlainScheduleFree(torch.optim.Optimizer):
-    """Schedule-free AdamW as its authors' reference implementation has it: x, y and z in full, weights lr_max^2."""
+    """Schedule-free AdamW as in its authors' reference code: x, y and z are stored, and x averages z by lr_max^2."""
 
     def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
         super().__init__(groups, {"lr": config.learning_rate, "eps": config.eps})
         self._betas = config.betas
         self.averages = {p: p.detach().clone() for group in groups for p in group["params"]}
-        """Weights of evaluation x."""
+        """Averaged weights x, which evaluation uses."""
         self._z = {p: p.detach().clone() for p in self.averages}
         self._v = {p: torch.zeros_like(p) for p in self.averages}
         self._taken = 0
         self._sums: dict[int, tuple[float, float]] = {}
-        """By group: the largest learning rate so far, and the sum of weights."""
+        """Group index -> (largest learning rate so far, sum of the averaging weights)."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -53,7 +53,7 @@ class PlainScheduleFree(torch.optim.Optimizer):
 def averaged(
     optimizer: torch.optim.Optimizer, masters: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
-    """Replace parameters by the weights of a schedule-free optimizer's evaluation within the context, without grad."""
+    """Put a schedule-free optimizer's averaged weights into ``parameters`` within the context; call under no_grad."""
     changed = parameters if isinstance(optimizer, PlainScheduleFree) else {}
     kept = {name: parameter.clone() for name, parameter in changed.items()}
     for name, parameter in changed.items():
@@ -64,7 +64,7 @@ def averaged(
 
 
 class PlainLion(torch.optim.Optimizer):
-    """Lion: algorithm 2 of Chen et al. 2023, with the sign proportional to its argument below eps."""
+    """Lion: algorithm 2 of Chen et al. 2023, with c / eps instead of sign(c) where abs(c) < eps."""
 
     def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
         super().__init__(groups, {"lr": config.learning_rate, "eps": config.eps})

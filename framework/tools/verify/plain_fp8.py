@@ -3,7 +3,7 @@
 Written without :mod:`meshwright.fp8`, so that a mistake in one of them does not hide in the other. Shared is only the
 list of linears that compute in float8.
 
-    step of a row    the largest power of two s with amax <= 448 s; the row is divided by s
+    step of a row    the smallest power of two s with amax <= 448 s; the row is divided by s
     rounding         to float32, then to the nearest of the 127 magnitudes of float8_e4m3fn; a tie to the even one
     y = q(x) q(W)^T,   dx = q(dy) q(W^T)^T,   dW = dy^T q(x), all products in the dtype of x
 """

@@ -11,7 +11,7 @@ from meshwright.pipeline.values import IGNORED_LABEL
 
 
 def plain_loss(layers: nn.Sequential, output: Tensor | tuple[Tensor, ...], labels: Tensor, *, training: bool) -> Tensor:
-    """Return the loss summed over the labels that count, with the attributes of the model; options are for training.
+    """Return the loss summed over the labels that count. In eval mode only head 0 counts, without z-loss or smoothing.
 
     ``output``: logits (..., V) for labels (...); with ``loss_heads`` a tuple of logits (B, S, V) for labels (B, S).
     """
@@ -27,7 +27,7 @@ def plain_loss(layers: nn.Sequential, output: Tensor | tuple[Tensor, ...], label
 
 
 def shifted(labels: Tensor, shift: int) -> Tensor:
-    """Return the labels (B, S) of a head that predicts ``shift`` tokens further ahead, position by position."""
+    """Return the labels (B, S) of a head that predicts ``shift`` tokens further ahead; a plain loop over positions."""
     found = torch.full_like(labels, IGNORED_LABEL)
     for sample, position in (labels != IGNORED_LABEL).nonzero().tolist():
         ahead = labels[sample, position : position + shift + 1]

@@ -15,7 +15,7 @@ from meshwright.config import Optimizer
 
 
 def split_rows(num_rows: int, parts: tuple[int, ...]) -> list[Tensor]:
-    """Return the row numbers of each matrix of a weight, (rows,) int64."""
+    """Return the row indices of each matrix, (rows,) int64. ``parts``: rows per matrix, repeated; (): one matrix."""
     if not parts:
         return [torch.arange(num_rows)]
     owners = torch.repeat_interleave(torch.arange(len(parts)), torch.tensor(parts)).repeat(num_rows // sum(parts))
@@ -33,7 +33,7 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 
 
 class PlainMuon(torch.optim.AdamW):
-    """Muon on the whole weights that have matrices, torch's AdamW on all others."""
+    """Muon on the whole weights in ``matrices``, torch's AdamW on all others."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PlainMuon(torch.optim.AdamW):
         config: Optimizer,
         dtype: torch.dtype,
     ) -> None:
-        """Build the optimizer. ``dtype``: of the computation; products are in float32 for float16."""
+        """Build the optimizer. ``dtype``: compute dtype, also of Newton-Schulz, which takes float32 for float16."""
         for group in groups:
             group["eps"] = config.eps * group.get("eps_factor", 1.0)
         super().__init__(groups, lr=config.learning_rate, betas=config.betas, foreach=False)

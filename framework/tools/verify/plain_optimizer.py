@@ -29,8 +29,8 @@ def plain_optimizer(
 ) -> torch.optim.Optimizer:
     """Return torch's or the user's optimizer on whole parameters; for ``adamw8bit`` the framework's.
 
-    ``matrices``: canonical name -> rows of the parts of a weight that Muon steps. ``dtype``: of the computation.
-    ``seed``: of the run, for stochastic rounding.
+    ``matrices``: canonical name -> rows of the parts of a weight that Muon steps. ``dtype``: compute dtype of the run.
+    ``seed``: seed of the run, for stochastic rounding.
 
     ``own_groups``: canonical parameter name -> its group of ``model.parameter_groups``. Those parameters come last, in
     one torch group each, with "rate_factor" and "eps_factor" beside "lr"; AdamW's also have their "eps".

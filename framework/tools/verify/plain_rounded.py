@@ -18,7 +18,7 @@ from meshwright.tools.verify.dropout import GOLDEN, mix
 
 
 def random_bits(seed: int, name: str, step: int, numel: int) -> np.ndarray:
-    """Return 64 random bits of each element of a parameter."""
+    """Return 64 random bits for each element of a parameter, (numel,) uint64, by (seed, name, step, index)."""
     text = "\x1f".join([str(seed), "rounding", name, str(step)])
     key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") // 2
     with np.errstate(over="ignore"):
@@ -26,13 +26,13 @@ def random_bits(seed: int, name: str, step: int, numel: int) -> np.ndarray:
 
 
 def to_bfloat16(wide: Tensor, random: np.ndarray) -> Tensor:
-    """Return a tensor rounded stochastically to the numbers of bfloat16, in its own dtype."""
+    """Return a tensor rounded stochastically to values of bfloat16, in its own dtype, with 16 of the random bits."""
     bits = wide.float().numpy().view(np.uint32) + (random.reshape(wide.shape) & np.uint64(0xFFFF)).astype(np.uint32)
     return torch.from_numpy((bits & np.uint32(0xFFFF0000)).view(np.float32)).to(wide.dtype)
 
 
 class PlainRoundedAdamW(torch.optim.Optimizer):
-    """AdamW whose moments are rounded after each step."""
+    """AdamW whose moments are rounded stochastically to bfloat16 after each step; the step uses the unrounded ones."""
 
     def __init__(
         self, groups: list[dict[str, Any]], config: Optimizer, parameters: Mapping[str, nn.Parameter], seed: int

@@ -1,4 +1,4 @@
-"""Step state and metrics of the plain run: as the user's training loop would have it, from the modules' own methods."""
+"""Step state (``step_sums``, running buffers) and recorded metrics of the plain run, by the modules' own methods."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.model.metrics import Recorder
 
 
 def begin_state(layers: nn.Module, running: Iterable[str], scale: float) -> dict[str, Tensor]:
-    """Set the gradient scale of a step's losses, and return copies of the running buffers by name."""
+    """Set ``gradient_scale`` on the modules that have it, and return copies of the running buffers by name."""
     for module in layers.modules():
         if hasattr(module, "gradient_scale"):
             module.gradient_scale = scale  # type: ignore[assignment]
@@ -20,9 +20,9 @@ def begin_state(layers: nn.Module, running: Iterable[str], scale: float) -> dict
 
 
 def end_state(layers: nn.Module, before: Mapping[str, Tensor]) -> dict[str, float]:
-    """End a step: call ``end_step`` of each module with ``step_sums``; of a skipped step, restore ``before``.
+    """End a step: call ``end_step`` of each module with ``step_sums``. Return :func:`digests` of the sums.
 
-    Return :func:`digests` of the sums.
+    ``before``: buffers to restore after a skipped step, which has no ``end_step``; {} after any other.
     """
     ending: dict[str, Any] = {name: module for name, module in layers.named_modules() if has_sums(module)}
     sums = {f"{name}.{each}": module.get_buffer(each) for name, module in ending.items() for each in module.step_sums}
@@ -40,12 +40,12 @@ def has_sums(module: nn.Module) -> bool:
 
 
 def digests(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return one number for each sum, compared as a metric of the step: element i counts i + 1 times."""
+    """Return a checksum of each sum, which verify compares as a metric of the step: element i has weight i + 1."""
     flat = {name: total.detach().double().cpu().reshape(-1) for name, total in sums.items()}
     return {f"of sums {name}": float((each * torch.arange(1, each.numel() + 1)).sum()) for name, each in flat.items()}
 
 
 def metrics_of(recorder: Recorder) -> dict[str, float]:
-    """Return the recorded metrics of all samples."""
+    """Return the mean of each recorded metric: its sum over its count."""
     pairs = {name: sums.tolist() for name, sums in recorder.sums.items()}
     return {name: value / count for name, (value, count) in pairs.items() if count}

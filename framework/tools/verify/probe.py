@@ -1,4 +1,4 @@
-"""Probe of the plain model, run twice and in parts: it finds hidden state and dependence between samples.
+"""Probe of the plain model, which is run twice and in parts, to find hidden state and dependence between samples.
 
 A layer that returns different numbers for the same samples has hidden random numbers or state, and no layout could
 reproduce it. A layer whose numbers for a sample depend on the other samples makes the micro-batch size a part of the
@@ -22,7 +22,7 @@ from meshwright.tools.verify.reference import PlainRun
 SAMPLES = 4
 """Number of samples in the first forward."""
 PARTS = (2, 1)
-"""Numbers of samples in the forwards after it. One size alone may by chance leave an expert's capacity unchanged."""
+"""Samples per forward in the runs in parts. One size alone may by chance leave an expert's capacity unchanged."""
 TOLERANCE = 1e-9
 """Relative distance, in float64, beyond which outputs differ; rounding by another order of summation stays below it."""
 
@@ -105,7 +105,7 @@ def outputs(run: PlainRun, inputs: Any, sample_indices: Tensor) -> list[Output]:
 
 
 def _rows(whole: Tensor, part: Tensor, rows: slice) -> Tensor:
-    """Return the rows of an output that belong to the samples ``rows``; the whole if dim 0 is not by sample."""
+    """Return the rows of an output that belong to the samples ``rows``; all of it if dim 0 is not over samples."""
     if whole.dim() == 0 or part.dim() == 0 or whole.shape == part.shape or whole.shape[0] % SAMPLES:
         return whole
     each = whole.shape[0] // SAMPLES

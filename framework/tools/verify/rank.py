@@ -35,7 +35,7 @@ TensorSlice = tuple[ParameterInfo, Tensor]
 
 
 class RankFindings(NamedTuple):
-    """Numbers of one rank, and the tensor slices that it contributes to the whole tensors."""
+    """Numbers of one rank, and its slices of the whole tensors. The fields are those of :class:`RunNumbers`."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -49,7 +49,7 @@ class RankFindings(NamedTuple):
 
 
 def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
-    """Open the run's own samples, or random ones."""
+    """Open random samples, or the run's own: without ``random_tokens``, and for a run with ``data.builder``."""
     length = config.data.sequence_length
     if random_tokens and config.data.builder is None:
         vocab_size = config.model.options.get("vocab_size") or count_logits(config)
@@ -138,7 +138,7 @@ def run_layout(
 
 
 def _slices(parts: Parts, bucket: ShardedParameters, flat: Tensor) -> list[TensorSlice]:
-    """Return the slices of a full flat tensor that this rank contributes: none if another rank holds the same."""
+    """Return this rank's slices of a full flat tensor: none if another rank contributes the same ones."""
     if not bucket.sharding.is_first or not bucket.kind.owns(parts.mesh.at.tp_rank):
         return []
     views = [(slot.member.info, flat[slot.start : slot.stop]) for slot in bucket.slots]
@@ -146,7 +146,7 @@ def _slices(parts: Parts, bucket: ShardedParameters, flat: Tensor) -> list[Tenso
 
 
 def _weights(parts: Parts) -> list[TensorSlice]:
-    """Return the weights this rank contributes, frozen ones and running buffers included; all-gathers over dp."""
+    """Return this rank's slices of weights, frozen weights and running buffers. All-gathers over dp."""
     slices: list[TensorSlice] = []
     for replica in parts.replicas.values():
         replica.wait_for_weights()
@@ -164,7 +164,7 @@ def _weights(parts: Parts) -> list[TensorSlice]:
 def _full_tensors(
     parts: Parts, shard_of: Callable[[ShardedParameters], Tensor], factor: float = 1.0
 ) -> list[TensorSlice]:
-    """Return the slices that this rank contributes to a kind of tensors, times ``factor``; all-gathers over dp."""
+    """Return this rank's slices of ``shard_of(bucket)`` (gradients, masters), times ``factor``. All-gathers over dp."""
     slices: list[TensorSlice] = []
     for replica in parts.replicas.values():
         for bucket in replica.buckets:

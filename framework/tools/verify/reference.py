@@ -63,7 +63,7 @@ class RunNumbers(NamedTuple):
     metrics: list[dict[str, float]]
     """Metrics that layers and the loss recorded: per step, each followed by those of its validation."""
     nearest_tie: NearestTie = NearestTie()
-    """The closest choice of a router; of the plain run alone."""
+    """Closest choice of a router; set by the plain run only."""
 
 
 def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
@@ -95,13 +95,13 @@ def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -
 
 
 def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return CPU copies of running buffers in the dtypes used for comparison: integer counts become float64."""
+    """Return CPU copies of running buffers; integer counts become float64, so that they compare like the others."""
     copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
     return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
 
 
 class PlainRun:
-    """Training of the plain model in one process. See :func:`run_reference`."""
+    """Training state of the plain model in one process. See :func:`run_reference` for the arguments."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class PlainRun:
     def loss_sum(self, inputs: Any, labels: Tensor, sample_indices: Tensor, *, training: bool = True) -> Tensor:
         """Return the loss summed over the labels that count: the model's own loss, or cross-entropy.
 
-        Label smoothing and z-loss of the model are for training alone.
+        Label smoothing and z-loss of the model apply in training only.
         """
         self.dropout.begin(sample_indices)
         self.draw.sample_indices = sample_indices
@@ -174,7 +174,7 @@ class PlainRun:
         samples = range(*(samples_after(self.config.batch, each) for each in (step, step + 1)))
         batch = self.microbatches(samples)
         num_tokens = max(sum(int((labels != IGNORED_LABEL).sum()) for _, labels, _ in batch), 1)
-        # gradients in 8 or 16 bits must be rounded as in the layouts: they scale by the largest number of labels
+        # 8- and 16-bit gradients must be rounded as in a layout, which divides the loss by all label positions
         rounds = self.dtype.itemsize == 2 or self.config.train.linear == "fp8"
         divisor = self.labels_per_step if rounds else num_tokens / self.loss_factor
         total = 0.0
@@ -201,7 +201,7 @@ class PlainRun:
         for group in self.optimizer.param_groups:
             rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
             group["lr"] = rate * group.get("rate_factor", 1.0)
-        self.scaler.step(self.optimizer)  # without float16 a plain step
+        self.scaler.step(self.optimizer)  # a plain optimizer.step() unless the dtype is float16
         sums = end_state(self.layers, {} if math.isfinite(norm) else before)
         self.scaler.update()
         if self.masters is not self.parameters:
@@ -223,7 +223,7 @@ class PlainRun:
                 parameter.grad = None
 
     def validate(self, after: int, batch_index: int, findings: RunNumbers) -> None:
-        """Append the loss of one global batch in eval mode, after so many steps, to ``findings``."""
+        """Append the loss of global batch ``batch_index`` in eval mode, after ``after`` steps, to ``findings``."""
         modes = {module: module.training for module in self.layers.modules()}
         self.layers.eval()
         samples = range(batch_index * self.global_batch, (batch_index + 1) * self.global_batch)
@@ -279,9 +279,9 @@ def run_reference(
 
     Args:
         config: resolved; ``batch.global_batch`` is the number of samples of a step.
-        micro_batch_size: samples per forward; without effect unless samples depend on each other (BatchNorm).
-        factor: of the loss in backward, divided out of the gradients afterwards. It changes rounding alone.
-        routing: of the routers' choices.
+        micro_batch_size: samples per forward; changes only rounding unless samples depend on each other (BatchNorm).
+        factor: multiplies the loss in backward and is divided out of the gradients afterwards; changes only rounding.
+        routing: recording or replay of the routers' choices.
 
     Raises:
         ModelError: the model does not run in plain torch.

@@ -28,14 +28,14 @@ class VerdictRow(NamedTuple):
     """Worst parameter's gradient in step 1: norm of the difference over the norm of the reference's gradient."""
     gradient_name: str = ""
     weights: float = 0.0
-    """Worst parameter after the last step: norm of the difference over the norm of the reference's weights."""
+    """Worst weight or master weight after the last step: norm of the difference over the norm of the reference's."""
     weights_name: str = ""
     validation: float = 0.0
     """Largest difference of a validation loss (eval mode)."""
     repeats: bool | None = None
-    """True if a second run of the layout gave the same bits in every loss and norm. None: run once."""
+    """True if a second run gave the same bits in every loss, gradient norm and validation loss. None: run once."""
     problems: list[str] = []
-    """Every missed tolerance, with the first parameter and the first step that differ."""
+    """Every failed comparison, with the first parameter or step that differs."""
     failure: str = ""
     """``refused: reason`` or ``cannot run: reason``; the row then has no numbers."""
 
@@ -72,7 +72,7 @@ class Report(NamedTuple):
     title: str
     rows: list[VerdictRow]
     problems: list[str] = []
-    """Failed checks of the model itself, which hold for every layout."""
+    """Initial values that are not the builder's, whatever the layout."""
     notes: tuple[str, ...] = ()
     """Remarks about the plain run."""
 

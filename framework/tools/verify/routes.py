@@ -1,7 +1,7 @@
-"""Routing in verify: a record of the plain run's choices of experts, which layouts are compared with, or replay.
+"""Expert choices in verify: the plain run's are recorded, and layouts are compared with them or replay them.
 
 record     every run chooses by itself; a layout's choices are compared with the plain run's
-replay     every run takes the choices of the plain run (or of a directory), so that only other numbers are left
+replay     every run takes the choices of the plain run (or of a directory), so that rounding changes no choice
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.tracking.observer import step_key as step_key
 
 
 def validation_key(step: int, batch: int) -> str:
-    """Return the name of the file of the validation after a step, on a global batch."""
+    """Return the file name of the validation after ``step``, on global batch ``batch``."""
     return f"validation-{step:08d}-batch-{batch:08d}"
 
 
@@ -39,7 +39,7 @@ class Routes:
         self._temporary = tempfile.TemporaryDirectory(prefix="meshwright-routing-")
 
     def _of_plain(self, micro_batch_size: int) -> Path:
-        """Return the directory of the plain run; those of models that couple samples differ by their size."""
+        """Return the plain run's directory, one per micro-batch size (above 1 only if samples depend on each other)."""
         given = self._given or Path(self._temporary.name) / "plain"
         return given if micro_batch_size == 1 else given / f"mbs{micro_batch_size}"
 
@@ -50,12 +50,12 @@ class Routes:
         return plan_of(config, self.data, record=None if is_given else place, replay=place if is_given else None)
 
     def of_rounding(self, config: RunConfig, micro_batch_size: int) -> RoutingPlan:
-        """Return the plan of further runs, layouts among them: in a replay they take the plain run's choices."""
+        """Return the plan of layouts and rounding runs: in a replay the plain run's choices, otherwise none."""
         place = self._of_plain(micro_batch_size)
         return plan_of(config, self.data, record=None, replay=place) if self.mode == "replay" else NO_ROUTING
 
     def difference(self, record: Path | None, micro_batch_size: int) -> str:
-        """Describe the tokens with other experts than in the plain run; "" for none."""
+        """Compare a layout's ``record`` with the plain run's; describe the tokens with other experts, "" for none."""
         if record is None:
             return ""
         place = self._of_plain(micro_batch_size)
@@ -90,7 +90,7 @@ def open_routes(blueprint: Blueprint, mode: str | None, directory: Path | None, 
 
 @contextmanager
 def of_layout(routes: Routes | None, config: RunConfig, micro_batch_size: int) -> Iterator[RoutingPlan]:
-    """Yield the plan of one layout; its recording is deleted after the block."""
+    """Yield the routing plan of one layout; its recording is deleted after the block."""
     if routes is None:
         yield NO_ROUTING
     elif routes.mode == "replay":

@@ -30,7 +30,7 @@ from meshwright.tools.verify.sources import VerifySource
 from meshwright.tools.verify.traits import probe_coupling, traits_of
 
 RESCALED = 1.25
-"""Factor on the loss of runs that measure rounding in float64; no power of two, so that each product rounds anew."""
+"""Loss factor of the float64 runs that measure rounding; not a power of two, so that every product rounds anew."""
 MIN_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
 """Time limit of a layout: this many times the plain run's time, but at least two minutes."""
 
@@ -84,7 +84,7 @@ def reference_of(
     Args:
         others: Micro-batch sizes of the further runs. The samples are the same; the order of summation differs, as it
             does between layouts.
-        routes: recordings of the routers' choices.
+        routes: recordings of the routers' choices; None: routers are neither recorded nor replayed.
     """
     start_s = time.monotonic()
     first = NO_ROUTING if routes is None else routes.of_reference(plain, micro_batch_size)
@@ -108,7 +108,7 @@ def reference_of(
 
 
 class Rounding(NamedTuple):
-    """Rounding errors of a float64 reference, per parameter, relative as in a comparison."""
+    """Relative rounding errors of a float64 reference, per parameter (see :func:`relative_distances`)."""
 
     weights: dict[str, float]
     gradients: dict[str, float]
@@ -196,7 +196,7 @@ class Verification:
         return found
 
     def _measure_rounding(self, micro_batch_size: int) -> Rounding:
-        """Measure the rounding of a float64 reference, which takes three more plain runs."""
+        """Measure the rounding of a float64 reference, by up to three more plain runs."""
         others = () if self.traits.couples_samples else micro_batch_sizes_of(self.global_batch)[:2]
         found = self._reference(micro_batch_size).findings
         routing = NO_ROUTING if self.routes is None else self.routes.of_rounding(self.plain, micro_batch_size)

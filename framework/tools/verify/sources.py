@@ -72,7 +72,7 @@ def random_corruption(seed: int, vocab_size: int, sequence_length: int) -> Calla
 
 
 def own_sample(source: Source) -> Callable[[int], tuple[Any, Tensor]]:
-    """Return a sampler of the run's own samples, in the run's order."""
+    """Return a sampler of the run's own samples, by index in the run's order."""
 
     def sample(index: int) -> tuple[Any, Tensor]:
         inputs, labels = source.read([index])

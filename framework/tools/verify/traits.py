@@ -33,7 +33,7 @@ class Traits(NamedTuple):
     couples_samples: bool
     """True if samples of a micro-batch depend on each other; the micro-batch size is then part of the model."""
     has_running: bool
-    """True if forward changes buffers in a way of its own; only one replica is then possible."""
+    """True if forward changes buffers other than BatchNorm statistics and step sums: only one replica is possible."""
     impossible: tuple[str, ...] = ()
     """Features that the model declares impossible, each with the reason."""
     is_tied: bool = False
@@ -53,9 +53,9 @@ class Traits(NamedTuple):
     steps_wholes: bool = False
     """True if the optimizer steps whole parameters (Muon, Adafactor), which excludes offload."""
     has_statistics: bool = False
-    """True if BatchNorm keeps running statistics: the tokens and features of a micro-batch are then not cut."""
+    """True if BatchNorm keeps running statistics, which excludes tp and cp."""
     eps: tuple[int, ...] = (1,)
-    """Degrees of expert parallelism that divide the experts of each layer, 1 included: two at most besides."""
+    """Degrees of expert parallelism to test: those of 1, 2 and 4 that divide the experts of every layer."""
 
     @property
     def of_coupling(self) -> str:
@@ -101,7 +101,7 @@ def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
 
 
 def _eps(config: RunConfig, model: PlainModel) -> tuple[int, ...]:
-    """Return 1, and where ranks may share experts also 2 and 4 as far as they divide their numbers."""
+    """Return :attr:`Traits.eps`: only 1 without experts, or with Adafactor, which steps whole experts."""
     names = expert_names(model.layers, model.plan)
     if not names or config.optimizer.name == "adafactor":
         return (1,)
