@@ -1,6 +1,6 @@
 """Reachability between nodes: one connection per pair, before anything that would hang on a dead link.
 
-first rank of each node     listens, and connects to other nodes in rounds, in the order of the later measurement
+first rank of each node     listens, and connects to other nodes in rounds, in the same order as links.measure_links
 rank 0                      collects the failures; all other ranks wait for the result
 """
 
@@ -30,7 +30,7 @@ ATTEMPTS_TIMEOUT = timedelta(seconds=CONNECT_S * MAX_ROUNDS)
 
 
 class Reachability(NamedTuple):
-    """Reachability of all nodes."""
+    """Result of the connection attempts between all nodes."""
 
     pairs: list[tuple[str, str]]
     """Pairs of nodes; the first cannot connect to the second."""

@@ -12,7 +12,7 @@ from meshwright.tools.doctor.links import LinkMeasurement, by_node, slow_pairs
 from meshwright.tools.doctor.nodes import unshared_directory, wrong_clocks
 
 SLOW = 0.5
-"""Share of the usual rate on this cluster below which a node or link is reported."""
+"""Share below which a rate is reported: a node's of the other nodes' median, a link's of its two nodes' best."""
 EXPECTED = 0.8
 """Share of the rate in the cluster file below which a node is reported."""
 CLOCK_S = 1.0

@@ -43,7 +43,7 @@ class AllReduceTiming(NamedTuple):
     ranks: tuple[int, ...]
     seconds: float
     bus_bytes_per_s: float
-    """Bytes that each rank sends, 2 M (n-1)/n, per second."""
+    """Bytes that each rank sends per second: 2 ``SUMMED_BYTES`` (n-1)/n per all-reduce (NCCL's bus bandwidth)."""
     latency_s: float
     """Seconds of an all-reduce of 8 bytes."""
 
@@ -128,7 +128,7 @@ def _transfer(world: Group, peer: int, sends: bool, message: torch.Tensor) -> No
 
 
 def measure_all_reduces(mesh: Mesh) -> list[AllReduceTiming]:
-    """Measure an all-reduce in every group of tp, dp and pp; the groups of one axis run at once, as in training.
+    """Measure an all-reduce in every group of tp, dp (with cp: all replicas) and pp; groups of one axis run at once.
 
     Every rank calls it and gets the same list; blocks. Each rank sends 2 ``SUMMED_BYTES`` (n-1)/n bytes per all-reduce.
     """
@@ -161,7 +161,7 @@ def _time_all_reduce(group: Group, numbers: torch.Tensor, times: int) -> float:
 
 
 def by_node(links: Sequence[LinkMeasurement]) -> dict[str, float]:
-    """Return each node's best bandwidth to another node, in bytes per second: a slow partner is not its fault."""
+    """Return each node's best bandwidth to any other node, in bytes per second: one slow partner does not count."""
     best: dict[str, float] = {}
     for link in links:
         if link.nodes[0] != link.nodes[1]:

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.mesh.mesh import Mesh
 
 MAX_CLOCK_S = 60.0
-"""Largest accepted clock difference: the lock's holder and the newest file are judged by timestamps."""
+"""Largest accepted clock difference. The run's lock and "newest file" rely on timestamps of different nodes."""
 
 
 def check_nodes(mesh: Mesh, directory: Path) -> None:
@@ -58,7 +58,7 @@ def sees_directory(mesh: Mesh, directory: Path) -> bool:
 def clock_ahead_s(mesh: Mesh, rounds: int) -> float:
     """Return the seconds by which this rank's clock is ahead of rank 0's. Collective over all ranks; blocks.
 
-    The median over ``rounds`` barriers; as exact as all ranks leave a barrier at the same moment.
+    It is the median over ``rounds`` barriers. Its error is the time between two ranks' returns from a barrier.
     """
     ahead = []
     for _ in range(rounds):
@@ -69,7 +69,7 @@ def clock_ahead_s(mesh: Mesh, rounds: int) -> float:
 
 
 def unshared_directory(nodes: Sequence[str]) -> str:
-    """Return the message that these nodes do not see the run's directory, and the remedy."""
+    """Return the message, with its remedy, that these nodes do not see the run's directory."""
     names = list(dict.fromkeys(nodes))
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     return (

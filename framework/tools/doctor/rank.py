@@ -82,11 +82,11 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
 
 
 def _rendezvous(grid: Grid, directory: Path) -> tuple[Any, bool]:
-    """Wait until all ranks have joined, and check that all links between nodes accept connections; blocks.
+    """Wait until all ranks have joined, and check that nodes can connect to each other; blocks.
 
     Returns:
-        The rendezvous store (None: an elastic agent holds one, and no link is checked), and True if all links accept
-        connections. If not, ranks other than 0 return, because rank 0 reports the findings.
+        (store, is_connected). The store is None under an elastic agent, which owns it; links are then not checked. With
+        False, this rank has to exit: rank 0 reports the findings.
 
     Raises:
         UnfitMachineError: on rank 0, a rank is absent or a link is dead, and nothing more can be measured. On another

@@ -85,9 +85,9 @@ def _sums(sums: Sequence[AllReduceTiming]) -> list[tuple[str, ...]]:
 
 
 def buckets_line(sums: Sequence[AllReduceTiming], bucket_bytes: int) -> list[str]:
-    """Return a line on the latency share of the gradient buckets, with the size that would suffice on these links.
+    """Return a line on the latency share of the gradient buckets, and on the smallest size that keeps it low enough.
 
-    Larger buckets start their reduction later, so the advice is never more than needed. Empty without dp measurements.
+    Larger buckets start their reduction later, so no larger size is advised. Empty without dp measurements.
     """
     dp = [each for each in sums if each.axis == "dp"]
     if not dp:

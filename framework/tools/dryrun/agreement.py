@@ -2,12 +2,12 @@
 
     members       every rank of a group has the same members in it
     collectives   all members of a group issue the same sequence: operation, bytes, dtype
-    schedule      the rows of ranks with another schedule pass meshwright.schedule.analysis.check
+    schedule      a rank with another schedule fits the others' rows (meshwright.schedule.analysis.check)
     messages      each send matches its receive: bytes and dtype, in the order of the channel
     deadlocks     meshwright.tools.dryrun.deadlock
 
-Members and collectives are compared over all ranks. A column is the ranks with the same (dp, tp). Columns are alike
-unless a rank deviates, so messages are compared in the first column and in those with deviating ranks.
+Members and collectives are compared over all ranks. A column is the pipeline of ranks with the same (dp, tp). Columns
+are alike unless a rank deviates, so messages are compared in the first column and in those with deviating ranks.
 """
 
 from __future__ import annotations
@@ -86,18 +86,18 @@ def _members(job: Job, views: GroupViews) -> Iterator[Disagreement]:
 
 
 class _Position(NamedTuple):
-    """Position of a profile in a group."""
+    """Rank that represents a profile in a group."""
 
     rank: int
     """First rank of the group that has the profile."""
     group: Ranks
-    """The group as the profile contains it."""
+    """The group in terms of the profile's own rank, which may be another one."""
 
 
 def _collectives(job: Job, views: GroupViews) -> Iterator[Disagreement]:
     """Compare collectives within groups whose members have different profiles."""
     by_group: dict[Ranks, dict[int, _Position]] = defaultdict(dict)
-    world: dict[int, _Position] = {}  # kept apart: looking up a group of all ranks is slow
+    world: dict[int, _Position] = {}  # a separate dict: hashing a tuple of all ranks each time is slow
     for rank in range(job.grid.size):
         profile = job.profile_of(rank)
         for own in views.groups_of[id(profile)]:

@@ -1,4 +1,4 @@
-"""Search for deadlocks: the communication of all ranks, run to its end.
+"""Search for deadlocks: run the recorded communication of the ranks against each other, without time.
 
 Each operation blocks until all its ranks have posted it. These are the strictest semantics: a send blocks until its
 receive is posted. A receive blocks where its value is used, as in the executor. Only the columns (ranks with the same
@@ -18,11 +18,11 @@ from meshwright.tools.dryrun.groups import GroupViews, Ranks, folded, format_ran
 from meshwright.tools.dryrun.job import Job
 
 MAX_LISTED = 6
-"""Most blocked ranks to describe."""
+"""Largest number of blocked ranks that are described."""
 
 
 class _BlockingCall(NamedTuple):
-    """Messages that a rank posts together, one collective, or the use of what was received."""
+    """Messages that a rank posts together, one collective, or the use of a received value."""
 
     activity: object
     sends: tuple[int, ...]
@@ -32,7 +32,7 @@ class _BlockingCall(NamedTuple):
     group: Ranks
     """Ranks of the collective; empty for messages."""
     uses: tuple[int, int] | None = None
-    """(source, number) of the last message that must be there."""
+    """(source, number) of the last message that must have arrived."""
 
 
 def find_deadlock(job: Job, views: GroupViews) -> tuple[Ranks, str] | None:
@@ -68,7 +68,7 @@ def _smallest_other(indices: set[int], degree: int) -> int:
 
 
 def _blocking_calls(job: Job, views: GroupViews, rank: int) -> list[_BlockingCall]:
-    """Return the calls of a rank in order. A receive is an activity of its own where its value is used."""
+    """Return the calls of a rank in order. A receive blocks in a call of its own, where its value is used."""
     profile, calls = job.profile_of(rank), []
     starts = deque(peak.activity for peak in profile.peaks)
     uses: dict[Action, tuple[int, int]] = {}

@@ -1,11 +1,11 @@
 """Dry run of one step of one rank: the rank's own code on tensors with shapes and without values.
 
-    blueprint -> fake mesh -> build() -> optimizer state -> one step by the rank's row
+    blueprint -> fake mesh -> build() -> optimizer state -> one step along the rank's schedule row
                     |            |              |                   |
                     +---- every operation: allocations, releases, communication ---> RankProfile
 
 The code is that of training: stages, buckets, regions, fully_shard, optimizer. The fake tensors are on CPU, with the
-saved tensors of CUDA's kernels if the run is for GPUs (kernels.py). The first checks are left out: they read values.
+saved tensors of CUDA's kernels if the run is for GPUs (kernels.py). Checks that read values are skipped.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class SharedBlueprint(NamedTuple):
 
     blueprint: Blueprint
     groups: tuple[PlaceholderGroup, ...]
-    """Groups in its layers, of tp, cp and ep; they become those of each rank in turn."""
+    """Placeholder groups of tp, cp and ep in its layers; ``become`` makes them those of each rank in turn."""
 
     def for_rank(self, pp_rank: int) -> Blueprint:
         """Return the blueprint with private copies of the layers of a pipeline rank; other layers are shared."""
@@ -128,7 +128,7 @@ class SharedBlueprint(NamedTuple):
 
 
 def _leave_empty(name: str, full: Tensor) -> None:
-    """Initialise a fake parameter, which has no values."""
+    """Skip the initialisation of a fake parameter, which has no values."""
 
 
 def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:
@@ -139,7 +139,7 @@ def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:
 def share_blueprint(config: RunConfig, at: Coordinates | None = None) -> SharedBlueprint:
     """Draw the blueprint of many ranks once: those at the tp, cp and ep coordinates of ``at``."""
     at = at or Coordinates(0, 0, 0)
-    states_of(config.optimizer)  # an optimizer of one's own is tried once per process, on real tensors
+    states_of(config.optimizer)  # cached: a user's own optimizer is tried on real tensors, before any are fake
     grid = grid_of(config)
     ranks = {"tp": at.tp_rank, "cp": at.cp_rank, "ep": grid.rank(at) % grid.ep}
     groups = [PlaceholderGroup(name, tuple(range(getattr(grid, name))), rank) for name, rank in ranks.items()]
@@ -152,7 +152,7 @@ def without_offload_directory(config: RunConfig) -> RunConfig:
 
 
 class StepRecording(NamedTuple):
-    """Everything that was recorded in a dry run of one step, as input of a replay."""
+    """Records of a dry run of one step, from which a profile or templates are built."""
 
     recorder: StepRecorder
     first: int
@@ -165,7 +165,7 @@ class StepRecording(NamedTuple):
 def profile_rank(
     config: RunConfig, rank: int, shared: SharedBlueprint | None = None, recorder: StepRecorder | None = None
 ) -> RankProfile:
-    """Run one step of ``rank`` as a dry run and return its profile; for the arguments see :func:`record_step`."""
+    """Dry-run one step of ``rank`` and return its profile; see :func:`record_step` for the arguments."""
     run = record_step(config, rank, shared, recorder)
     return build_profile(
         run.recorder, rank, grid_of(config).coordinates(rank).pp_rank, run.first, run.roles, run.host_categories
@@ -180,14 +180,14 @@ def record_step(
     device: str = "cpu",
     step: Callable[[Parts], object] | None = None,
 ) -> StepRecording:
-    """Run the dry run of :func:`profile_rank` and return all records.
+    """Build ``rank`` on fake tensors, run one step and return all records.
 
     Args:
         config: resolved.
-        shared: blueprint for the tp coordinate of ``rank``; None: drawn here.
-        recorder: of another kind.
-        device: of the fake tensors.
-        step: function that takes the step; None: one that reads no values.
+        shared: blueprint for the tp, cp and ep coordinates of ``rank``; None: drawn here.
+        recorder: recorder to use instead of a new :class:`StepRecorder`.
+        device: device of the fake tensors.
+        step: function that takes the step; None: :func:`_step`, which reads no values.
     """
     recorder = recorder or StepRecorder()
     config = without_offload_directory(config).replace(train={"compile": False})
@@ -222,10 +222,10 @@ def record_step(
 
 @contextmanager
 def _on_fake_tensors(blueprint: Blueprint, pp_rank: int, recorder: StepRecorder) -> Iterator[set[int]]:
-    """Make tensors fake and record all operations inside the context; yield the storages of the model's buffers.
+    """Make tensors fake and record all operations inside the context; yield the storage numbers of the model's buffers.
 
-    The real buffers of this rank's layers are replaced by fake ones. The storages are those of the whole model, since
-    each rank builds all of it.
+    The real buffers of this rank's layers are replaced by fake ones. All layers' buffers are counted, since each rank
+    builds the whole model.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     real = {id(buffer): buffer for buffer in blueprint.model.layers.buffers() if not buffer.is_meta}
@@ -255,7 +255,7 @@ def _make_states(parts: Parts) -> None:
 
 
 def _step(parts: Parts) -> None:
-    """Run the step of :func:`meshwright.step.take_step` without the parts that read values."""
+    """Take the step of :func:`meshwright.step.take_step` without the parts that read values."""
     for replica in parts.replicas.values():
         replica.begin_step()
 

@@ -1,4 +1,4 @@
-"""Groups of the ranks of a job, as each rank holds them."""
+"""Process groups of a job as each rank sees them: derived from a profile, minus members that a seeded fault removes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def folded(grid: Grid) -> Grid:
 def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False, name: str = "") -> str:
     """Return the axis along which a group extends: pp, dp, tp, ``ep``, ``tied`` (copies of a weight) or ``world``.
 
-    ``name``: description of its process group. Without one, an ep group with the ranks of another has that one's axis.
+    ``name``: name of its process group. Without it, an ep group with the same ranks as a tp or dp group has that axis.
     """
     if name == "ep":
         return name
@@ -39,7 +39,7 @@ def axis_of(grid: Grid, group: Sequence[int], *, to_peer: bool = False, name: st
 
 
 class _Extent(NamedTuple):
-    """Members of a group, and its extent along dp and tp."""
+    """Coordinates of a group's members, and its extent along dp and tp."""
 
     members: tuple[Coordinates, ...]
     first_dp: int
@@ -57,7 +57,7 @@ def _extent(grid: Grid, group: Ranks) -> _Extent:
 
 
 class GroupViews:
-    """Each rank's view of its groups."""
+    """Each rank's view of its groups, computed from the profile that the rank follows."""
 
     def __init__(self, job: Job) -> None:
         self._axes, self._grid = job.grid, folded(job.grid)
@@ -79,7 +79,7 @@ class GroupViews:
         }
 
     def group(self, group: Ranks, profile: RankProfile, rank: int) -> Ranks:
-        """Return the group of ``rank``, in its own view, that corresponds to ``group`` in the profile it follows."""
+        """Translate ``group`` of a profile into the group of ``rank``, which follows that profile, in its own view."""
         moved = group if profile.rank == rank else self._moved(group, rank)
         return self._in_view(axis_of(self._axes, group), moved, rank) if self._missing else moved
 
@@ -103,7 +103,7 @@ class GroupViews:
         return peer not in self._missing.get((Axis.PP, rank), ())
 
     def _moved(self, group: Ranks, rank: int) -> Ranks:
-        """Return the group of ``rank`` that lies in its column as ``group`` lies in that of its own members."""
+        """Return ``group`` moved along dp and tp so that it contains ``rank``; its pipeline ranks stay."""
         if len(group) == self._grid.size:
             return group
         if group not in self._extents:

@@ -3,7 +3,7 @@
 16,384 ranks = 16 pipeline ranks x 1,024 columns (dp, tp)      ranks of one pipeline rank are alike: one profile
 16 pipeline ranks = 3 kinds: first, 14 between, last           equal stages are run once, with few micro-batches,
                                                                and replayed in each rank's own row
-every rank      the profile of its kind and its view of its groups, or a profile of its own where it deviates
+every rank      the profile of its kind and its own view of its groups; a deviating rank has its own profile
 compared        members of groups; collectives one by one; each send with its receive; deadlocks
 """
 
@@ -40,11 +40,11 @@ class Job:
     representatives: list[int]
     """First pipeline rank with equal stages, for each pipeline rank."""
     own_profiles: dict[int, RankProfile] = field(default_factory=dict)
-    """Profiles of ranks that deviate from their pipeline rank."""
+    """Profiles of ranks with a seeded fault, which the profile of their pipeline rank does not describe."""
     own_schedules: dict[int, Schedule] = field(default_factory=dict)
-    """Schedules of those ranks that run another one."""
+    """Schedules of the ranks that run another one, as a seeded fault."""
     missing_members: list[tuple[str, int]] = field(default_factory=list)
-    """(axis, rank) of each rank that is missing in the view of its group's other ranks."""
+    """(axis, rank): as a seeded fault, the other ranks of the group created it without ``rank``."""
 
     def profile_of(self, rank: int) -> RankProfile:
         """Return the profile that holds for a rank."""
@@ -59,8 +59,8 @@ class Job:
 def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: None) -> Job:
     """Run the dry run of every kind of rank of a resolved configuration.
 
-    ``report`` receives a text for each kind that runs all micro-batches and therefore takes longer, and one from time
-    to time while a step runs.
+    ``report`` receives a line for each kind that has to run all micro-batches, which takes longer, and progress lines
+    every few seconds.
     """
     grid, shared = grid_of(config), share_blueprint(config)
     blueprint, pp, per_stage = shared.blueprint, grid.pp, grid.num_replicas * grid.tp
@@ -79,7 +79,7 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
                 for pp_rank in [r for r in range(pp) if representatives[r] == first]:
                     profiles[pp_rank] = replay(templates, config, pp_rank * per_stage, shared, blueprint.schedule)
             except ReplayError:
-                pass  # storages that outlive their micro-batch
+                pass  # some storages outlive their micro-batch: profiled below, without templates
             gc.collect()
     for pp_rank in range(pp):
         if pp_rank not in profiles:
@@ -90,7 +90,7 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
 def _profile_steps(
     config: RunConfig, pp_rank: int, shared: SharedBlueprint, report: Callable[[str], None]
 ) -> RankProfile:
-    """Profile a pipeline rank with few micro-batches, whose middle is repeated, or with all of them if that fails."""
+    """Profile a pipeline rank with few micro-batches and lengthen the result, or run all of them if that fails."""
     blueprint, grid = shared.blueprint, grid_of(config)
     schedule, rank = blueprint.schedule, pp_rank * grid.num_replicas * grid.tp
     few = few_chunks(schedule)
@@ -138,7 +138,7 @@ def _kind(blueprint: Blueprint, pp_rank: int) -> Any:
 
 
 def set_rank_schedule(job: Job, rank: int, schedule: str) -> None:
-    """Give one rank another schedule than the rest, as a deliberate fault.
+    """Seed a fault: let one rank run another schedule than the rest.
 
     Raises:
         UserError: there is no such schedule for these degrees.

@@ -1,7 +1,7 @@
-"""Kernels of CUDA whose saved tensors differ from those of a CPU, for fake tensors that are on CPU.
+"""CUDA kernels whose saved tensors differ from those of a CPU, for fake tensors on CPU that stand for a run on GPUs.
 
 torch computes an RMSNorm on CPU by five operations, which keep four tensors of its input's size, two of them in
-float32. On CUDA one kernel keeps the input and one number per row: 17 % of the peak of a pipeline rank of Llama-3-8B.
+float32. On CUDA one kernel keeps the input and one number per row: a difference of 17 % of a Llama-3-8B rank's peak.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.tools.planner.kernels import stand_for
 
 
 def kernels_of(config: RunConfig, device: str, layers: nn.Module) -> AbstractContextManager[None]:
-    """Return the context for fake tensors on ``device``: that of CUDA for those on CPU that stand for a run on GPUs."""
+    """Return :func:`as_on_cuda` if fake tensors on CPU stand for a run on GPUs, else a null context."""
     is_for_gpus = reference(config.train.device, config.train.dtype).fused
     stand_for("cuda" if is_for_gpus else "", layers)
     return as_on_cuda() if device == "cpu" and is_for_gpus else nullcontext()
@@ -28,9 +28,9 @@ def kernels_of(config: RunConfig, device: str, layers: nn.Module) -> AbstractCon
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Choose kernels, sizes of pieces and saved tensors of CUDA for fake CPU tensors inside the context.
+    """Give fake CPU tensors CUDA's kernels, chunk sizes and saved tensors inside the context.
 
-    ``torch.rms_norm`` is replaced: a torch function mode would be off inside of ``backward``, where layers run again.
+    ``torch.rms_norm`` is replaced, because a TorchFunctionMode is not active in ``backward``, where recompute runs.
     """
     torch.rms_norm = _rms_norm  # type: ignore[assignment]
     try:

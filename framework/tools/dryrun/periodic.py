@@ -1,12 +1,12 @@
-"""Profile of a rank for many micro-batches, from a dry run with few: its repeated part, more often.
+"""Profile of a rank for many micro-batches, from a dry run with few: the steady part of its row is repeated.
 
     recorded, 6 micro-batches    F0 B0 | F1 B1 | F2 B2 | F3 B3 | F4 B4  F5 B5  REDUCE STEP
-    equal, but for numbers               = = = = = = = = = = =
+    equal up to micro-batch numbers      = = = = = = = = = = =
     lengthened, 32               F0 B0 | F1 B1 | F2 B2 ...  (27 of them)  F30 B30  F31 B31  REDUCE STEP
 
-Activities and their communication must repeat, and their peaks must grow by one number of bytes a period: a few
-scalars, such as the losses, are kept until the end of a step. It serves where storages outlive their micro-batch
-(ZeRO-2, ZeRO-3), so that templates cannot.
+Activities and their communication must repeat, and their peaks must grow by the same few bytes per period: scalars such
+as the losses are kept until the end of a step. This is used where storages outlive their micro-batch (ZeRO-2, ZeRO-3),
+which templates cannot express.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshwright.tools.dryrun.templates import ReplayError
 REPEATS = 3
 """Number of equal periods that a recording must have."""
 MOST_GROWTH = 256
-"""Bytes by which a peak may grow in a period; more is a rank that still fills up."""
+"""Bytes by which a peak may grow in a period; more means that the rank is still filling up."""
 
 
 class _Moment(NamedTuple):
@@ -39,9 +39,9 @@ class _Moment(NamedTuple):
 
 
 def few_chunks(schedule: Schedule) -> int:
-    """Return a number of micro-batches in which the middle of every row repeats; the remainder over pp is kept.
+    """Return a number of micro-batches in which the middle of every row repeats; interleaved rows keep chunks mod pp.
 
-    A rank fills up over its first micro-batches: its pipeline, and up to 2 pp sends in flight.
+    The first micro-batches of a rank fill its pipeline, and up to 2 pp sends in flight.
     """
     pp, chunks = schedule.pp, schedule.chunks
     if pp == 1:
@@ -50,7 +50,7 @@ def few_chunks(schedule: Schedule) -> int:
 
 
 def period(schedule: Schedule) -> int:
-    """Return the number of micro-batches after which a row repeats: pp where stages take turns, else 1."""
+    """Return the number of micro-batches after which a row repeats: pp with several stages per rank, else 1."""
     return schedule.pp if schedule.interleave > 1 else 1
 
 

@@ -1,10 +1,10 @@
 """Profile of one rank in a step, from a recorder: peak memory by category, the peak of each action, communication.
 
-Category of the storages that live at one moment, such as the peak:
+Category of a storage, by the first rule that holds:
 
-    at the peak     born before the step              by its role: weights, gradients, optimizer, buffers
-                    made in this action or another    released by its end: temporary; sent or received: a message;
-                                                      else kept: by a forward activations, by a backward buckets
+    weight, gradient, state, buffer -> its role    resized -> gathered weights (ZeRO-3)    from before the step -> other
+    sent or received -> message                    released in the action that made it -> temporary
+    made by B, W, REDUCE or STEP -> bucket         otherwise (F, I) -> activation
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshwright.tools.dryrun.recorder import ActivityStart, StepRecorder, Storag
 
 
 class Category(StrEnum):
-    """Use of live bytes."""
+    """Category of live bytes; see the rules at the top of this file."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -58,7 +58,7 @@ class CommunicationRecord(NamedTuple):
 
 @dataclass
 class RankProfile:
-    """Memory and communication of one rank in a step; it also holds for the ranks that equal this one."""
+    """Memory and communication of one rank in a step; also that of every rank with equal stages."""
 
     rank: int
     pp_rank: int
@@ -94,7 +94,7 @@ def build_profile(
 
     Args:
         roles: Storage number -> category, for storages from before the step.
-        host_categories: Categories of those in host memory, which the device's peak does not count.
+        host_categories: Those of the categories that are in host memory, outside the device's peak.
     """
     last = recorder.now
     starts = [start for start in recorder.activities if start.at >= first] or [ActivityStart(first, "nothing")]

@@ -1,10 +1,10 @@
-"""StepRecorder of one rank's storage lifetimes and communication, operation by operation.
+"""Recorder of one rank's storage lifetimes and communication, operation by operation.
 
     operation      1   2   3   4   5          a storage lives from the operation that made it to the last one before
     storage  a     |-----------|              its release; live bytes after operation t are those of all alive at t
     storage  b         |-------------->       resized: one life ends, another begins with the new size
 
-It records real tensors and fake ones, whose storages have the right size and no memory. A hook costs a few
+It records real tensors, and fake ones, whose storages have a size and no memory. Recording an operation takes a few
 microseconds; all figures are computed from the records afterwards.
 """
 
@@ -36,7 +36,7 @@ class StorageLife:
     born: int
     """First operation after which this life exists."""
     first: int
-    """Operation that made the storage, at its first size."""
+    """Operation that made the storage; equal in all its lives."""
     died: int = ALIVE
     """Last operation after which this life exists."""
 
@@ -50,7 +50,7 @@ class RecordedCommunication(NamedTuple):
 
 
 class ActivityStart(NamedTuple):
-    """Start of an activity of the rank, which counts as an operation."""
+    """Start of an activity of the rank (an action, messages, a text); it takes an operation number of its own."""
 
     at: int
     activity: object
@@ -137,7 +137,7 @@ class StepRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         return number
 
     def note_host(self, memory: Tensor) -> None:
-        """Note that a tensor's storage is host memory."""
+        """Record that a tensor's storage is host memory."""
         self.on_host.add(self.number_of(memory))
 
     def numbers_of(self, tensors: Iterable[Tensor]) -> set[int]:

@@ -1,7 +1,7 @@
 """Replay of a step from templates, in the full schedule row of any pipeline rank with an equal stage.
 
-The real executor runs the rank's own row, and messages between stages are real. A stage's storage lifetimes and its
-collectives come from the templates of :mod:`meshwright.tools.dryrun.templates`.
+The real executor runs the rank's own row and posts its messages over the fake transport. A stage's storage lifetimes
+and collectives come from the templates of :mod:`meshwright.tools.dryrun.templates`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TemplatePlayer:
         self._grid, self._pp_rank = grid, pp_rank
         self.stages, self._roles = schedule.stages_of(pp_rank), roles_of(schedule, pp_rank)
         self._same: dict[tuple[Kind | None, int, int | None], list[tuple[StorageLife, int]]] = defaultdict(list)
-        """(kind, stage position, micro-batch) -> lives that this action ends, each with its offset."""
+        """(kind, stage position, micro-batch) -> lives that this action ends, each with its operation offset."""
         self._later: dict[tuple[Kind, int], list[list[Any]]] = defaultdict(list)
         """(kind, stage position) -> [number of such actions until then, life that it ends, offset]."""
         self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -53,7 +53,7 @@ class TemplatePlayer:
         """Return the template of an action.
 
         Raises:
-            ReplayError: none is like it in the short run, as where some backwards are whole and some in halves.
+            ReplayError: the short run has no such action, for example where only some backwards are split.
         """
         key = key_of(action, self.stages, self._roles)
         if key not in self.templates.by_key:

@@ -88,7 +88,7 @@ def busy_shares(timeline: Timeline) -> list[float]:
 def flops_of(job: Job, pp_rank: int) -> float:
     """Return the FLOPs of one rank in a step, recomputation included, divided evenly over cp and tp.
 
-    Those of Newton-Schulz (Muon) are of the busiest home of the pipeline rank's matrices.
+    Newton-Schulz iterations of Muon are counted on the rank that takes most of them (its matrices' busiest home).
     """
     stages = job.blueprint.schedule.stages_of(pp_rank)
     costs = [job.blueprint.layer_costs[index] for stage in stages for index in job.blueprint.stages[stage]]
@@ -102,7 +102,7 @@ def flops_of(job: Job, pp_rank: int) -> float:
 
 
 def num_parameters(job: Job, pp_rank: int) -> int:
-    """Return the number of parameter elements that a rank computes with."""
+    """Return the number of parameter elements of a rank's stages, on one tp rank; ZeRO does not reduce it."""
     stages = job.blueprint.schedule.stages_of(pp_rank)
     return sum(parameter.numel() for stage in stages for parameter in job.blueprint.stage_layers(stage).parameters())
 
@@ -117,7 +117,7 @@ def describe(
 ) -> str:
     """Return the whole report as text.
 
-    ``time`` adds seconds and MFU. Without it the bubble follows from the schedule and the layers' shares of time.
+    ``time`` adds seconds and MFU. Without it, the bubble is simulated from the layers' costs on a reference device.
     """
     grid, blueprint = job.grid, job.blueprint
     timeline = simulate_schedule(job) if time is None else time.timeline

@@ -4,9 +4,8 @@
     templates                      F                   first   inner   =   last    REDUCE  STEP
     replayed, 16                   3F0  3F1  {..}  3B0  3F2  {..}  3B1  ..         the rank's own row, by the executor
 
-All micro-batches behave alike: the two in the middle are compared, and must not differ. Only the first and the last
-backward of a step are special. A template holds the lifetimes of the storages that an action makes, and its
-collectives.
+All micro-batches must behave alike, except for the first and the last backward of a step; the two in the middle are
+compared. A template contains the lifetimes of the storages that an action makes, and its collectives.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _BACKWARDS = (Kind.B, Kind.I, Kind.W)
 
 
 class ReplayError(Exception):
-    """Error for a recording whose actions differ where they should be equal; the message is the reason."""
+    """Recording that cannot be extended: actions differ that should be equal. The message is the reason."""
 
 
 class Release(NamedTuple):
@@ -165,7 +164,7 @@ class _Builder:
         return Release(releaser.kind, sum(made < start <= end for start in starts), offset), releaser.stage
 
     def storages(self) -> dict[Action, list[TemplateStorage]]:
-        """Return the storages that each action has made, without those that it received, returned or only reads."""
+        """Return the storages that each action has made, without a stage's inputs and outputs and sample indices."""
         tensors = self.run.stage_tensors.values()
         excluded = {number for each in tensors for number in (*each.outputs, *each.inputs, *each.sample_indices)}
         by_maker: dict[Action, list[TemplateStorage]] = defaultdict(list)

@@ -45,8 +45,8 @@ class Curve(NamedTuple):
     """(x, y) with rising x; a y that is not finite is a gap."""
     colour: int = 0
     look: str = ""
-    """Any of ``pale`` (behind others), ``lost`` (steps that do not count), ``dots`` (if few), ``mean`` (a running mean,
-    left out where the page smooths by itself), ``hidden`` (shown only then), separated by blanks."""
+    """Any of ``pale`` (behind others), ``lost`` (steps that a resume repeats), ``dots`` (if few), ``mean`` (a running
+    mean, left out while the page's script smooths), ``hidden`` (drawn only then), separated by blanks."""
     run: int = 0
     """Index of the run whose steps are the x values, if x is a step."""
 
@@ -135,7 +135,7 @@ def _drawn(curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tupl
 def _everything(
     curves: Sequence[Curve], marks: Sequence[Mark], levels: Sequence[tuple[float, str]], *, from_zero: bool
 ) -> str:
-    """Return the values of a chart as JSON, from which the page's script draws it on other axes."""
+    """Return the values of a chart as JSON, from which the page's script redraws it (other axes, smoothing)."""
     names = ("name", "colour", "look", "run")
     drawn = [
         dict(zip(names, (each.name, each.colour % NUM_COLOURS, each.look, each.run), strict=True))
@@ -149,7 +149,7 @@ def _everything(
 
 
 def _isolated(points: Sequence[Point]) -> list[Point]:
-    """Return the points between two gaps, which a line would hardly show."""
+    """Return the single points between two gaps, which a line would hardly show."""
     finite = [False, *(math.isfinite(y) for _, y in points), False]
     return [point for i, point in enumerate(points, 1) if finite[i] and not finite[i - 1] and not finite[i + 1]]
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 MAX_POINTS = 600
-"""Most points of one curve. A longer curve keeps the lowest and highest of neighbours, so that no spike is lost."""
+"""Largest number of drawn points of a curve. A longer one keeps the extremes of neighbours: no spike is lost."""
 MAX_ROWS = 800
-"""Most rows of the columns of a curve with more than three times as many points: its rows have the mean, lowest and
-highest of neighbours."""
+"""Largest number of rows of a curve's columns, if it has more than three times as many points. A row then has the mean,
+lowest and highest of neighbouring points."""
 
 Point = tuple[float, float]
 Column = str | list[float]
@@ -41,7 +41,7 @@ def thin(points: Sequence[Point]) -> list[Point]:
 
 
 def columns(points: Sequence[Point]) -> dict[str, Any]:
-    """Return a curve as columns: ``x``, ``y``, and ``width``, the points in a row.
+    """Return a curve as columns: ``x``, ``y``, and ``width``, the number of points per row.
 
     With more than one point in a row, x is that of the first, y the mean, ``low`` and ``high`` the extremes. A row
     without a finite value is NaN, a gap.

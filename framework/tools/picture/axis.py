@@ -16,7 +16,7 @@ MAX_COLUMNS = 240
 
 
 class TimeAxis(NamedTuple):
-    """Mapping from time to the figure's columns. Without a cut, ``first_end == second_start``."""
+    """Mapping from time to positions on the axis, with a cut in a long run. No cut: ``first_end == second_start``."""
 
     start: float
     first_end: float

@@ -22,7 +22,7 @@ def caption(timeline: Timeline) -> str:
 def typical_shortest(spans: Iterable[Span]) -> float:
     """Return the duration drawn as one cell: the median of the quickest kind of computation.
 
-    But no less than a quarter of the slowest kind's: a W of next to nothing must not blow up all the rest.
+    It is at least a quarter of the slowest kind's median, so that a very short W does not stretch all other boxes.
     """
     durations: dict[Kind, list[float]] = defaultdict(list)
     for span in spans:

@@ -1,6 +1,6 @@
 """Figure of a timeline for a paper, SVG or PNG: a row per rank, a box per computation, idle time blank.
 
-    caption      1f1b pp=4 chunks=8: bubble 27.3 % of total time; peak activations 4 3 2 1
+    caption      1f1b pp=4 chunks=8: bubble 27.3 % of total time; activations in flight 4 3 2 1
     rank 0      [0][1][2][3]          [  0  ][4][  1  ] ...
     rank 1         [0][1][2]    [  0  ][3][  1  ] ...
                 |------|------|------|      time (ticks) or (ms)
@@ -145,7 +145,7 @@ def _font(spans: Iterable[Span], column_points: float, row_points: float) -> flo
 
 
 def _rows(axes: Axes, timeline: Timeline, axis: TimeAxis, row_points: float) -> None:
-    """Draw the frame: a row per rank, and the cut."""
+    """Set up the axes: a row per rank, and a dotted line where time is left out."""
     ranks = _drawn_ranks(timeline)
     axes.set_xlim(0, axis.length)
     axes.set_ylim(len(ranks), 0)
@@ -170,7 +170,7 @@ def _paint(
     points_per_time: float,
     font: float,
 ) -> None:
-    """Draw the boxes, and the numbers of the kinds whose boxes are wide enough. A pair is two halves of one box.
+    """Draw the boxes, and numbers in those wide enough. An overlapped F and B (a pair) are two halves of one box.
 
     The id of a box in an SVG is ``NAME-rank0-1F2``.
     """
@@ -208,7 +208,7 @@ def _paint(
 
 
 def _extents_of_pairs(spans: Iterable[Span]) -> dict[tuple[int, Action], tuple[float, float]]:
-    """Return (rank, action) -> start and end of its pair, for the actions of pairs."""
+    """Return (rank, action) -> start and end of its pair, for the actions that overlap another one."""
     found = {(span.rank, span.action): span for span in spans}
     return {
         key: (min(span.start, other.start), max(span.end, other.end))

@@ -1,8 +1,8 @@
 """Colours and sizes of figures.
 
-The kinds are distinguished without red and green, and as greys in print: each has a band of lightness (CIE L*) of its
-own, F above B and I above W. A virtual stage is a shade inside its kind's band, the later the darker. REDUCE and STEP
-are hatched.
+The kinds are distinguished without red and green, and as greys in print: F is lighter (CIE L*) than B and I, and those
+are lighter than W. A virtual stage is a shade inside its kind's range of lightness, the later the darker. REDUCE and
+STEP are hatched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from meshwright.schedule.action import Action, Kind
 
 INK, FAINT = "#1f2933", "#9aa5b1"
 TEXT = "#1f2a34"
-"""Colour of what stands on the paper and not on a box: a page in dark mode replaces it."""
+"""Colour of text outside of boxes; a page in dark mode replaces it."""
 TITLE_FONT, ROW_FONT, LEGEND_FONT = 8.5, 8.0, 7.5
 MIN_FONT, MAX_FONT = 5.0, 7.5
 """Font sizes of the numbers in boxes, in points."""
@@ -22,7 +22,7 @@ DIGIT_WIDTH, LETTER_WIDTH = 0.64, 0.56
 POINTS = 72.0
 """Points per inch."""
 MIN_WIDTH, MAX_WIDTH, COLUMN = 4.5, 13.0, 0.135
-"""Width of the area inside the axes, and of a column where there is room, in inches."""
+"""Smallest and largest width inside the axes, and width of a column where there is room, in inches."""
 
 
 class Paint(NamedTuple):

@@ -16,9 +16,9 @@ class Unit(StrEnum):
 
 
 class Panel(NamedTuple):
-    """A timeline of a figure or trace that may have several."""
+    """Timeline of a figure or trace, with its caption and its times of reading samples."""
 
     timeline: Timeline
     caption: str = ""
-    """Caption above the timeline; empty: name, bubble share and peak activations."""
+    """Caption above the timeline; empty: name, bubble share and activations in flight."""
     readings: tuple[Reading, ...] = ()

@@ -4,7 +4,7 @@
     rank 0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 F6 B3 F7 B4 .  B5 .  B6 .  B7
     rank 1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 .  B6 .  B7 .
 
-Communication is not drawn: what it costs is seen as dots. :mod:`figure` makes SVG and PNG, :mod:`perfetto` traces.
+Communication is not drawn; its time appears as idle dots. :mod:`figure` makes SVG and PNG, :mod:`perfetto` traces.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ MAX_COLUMNS = 100_000
 
 
 def text(drawn: Schedule | Timeline, width: int = 100) -> str:
-    """Draw the grid, no line longer than ``width``: columns in the middle (and ranks, beyond 16) are abridged to an
-    ``…``.
+    """Draw the rows, no line longer than ``width``: middle columns, and middle ranks beyond 16, are abridged to ``…``.
 
-    A schedule is drawn in ticks, F as long as B, and may be lowered or not. In a timeline a column is a fixed time: the
-    label of a span that is too short for it is cut, one of no length is not drawn, a long one is filled with dashes.
+    A schedule, lowered or not, is drawn in ticks, F as long as B. In a timeline a column is a fixed time: the label of
+    a short span is cut, a span of no length is not drawn, and a long one is filled with dashes.
     """
     timeline = timeline_of(drawn) if isinstance(drawn, Schedule) else drawn
     rows = elide([f"rank {rank}" for rank in timeline.ranks])

@@ -1,1 +1,1 @@
-"""Check of the CUDA path on a machine without a GPU: ranks run on fake tensors of a CUDA device that does nothing."""
+"""Check of the CUDA path without a GPU: ranks run on fake tensors of a stub CUDA device, which executes nothing."""

@@ -1,6 +1,6 @@
-"""Process that takes steps on the CUDA device that does nothing: ``python -m meshwright.tools.dryrun.cuda LIBRARY``.
+"""Process that takes steps on the stub CUDA device: ``python -m meshwright.tools.dryrun.cuda LIBRARY``.
 
-It reads lines of a rank and a resolved configuration in JSON from stdin, and writes one JSON object for each to stdout.
+Each line of stdin is a rank, a space and a resolved configuration in JSON. For each it prints one ``CudaStep`` as JSON.
 """
 
 from __future__ import annotations

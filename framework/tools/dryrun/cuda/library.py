@@ -1,4 +1,4 @@
-"""The CUDA device that does nothing, compiled against the installed torch. Imports no torch before it is loaded.
+"""Stub CUDA device, which executes nothing, compiled against the installed torch. Imports no torch.
 
 A CPU build of torch refuses autograd on CUDA tensors, fake ones too, because it has no CUDA hooks and no device guard.
 ``pretend_cuda.cpp`` registers both. It has to be loaded before torch is imported, in a process of its own.

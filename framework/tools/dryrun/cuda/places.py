@@ -15,7 +15,7 @@ HIDDEN = (
     str(PACKAGE / "model" / "meter"),
     "<",
 )
-"""Beginnings of the names of files whose lines are not the place of a wait."""
+"""Prefixes of the file names of frames that :func:`place` skips."""
 
 
 def place() -> str:

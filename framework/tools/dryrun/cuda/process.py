@@ -1,4 +1,4 @@
-"""Steps of several ranks in a process that has loaded the library, and their report. Imports no torch.
+"""Steps of several ranks in a child process with the stub CUDA device, and their report. Imports no torch.
 
 this process    compile_library -> python -m meshwright.tools.dryrun.cuda -> one CudaStep per rank -> describe
 """
@@ -27,15 +27,15 @@ class CudaStep(NamedTuple):
     num_collectives: int
     """Collectives and messages."""
     num_from_autograd: int
-    """Those posted by autograd's thread of the device, while backward computes."""
+    """Collectives and messages posted from autograd's thread for the device, during backward."""
     off_device: list[str]
-    """Those with a tensor in host memory, which NCCL refuses."""
+    """Collectives and messages with a tensor in host memory, which NCCL refuses."""
     races: dict[str, int]
-    """Accesses of one tensor on two streams that nothing orders -> how often."""
+    """Description of two unordered accesses of a tensor on two streams -> number of occurrences."""
     waits: dict[str, int]
-    """Place -> number of waits of the host program for the device, from the first forward to the optimizer's launch."""
+    """Place in the code -> number of host-device synchronisations there, before the optimizer step is launched."""
     waits_after: dict[str, int]
-    """The same for the rest of the step."""
+    """The same from the launch of the optimizer step on."""
 
     @property
     def problems(self) -> list[str]:
@@ -48,7 +48,7 @@ def take_cuda_steps(config: RunConfig, ranks: Sequence[int]) -> list[CudaStep]:
     """Take one step of each rank of a resolved configuration. Takes some seconds for the compiler, and some per rank.
 
     Raises:
-        UserError: no compiler, or a rank fails, with its error.
+        UserError: no compiler, or a rank fails; has the rank's error.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-cuda-") as directory:
         return run_process(compile_library(Path(directory)), [(config, rank) for rank in ranks])

@@ -1,4 +1,4 @@
-"""One rank's step on the CUDA device that does nothing, and what was found in it."""
+"""One rank's step on the stub CUDA device, and its findings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from meshwright.tools.dryrun.fake_step import record_step
 
 
 def check_rank(config: RunConfig, rank: int, waits: HostWaits, streams: Streams) -> CudaStep:
-    """Build a rank on the device and take two steps, of which the second is counted; races are those of both.
+    """Build a rank on the stub device and take two steps. Counts are of the second step, races of both.
 
-    ``config``: resolved. Call it in a process with the library.
+    ``config``: resolved. Call it in a process that has loaded the library.
     """
     recorder = CudaRecorder(waits, streams)
     waits.noted.clear()

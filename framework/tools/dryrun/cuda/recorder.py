@@ -1,4 +1,4 @@
-"""Recorder of a step on the CUDA device that does nothing: waits of the host, devices of collectives, threads."""
+"""Recorder of a step on the stub CUDA device: host-device synchronisations, devices of collectives, threads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshwright.tools.dryrun.recorder import StepRecorder
 
 aten = torch.ops.aten
 _VALUES = {torch.bool: True, torch.int64: 1, torch.int32: 1}
-"""Dtype -> value that a fake tensor gives to the host."""
+"""Dtype -> result of ``item()`` on a fake tensor; 1.0 for all others."""
 
 
 class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
-    """StepRecorder that also notes what would be wrong, or slow, on a GPU."""
+    """StepRecorder that also records host waits, collectives off the device, and accesses by stream."""
 
     def __init__(self, waits: HostWaits, streams: Streams) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def record(self, operation: Operation) -> None:
-        """Record the operation; note a blocking copy, and a collective off the device."""
+        """Record the operation, and whether it is a blocking copy or a collective with a tensor off the device."""
         before = len(self.communication)
         super().record(operation)
         if len(self.communication) == before:

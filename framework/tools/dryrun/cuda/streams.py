@@ -1,4 +1,4 @@
-"""Order of kernels on CUDA streams: each operation of a step, on the stream on which it would run.
+"""Race check of CUDA streams: each operation of a step is assigned to the stream on which it would run.
 
     stream of torch.cuda.current_stream   every operation on device tensors
     stream of a group                     its collectives and messages: NCCL has one for each communicator
@@ -49,7 +49,7 @@ class Access(NamedTuple):
 
 @dataclass
 class History:
-    """Accesses of one storage that a later one must wait for."""
+    """Accesses of one storage for which a later access must wait."""
 
     write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class History:
 class Streams:
     """Streams, events and accesses of one process, and the races among them.
 
-    Which stream has waited for what is the bookkeeping of torch's CUDA sanitizer. Its stack traces would take minutes.
+    Waits between streams are tracked by torch's CUDA sanitizer, without its stack traces, which would take minutes.
     """
 
     def __init__(self) -> None:
         self.order = StreamSynchronizations()
         self.names = {DEFAULT: "the compute stream", HOST: "the host"}
         self.races: dict[str, int] = {}
-        """Description of a race -> how often."""
+        """Description of a race -> number of occurrences."""
         self.order.create_stream(HOST)
         self._num_accesses = 0
         self._histories: dict[int, History] = defaultdict(History)
@@ -79,10 +79,10 @@ class Streams:
         self._posted: int | None = None
         """Event of the communication that was posted last."""
         self._handles: dict[int, tuple[Any, int]] = {}
-        """Id of a handle of torch -> the handle, and the event of its communication."""
+        """id() of a torch Work -> the Work, and the event of its communication."""
 
     def forget_accesses(self) -> None:
-        """Forget all accesses and races: another rank follows, whose storages have the same numbers."""
+        """Forget all accesses and races, before another rank whose storages have the same numbers."""
         self._histories.clear()
         self._groups.clear()
         self._handles.clear()
@@ -201,11 +201,11 @@ class Streams:
             reads, writes = first | others, {self.number_of(tensor) for tensor in operation.outputs}
         self.access(stream, reads, writes, name)
         self._posted = self.new_event(stream)
-        if is_functional:  # waited for as soon as its result is used
+        if is_functional:  # a functional collective is waited for when its result is used: here at once
             self.order.stream_wait_for_event(self.current, self._posted)
 
     def install(self) -> None:
-        """Make handles of torch carry the event of their communication, for the rest of this process."""
+        """Wrap methods of torch's process groups and Work, so that ``wait`` orders streams; lasts for this process."""
         c10d: Any = torch._C._distributed_c10d
         for name in POSTING:
             if hasattr(dist.ProcessGroup, name):

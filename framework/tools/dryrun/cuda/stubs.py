@@ -1,9 +1,9 @@
-"""Stubs of ``torch.cuda`` over the device that does nothing: waits of the host program, streams and events.
+"""Stubs of ``torch.cuda`` for the stub CUDA device: synchronisations of the host, streams and events.
 
     Event.synchronize, elapsed_time, Stream.synchronize, torch.cuda.synchronize      the host waits for the device
     tensor.item(), tolist(), a copy between host and device that is not non_blocking  likewise, in recorder.py
 
-Only for a process that does nothing else; nothing is restored.
+Nothing is restored: install them only in a process for this check.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from meshwright.tools.dryrun.cuda.streams import DEFAULT, Streams
 
 
 class HostWaits:
-    """Waits of the host program for the device, each with its place."""
+    """Synchronisations of the host with the device, each with its place in the code."""
 
     def __init__(self) -> None:
         self.now: Callable[[], int] = lambda: 0
         self.noted: list[tuple[int, str]] = []
-        """(moment, place) of each wait."""
+        """(operation number, place) of each wait."""
 
     def note(self) -> None:
         """Note a wait at the caller's place."""
@@ -74,7 +74,7 @@ def _replacements(waits: HostWaits, streams: Streams) -> dict[str, Any]:
 
 
 def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) -> tuple[Any, Any]:
-    """Return the classes of events and streams; each stream is put into ``made``."""
+    """Return the classes of events and streams; a new stream is added to ``made``."""
 
     class Event:
         def __init__(self, **options: object) -> None:
@@ -125,7 +125,7 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
 
 
 def _patch_fake_tensors(waits: HostWaits, streams: Streams) -> None:
-    """Give fake tensors what a step asks of tensors on CUDA."""
+    """Replace ``data``, ``tolist`` and ``pin_memory``, which a step needs of fake tensors on CUDA."""
     tensor: Any = torch.Tensor
     fake: Any = FakeTensor
     data = tensor.data
@@ -133,7 +133,7 @@ def _patch_fake_tensors(waits: HostWaits, streams: Streams) -> None:
     def set_data(self: Any, value: Any) -> None:
         data.__set__(self, value)
         if isinstance(value, FakeTensor):
-            self.fake_device = value.fake_device  # an artefact of FakeTensor: it keeps the device of before
+            self.fake_device = value.fake_device  # FakeTensor itself keeps the previous device
 
     def tolist(self: Any) -> list[float]:
         waits.note()
