@@ -1,9 +1,9 @@
-"""Warnings about sizes for which 16-bit products get no tensor cores: no multiple of 8 on a rank.
+"""Warnings about sizes that are no multiple of 8 on a rank, so that 16-bit products get no tensor cores.
 
     weights    local shape of each parameter on a tp rank       vocabulary, hidden size, feed-forward size
     attention  head dim of its kernel, or of unfused products   hidden size over heads
 
-Each warning has the next size that every rank gets a multiple of 8 of.
+Each warning names the next larger size of which every rank gets a multiple of 8.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.operations import WorkKind
 
 MULTIPLE = 8
-"""Elements of 16 bits in the 16 bytes that tensor cores load at once."""
+"""Number of 16-bit elements in the 16 bytes that tensor cores load at once."""
 SMALLEST = 8
-"""Sizes below are vectors in effect: the single output of a head, a router among few experts."""
+"""Smaller sizes get no warning, as they are vectors in effect: a head with one output, a router among few experts."""
 
 
 def alignment_warnings(cache: ModelCache, hardware: Hardware, config: RunConfig) -> list[str]:

@@ -44,7 +44,7 @@ class Cut(NamedTuple):
     imbalance: float
     """Time of the slowest stage over the mean."""
     step: float
-    """Simulated step time over that of ranks that are always busy with equal work."""
+    """Simulated step time over that of a step without bubble and imbalance."""
     chosen: bool
 
 
@@ -71,7 +71,7 @@ def simulated_step(blueprint: Blueprint, stages: Sequence[range]) -> float:
 
 
 def cuts(blueprint: Blueprint) -> list[Cut]:
-    """Return the cut of each balance into the same number of stages, and the user's own list if there is one."""
+    """Return the stages that each value of ``pipeline.balance`` would give, and those of the user's own list if any."""
     costs, chosen = blueprint.layer_costs, blueprint.config.pipeline.balance
     times_s = [cost.time_s for cost in costs]
     by_balance = {balance: partition(layer_weights(costs, balance), len(blueprint.stages)) for balance in BALANCES}
@@ -84,7 +84,7 @@ def cuts(blueprint: Blueprint) -> list[Cut]:
 
 
 def rows(blueprint: Blueprint) -> list[BalanceRow]:
-    """Return all layers, first to last, with equal neighbours of a stage as one row."""
+    """Return the rows of all layers, first to last; neighbouring layers of one stage with equal cost share a row."""
     placed = [(blueprint.layer_costs[layer], stage) for stage, run in enumerate(blueprint.stages) for layer in run]
     table = []
     for (cost, stage), alike in groupby(placed, key=lambda each: (each[0]._replace(name=""), each[1])):

@@ -1,4 +1,4 @@
-"""Measured rates of this machine as a hardware file. As many processes measure at once as will share the machine.
+"""Measured rates of this machine as a hardware file. min(cores, ranks) processes measure at the same time, as in a run.
 
 products    (n, n) x (n, n), small to large                    FLOPs -> FLOPs per second
 copies      x + y, gelu, softmax, layer norm, of tensors       bytes -> bytes per second
@@ -34,7 +34,7 @@ SIDES = (16, 32, 64, 128, 256, 512, 1024)
 COPIED = tuple(4**power for power in range(5, 12))
 """Numbers of elements of the tensors in elementwise measurements."""
 POOL_BYTES = 2**27
-"""Total size of tensors used in turn: more than caches hold, as for the activations of a model."""
+"""Total size of the tensors that elementwise measurements use in turn: larger than caches, as activations are."""
 MAX_IN_POOL = 2000
 ROW = 256
 """Elements per row of softmax and layer norm."""
@@ -44,7 +44,7 @@ ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: x.view(-1, ROW).softmax(-1),
     lambda x: torch.nn.functional.layer_norm(x.view(-1, ROW), (ROW,)),
 )
-"""Elementwise operations, limited by memory or by a function; all have equal weight."""
+"""Measured elementwise operations, limited by memory bandwidth or by computation; all have equal weight."""
 AIM_S = 0.06
 """Seconds of one timed run."""
 REPEATS = 5
@@ -64,7 +64,7 @@ class DeviceRates(NamedTuple):
 
 
 def fastest_s(run: Callable[[], object], aim_s: float = AIM_S) -> float:
-    """Return the seconds of one call: the fastest of ``REPEATS`` runs of about ``aim_s``, as load only slows."""
+    """Return the seconds of one call: the fastest of ``REPEATS`` runs of about ``aim_s``, as other load only slows."""
     run()
     timer = timeit.Timer(run, setup=gc.enable)  # timeit turns the garbage collector off, a run does not
     times = max(1, int(aim_s / max(timer.timeit(1), 1e-7)))
@@ -128,7 +128,7 @@ def _no_loss(output: object, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[Rate]) -> float:
-    """Return the start-up seconds per operation, from a tiny network: time minus computation, over operations."""
+    """Return the overhead in seconds per operation, from a tiny network: (time - computation) / operations."""
     layers = nn.Sequential(
         *(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(8))
     ).to(dtype)
@@ -151,7 +151,7 @@ def _operation_s(dtype: torch.dtype, products: Sequence[Rate], copies: Sequence[
 def measure_links(group: Group) -> dict[Message, Link]:
     """Measure each kind of message between the ranks of ``group``. Collective and blocking.
 
-    A collective follows a product, as in a run: compute cores also carry it, and it blocks for the slowest rank.
+    Each collective follows a matrix product, as in a run: the same cores carry it, and it waits for the slowest rank.
     The products' own time is subtracted. A "send" is timed alone, around a ring.
     """
     factor, n = torch.randn(BEFORE_SIDE, BEFORE_SIDE), group.size
@@ -212,7 +212,7 @@ def cores() -> int:
 def build_hardware(
     measured: Sequence[dict[str, DeviceRates]], links: dict[Message, Link], memory_bytes: int, ranks: int
 ) -> Hardware:
-    """Build the hardware description from the median process. ``ranks``: number per node of this kind."""
+    """Build the hardware description from the medians over processes. ``ranks``: number of ranks per node in it."""
 
     def median_curve(curves: Sequence[list[Rate]]) -> list[Rate]:
         by_size = zip(*curves, strict=True)
@@ -243,7 +243,7 @@ CORES = " # cores, which the ranks of a node share"
 
 
 def device_lines(hardware: Hardware) -> list[str]:
-    """Return the keys that only a GPU has."""
+    """Return the TOML lines of the keys that only a GPU has."""
     lines = [f"{key} = {getattr(hardware, key):.4g}" for key in ("product_share", "attention_share")]
     if (backward := hardware.attention_backward_share) is not None:
         lines.append(f"attention_backward_share = {backward:.4g}")

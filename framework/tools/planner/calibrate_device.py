@@ -5,8 +5,8 @@ attention   causal, forward, and backward alone                         share of
 copies      elementwise operations on more than any cache holds          bytes per second
 host        copies from pinned memory                                    bytes per second
 
-Peaks and links between devices are those of the data sheet, if the device's is known: one process cannot measure them.
-Without one the peak is the fastest product, and the links are that to the host.
+Peaks and links between devices come from the device's data sheet if it is known: one process cannot measure them.
+Otherwise the peaks are the measured products, and all links are the one to the host.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeviceFacts(NamedTuple):
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Return the facts of a device, before any large tensor.
+    """Return the facts of a device. Call it before any large tensor is allocated.
 
     Raises:
         ConfigError: there is no GPU.
@@ -87,7 +87,7 @@ def data_sheet(name: str) -> Hardware | None:
 
 
 def call_s(call: Callable[[], object], device: torch.device, aim_s: float) -> float:
-    """Return the median seconds of a call, from an idle device to an idle device, over runs of about ``aim_s``."""
+    """Return the median seconds of a call over runs of about ``aim_s``; the device is synchronised around each run."""
 
     def run(times: int) -> float:
         _settle(device)
@@ -114,7 +114,7 @@ def product_rate(device: torch.device, dtype: torch.dtype, side: int, aim_s: flo
 
 
 def attention_s(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Return the seconds of causal attention of head dim 128 in forward, and of its backward alone."""
+    """Return (forward, backward) seconds of causal attention in bfloat16 with head dim 128."""
     shape = (1, sizes.heads, sizes.tokens, 128)
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
@@ -128,7 +128,7 @@ def attention_s(device: torch.device, sizes: Sizes) -> tuple[float, float]:
 
 
 def copy_rate(device: torch.device, sizes: Sizes) -> float:
-    """Return the bytes per second that the elementwise operations of a step read and write, all with equal weight.
+    """Return the bytes per second that the elementwise operations of a step read and write: their harmonic mean.
 
     Rows are those of a large model: with rows of 256 elements an H200's norm and softmax moved less than half of it.
     """
@@ -184,7 +184,7 @@ def measure_hardware(device: torch.device, sizes: Sizes | None = None) -> Hardwa
 
 
 def _shares(found: Hardware, product_share: float, sizes: Sizes, device: torch.device) -> dict[str, float]:
-    """Return the shares of the peak with which the planner's formulas give the measured seconds back."""
+    """Return the shares of the peak for which the planner's formulas reproduce the measured seconds."""
     whole = {"attention_share": 1.0, "attention_backward_share": 1.0}
     ideal = PerformanceModel(found.model_copy(update=whole), MEASURED_ON_GPU)
     forward_s, backward_s = attention_s(device, sizes)

@@ -1,4 +1,4 @@
-"""Enumeration of every layout that the rules allow on a cluster, and of the rules that other layouts break."""
+"""Enumeration of every layout that the rules allow on a cluster; for other layouts, the rule that they break."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SCHEDULES = (
     ("v_min", 2),
     (experts.PAIRED, 2),
 )
-"""Schedules with their stages per rank. GPipe is never better than 1f1b; pairs hide the messages of experts alone."""
+"""(schedule, stages per rank) to try. GPipe is never better than 1f1b; F/B pairs (DualPipe) hide only ep messages."""
 MICRO_BATCH_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 EFFORTS = ("none", "pointwise", "selective", "half", "full")
-"""Kinds of recompute, the cheapest first; "half" recomputes every second layer whole."""
+"""Values of ``pipeline.recompute``, the cheapest first; "half" is "full" for every second layer."""
 EVERY_SECOND = "*[02468]"
 """Pattern of every second layer's name, by its last digit."""
 MAX_CHUNKS = 1024
@@ -50,7 +50,7 @@ Shape: TypeAlias = tuple[Degrees, str, int, int, str]
 
 
 class Choice(NamedTuple):
-    """A layout."""
+    """Layout of a search: degrees, schedule, batch, sharding and recompute."""
 
     pp: int
     dp: int
@@ -71,7 +71,7 @@ class Choice(NamedTuple):
 
     @property
     def shape(self) -> Shape:
-        """All fields except sharding and recompute."""
+        """Fields shared by layouts that differ only in sharding and recompute."""
         return self.degrees, self.schedule, self.interleave, self.micro_batch_size, self.exchange
 
     @property
@@ -81,7 +81,7 @@ class Choice(NamedTuple):
 
     @property
     def num_replicas(self) -> int:
-        """Number of ranks with the same weights."""
+        """Number of replicas, dp x cp."""
         return self.dp * self.cp
 
     @property
@@ -90,7 +90,7 @@ class Choice(NamedTuple):
         return EFFORTS.index(self.recompute)
 
     def has(self, pins: Mapping[str, int | str]) -> bool:
-        """Check that the layout has pinned values of fields."""
+        """Return True if the layout has the pinned values, field -> value."""
         return all(getattr(self, name) == value for name, value in pins.items())
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ def divisors(number: int) -> list[int]:
 
 
 def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
-    """Return the resolved configuration that runs a choice."""
+    """Return the resolved configuration of a choice; everything else is that of ``base``."""
     parallel = {
         "pp": choice.pp,
         "dp": choice.dp,
@@ -179,7 +179,7 @@ def choice_of(config: RunConfig) -> Choice:
 def choices(
     cache: ModelCache, hardware: Hardware, nodes: int, *, offload: bool = False
 ) -> Iterator[Choice | Rejection]:
-    """Yield all layouts and rejections. ``offload``: with the optimizer on the host."""
+    """Yield all layouts and rejections, grouped by :attr:`Choice.shape`. ``offload``: all with optimizer offload."""
     size, global_batch = nodes * hardware.devices_per_node, batch_numbers(cache.config).global_batch
     unit = math.gcd(*(phase.global_batch for phase in phases(cache.config.batch)))
     num_layers = len(cache.names)
@@ -226,7 +226,7 @@ def choices(
 
 
 def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
-    """Return (sequence parallelism is possible, reason why these degrees are not: "" for none)."""
+    """Return (True if sequence parallelism is possible, reason why these degrees are impossible or "")."""
     refusal = ""
     for sequence in (True, False) if tp > 1 else (False,):
         try:

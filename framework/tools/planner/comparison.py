@@ -1,4 +1,4 @@
-"""Comparison of one layout with the first of a plan: seconds by cause, memory, rank among the best."""
+"""Comparison of one layout with the first of a plan: seconds by cause, memory, place among the best."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def verdict(first: RankedLayout, other: RankedLayout) -> str:
 
 
 def why_not(cache: ModelCache, plan: Plan, wanted: dict[str, int | str]) -> list[str]:
-    """Compare the best layout that has the ``wanted`` fields with the first, or return the rules against all such."""
+    """Compare the best layout that has the ``wanted`` fields with the plan's first; without one, list broken rules."""
     asked = " ".join(f"{name}={value}" for name, value in wanted.items())
     found = search_with_offload(cache.replaced(pins={**cache.pins, **wanted}), plan.hardware, plan.nodes, 1)
     if found.best:

@@ -1,4 +1,4 @@
-"""Context parallelism in the planner: a run's hooks on meta layers, its exchanges, keys seen by the busiest rank.
+"""Context parallelism in the planner: the hooks of a run on meta layers, key exchanges, attention's load balance.
 
     ContextModel   the hooks of meshwright.context_parallel on a model, and a meter before each attention core
     ContextMeter   messages of the exchange of keys or heads; FLOPs of each core, as if every query saw every key
@@ -39,9 +39,9 @@ AXIS = "cp"
 KEYS = ("cp_order", "cp_exchange", "cp_head_groups")
 """Keys of ``parallel`` that have no effect with cp = 1."""
 MAX_SAMPLES = 16
-"""Samples of a corpus whose documents are read."""
+"""Number of samples of the corpus whose document starts are read."""
 LEAST_TOKENS = 8192
-"""Tokens of a rank for which a search tries cp > 1 that no pin asks for."""
+"""Smallest number of tokens per rank with which a search tries cp > 1, unless cp is pinned."""
 EXCHANGE, ORDER = "keys", "zigzag"
 """Defaults of the exchange and of the order."""
 LEAST_GAIN = 0.01
@@ -54,7 +54,7 @@ def without_effect() -> dict[str, Any]:
 
 
 def context_keys(base: RunConfig, cp: int, exchange: str, order: str) -> dict[str, Any]:
-    """Return the keys of a choice of context parallelism; groups of heads are those of ``base`` where they apply."""
+    """Return the ``parallel.cp_*`` keys of a layout; ``cp_head_groups`` is that of ``base`` where it has an effect."""
     groups = base.parallel.cp_head_groups if cp > 1 and exchange == EXCHANGE else None
     return {"cp_order": order, "cp_exchange": exchange, "cp_head_groups": groups}
 
@@ -65,7 +65,7 @@ def context_words(exchange: str, order: str) -> str:
 
 
 def degrees_to_try(config: RunConfig, model: PlainModel, divisors: Sequence[int], pinned: int | None) -> list[int]:
-    """Return the cp among ``divisors`` of the ranks that a search tries; a pinned one alone."""
+    """Return the degrees of cp, among ``divisors`` of the ranks, that a search tries: only ``pinned``, if set."""
     if pinned is not None:
         return [cp for cp in divisors if cp == pinned]
     length = config.data.sequence_length
@@ -91,7 +91,7 @@ class ContextMeter:
         return self.group.size, self.exchange
 
     def take_calls(self) -> tuple[CoreCall, ...]:
-        """Return the calls since the last one of this method."""
+        """Return the calls recorded since the previous ``take_calls``."""
         found = tuple(self.calls)
         self.calls.clear()
         return found
@@ -99,9 +99,9 @@ class ContextMeter:
     def before(
         self, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Note a call with q (B, H, S/cp, d), k and v (B, G, S/cp, d), and count its exchange in both directions.
+        """Record a call with q (B, H, S/cp, d), k and v (B, G, S/cp, d); count its exchange in forward and backward.
 
-        ``forward``: of the core, as context parallelism has hooked it.
+        A forward pre-hook. ``forward``: the core's forward, with the hooks of context parallelism.
         """
         (q, k, v, *others), cp = args, self.group.size
         pairs = float(q.shape[:-1].numel() * k.shape[-2] * cp)
@@ -121,13 +121,13 @@ class ContextMeter:
         return (q, k, v, *others), kwargs
 
     def _count(self, operation: str, messages: Sequence[int]) -> None:
-        """Count messages of so many bytes: whole tensors that are gathered or summed, or a rank's of an all-to-all."""
+        """Count messages by bytes: of the whole tensor for a gather or reduction, of one rank for an all-to-all."""
         for num_bytes in messages:
             self.group.traffic.add(AXIS, operation, self.group.size, num_bytes)
 
 
 def _watched(tensor: Tensor, called: Callable[[], None]) -> Tensor:
-    """Return the tensor; its backward calls the function."""
+    """Return the tensor as an autograd node whose backward calls the function."""
     found: Tensor = _Watched.apply(tensor, called)  # type: ignore[no-untyped-call]
     return found
 
@@ -158,7 +158,7 @@ class KeyShares:
         self._loads: dict[Any, list[NDArray[np.float64]]] = {}
 
     def order(self, cp: int) -> str:
-        """Return the order that balances ``cp`` ranks: by documents, where those of a corpus are known and it saves."""
+        """Return the order to use over ``cp`` ranks: by documents if a corpus is known and it balances better."""
         if not self.has_documents or cp == 1:
             return ORDER
         usual, other = (sum(each.max() for each in self._of(cp, name)) for name in (ORDER, BY_DOCUMENTS))
@@ -172,9 +172,9 @@ class KeyShares:
         return self._loads[key]
 
     def share(self, config: RunConfig, window: int | None) -> float:
-        """Return the keys that the busiest rank's queries see over all pairs of its queries and S keys.
+        """Return the share of full attention, S/cp queries x S keys, that the busiest rank computes, 0..1.
 
-        Samples of a micro-batch add up on each rank before the ranks meet in the next attention.
+        A rank's load is summed over the samples of a micro-batch, because ranks synchronise only once per attention.
         """
         cp, order, heads = config.parallel.cp, config.parallel.cp_order, config.parallel.cp_exchange == "heads"
         loads, size = self._of(cp, order, window, heads), batch_numbers(config).micro_batch_size
@@ -208,9 +208,9 @@ class ContextModel:
         return KeyShares(self.config)
 
     def contexts(self, cp: int, tp: int) -> list[dict[str, Any]]:
-        """Return the exchanges, each with its best order, that a search tries after :meth:`layers` of these ``cp``.
+        """Return the exchanges, each with its best order, that a search tries. Call :meth:`layers` for ``cp`` before.
 
-        Heads are exchanged where cp x tp divides those of each attention, queries' and keys'.
+        Heads can be exchanged if cp x tp divides the numbers of query and key heads of every attention.
         """
         if cp == 1:
             return [{}]
@@ -219,7 +219,7 @@ class ContextModel:
         return [keys, *([{"exchange": "heads", "order": ORDER}] if divides else [])]
 
     def _noting_heads(self) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        """Return a hook that notes the heads of a call with q (B, H, S, d) and k (B, G, S, d), also in copies."""
+        """Return a hook that records (H, G) of calls with q (B, H, S, d), k (B, G, S, d), also by copies of a core."""
         heads = self._heads
         return lambda module, args: heads.add((args[0].shape[1], args[1].shape[1]))
 
@@ -229,8 +229,8 @@ class ContextModel:
         return [each for name, each in layers.named_modules() if any(fnmatchcase(name, pattern) for pattern in plan)]
 
     def layers(self, cp: int, parts: int, exchange: str = EXCHANGE) -> nn.Sequential:
-        """Return the layers as ``cp`` ranks run them; all orders have the same shapes. ``parts``: tp's of a rank's
-        tokens.
+        """Return the layers as ``cp`` ranks run them, for any order. ``parts``: number of parts into which sequence
+        parallelism cuts a rank's tokens.
 
         Raises:
             ModelError: the model does not support it, for the reason that a launch would give.
@@ -243,7 +243,7 @@ class ContextModel:
             group = CountingGroup(AXIS, tuple(range(cp)), 0)
             cut = TokenCut(group, parallel.cp_order, shapes.labels)
             for positions in (cut.places, cut.from_ranks):
-                positions(shapes.labels.device)  # made here, by no layer
+                positions(shapes.labels.device)  # cached here, so that no layer's profile includes it
             cut.check(builder, shapes.inputs, parts=1, heads=len(self.model.loss_heads))
             layers = copy.deepcopy(self.model.layers)
             noted = [
@@ -279,7 +279,7 @@ class ContextModel:
         return meter
 
     def with_shares(self, layers: tuple[LayerProfile, ...], config: RunConfig) -> tuple[LayerProfile, ...]:
-        """Return profiles whose metered attention has the FLOPs of the keys that the busiest rank's queries see."""
+        """Return profiles in which the FLOPs of metered attention are those of the busiest rank."""
         changed: dict[int, LayerProfile] = {}
         for layer in layers:
             counted = sum(work.flops * work.times for work in layer.forward if work.kind is WorkKind.ATTENTION)

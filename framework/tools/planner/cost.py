@@ -1,4 +1,4 @@
-"""Time of a step: stages from their layers, the simulated schedule, exposed collectives over dp, the optimizer.
+"""Predicted time of a step: stages from their layers, the simulated schedule, exposed dp collectives, the optimizer.
 
 layers   -> StageTime F, B (I, W) of one micro-batch, its message to the next stage
 schedule -> Timeline  meshwright.schedule.analysis
@@ -54,7 +54,7 @@ def step_time(
     """Return the time of a step for one layout.
 
     Args:
-        simulated: False: the schedule's time by a formula, good enough to rank layouts.
+        simulated: False takes the schedule's time from a formula (:func:`formula_s`), good enough to rank layouts.
         results: cache of earlier times for the same model.
     """
     hardware, fractions, traits = performance
@@ -65,7 +65,7 @@ def step_time(
     key = ("stages", id(hardware), id(layout.layers), tuple(run.start for run in layout.stages), placed, away)
     results = {} if results is None else results
     if key not in results:
-        results[key] = hardware, _stage_times(layout, performance)  # kept alive, so that its id stays its own
+        results[key] = hardware, _stage_times(layout, performance)  # hardware is kept alive: no other gets its id
     stages: list[StageTime] = results[key][1]
     # ranks that share a core slow each other down
     sharing = max(1.0, replicas * tp / hardware.processors) if on_cpu else 1.0
@@ -95,7 +95,7 @@ def step_time(
 
 
 def _ranks_by_elements(layout: LayoutModel) -> list[int]:
-    """Return one pipeline rank of each number of parameters; all ranks if the optimizer steps whole parameters."""
+    """Return one pipeline rank per distinct number of parameters; all ranks if the optimizer steps whole parameters."""
     if layout.config.optimizer.steps_wholes:
         return list(range(layout.schedule.pp))
     by_rank = stages_by_rank(layout.schedule)
@@ -105,7 +105,7 @@ def _ranks_by_elements(layout: LayoutModel) -> list[int]:
 
 
 def _all_cores_s(layout: LayoutModel, stages: Sequence[StageTime], ranks: float, num_cores: int) -> float:
-    """Return the pipeline's seconds if no core is ever idle. ``ranks``: number that run one stage at once."""
+    """Return the pipeline's seconds if no core is ever idle. ``ranks``: ranks of one stage that run at once."""
     busy = sum(stage.forward + stage.backward + stage.weight_half for stage in stages)
     return float(batch_numbers(layout.config).chunks * busy * ranks / num_cores)
 
@@ -160,7 +160,7 @@ def _costs(layout: LayoutModel, stages: Sequence[StageTime], traits: FrameworkTr
 
 
 def _hidden_s(timeline: Timeline, schedule: Schedule, costs: Sequence[Costs]) -> float:
-    """Return the seconds of messages that pairs hide, per micro-batch, on the rank with most."""
+    """Return the seconds of ep messages that F/B pairs hide, per micro-batch, on the rank with most."""
     hidden = [sum(costs[stage].f + costs[stage].b for stage in own) for own in stages_by_rank(schedule)]
     for span in timeline.spans:
         if span.action.kind in COMPUTE:
@@ -169,7 +169,7 @@ def _hidden_s(timeline: Timeline, schedule: Schedule, costs: Sequence[Costs]) ->
 
 
 def _busy_s(schedule: Schedule, costs: Sequence[Costs]) -> list[float]:
-    """Return the seconds in which each pipeline rank computes one micro-batch."""
+    """Return, per pipeline rank, the seconds of one micro-batch's forward and backward through all its stages."""
     if schedule.name == PAIRED:
         own = [tuple(costs[stage] for stage in of_rank) for of_rank in stages_by_rank(schedule)]
         return [
@@ -234,7 +234,7 @@ def formula_s(layout: LayoutModel, costs: Sequence[Costs], traits: FrameworkTrai
 def _optimizer_s(layout: LayoutModel, performance: PerformanceModel, rank: int) -> float:
     """Return the seconds to read and write a shard's gradient, weights and optimizer state, and to clear gradients.
 
-    With Muon, its exchange and products come on top.
+    Muon adds its exchange of matrices and Newton-Schulz.
     """
     config, hardware, traits = layout.config, performance.hardware, performance.traits
     elements = [layout.elements[stage] for stage in layout.schedule.stages_of(rank)]

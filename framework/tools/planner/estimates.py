@@ -45,7 +45,7 @@ def placement_of(choice: Choice) -> Placement:
 
 
 def in_flight(cache: ModelCache, choice: Choice) -> tuple[int, ...]:
-    """Return the peak number of micro-batches that each pipeline rank holds, counted once per stage.
+    """Return the peak number of micro-batches in flight on each pipeline rank, counted once per stage.
 
     In a long pipeline, the first, middle and last ranks are extrapolated from two shorter pipelines.
     """
@@ -95,14 +95,14 @@ def _cached_schedule(cache: ModelCache, choice: Choice, builder: Callable[[str, 
 
 
 def _stages_of(choice: Choice) -> tuple[object, ...]:
-    """Return the fields that decide on profiles and stages."""
+    """Return a key: the fields on which layer profiles and stages depend."""
     degrees = choice.pp, choice.cp, choice.tp, choice.ep, choice.sequence, choice.interleave
     return (*degrees, choice.micro_batch_size, choice.recompute, choice.exchange, choice.order)
 
 
 def _approximate_layout(cache: ModelCache, choice: Choice) -> LayoutModel:
-    """Return a layout with the stages, profiles and footprints of a choice; its schedule has no actions, and its
-    configuration may be that of another choice with equal ones."""
+    """Return a layout with the stages, profiles and footprints of a choice. Its schedule has no actions, and its
+    configuration may be that of another choice with equal stages."""
     schedule = empty_schedule(choice)
 
     def build_layout() -> LayoutModel:
@@ -165,7 +165,7 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
 
 
 def least_bytes(cache: ModelCache, choice: Choice) -> tuple[int, int]:
-    """Return the bytes of a rank at rest, on the device and on the host, if all pipeline ranks hold the same."""
+    """Return a rank's (device, host) bytes at rest, if the model were divided evenly over the pipeline ranks."""
     share = cache.total_elements(choice.tp, choice.sequence, choice.ep).divided(choice.pp)
     *device_bytes, host_bytes = held_at_rest(with_choice(cache.config, choice), share)
     return sum(device_bytes), host_bytes

@@ -1,8 +1,8 @@
 """Expert parallelism in the planner: degrees that a search tries, rows of the busiest rank, time of the exchange.
 
-degrees_to_try  ep of a search, inside a node; refusal: the rule that one breaks
-ExpertGroup     rows that the busiest rank receives: skew x the mean, with which its products and bytes grow
-exchange_s      seconds of the all-to-alls: bytes to ranks of the node and to others, over links of their own
+degrees_to_try  degrees of ep that a search tries, inside a node; refusal: the rule that a degree breaks
+ExpertGroup     fake ep group whose rank receives skew x the mean of rows; its products and messages grow with them
+exchange_s      seconds of the all-to-alls: bytes inside the node and to other nodes go over separate links
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PAIRED = "dualpipe_v"
 
 
 class ExpertGroup(CountingGroup):
-    """Group of the ranks that share experts, seen from the one with the most rows."""
+    """Fake group of the ranks that share experts, seen from the rank with the most rows."""
 
     skew = 1.0
     """Rows of this rank's experts over the mean of the ranks."""
 
     def host_counts(self, counts: Tensor, total: int) -> list[list[int]]:
-        """Share out evenly the rows that this rank sends, and those that it receives: ``skew`` times as many."""
+        """Return even counts of the rows that this rank sends, and of those it receives: ``skew`` times as many."""
         most = round(total * min(self.skew, self.size))
         return [*super().host_counts(counts[:1], total), *super().host_counts(counts[1:], most)]
 
@@ -43,10 +43,10 @@ def expert_counts(model: PlainModel) -> frozenset[int]:
 
 
 def load_limit(model: PlainModel) -> float:
-    """Return the largest load of a rank in training, rows over the mean: the capacity of its experts, infinity without.
+    """Return the largest possible load of a rank, rows over the mean: the capacity factor, or infinity without one.
 
-    A factor below 1 counts as 1: dropped rows are not left out of a balanced load. Rounding of the capacity to whole
-    tokens is left out too.
+    A factor below 1 counts as 1, so rows dropped from a balanced load are still counted. Rounding of the capacity to
+    whole tokens is ignored.
     """
     routings = [getattr(module, "routing", None) for module in model.layers.modules() if hasattr(module, "route_ids")]
     factors = [getattr(routing, "capacity_factor", 0.0) for routing in routings]
@@ -56,9 +56,9 @@ def load_limit(model: PlainModel) -> float:
 def degrees_to_try(
     config: RunConfig, counts: Iterable[int], pinned: int | None, tp: int, devices_per_node: int
 ) -> Iterator[int]:
-    """Yield the ep that a search tries with ``tp``; a pinned one alone.
+    """Yield the degrees of ep that a search tries with ``tp``: only a pinned one if any.
 
-    Multiples of tp that divide the ``counts`` of experts, inside a node unless the configuration lets them leave it.
+    They are multiples of tp that divide the ``counts`` of experts, inside a node without ``parallel.ep_across_nodes``.
     """
     if pinned is not None:
         yield pinned
@@ -73,7 +73,7 @@ def degrees_to_try(
 
 
 def suits(schedule: str, ep: int) -> bool:
-    """Return whether a schedule is worth a try with ``ep``: without an exchange there is nothing for pairs to hide."""
+    """Return False for ``PAIRED`` without expert parallelism: its pairs then have no messages to hide."""
     return ep > 1 or schedule != PAIRED
 
 
@@ -93,7 +93,7 @@ def refusal(config: RunConfig, counts: Iterable[int], ep: int, tp: int, sequence
 
 
 def count_shared(layer: nn.Module, trained: bool = True) -> int:
-    """Return the elements, trained or frozen, of the experts of a layer that ranks share, as this rank holds them."""
+    """Return the number of this rank's elements, trained or frozen, in experts of a layer that ranks share (ep)."""
     return sum(
         parameter.numel()
         for module in layer.modules()
@@ -104,10 +104,10 @@ def count_shared(layer: nn.Module, trained: bool = True) -> int:
 
 
 def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupMessages]) -> float:
-    """Return the seconds of the messages of ``ep`` neighbouring ranks.
+    """Return the seconds of the all-to-alls of ``ep`` neighbouring ranks.
 
-    A rank sends the same to each other one: those of its node over the node's link, at the same time those of other
-    nodes over its own network link. On CPU a reduce-scatter, whose time is measured, is such an exchange too.
+    A rank sends equally many bytes to every other rank: to its own node over the node link and, at the same time, to
+    other nodes over its network link. With measured links (CPU) an all-to-all takes as long as a reduce-scatter.
     """
     hardware, fractions = performance.hardware, performance.fractions
     in_node = min(ep, hardware.linked_devices)

@@ -1,4 +1,4 @@
-"""Explanation of a plan: parallelism that the model's size calls for, lead of the first layout, rules of thumb."""
+"""Explanation of a plan: the parallelism that the model needs, the first layout's lead by cause, rules of thumb."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _cp(layout: RankedLayout) -> float:
 
 
 def _ep(layout: RankedLayout) -> float:
-    """Return the seconds of expert-parallel messages on the rank with most, without those that pairs hide."""
+    """Return the seconds of expert-parallel messages on the rank with most, without those hidden by F/B pairs."""
     return max(_by_rank(layout, "ep")) * layout.choice.chunks - layout.time.hidden
 
 

@@ -20,7 +20,7 @@ COLOURS = ("#4c78a8", "#e07b39", "#54a24b", "#b279a2", "#2aa198", "#9c755f")
 LIMIT_COLOUR = "#c44e52"
 MAX_BARS = 64
 MIN_BARS = 8
-"""Number of bars with space reserved, so that a single bar is not too wide."""
+"""Smallest number of bars for which the axis has space, so that a single bar is not too wide."""
 NEAR = 24
 """Distance in pixels below which the numbers of two points would overlap."""
 FAR = 6

@@ -17,11 +17,11 @@ class BackwardPoint(NamedTuple):
     elements: int
     """Number of the layer's parameters, without experts that ranks share."""
     elements_before: int
-    """Number of parameters whose gradients exist by then, which are those of the later layers."""
+    """Number of parameters whose gradients exist before this layer's backward: those of the later layers."""
     experts: int = 0
     """Number of parameters of the layer's experts that ranks share."""
     experts_before: int = 0
-    """Number of those whose gradients exist by then."""
+    """Number of shared experts' parameters whose gradients exist before this layer's backward."""
     frozen: int = 0
     """Number of the layer's weights that are not trained, without experts that ranks share."""
 
@@ -37,15 +37,15 @@ class Footprint(NamedTuple):
     inputs: int
     """Tensors from the previous stage, held from their receive to their backward."""
     kept: int
-    """Tensors that the layers keep between forward and backward, with values between layers, without ``inputs``."""
+    """Tensors kept between forward and backward, including values between layers, excluding ``inputs``."""
     forward_peak: int
     """Peak in forward, above the bytes live before it."""
     backward: tuple[BackwardPoint, ...]
-    """Path of a whole backward, or of its first half: from the last layer to the first, then the end."""
+    """Points of a whole backward, or of the input-gradient half: last layer to first, then the end of the backward."""
     deferred: int
     """Bytes kept between the halves of a split backward."""
     weight_half: tuple[BackwardPoint, ...]
-    """Path of the second half of a split backward."""
+    """Points of the weight-gradient half of a split backward."""
     outputs: int
     """Outputs sent to the next stage and held for backward."""
     input_gradients: int
@@ -67,7 +67,7 @@ class Footprint(NamedTuple):
 class SharedWeight(NamedTuple):
     """Weight that several layers of one stage use, such as a tied embedding.
 
-    Its gradient is accumulated once: what the last of the layers adds is kept until the backward of the first.
+    Its gradient is accumulated once: the last user's contribution is kept until the backward of the first user.
     """
 
     first: int
@@ -77,7 +77,7 @@ class SharedWeight(NamedTuple):
     """Bytes of its gradient, in the compute dtype."""
 
     def waits_in(self, index: int) -> int:
-        """Return the bytes that wait while the backward of a layer runs."""
+        """Return the bytes of the gradient if it exists, unfinished, while the backward of layer ``index`` runs."""
         return self.bytes if self.first <= index < self.last else 0
 
 
@@ -122,7 +122,7 @@ def footprint(
             are small, and counted where a layer keeps them.
         last: True if the stage ends in the loss.
         shared: weights that several of the layers use.
-        offloaded: indices of layers with activation offload. What the layer with the loss keeps is taken to stay.
+        offloaded: indices of layers with activation offload. The saved tensors of the layer with the loss stay.
     """
     in_halves = any(layer.weight_half for layer in layers)
     away = frozenset(index for index in offloaded if not (last and index == len(layers) - 1))
@@ -174,8 +174,8 @@ def _forward(
 ) -> tuple[int, int, int, list[int]]:
     """Return (bytes kept for backward, peak bytes, layer at the peak, bytes that each layer's backward releases).
 
-    Of the layers in ``away`` the last one before a layer is still on the device. A tensor between layers is counted
-    once. The first layer that keeps it is the last to release it in backward.
+    While a layer runs, the saved tensors of the latest layer in ``away`` before it are still on the device. A tensor
+    between layers is counted once. The first layer that keeps it is the last to release it in backward.
     """
     sizes = dict.fromkeys(range(num_inputs), 0)
     """Bytes of the tensors between layers, by number; 0 if counted elsewhere: received, or kept by their own layer."""

@@ -35,7 +35,7 @@ class Ring(Link):
     """Rate and latency per hop of an all-reduce over a ring of one length, while all other rings run at once."""
 
     size: int = Field(ge=2)
-    """Ranks of a ring inside a node; nodes of one that has a rank in each."""
+    """Ring inside a node: number of its ranks. Ring across nodes, with one rank in each: number of nodes."""
 
 
 class Rate(Section):
@@ -52,10 +52,10 @@ class Hardware(Section):
     name: str
     kind: str = Field(default="cuda", pattern="^(cuda|cpu)$")
     measured: bool = False
-    """The rates of a GPU were measured on it; they are not those of a data sheet."""
+    """True if the rates were measured on the GPU itself, and are not those of a data sheet."""
     devices_per_node: PositiveInt
     devices_per_domain: PositiveInt | None = None
-    """Neighbouring devices that ``node_link`` connects, of several nodes (an NVLink domain); None: those of a node."""
+    """Number of devices that ``node_link`` connects, of several nodes (an NVLink domain); None: those of one node."""
     memory_bytes: PositiveInt
     """Memory of a device."""
     reserved_bytes: int = Field(default=0, ge=0)
@@ -65,18 +65,18 @@ class Hardware(Section):
     host_memory_bytes_per_s: PositiveFloat = 200e9
     """Memory bandwidth of a node's host, shared by its devices (half of two sockets' data sheet)."""
     processors: PositiveInt
-    """Processors of a device, which work on the tiles of a product. CPU: cores of a node, shared by its ranks."""
+    """Processors (SMs) of a device, each on one tile of a product. CPU: cores of a node, shared by its ranks."""
     memory_bytes_per_s: PositiveFloat
     flops_per_s: dict[str, PositiveFloat]
     """Dense peak by dtype. Without float16: that of bfloat16."""
     product_share: float = Field(default=1.0, gt=0, le=1)
     """Fraction of ``flops_per_s`` that the largest products reach."""
     attention_share: float = Field(default=0.4, gt=0, le=1)
-    """Fraction of the peak that the usual fused attention kernel reaches in forward; causal work counts half."""
+    """Fraction of the peak that a fused attention kernel reaches in forward; causal attention has half the FLOPs."""
     torch_attention_shares: tuple[PositiveFloat, PositiveFloat] | None = None
     """Fractions of the peak that torch's own attention reaches, in forward and backward; None: as the usual kernel."""
     attention_backward_share: float | None = Field(default=None, gt=0, le=1)
-    """Same fraction in backward, if both were measured on the device; None: published values and fitted constants."""
+    """``attention_share`` of backward, if both were measured on the device; None: published rates, fitted constants."""
     node_link: Link
     cluster_link: Link
     node_send: Link | None = None
@@ -90,11 +90,11 @@ class Hardware(Section):
     host_link: Link = Link(bytes_per_s=25e9, latency_s=10e-6)
     """Link to host memory, each way."""
     operation_s: float = Field(default=0.0, ge=0)
-    """Seconds to start each operation, if nothing hides them (CPU)."""
+    """Overhead in seconds of each operation, where nothing hides it (CPU)."""
     whole_share: float = Field(default=1.0, gt=0, le=1)
-    """Fraction of the measured rates below that a whole layer reaches."""
+    """Fraction of the measured rates (``products``, ``copies``) that a whole layer reaches."""
     products: list[Rate] = []
-    """Measured products, smallest first; empty: the formula for tiles."""
+    """Measured products, smallest first; empty: the formula of ``PerformanceModel.product_share``."""
     copies: list[Rate] = []
     """Measured elementwise operations, smallest first; empty: ``memory_bytes_per_s``."""
     messages: dict[Message, Link] = {}

@@ -1,4 +1,4 @@
-"""Execution options of layers, and the kernels that they choose: fused attention, norm and cross-entropy."""
+"""Execution options of profiled layers, and stand-ins for their kernels: fused attention, norm, cross-entropy."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class ExecutionOptions(NamedTuple):
 
 
 def stand_for(device: str, layers: nn.Module) -> None:
-    """Make tensors without values choose the kernels of a device, where a module has such a choice.
+    """Set ``meta_device`` of all modules that have it: the device type whose kernels tensors without values take.
 
-    ``device``: type, such as "cuda"; "": that of the tensors. The modules have an attribute ``meta_device``.
+    ``device``: type, such as "cuda"; "": that of the tensors.
     """
     for module in layers.modules():
         if hasattr(module, "meta_device"):
@@ -57,9 +57,9 @@ def stand_for(device: str, layers: nn.Module) -> None:
 
 
 class KernelMode(TorchFunctionMode):
-    """Context in which ``F.scaled_dot_product_attention`` is recorded as one operation, as on a real device.
+    """Context in which fused ``F.scaled_dot_product_attention`` is recorded as one operation, as on a real device.
 
-    Unless attention is fused, it is computed as two products and a softmax of all scores.
+    Without fused attention it is two products and a softmax of all scores.
     """
 
     def __init__(self, recorder: WorkRecorder, execution: ExecutionOptions) -> None:

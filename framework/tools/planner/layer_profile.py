@@ -12,11 +12,11 @@ class CoreCall(NamedTuple):
     """Call of an attention core that the sharding plan names."""
 
     window: int | None
-    """Keys that a query sees at most."""
+    """Largest number of keys that a query attends to; None: all."""
     flops: float
     """FLOPs of all pairs of this rank's queries and the sample's keys."""
     groups: int = 1
-    """Groups of heads whose keys are on the wire while another group attends."""
+    """Number of head groups (``cp_head_groups``): keys of one are exchanged while another attends."""
 
 
 class GroupMessages(NamedTuple):
@@ -63,7 +63,7 @@ class LayerProfile:
     backward_peak: int
     """Peak bytes in backward, above the bytes live before it, including those kept (which are freed gradually)."""
     backward_peak_from_outside: int
-    """The same peak if the incoming gradient is held and counted elsewhere."""
+    """The same without the incoming gradient, for a stage's last layer, whose gradient is a received message."""
     deferred_bytes: int = 0
     """Bytes kept between the halves of a split backward."""
     weight_peak: int = 0
@@ -73,7 +73,7 @@ class LayerProfile:
     cores: tuple[CoreCall, ...] = ()
     """Calls of metered attention cores in forward."""
     width: int = 0
-    """Features of its first floating-point input; 0 without one."""
+    """Last dim of its first floating-point input; 0 without one."""
     num_experts: int = 0
     """Part of ``num_parameters`` in experts that ranks share (expert parallelism)."""
     num_frozen: int = 0

@@ -21,19 +21,19 @@ class LayerTime(NamedTuple):
     backward: float
     weight_half: float
     messages: float
-    """Seconds of tensor-parallel messages in forward and backward, which both include."""
+    """Seconds of tensor-parallel messages, included in ``forward`` and ``backward``."""
     exchange: float = 0.0
-    """Seconds of context-parallel messages in forward and backward, which both include."""
+    """Seconds of context-parallel messages, included in ``forward`` and ``backward``."""
     expert_exchange: float = 0.0
-    """Seconds of expert-parallel messages in forward and backward, which both include."""
+    """Seconds of expert-parallel messages, included in ``forward`` and ``backward``."""
     dispatched: float = 0.0
-    """Part of them in forward."""
+    """Part of ``expert_exchange`` in forward."""
 
 
 def layer_time(
     layer: LayerProfile, performance: PerformanceModel, dtype: str, tp: GroupLink, context: GroupLink, ep: int = 1
 ) -> LayerTime:
-    """Return a layer's seconds; ``tp`` and ``context`` are the links of its groups, ``ep`` ranks share its experts."""
+    """Return a layer's seconds. ``tp``, ``context``: links of its groups. ``ep``: degree of expert parallelism."""
     traits = performance.traits
 
     def messages_s(
@@ -96,7 +96,7 @@ class _WorkTimer:
         return sum(work.times * self._one_s(work, backward) for work in works)
 
     def host_s(self, works: Sequence[Work]) -> float:
-        """Return the seconds in which the host starts these operations: the least that they take on a GPU."""
+        """Return the seconds in which the host launches these operations: a lower bound of their time on a GPU."""
         traits, casts = self._performance.traits, 2 * self._performance.traits.casts if self._product_dtype else 0.0
         groups = (work.groups if traits.starts_each_expert else 1 for work in works)
         starts = (1.0 + (casts if work.kind in PRODUCTS else 0.0) for work in works)
@@ -105,12 +105,12 @@ class _WorkTimer:
         )
 
     def column_seconds(self) -> dict[str, float]:
-        """Return the seconds of the backward products of column layers that hide each collective.
+        """Return, per collective, the seconds of the backward products of column linears that hide it.
 
             all-gather of x                        dx (tokens, I) = gy W
             all-reduce, reduce-scatter of dx       dW (O/tp, I) = gy^T x
 
-        A column contracts the layer's whole width I in forward, and a row yields it. Of equal shapes half are columns.
+        In forward a column linear has k = I, the layer's width, and a row linear n = I; of those with both, half count.
         """
         input_s = weight_s = 0.0
         for work in self._layer.forward:
@@ -166,7 +166,7 @@ def overlapped_calls(layer: LayerProfile, traits: FrameworkTraits) -> tuple[dict
 
 
 def hidden_s(cores: Sequence[CoreCall], messages_s: float, attention_s: float, performance: PerformanceModel) -> float:
-    """Return the seconds of an exchange of keys that attention hides: all but those of one group of heads, at most."""
+    """Return the seconds of a key exchange that attention hides: at most those of all head groups but one."""
     groups = min((core.groups for core in cores), default=1)
     if groups == 1 or not performance.traits.overlaps_context:
         return 0.0

@@ -1,4 +1,4 @@
-"""Layout of a model: schedule, stages and layer profiles of a run, without building the run."""
+"""Model of a layout for predictions: schedule, stages, layer profiles and footprints, without building a run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LayoutModel:
         return [self.matrices[stage] for stage in self.schedule.stages_of(pp_rank)]
 
     def _factored_step(self, pp_rank: int) -> int:
-        """Return the bytes of Adafactor's sums in a step, and of the pieces that it updates at a time."""
+        """Return the temporary bytes of an Adafactor step: its sums, and the chunk that it updates at a time."""
         of_rank = [self.elements[stage] for stage in self.schedule.stages_of(pp_rank)]
         factors, trained = sum(each.factors for each in of_rank), sum(each.trained for each in of_rank)
         if not factors:
@@ -69,7 +69,7 @@ class LayoutModel:
         return step_bytes(factors, trained // shard_factor(self.config), device)
 
     def gathers_experts(self, stages: Sequence[int]) -> bool:
-        """Return whether ZeRO-3 shards the weights of all experts of these stages that ranks share."""
+        """Return True if ZeRO-3 shards, and so gathers, the weights of these stages' shared experts."""
         return all(shards_expert_weights(self.config, self.elements[stage]) for stage in stages)
 
     def memory(self, pp_rank: int, backend: Backend, traits: FrameworkTraits = OWN_TRAITS) -> RankMemory:

@@ -19,7 +19,7 @@ class GroupLink(NamedTuple):
 
     bytes_per_s: float
     ring_s: float
-    """Latency of once around the ring, in seconds."""
+    """Latency of one round of the ring, in seconds."""
     size: int
     call_s: float = 0.0
     """Start-up seconds of each message."""
@@ -45,7 +45,7 @@ class GroupLink(NamedTuple):
 
 
 def rounds(size: int) -> float:
-    """Return an all-reduce's latency over that of once around its ring: 2, or less by a tree of many ranks."""
+    """Return the latency of an all-reduce in rounds of its ring: 2, or less for many ranks, where NCCL uses a tree."""
     return min(2.0, 4.0 * math.log2(size) / (size - 1))
 
 

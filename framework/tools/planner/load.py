@@ -1,4 +1,4 @@
-"""Load of the experts that a layout has room for: the rows of the busiest rank over the mean of its ep group."""
+"""Largest expert load with which a layout fits; the load is the busiest rank's rows over the mean of its ep group."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import RankedLayout, backend_of, usable_bytes
 
 ROUNDS = 3
-"""Evaluations of the memory besides that of the largest load."""
+"""Evaluations of the memory after those of the planned and of the largest load."""
 
 
 def room_for_skew(cache: ModelCache, hardware: Hardware, layout: RankedLayout) -> list[str]:
-    """Return a line on the load with which a layout still fits; none without expert parallelism."""
+    """Return a line on the largest load with which a layout fits; no line without expert parallelism."""
     ep = layout.choice.ep
     if ep == 1:
         return []

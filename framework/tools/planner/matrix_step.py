@@ -1,9 +1,9 @@
 """Muon's step on one pipeline rank: time and temporary memory of the fullest home of its matrices.
 
 holders       ranks with parts of a matrix: a shard group of replicas, times tp where tp cuts the weight
-home          the holder that multiplies it: the longest first, each on the least busy (optimizer/matrix_plan.py)
+home          the holder that runs its Newton-Schulz: costliest first, each on the least busy (optimizer/matrix_plan.py)
 seconds       the all-to-all to the homes, Newton-Schulz of the busiest home, its all-to-all back
-temporaries   what is sent, what is at home, and the largest matrix in its iterations
+temporaries   the message to the homes, the matrices at home, and the largest matrix in its iterations
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import PerformanceModel
 
 ELEMENT_BYTES = 16.0
-"""Bytes that Muon reads and writes per element of a shard more than AdamW, besides its messages.
+"""Bytes per element of a shard that Muon reads and writes in addition to AdamW's, besides its messages.
 
 AdamW in one kernel: 28. Muon: momentum 12, Nesterov's 12, the message 4, decay 8, update 8.
 """
@@ -34,7 +34,7 @@ class MatrixSize(NamedTuple):
     is_cut: bool
     """True if tp cuts its weight."""
     is_of_expert: bool = False
-    """True if Newton-Schulz takes others of its shape with it."""
+    """True if Newton-Schulz processes it in a batch with others of its shape."""
 
     @property
     def numel(self) -> int:
@@ -47,7 +47,7 @@ MatrixCounts = tuple[tuple[MatrixSize, int], ...]
 
 
 class Exchange(NamedTuple):
-    """Matrices with the same holders."""
+    """All-to-all of the matrices with the same holders."""
 
     num_holders: int
     stride: int
@@ -55,7 +55,7 @@ class Exchange(NamedTuple):
     numel: int
     """Elements of all matrices."""
     homes: tuple[MatrixCounts, ...]
-    """Matrices at each home; of homes with equal ones, the first."""
+    """Matrices at each home; homes with equal matrices are listed once."""
 
 
 def sizes_of(info: ParameterInfo) -> tuple[MatrixSize, ...]:
@@ -140,7 +140,7 @@ def matrix_step_s(config: RunConfig, stages: Sequence[MatrixCounts], performance
 
 
 def newton_schulz_s(config: RunConfig, size: MatrixSize, performance: PerformanceModel) -> float:
-    """Return the seconds of Newton-Schulz on one matrix, from its parts to those of the update."""
+    """Return the seconds of Newton-Schulz on one matrix, with its gather from parts and scatter of the update."""
     itemsize, dtype = itemsize_of(config), "float32" if config.train.dtype == "float16" else config.train.dtype
     m, n = sorted((size.rows, size.columns))
 

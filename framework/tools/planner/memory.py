@@ -1,4 +1,4 @@
-"""Peak memory of a rank, by category: layer profiles combined along its row of the schedule.
+"""Peak memory of a rank, by category: stage footprints added up along its row of the schedule.
 
 at rest       weights, gradients, optimizer        by the ZeRO stage (meshwright.tools.at_rest)
 along the row activations    of every micro-batch from its F to its B (or, split, to W)
@@ -65,17 +65,17 @@ class ActionMemory(NamedTuple):
 
 @dataclass
 class _Sends:
-    """Sends of a rank that are on their way, in the order in which they were posted."""
+    """Sends of a rank in flight, in the order in which they were posted."""
 
     limit: int
-    """Sends that the executor lets run; on CUDA the host, far ahead, sees none done earlier."""
+    """Most sends that the executor keeps in flight. On CUDA the host, far ahead, frees none of them earlier."""
     queue: deque[tuple[int, Action]] = field(default_factory=deque)
     forwards: set[Action] = field(default_factory=set)
     released: set[Action] = field(default_factory=set)
     """Sends of forwards whose backward is done while their output is still being sent."""
 
     def post(self, num_bytes: int, action: Action) -> None:
-        """Post a send of so many bytes."""
+        """Post a send of ``num_bytes``."""
         self.queue.append((num_bytes, action))
         if action.kind is Kind.SEND_F:
             self.forwards.add(action)
@@ -107,7 +107,7 @@ def walk(
     buffers: ReductionBuffers,
     frees_sent: bool = False,
 ) -> ActionMemory:
-    """Walk along a row and return its moment of peak memory; approximate for a schedule that is not lowered.
+    """Return the peak along a pipeline rank's row of actions; approximate for a schedule that is not lowered.
 
     ``frees_sent``: a forward's output is freed as it is sent, before the next computation.
     """
@@ -115,7 +115,7 @@ def walk(
         footprints = [of._replace(kept=of.kept - of.sent_only) for of in footprints]
     last, reduces_each = schedule.last_backwards(pp_rank), reduces_each_microbatch(buffers.config)
     sends, held = _Sends(2 * schedule.pp), dict[int, int]()
-    """Held by stage: bytes that its last backward has left behind."""
+    """``held``: stage -> bytes of reductions that its last backward has left in flight."""
     activations = messages = reductions = leaving = 0
     previous: Action | None = None
     highest = ActionMemory(0, 0, 0, "rest")

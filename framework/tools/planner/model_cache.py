@@ -1,7 +1,7 @@
 """Cache of the data that all layouts of one model share: its layers, their profiles, costs and stages.
 
-A :class:`ModelCache` holds one model and caches results: equal layers are profiled once, and layouts share what they
-have in common. A search can thus evaluate hundreds of layouts of a 405B-parameter model in seconds.
+A :class:`ModelCache` contains one model and caches results by the values on which they depend, so that equal layers are
+profiled once. A search can thus evaluate hundreds of layouts of a 405B-parameter model in seconds.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ModelCache:
         ]
 
     def _matrices_of(self, layer: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Return the weights of a layer that have matrices, and their rows."""
+        """Return (name, rows of its matrices) of each weight of a layer that Muon steps."""
         prefix, matrices = f"{layer}.", self.model.matrices
         return tuple((name.removeprefix(prefix), rows) for name, rows in matrices.items() if name.startswith(prefix))
 
@@ -122,7 +122,7 @@ class ModelCache:
         return self.cached(key, find)
 
     def costs(self, config: RunConfig) -> list[LayerCost]:
-        """Count the layers' costs by which layers are assigned to stages, exactly as for a run."""
+        """Return the layers' costs, from which stages are cut, as in a run."""
         size, names = batch_numbers(config).micro_batch_size, self.recomputed(config)
 
         def count() -> list[LayerCost]:
@@ -263,7 +263,7 @@ class ModelCache:
     def _of_run(
         self, kind: str, run: range, parameters: dict[str, list[LocalParameter]], compute: Callable[[range], T]
     ) -> T:
-        """Return ``compute(run)``, once for equal runs of layers with these parameters of the layers."""
+        """Return ``compute(run)``, cached for all runs of equal layers with these ``parameters``."""
         key = kind, id(parameters), tuple(self.representatives[run.start : run.stop])
         return self.cached(key, lambda: compute(run))
 

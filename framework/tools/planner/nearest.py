@@ -1,4 +1,4 @@
-"""Nearest requests that have a solution, as command line options. Every suggested option has been tried.
+"""Nearest requests for which some layout works, as command line options. Every suggestion has been searched.
 
 no layout keeps the rules   --global-batch below and above, fewer --nodes, fewer --devices-per-node
 none fits into memory       more --nodes, shorter sequences; else a known device with more memory, or the memory needed
@@ -63,7 +63,7 @@ class _Request(NamedTuple):
         return bool(search_with_offload(self.cache, self.hardware, self.nodes, best=1).best)
 
     def replica_sizes(self) -> set[int]:
-        """Return the numbers of ranks, pp x cp x tp, of which the model and a node allow one replica."""
+        """Return the numbers of ranks, pp x cp x tp, that one replica of this model may have on such nodes."""
         offered = choices(self.with_samples(self.hardware.devices_per_node).cache, self.hardware, 1)
         ranks = {each.cp * each.tp for each in offered if isinstance(each, Choice)}
         return {number * pp for number in ranks for pp in range(1, len(self.cache.names) + 1)}
@@ -80,7 +80,7 @@ def nearest(cache: ModelCache, hardware: Hardware, nodes: int, failed: Plan) -> 
     ways = [f"--nodes {more}" if more else None, _shorter(request)]
     if any(ways):
         return [each for each in ways if each]
-    larger = _larger(request) or _roomier(request)
+    larger = _larger_device(request) or _sufficient_memory(request)
     return [larger] if larger else []
 
 
@@ -179,8 +179,8 @@ def _shorter(request: _Request) -> str | None:
     return None
 
 
-def _larger(request: _Request) -> str | None:
-    """Return the known hardware with the least memory that is enough and more than the current one's."""
+def _larger_device(request: _Request) -> str | None:
+    """Return the known hardware with the smallest sufficient memory above the current one's."""
     hardware = request.hardware
     others = [
         (each.memory_bytes, name, each) for name in known() if (each := read_hardware(name)).kind == hardware.kind
@@ -194,8 +194,8 @@ def _larger(request: _Request) -> str | None:
     return None
 
 
-def _roomier(request: _Request) -> str | None:
-    """Return the memory that would be enough, in doublings of the current one's; no real device may have it."""
+def _sufficient_memory(request: _Request) -> str | None:
+    """Return the memory that would suffice, in doublings of the current one's; a real device may not have it."""
     for doublings in range(1, 2 * DOUBLINGS + 1):
         memory_bytes = request.hardware.memory_bytes << doublings
         box = request.hardware.model_copy(update={"memory_bytes": memory_bytes})

@@ -29,7 +29,7 @@ GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index, aten.embe
 
 
 class WorkKind(StrEnum):
-    """Limiting resource of an operation."""
+    """Kind of an operation, by the formula that times it."""
 
     PRODUCT = "product"
     """A matrix product."""
@@ -55,7 +55,7 @@ class Work(NamedTuple):
     """(batch, m, n, k) of a product; for attention (samples times heads, queries, keys, head dim)."""
     times: int = 1
     groups: int = 1
-    """Products that one grouped product stands for; its batch."""
+    """Number of products in one grouped product (``aten._grouped_mm``), which is its batch."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class WorkRecorder(OperationRecorder):  # type: ignore[no-untyped-call]
         self.peak_unwatched = self.live - self.watched
 
     def watch(self, tensor: Tensor) -> None:
-        """Exclude the tensor's storage from ``peak_unwatched``, because it is also held and counted elsewhere."""
+        """Exclude the tensor's storage from ``peak_unwatched``, because it is counted elsewhere."""
         self._watched_numbers.add(self.number_of(tensor))
         self.watched += tensor.untyped_storage().nbytes()
 

@@ -1,4 +1,4 @@
-"""Times of a schedule's computations without its messages, for the many layouts of a search."""
+"""Fast simulation of a schedule's computations, for the many layouts of a search; messages are delays, not spans."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from meshwright.schedule.analysis import Costs, Span, Timeline, pair_spans
 
 
 def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
-    """Return the computations of the timeline with buffered sends, several times as fast as :func:`simulate`.
+    """Simulate a schedule with buffered sends; return its computations. Several times as fast as :func:`simulate`.
 
-    ``schedule``: as ``build`` gives it. Raises :class:`ScheduleError` where it hangs.
+    ``schedule``: from ``build``, not lowered. Raises :class:`ScheduleError` if it hangs.
     """
     last = schedule.num_stages - 1
     ranks = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
@@ -21,7 +21,7 @@ def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
     back = [costs[s].comm if s > 0 and ranks[s] != ranks[s - 1] else 0.0 for s in range(last + 1)]
     takes = {(kind, stage): cost.of(kind) for kind in COMPUTE for stage, cost in enumerate(costs)}
     arrives: dict[tuple[bool, int, int], float] = {}
-    """(forward, the stage that it is for, micro-batch)."""
+    """(True for a forward's input, receiving stage, micro-batch) -> time of arrival."""
     waiting: dict[tuple[bool, int, int], int] = {}
     spans: list[list[Span]] = [[] for _ in schedule.rows]
     clocks, positions = [0.0] * schedule.pp, [0] * schedule.pp

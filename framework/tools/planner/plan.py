@@ -22,14 +22,14 @@ HEADROOM_SHARE = 0.08
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """A layout that fits."""
+    """Layout with its predicted step time and memory."""
 
     choice: Choice
     config: RunConfig
     layout: LayoutModel
     time: StepTime
     memory: tuple[RankMemory, ...]
-    """Memory of each pipeline rank; for a layout that was not drawn whole, only of ranks that may have the peak."""
+    """Memory of each pipeline rank; before the schedule is lowered, only of ranks that may have the peak."""
     mfu: float
     """Model FLOPs (forward once, backward twice as much, full attention) over the peak of the dtype, 0..1."""
 
@@ -74,7 +74,7 @@ class Plan:
 
 
 def backend_of(hardware: Hardware) -> Backend:
-    """Return the communication backend of a hardware: gloo on CPU, NCCL on GPUs."""
+    """Return the communication backend of the hardware: gloo on CPU, NCCL on GPUs."""
     return GLOO if hardware.kind == "cpu" else NCCL
 
 
@@ -86,7 +86,7 @@ def usable_bytes(hardware: Hardware) -> int:
 def evaluate(
     cache: ModelCache, hardware: Hardware, config: RunConfig, choice: Choice, schedule: Schedule | None = None
 ) -> RankedLayout:
-    """Evaluate a configuration as it stands."""
+    """Return the predicted time and memory of a configuration, whether it fits or not."""
     hardware.check_dtype(config.train.dtype)
     layout = cache.layout(config, schedule)
     memory = tuple(layout.memory(rank, backend_of(hardware)) for rank in range(layout.schedule.pp))

@@ -18,7 +18,7 @@ from meshwright.tools.planner.links import GroupLink, of_ring, ring_link
 from meshwright.tools.planner.operations import Work, WorkKind
 
 OWN_BYTES = {"sgd": -8.0, "adafactor": 24.0}
-"""Bytes that an optimizer reads and writes per element of a shard more than AdamW in one kernel.
+"""Bytes per element of a shard that an optimizer reads and writes in addition to fused AdamW's; negative: fewer.
 
 Adafactor: squares 8, their sums 8, the divided gradient 20, weights 16; AdamW 28.
 """
@@ -37,14 +37,14 @@ class RateFractions(NamedTuple):
     tiling: float = 0.52
     """Exponent for the loss in a partial last wave of tiles: 0 no loss, 1 all idle processors lost."""
     float8: float = 0.87
-    """Fraction of the float8 rate that remains with a scale per row (torchtitan on 8 H100: benchmarks/published.py)."""
+    """Fraction of the float8 rate reached with a scale per row (torchtitan on 8 H100: benchmarks/published.py)."""
     memory: float = 0.64
     attention: float = 0.84
     """Fraction of the fused kernel's published standalone rate."""
     attention_backward: float = 0.72
     """Backward share of the peak over the forward share."""
     last_wave: float = 0.5
-    """Rounds of all processors that attention loses in forward: under a causal mask their parts are unequal.
+    """Waves of tiles that forward attention loses, because a causal mask makes the processors' parts unequal.
 
     In backward, kernels were measured to lose next to nothing.
     """
@@ -57,7 +57,7 @@ class RateFractions(NamedTuple):
     hidden: float = 0.7
     """Fraction of an overlapped message that does not delay computation."""
     waits: float = 0.005
-    """Fraction of step time added per doubling of the devices, because every step waits for the slowest one."""
+    """Fraction of step time added per doubling of the nodes, because every step waits for the slowest one."""
     step_s: float = 0.0
     """Seconds per step for everything that is not modelled."""
 
@@ -77,15 +77,15 @@ class FrameworkTraits(NamedTuple):
     Each hides at most the seconds of its product. Messages of forward, and of rows, block.
     """
     overlaps_context: bool = True
-    """Keys of a group of heads are on the wire under the attention of another (context parallelism)."""
+    """The key exchange of one head group overlaps the attention of another (context parallelism)."""
     overlaps_sends: bool = True
-    """A pipeline rank computes on while it sends; otherwise both sides block until the message has arrived."""
+    """A pipeline rank keeps computing while it sends; otherwise both sides block until the message has arrived."""
     scatters_sends: bool = False
     """Each tp rank sends its part of a replicated tensor, and the receivers all-gather it (Narayanan 2021)."""
     accumulates_in_product: bool = False
     """A product accumulates into the gradient itself."""
     wide_gradient_bytes: int = 4
-    """Bytes per element of an accumulated gradient, which is reduced over replicas."""
+    """Bytes per element of an accumulated gradient, as it is reduced over replicas."""
     has_weight_copy: bool = True
     """Weights in the compute dtype are held besides float32 ones; else float32 weights alone, cast as they are used."""
     frees_sent_outputs: bool = False
@@ -93,7 +93,7 @@ class FrameworkTraits(NamedTuple):
     optimizer_bytes: float = 38.0
     """Bytes read and written per element of a shard: norm, clipping, AdamW, compute weights."""
     synchronises_steps: bool = True
-    """No pipeline rank begins the next step before all are done, because they share the gradient norm."""
+    """No pipeline rank begins the next step before all have finished, because they share the gradient norm."""
     product_dtype: str = ""
     """Dtype of the layers' products if it differs from the rest; their factors are cast to it."""
     casts: float = 0.5
@@ -119,8 +119,8 @@ class FrameworkTraits(NamedTuple):
     attention_head_dims: tuple[int, ...] = (32, 64, 96, 128, 160, 192, 224, 256)
     """Head dims of the fused kernel (FlashAttention-2's); others take as long as the next larger one."""
     far_rows_share: float = 1.0
-    """Rows that go to experts of other nodes, over those of a plain all-to-all: a row may travel once for all experts
-    of a node (DeepEP)."""
+    """Rows sent to other nodes, over those of a plain all-to-all; below 1 if a row is sent once per node and not once
+    per expert (DeepEP)."""
     context: int = 1
     """Number of ranks over which each sequence is split, in a framework whose layers are profiled without messages."""
     context_exchange: str = "heads"
@@ -158,7 +158,7 @@ class PerformanceModel(NamedTuple):
 
     @classmethod
     def of(cls, hardware: Hardware) -> PerformanceModel:
-        """Return the model of this framework on a hardware."""
+        """Return the performance model of meshwright on ``hardware``."""
         if hardware.kind == "cuda":
             shares = hardware.torch_attention_shares
             traits = FrameworkTraits(attention_shares=shares, host_operation_s=HOST_OPERATION_S)
@@ -215,10 +215,10 @@ class PerformanceModel(NamedTuple):
         return share * k / (k + self.fractions.short_k)
 
     def group_link(self, size: int, stride: int) -> GroupLink:
-        """Return the links between ``size`` ranks that stand ``stride`` apart.
+        """Return the links between ``size`` ranks at a distance of ``stride`` ranks.
 
         Ranks of one node use the node's link. Across nodes, each device has its own network link, so a group with
-        several ranks per node uses all of theirs. Rings whose length was measured have its rate.
+        several ranks per node uses several of them. Measured rings replace both rates.
         """
         hardware, node, cluster = self.hardware, self.hardware.node_link, self.hardware.cluster_link
         node_share, cluster_share = self.fractions.node_link, self.fractions.cluster_link
@@ -232,7 +232,7 @@ class PerformanceModel(NamedTuple):
         if in_node == size:
             if measured and hardware.node_rings:
                 usual = ring_link(hardware.node_rings, max(2, min(hardware.processors, hardware.devices_per_node)))
-                measured = of_ring(measured, node.bytes_per_s / usual.bytes_per_s)  # calibrate has so many ranks
+                measured = of_ring(measured, node.bytes_per_s / usual.bytes_per_s)  # calibrate measured over `usual`
             return GroupLink(within, (size - 1) * node.latency_s, size, call_s, measured)
         crossings = math.ceil(size / in_node)
         if hardware.cluster_rings:

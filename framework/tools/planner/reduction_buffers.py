@@ -13,7 +13,7 @@ from meshwright.tools.planner.footprint import BackwardPoint, Footprint
 
 
 class Backend(NamedTuple):
-    """Extra memory that a communication backend needs besides the tensors themselves."""
+    """Extra memory of a communication backend, besides the tensors themselves."""
 
     copies_reduce_scatter: bool
     """True if a reduce-scatter needs a copy of its whole input (gloo has no buffers of its own)."""
@@ -60,8 +60,8 @@ class ReductionBuffers(NamedTuple):
         """Return the temporary bytes while one layer's backward runs, at ``index`` of the path of a stage's backward.
 
         ``in_halves``: this is the weight half (W), where the first gradient exists before the first layer's peak.
-        ``held``: bytes that :meth:`held` returned for the stage's backward before. ``ends_in_loss``: the first layer
-        of the path is followed by the loss.
+        ``held``: result of :meth:`held` for the stage's previous backward. ``ends_in_loss``: the path's first layer is
+        followed by the loss.
         """
         if shard_factor(self.config) == 1:
             return 0
@@ -81,8 +81,8 @@ class ReductionBuffers(NamedTuple):
         """Return the temporary bytes of buckets at one layer's turn in backward.
 
         Args:
-            before: elements whose gradients exist; ``whole``: those of the stage. ``is_end``: no layer is left.
-            waits: no gradient of the layer exists at its peak.
+            before: elements whose gradients exist. ``whole``: elements of the stage. ``is_end``: no layer is left.
+            waits: True if no gradient of the layer exists yet at its peak.
         """
         gradient_bytes, bucket = before * self.wide, bucket_bytes(self.config)
         copies = 1 if self.backend.copies_reduce_scatter else 0

@@ -135,9 +135,9 @@ def _experts(layout: LayoutModel, performance: PerformanceModel, own: Sequence[i
 
 
 def _passes_beside(layout: LayoutModel, num_stages: int) -> float:
-    """Return the passes of a rank's stages that run beside its gradient reduction, or beside its weight all-gather.
+    """Return the passes of a rank's stages that overlap its gradient reduction, or its weight all-gather.
 
-    One, of the last micro-batch; in an interleaved schedule, pp micro-batches follow in all other stages of the rank.
+    It is one, of the last micro-batch. In an interleaved schedule up to pp micro-batches follow on its other stages.
     """
     if layout.schedule.name != "interleaved_1f1b":
         return 1.0

@@ -1,10 +1,10 @@
 """Rates of all-reduces by the length of their ring, measured by all ranks of a job at once: how a network congests.
 
-    node_rings      rings of neighbouring ranks of a node          2, half, all of its ranks
-    cluster_rings   rings of the ranks of one place in each node   2, half, all of the nodes
+    node_rings      rings of neighbouring ranks of a node            2, half, all of its ranks
+    cluster_rings   rings of one rank per node, of equal local rank  2, half, all of the nodes
 
-All rings of one length run at once, as the replicas' sums of a training step do. Each length has two messages: a small
-one gives the latency of a hop, a large one the rate.
+All rings of one length run at once, as gradient all-reduces do in training. Each length is measured with two messages:
+a small one gives the latency of a hop, a large one the rate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Search of all layouts of a model on a cluster: rejected ones with their rule and number, the others by time.
+"""Search over all layouts of a model on a cluster: counts of rejected ones by rule, the others ranked by time.
 
 degrees, batch, schedule, ZeRO stage, recompute        every combination that the rules allow     choices.py
   -> time and memory by formula                         all of them
@@ -58,7 +58,7 @@ def search(
 ) -> Plan:
     """Search all layouts of the cache's model and batch on ``nodes`` nodes.
 
-    ``settles``: near-duplicates are one of the ``best``, and the simplest that ties with the fastest comes first.
+    ``settles``: near-duplicates count as one of the ``best``; the simplest layout that ties with the fastest is first.
     """
     hardware.check_dtype(cache.config.train.dtype)
     plan = Plan(cache.config, hardware, nodes, [], [], 0, 0)
@@ -171,8 +171,8 @@ class _Search:
         return _Estimate(estimate_s(self.cache, self.performance, choice), choice.zero, num_bytes, choice)
 
     def rank(self, number: int, *, distinct: bool = False) -> list[RankedLayout]:
-        """Return layouts that fit, ordered by time, the best ``number`` among them; ``distinct``: near-duplicates are
-        one."""
+        """Return layouts that fit, ordered by time, among them the best ``number``; ``distinct``: near-duplicates count
+        as one."""
         waiting = sorted(_postponed(self.estimates) if distinct else self.estimates)
         ranked: list[RankedLayout] = []
         fitting: dict[Shape, list[Choice]] = defaultdict(list)
@@ -244,7 +244,7 @@ class _Search:
 
 
 def _postponed(estimates: Sequence[_Estimate]) -> list[_Estimate]:
-    """Return the estimates with most near-duplicates behind other layouts: with the time at the end of their tie.
+    """Return the estimates, with most near-duplicates moved back: they get the slowest time of their tie.
 
     Of layouts of the same degrees that tie, the ``FASTEST`` and the ``SIMPLEST`` ones keep their place.
     """

@@ -1,4 +1,4 @@
-"""Standing of layouts within the model's error: error bars, ties, the simplest of equals, near-duplicates.
+"""Ranking of layouts within the prediction's error: error bars, ties, the simplest of a tie, near-duplicates.
 
 ERROR_SHARE              mean error of a step's time                   the bar beside each time
 TIE_SHARE                lead that is hardly better than chance        a tie, which goes to the simplest layout
@@ -73,7 +73,7 @@ def is_tie(first_s: float, other_s: float) -> bool:
 
 
 def fold(ranked: Sequence[RankedLayout], shown: RankedLayout | None = None) -> list[Line]:
-    """Fold near-duplicates into lines of their simplest, ordered by time; ``shown`` represents its own line.
+    """Group near-duplicates into lines, each shown as its simplest layout, ordered by time; ``shown`` is never hidden.
 
     ``ranked``: ordered by time.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TOKENS = 1e12
-"""Tokens whose cost is given."""
+"""Number of tokens whose cost is computed."""
 
 
 class SweepPoint(NamedTuple):
@@ -28,10 +28,10 @@ class SweepPoint(NamedTuple):
     nodes: int
     global_batch: int
     layout: RankedLayout | None
-    """None: no layout keeps the rules and fits."""
+    """None if no layout keeps the rules and fits."""
     tokens_per_s: float
     reason: str = ""
-    """Reason why there is none."""
+    """Reason why there is no layout."""
 
     @property
     def device_hours(self) -> float:
