@@ -68,7 +68,7 @@ def calibrate(options: argparse.Namespace, _: list[str]) -> int:
 
 
 def _calibrate_rings(cluster: str | None, device: str, out: Path) -> int:
-    """Measure the rings of this job's ranks, of which this process is one; rank 0 writes them into the file."""
+    """Measure the rings of this job, as one of its ranks; rank 0 writes ``cluster``'s file and the rings to ``out``."""
     launcher = launch_environment()
     if launcher is Launcher.SLURM:
         os.environ.update(torch_variables())
@@ -86,7 +86,7 @@ def _calibrate_rings(cluster: str | None, device: str, out: Path) -> int:
         mesh = open_mesh(Grid(1, place.world_size, 1), device)
         rings = measure_rings(device, place.world_size, check_nodes(mesh.world.gather_objects(node_name())))
     except UserError:
-        if place.rank != 0:  # all ranks have the same: the others are ended meanwhile
+        if place.rank != 0:  # all ranks have the same error: rank 0 prints it, and the launcher ends the others
             time.sleep(DUPLICATE_ERROR_DELAY_S)
         raise
     if mesh.rank == 0:

@@ -1,4 +1,4 @@
-"""Callbacks of the user: observers that a configuration names (``train.callbacks``), or that a script brings.
+"""Callbacks of the user: observers named in ``train.callbacks``, or passed by a script.
 
     after_step    each callback -> all ranks agree whether one has raised -> the checkpoint of the step, if due -> raise
 
@@ -26,7 +26,7 @@ from meshwright.terminal.output import tell
 from meshwright.tracking.record import MAX_EXTRA, is_extra_name
 
 MAX_STATE_CHARS = 2**16
-"""Longest state of a callback, as JSON."""
+"""Largest state of a callback, in characters of JSON."""
 
 
 def find_callbacks(config: RunConfig) -> list[Callable[[Parts], Observer]]:
@@ -65,7 +65,7 @@ def make_callbacks(parts: Parts) -> list[Observer]:
 
 
 def find_problem(metrics: Mapping[Any, Any]) -> str | None:
-    """Return why metrics of callbacks cannot be recorded; None if they can."""
+    """Return the reason why metrics of callbacks cannot be recorded, or None."""
     count = sum(not str(name).startswith("model/") for name in metrics)
     if count > MAX_EXTRA:
         return f"event.metrics has {count:,} numbers: record at most {MAX_EXTRA} a step"
@@ -88,7 +88,7 @@ def _is_finite(value: Real) -> bool:
 
 
 class Callbacks(Observer):
-    """The user's observers as one. Every rank has the same ones in the same order."""
+    """All observers of the user as one. Every rank has the same ones in the same order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = list(observers)
@@ -156,7 +156,7 @@ class Callbacks(Observer):
             raise CallbackError("MW-LAUNCH-058", self._agreed)
 
     def _call(self, hook: str, parts: Parts, call: Callable[[Observer], None]) -> None:
-        """Call one hook of each callback until one raises; the watchdog names the callback that a rank waits in."""
+        """Call one hook of each callback until one raises; each is an activity of the rank in the watchdog's report."""
         for each in self.observers:
             if self._problem is not None:
                 return
@@ -179,7 +179,7 @@ class Callbacks(Observer):
             )
 
     def _agree(self, parts: Parts) -> None:
-        """Find out whether a callback has failed on any rank: one number is all-reduced, texts only after a failure."""
+        """Set ``_agreed`` if a callback has failed on any rank. All-reduces one number; a failure gathers texts too."""
         mesh = parts.mesh
         failed = torch.tensor([float(self._problem is not None)], dtype=torch.float64, device=mesh.device)
         mesh.world.all_reduce(failed).wait()
@@ -189,9 +189,9 @@ class Callbacks(Observer):
 
 
 class StreamState(Observer):
-    """Place in a stream of samples after each step, in the state of callbacks of a checkpoint.
+    """Position in a stream of samples after each step, saved in a checkpoint as the state of a callback.
 
-    Rank 0 alone has it: it reads samples on any layout, and writes the manifest.
+    Only rank 0 keeps it: rank 0 reads samples on any layout, and writes the manifest.
     """
 
     def __init__(self, source: StreamSource, rank: int) -> None:
@@ -199,20 +199,20 @@ class StreamState(Observer):
         self._state: Mapping[str, Any] = {}
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Take the place after the samples of the step; rank 0 reads on to it."""
+        """Store the position after the samples of the step; on rank 0 the source reads up to it."""
         self._state = self._source.state_at(parts.state.samples_seen) if self._rank == 0 else {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the place."""
+        """Return the position; {} on ranks other than 0."""
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the place of a checkpoint."""
+        """Restore the position from a checkpoint."""
         self._source.restore(state)
 
 
 class CallbackErrors(Observer):
-    """Observer that ends the run on every rank after a callback has failed; it comes after the checkpoints."""
+    """Observer that ends the run on every rank after a callback has failed; runs after the observer that saves."""
 
     def __init__(self, callbacks: Callbacks) -> None:
         self._callbacks = callbacks
@@ -232,7 +232,7 @@ def _load(observer: Observer, state: Mapping[str, Any] | None) -> None:
 
 
 def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a callback's state as it will be read back; refuse what is no JSON object or too large."""
+    """Return a callback's state as a checkpoint will return it; ValueError if it is no JSON object, or too large."""
     try:
         text = json.dumps(dict(state), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

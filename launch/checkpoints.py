@@ -180,7 +180,7 @@ def _describe_pieces(checkpoint: CheckpointReader, name: str) -> str:
 def table_of_files(sizes: Mapping[str, int], most: int | None = None) -> list[str]:
     """Return the lines of a table of files with their sizes in bytes, and a line with their number and total.
 
-    ``most``: number of files from which the middle ones are left out.
+    ``most``: largest number of files that are all listed; of more, the middle ones are left out.
     """
     rows = [(f"  {name}", format_size(size)) for name, size in sizes.items()]
     if most is not None and len(rows) > most:

@@ -1,4 +1,4 @@
-"""Entry point of the command line. A user's error prints one message on stderr and exits with 2, Ctrl-C with 130."""
+"""Entry point of the command line. A UserError prints one message to stderr and exits with its code; Ctrl-C: 130."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Command ``meshwright completion``: scripts for bash, zsh and fish, from the parser and the configuration's schema.
 
-The scripts (``templates/completion.*.j2``) contain all words, so nothing of this project runs while the user types.
-They are generated anew at each start of a shell (``eval "$(meshwright completion bash)"``), so they are never out of
-date.
+The scripts (``templates/completion.*.j2``) contain all words, so ``meshwright`` is not run while the user types. They
+are generated at each start of a shell (``eval "$(meshwright completion bash)"``), so they are never out of date.
 
     before the cursor                          completions
-    some commands (a position)                 its subcommands, or files, folders or choices for its argument
+    some commands (a position)                 subcommands, or files, folders or choices for the argument
     --                                         the options of the position; with configuration keys, --section.
     --section.                                 --section.key=
     --section.key= , or an option              the allowed words, or files
@@ -44,7 +43,7 @@ class Option(NamedTuple):
 
 
 class CommandPosition(NamedTuple):
-    """Position after some commands, and its possible continuations."""
+    """Position in a command line after some (sub)commands, and its possible continuations."""
 
     words: str
     """Commands so far, such as ``checkpoint list``."""

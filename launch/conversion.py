@@ -47,7 +47,7 @@ def run_conversion(options: argparse.Namespace, overrides: list[str]) -> int:
 
 @contextmanager
 def _unreadable_paths_as_errors() -> Iterator[None]:
-    """Convert an OSError into a CheckpointError; failed writes already have messages of their own."""
+    """Convert an OSError, of a failed read, into a CheckpointError; failed writes raise errors of their own."""
     try:
         yield
     except OSError as error:

@@ -136,7 +136,7 @@ class PreparationProgress:
         self.bar: Bar | None = None
 
     def __call__(self, now: Progress) -> None:
-        """Show the progress; called before the first block and after each."""
+        """Show the progress; called before the first block and after each block."""
         if self.first is None:
             self.first = now
             self.started_s = time.monotonic()

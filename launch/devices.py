@@ -58,10 +58,10 @@ def num_devices(config: RunConfig) -> int:
 
 
 def check_devices(config: RunConfig, num_visible: int) -> None:
-    """Refuse devices that torch does not see: CUDA drops the first missing one, and all after it.
+    """Check that torch sees all of ``launch.devices``; CUDA hides the first missing one, and all after it.
 
     Raises:
-        ConfigError: fewer are visible than configured; has both numbers.
+        ConfigError: fewer are visible than configured; the message has both numbers.
     """
     wanted = config.launch.devices.split(",") if config.launch.devices else []
     if len(wanted) <= num_visible:

@@ -1,4 +1,4 @@
-"""Command ``meshwright dryrun``: a job of any size run on fake tensors, with the collectives of all ranks compared."""
+"""Command ``meshwright dryrun``: run a job of any size on fake tensors, and compare the collectives of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 
 
 def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Dry-run a job; return 1 if its ranks disagree, a CUDA path is refused or memory runs out, else 0.
+    """Dry-run a job; return 1 if ranks disagree, ``--device cuda`` finds a problem or memory runs out, else 0.
 
     Raises:
         UserError: an impossible configuration, an invalid fault, or a picture that cannot be written.
@@ -77,7 +77,7 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _check_cuda(job: Job) -> list[str]:
-    """Take a step of each kind of rank on fake CUDA tensors, print the findings and return what NCCL would refuse."""
+    """Take a step of each kind of rank on fake CUDA tensors; print the findings, return races and what NCCL refuses."""
     from meshwright.tools.dryrun.cuda.process import describe_cuda_steps, take_cuda_steps
 
     tell("--device cuda: compiling the fake CUDA device, then taking a step of each kind of rank")
@@ -88,9 +88,9 @@ def _check_cuda(job: Job) -> list[str]:
 
 
 def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware | None:
-    """Read the hardware of the predicted seconds and MFU; None for a run on CPU without ``cluster``.
+    """Read the hardware for predicted seconds and MFU; default: an H100 for a run on GPUs, None for a run on CPU.
 
-    It is read first, so that a wrong name is refused before long work. Default: an H100 for a run on GPUs.
+    Called before the dry run, so that a wrong name is refused at once.
     """
     from meshwright.model.meter import reference
     from meshwright.tools.planner.hardware import read_hardware
@@ -103,7 +103,7 @@ def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware
 
 
 def _warn_of_sizes(config: RunConfig, hardware: Hardware, skew: float) -> None:
-    """Print a warning for sizes that keep products off tensor cores; refuse a load of experts that there are not."""
+    """Print a warning for sizes that keep products off tensor cores; refuse a ``--skew`` that is impossible here."""
     from meshwright.launch.plans import check_skew, execution_options, warn_of_alignment
     from meshwright.tools.planner.model_cache import ModelCache
 
@@ -119,7 +119,7 @@ def _warn_of_sizes(config: RunConfig, hardware: Hardware, skew: float) -> None:
 
 
 def _estimate(job: Job, hardware: Hardware, skew: float) -> StepTimeEstimate:
-    """Return the predicted seconds and MFU of a job, for this load of the busiest rank's experts."""
+    """Return the predicted seconds and MFU of a job. ``skew``: rows of the busiest rank's experts over the mean."""
     from meshwright.launch.plans import execution_options
     from meshwright.tools.dryrun.report import StepTimeEstimate
     from meshwright.tools.planner.choices import choice_of
@@ -132,10 +132,10 @@ def _estimate(job: Job, hardware: Hardware, skew: float) -> StepTimeEstimate:
 
 
 def _check_size(config: RunConfig, num_nodes: int, per_node: int) -> None:
-    """Refuse degrees that do not fill the nodes, in terms of this command's options.
+    """Check that the degrees fill the nodes.
 
     Raises:
-        ConfigError: has numbers that would fit.
+        ConfigError: they do not; suggests values of this command's options that fit.
     """
     parallel, size, dp = config.parallel, num_nodes * per_node, config.parallel.known_dp
     replica = parallel.ranks_per_batch

@@ -105,7 +105,7 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def port_of_job(job: str, step: str) -> int:
-    """Return a job step's rendezvous port: equal on all its ranks without a message, repeated every 750 jobs."""
+    """Return a job step's rendezvous port, a function of its ids, so equal on all ranks. Repeats every 750 job ids."""
     number = int(job) * STEPS_PER_JOB + (int(step) % STEPS_PER_JOB if step.isdecimal() else 0)
     return FIRST_PORT + number % NUM_PORTS
 

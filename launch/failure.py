@@ -78,7 +78,7 @@ def write_failure(failure: FailureRecord, records: Path) -> None:
 
 
 def leave_record(failure: FailureRecord) -> None:
-    """Write a failure record where FAILURES asks for it, unless this rank has written one already."""
+    """Write a failure record to the directory in FAILURES, if set, unless this rank has written one already."""
     records = os.environ.get(FAILURES)
     if records and not Path(records, f"{failure.rank}.json").exists():
         with contextlib.suppress(OSError):
@@ -86,7 +86,7 @@ def leave_record(failure: FailureRecord) -> None:
 
 
 def leave_exit_code(exit_code: int) -> None:
-    """Write a record of a failure whose message is already printed, if this process is a rank."""
+    """Write a record with an exit code only, for a failure whose message is printed, if this process is a rank."""
     rank = os.environ.get("RANK", "")
     if exit_code and rank.isdecimal():
         leave_record(FailureRecord(int(rank), time.monotonic(), "", "", exit_code, lost_peer=False))
@@ -99,10 +99,10 @@ def read_failures(records: Path) -> list[FailureRecord]:
 
 
 def build_error(noticed: int, exit_code: int, failures: Sequence[FailureRecord], logs: Path) -> RankFailed:
-    """Return the error to show.
+    """Return the error of the run: the root cause, then the other failures in one line each.
 
     Args:
-        noticed: Rank whose process was found to have ended first, with ``exit_code``.
+        noticed: Rank whose process the launcher saw end first, with ``exit_code``.
         failures: Records as :func:`read_failures` returns them.
         logs: Directory of the ranks' logs.
     """

@@ -25,7 +25,7 @@ from meshwright.system.process import SIGNALS
 PR_SET_PDEATHSIG = 1
 
 PRELOADED = ("torch.distributed.device_mesh", "torch._dynamo", "torch.optim")
-"""Modules that torch would import in each child; the second (800 modules) when it first fills a meta tensor."""
+"""Modules that torch would import in each child; ``torch._dynamo`` (800 modules) when it first fills a meta tensor."""
 
 
 def preload() -> None:
@@ -76,7 +76,7 @@ def warm_up(config: RunConfig, module: str) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Request that the kernel kills this process when ``parent`` dies, for any reason (Linux; no effect elsewhere).
+    """Make the kernel kill this process when ``parent`` dies, for any reason (Linux; no effect elsewhere).
 
     The kernel watches the parent's *thread*: fork from a thread that lives as long as the ranks must.
     """

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from meshwright.data.prepare import Outcome
 
 VOCAB_SIZE = 4096
-"""Tokens of the tokenizer at most; a short text has fewer."""
+"""Largest number of tokens of the tokenizer; that of a short text has fewer."""
 VOCAB_MULTIPLE = 8
 """Number that divides the model's vocabulary, and so may be the degree of tensor parallelism."""
 CORPORA = Path("runs/data")
 ONE_DOCUMENT = "MW-DATA-076"
-"""Error of a text that cannot be split by document."""
+"""Code of the error for a text that cannot be split by document."""
 STDLIB = "stdlib"
 """Name of the corpus of Python's own source text, the one of `make demo`."""
 
 
 class Starter(NamedTuple):
-    """Model that a configuration starts from."""
+    """Model of a new configuration."""
 
     title: str
     num_sentinels: int = 0

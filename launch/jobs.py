@@ -62,7 +62,7 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _load_config(options: argparse.Namespace, overrides: list[str]) -> tuple[RunConfig, Launcher]:
-    """Return the configuration and the launcher of this process; set the GPUs of this process and its children."""
+    """Return the configuration and the launcher of this process; restrict it and its children to ``launch.devices``."""
     from meshwright.config import load
     from meshwright.launch.devices import choose_devices
     from meshwright.launch.environment import launch_environment
@@ -94,7 +94,7 @@ def _prepare_doctor(config: RunConfig, world_size: int) -> tuple[Work, RunConfig
 
 
 def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int:
-    """Run this process as one rank of torchrun or srun; a failure ends it at once, with its rank in the message."""
+    """Run this process as one rank of torchrun or srun; a failure ends the process, with its rank in the message."""
     from meshwright.launch import rank
     from meshwright.launch.environment import Launcher, check_port, check_rendezvous_port, read_place, torch_variables
     from meshwright.launch.failure import describe, leave_exit_code, leave_record
@@ -245,7 +245,7 @@ def _exit_code_of(start: Callable[[], object]) -> int:
 
 
 def print_error(error: object, exit_code: int) -> int:
-    """Print an error to stderr and return its exit code. The end of a run on request is not called an error."""
+    """Print an error to stderr and return its exit code. A :class:`Preempted` has no prefix "error:"."""
     prefix = "" if exit_code == Preempted.exit_code else "error: "
     tell(f"meshwright: {prefix}{error}")
     return exit_code

@@ -32,9 +32,9 @@ PORT = 29400
 LABEL = r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?"
 """A name of Kubernetes, short enough for the names of the pods."""
 RECURRING = {"containerName": "ranks", "operator": "In", "values": [*RECURRING_EXIT_CODES]}
-"""Exit codes of a pod with which its Job fails, of the kind PodFailurePolicy."""
+"""Rule of the Job: exit codes of a pod with which it fails at once, for the reason PodFailurePolicy."""
 FAIL_TOO = {"name": "recurring", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-"""Rule of the JobSet for such a Job; without one it would restart that as well."""
+"""Rule of the JobSet: fail with such a Job. Without the rule it would restart that Job as well."""
 PATTERNS = {
     "name": (rf"(?![0-9]){LABEL}", "up to 42 lower-case letters, digits and dashes, a letter first"),
     "namespace": (LABEL, "lower-case letters, digits and dashes"),
@@ -115,7 +115,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
 
 
 def _torchrun(name: str, options: argparse.Namespace) -> list[str]:
-    """Return torchrun's arguments; Kubernetes puts the pod's index into the job in place of $(JOB_COMPLETION_INDEX)."""
+    """Return torchrun's arguments, which are equal on all pods: all but ``--node-rank``."""
     return [
         f"--nnodes={options.nodes}",
         f"--nproc-per-node={options.devices_per_node}",
@@ -125,6 +125,7 @@ def _torchrun(name: str, options: argparse.Namespace) -> list[str]:
 
 
 def _train(options: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """Return torchrun's node rank, in which Kubernetes expands the pod's index, and the ranks' command."""
     words = [options.config, *overrides, *["--trust-code"] * options.trust_code]
     return ["--node-rank=$(JOB_COMPLETION_INDEX)", "-m", "meshwright.launch", "train", *map(_literal, words)]
 

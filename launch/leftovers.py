@@ -1,7 +1,7 @@
-"""Temporary directory of a launcher, and removal of those that killed launchers have left behind.
+"""Temporary directory of a launcher, and removal of directories that killed launchers have left behind.
 
-A process killed with -9 removes nothing. Each launcher locks a file in its directory as long as it lives, so that a
-directory with a free lock is abandoned. (A process id proves nothing: two containers may share /tmp.)
+A process killed with -9 removes nothing. Each launcher holds a lock on a file in its directory while it lives, so a
+directory with a free lock is abandoned. (A process id would prove nothing: two containers may share /tmp.)
 """
 
 from __future__ import annotations

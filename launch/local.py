@@ -68,7 +68,7 @@ def launch(work: Work, config: RunConfig) -> None:
     Raises:
         MeshError: the port in MASTER_PORT is taken, the launcher cannot listen on loopback, or the fork server ended.
         ConfigError: too many ranks, or the log directory cannot be written.
-        RankFailed: a rank raised or died; has its message and those of the ranks after it. With exit code 85: all ranks
+        RankFailed: a rank raised or died; has its message and those of later failures. With exit code 85: all ranks
             have saved and exited after a signal.
         Interrupted: a signal arrived before all ranks could save.
     """
@@ -213,7 +213,7 @@ class _SignalForwarder:
     """Signal handler of the launcher: forwards the first signal to the ranks, which then save and exit.
 
     While some rank has no handler yet, there is nothing to save, and all are killed. ``listening``: directory with a
-    file for each rank that has a handler.
+    file for each rank that has a handler, named by its process id.
     """
 
     def __init__(self, listening: Path, num_ranks: int, others: list[multiprocessing.process.BaseProcess]) -> None:
@@ -241,14 +241,14 @@ class _SignalForwarder:
             raise Interrupted(signum)
         if self.has_forwarded:
             return
-        ranks = [int(place.name) for place in self._listening.iterdir()]
-        if len(ranks) < self._num_ranks:
+        pids = [int(place.name) for place in self._listening.iterdir()]
+        if len(pids) < self._num_ranks:
             _kill_children(self._others)
             raise Interrupted(signum)
         self.has_forwarded = True
-        for rank in ranks:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):  # the rank has finished its last step and exited
-                os.kill(rank, signum)
+                os.kill(pid, signum)
 
 
 def _rendezvous_port() -> int:
@@ -258,7 +258,7 @@ def _rendezvous_port() -> int:
 
 
 def _kill_children(but: list[multiprocessing.process.BaseProcess]) -> None:
-    """Kill the ranks that survive a signal or an error; otherwise the interpreter waits for them at exit."""
+    """Kill all child processes except ``but``; otherwise the interpreter would wait for them at exit."""
     for child in multiprocessing.active_children():
         if child not in but:
             child.kill()

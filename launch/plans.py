@@ -1,4 +1,4 @@
-"""Command ``meshwright plan``."""
+"""Command ``meshwright plan``: search for layouts on a cluster, print them, and write plan.toml and plan.html."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     """Search for the best layouts of a configuration on a cluster, print them, and write the plan.
 
     Raises:
-        UserError: an invalid configuration or hardware, or no layout fits; names the nearest that would.
+        UserError: an invalid configuration or hardware, or no layout fits; suggests options with which one does.
     """
     nodes, out = options.nodes, options.out
     wanted = read_wanted(options.why) if options.why is not None else {}
@@ -93,7 +93,7 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def check_skew(cache: ModelCache) -> None:
-    """Refuse a load of the experts for a model without any.
+    """Refuse ``--skew``, the load of experts, for a model without experts.
 
     Raises:
         ConfigError: the load has no effect.
@@ -143,9 +143,9 @@ def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: in
 
 
 def _load_config(path: str, overrides: Sequence[str], given: dict[str, Any], global_batch: int | None) -> RunConfig:
-    """Load the configuration; keep only the samples per step of its batch, or none if it does not set them.
+    """Load the configuration. Of its batch only the samples per step are kept, or None if it does not set them.
 
-    ``given``: the keys of ``overrides``.
+    ``given``: the keys of ``overrides`` with their values.
     """
     given = {each.key: each.value for each in read_file(Path(path)).given} | given
     if global_batch is not None:
@@ -165,7 +165,7 @@ def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
 
 
 def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions:
-    """Return how ranks of this framework run operations on that hardware."""
+    """Return the options with which ranks of this framework run operations on that hardware."""
     on_gpu = hardware.kind == "cuda"
     return ExecutionOptions(
         fused=config.train.compile is True,
@@ -178,7 +178,7 @@ def execution_options(config: RunConfig, hardware: Hardware) -> ExecutionOptions
 def warn_of_alignment(
     cache: ModelCache, hardware: Hardware, config: RunConfig, warned: Sequence[str] = ()
 ) -> list[str]:
-    """Print a warning for each size that keeps 16-bit products off tensor cores, without those ``warned`` of before."""
+    """Print each warning of :func:`alignment_warnings` that is not in ``warned``; return all of them."""
     found = alignment_warnings(cache, hardware, config)
     for line in found:
         if line not in warned:
@@ -212,7 +212,7 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
 
 
 def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> str:
-    """Return the text of the error: the layout closest to fitting, and what would work."""
+    """Return the text of the error: the layout closest to fitting, and options with which some layout fits."""
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
     pins = " and ".join(f"--{axis} {degree}" for axis, degree in cache.pins.items())
     where += f" with {pins}" if pins else ""

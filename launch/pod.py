@@ -1,15 +1,15 @@
-"""The ranks of one node under torchrun, in a process with the exit code of the rank that failed first.
+"""Wrapper of torchrun on one node that exits with the code of the rank that failed first.
 
     python3 -P -m meshwright.launch.pod [options of torchrun] -m meshwright.launch train CONFIG
 
-    rank, on failure    failure record: exit code, time, is it an echo?    -> directory in FAILURES
-    this process        torchrun has ended: the earliest record that is no echo of another rank decides
+    rank, on failure    failure record: exit code, time, lost_peer (echo)  -> directory in FAILURES
+    this process        after torchrun: exit code of the earliest record that is not an echo of another rank
 
 torchrun reports any failure of a rank as 1, and a scheduler that must not repeat an error of the configuration needs
 the rank's own code. A rank that was ended as a consequence writes no record. Without records (a rank was killed) the
 exit code is torchrun's.
 
-A node whose ranks have only lost their peers ends ECHO_S later: the scheduler then sees the node of the cause first.
+A node whose ranks have only lost their peers exits ECHO_S later, so that the scheduler sees the cause's node first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from types import FrameType
 from meshwright.launch.failure import FAILURES, read_failures
 
 ECHO_S = 20.0
-"""Seconds by which a node without a cause of its own ends later."""
+"""Seconds by which a node exits later if none of its own ranks is the cause."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """Signals for torchrun, which passes them on to its ranks."""
 

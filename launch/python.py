@@ -166,7 +166,7 @@ def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
 
 
 def _join(config: RunConfig) -> tuple[int, int]:
-    """Read srun's variables, or choose the GPU of a lone process; return (rank, world size)."""
+    """Set torch's variables under srun, or the GPUs of a lone process; return (rank, world size)."""
     launcher = launch_environment()
     if launcher is Launcher.SLURM:
         os.environ.update(torch_variables())
@@ -193,7 +193,7 @@ def evaluate(
     """Evaluate the newest model of a run, or the checkpoint at ``place``, on its validation set, in this process.
 
     Args:
-        overrides: of ``train.device``, ``train.dtype`` and ``batch.micro_batch_size``.
+        overrides: new values of ``train.device``, ``train.dtype`` or ``batch.micro_batch_size``.
         step: the checkpoint of this step; None: the newest.
         batches: global batches to evaluate; None: the whole validation set.
         weights: tensors to use as the weights: a state that a callback has added, such as "ema".

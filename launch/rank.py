@@ -32,7 +32,7 @@ Work = Callable[[RunConfig, GiveUp], None]
 LINGER_S = 3.0
 """Time that a rank lingers after it lost a peer, so that the launcher notices the lost peer first."""
 DUPLICATE_ERROR_DELAY_S = 30.0
-"""Time until a rank prints an error that another rank of its node prints at once; usually it is ended before."""
+"""Delay before a rank prints an error that another rank of its node prints at once; usually it is ended before."""
 
 
 class LocalRank(NamedTuple):

@@ -24,6 +24,7 @@ GIVEN_UP_EXIT_CODE = 93
 RECURRING_EXIT_CODES = (UserError.exit_code, NonFiniteError.exit_code)
 """Exit codes of failures that a restart by a cluster's scheduler cannot get past."""
 TRANSIENT_EXIT_CODES = (1, 18, HangError.exit_code)
+"""Exit codes of failures that a restart on this machine may get past; 18: drifted replicas (DriftError)."""
 MAX_FUTILE_RESTARTS = 3
 """Number of restarts in a row without a newer checkpoint after which a run is given up."""
 
@@ -31,8 +32,8 @@ MAX_FUTILE_RESTARTS = 3
 def is_transient(failure: RankFailed) -> bool:
     """Return True if a restart may get past the failure: a rank died, lost a peer, or raised an unexpected error.
 
-    A hang and drifted replicas count as transient too. An error that the user must fix and a NaN/Inf would recur. A run
-    that a signal was ending is not restarted.
+    A hang and drifted replicas are also transient. A user's error and a NaN/Inf would recur. A run that was already
+    ending after a signal is not restarted.
     """
     return failure.exit_code in TRANSIENT_EXIT_CODES and not failure.is_requested
 
@@ -62,7 +63,7 @@ def find_stop_reason(reached: Sequence[LastCheckpoint], most: int) -> str | None
 
 
 def find_last_checkpoint(directory: Path) -> LastCheckpoint:
-    """Return the last written checkpoint. One of a higher step may be damaged, from before the last resume."""
+    """Return the checkpoint written last, by time: one of a higher step may be a damaged one, older than a resume."""
     from meshwright.checkpoint import find
 
     found = [LastCheckpoint(0, 0)]
@@ -73,7 +74,7 @@ def find_last_checkpoint(directory: Path) -> LastCheckpoint:
 
 
 def run_with_restarts(start: Callable[[], None], most: int, directory: Path, log: Callable[[str], object]) -> None:
-    """Call ``start()``, and again after each transient failure, at most ``most`` times. ``directory``: the run's.
+    """Call ``start()``, and again after each transient failure, with at most ``most`` restarts.
 
     Raises:
         RankFailed: a failure that would recur; with exit code 93 if the run was given up.

@@ -42,13 +42,13 @@ from meshwright.terminal.output import put, tell
 from meshwright.tracking.jsonl import read_records
 
 SIGNAL = "USR2"
-"""Signal that makes the ranks of a job save; neither NCCL nor Slurm uses it for itself."""
+"""Signal that makes the ranks of a job save; neither NCCL nor Slurm uses it."""
 SLURM_EARLY_S = 60
-"""Time by which Slurm may send a signal too early; it never sends one too late."""
+"""Time by which Slurm may send a signal too early; it is never late."""
 UNKNOWN_LEAD_S = 300
-"""Lead of a run without measurements."""
+"""Lead (see :func:`measure_lead`) of a run without measurements."""
 SEAL = "# as rendered, sha256 "
-"""Start of the last line of a script, before the hash of the lines above."""
+"""Start of a script's last line, which ends in the hash of the lines above: it shows if the script was edited."""
 LAST = 50
 """Number of latest steps and saves from which the lead is measured."""
 
@@ -93,7 +93,10 @@ def resolve_for_nodes(config: RunConfig, num_nodes: int, per_node: int) -> tuple
 
 
 def measure_lead(run: Path) -> tuple[int, str]:
-    """Return how many seconds before its end a job needs its signal (1.5 x (slowest step + save)), and the reason."""
+    """Return the lead of a job's signal before its time limit, in seconds, and the reason.
+
+    It is 1.5 x (slowest step + slowest save), plus ``SLURM_EARLY_S``.
+    """
     steps: deque[float] = deque(maxlen=LAST)
     saves: deque[float] = deque(maxlen=LAST)
     metrics = run / METRICS

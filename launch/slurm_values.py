@@ -28,7 +28,7 @@ OWN = {
     **{"requeue": "--no-requeue", "no-requeue": "--no-requeue", "signal": "--time", "dependency": "--chain"},
     **dict.fromkeys(("wrap", "array", "parsable", "test-only", "wait"), "no option: the script needs a job of its own"),
 }
-"""Option of sbatch that the script sets itself -> what sets it."""
+"""Option of sbatch that the script already has -> option or key of meshwright that sets it."""
 PASSED = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=[A-Za-z0-9_./:,@%+=*&|()\[\]-]+)?")
 REGISTRY = re.compile(r"(?!(oci|oci-archive|docker-archive|docker-daemon):)[\w.-]+(/[\w.-]+)*:[\w.-]+")
 """Image of a registry without a scheme, as pyxis takes it: team/train:1."""

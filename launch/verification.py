@@ -1,4 +1,4 @@
-"""Command ``meshwright verify``: the model, the samples and the layouts to prove on ranks of this machine."""
+"""Command ``meshwright verify``: choose the model's size, samples and layouts, and compare them on local ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from meshwright.tools.verify import Layout, Traits
 
 MAX_RANKS = 8
-"""Ranks that verify can run on this machine."""
+"""Largest number of ranks of a layout: all run on this machine."""
 SAMPLES_PER_SIZE = 8
-"""Samples per step / micro-batch size, for a model that depends on that size: two replicas of four micro-batches."""
+"""Samples per step over micro-batch size, for a model that couples samples: two replicas of four micro-batches."""
 SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 """Samples per step and tokens per sample of a shrunk model."""
 
 
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Prove layouts; print a line for each layout and the table. Return 1 if one is not proved, else 0.
+    """Compare layouts with one process; print a line for each and the table. Return 1 if one differs, else 0.
 
     Default: a selection of layouts that covers the pair table.
     """
@@ -74,7 +74,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def prepare(config: RunConfig, *, whole: bool) -> RunConfig:
-    """Return the configuration to prove, and print its differences from the one that is trained."""
+    """Return the configuration to verify (shrunk, with dropout on), and print its differences from the given one."""
     from meshwright.optimizer import SMALLEST
     from meshwright.tools.verify import make_small, turn_dropout_on
 
@@ -104,7 +104,7 @@ def probe_traits(config: RunConfig, global_batch: int, dtype: str, *, random_tok
 
 
 def choose_layouts(config: RunConfig, global_batch: int, traits: Traits) -> tuple[list[Layout], list[Layout]]:
-    """Return the default layouts and those of them to run twice; print the layouts that are left out, with reasons."""
+    """Return the default layouts, and those of them to run twice; print the omitted layouts with reasons."""
     from meshwright.tools.verify import default_layouts, run_twice
 
     layouts, missing = default_layouts(config, traits, global_batch, MAX_RANKS)

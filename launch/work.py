@@ -167,7 +167,7 @@ def observe(
     log: Callable[[str], None],
     callbacks: Callbacks,
 ) -> list[Observer]:
-    """Return the observers of a run, and connect ``request`` to the step's flag STOP.
+    """Return the observers of a run; :class:`Checkpoints` among them connects ``request`` to the step's flag STOP.
 
     Their order is fixed: most of them communicate, and each may use the results of those before it.
     """

@@ -109,7 +109,7 @@ def _world(call: WorkerCall) -> Iterator[None]:
 
 
 def _destroy_groups() -> None:
-    """Destroy the process groups and their remaining references: each group has three threads, one waking often."""
+    """Destroy the process groups and collect leftover references: a group has three threads, one of which polls."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -23,7 +23,7 @@ Added: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser whose errors carry a code, as every error that a user can cause."""
+    """Parser whose errors have an error code, as all errors that a user can cause."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and leave with 2."""
@@ -74,7 +74,7 @@ def config_file(parser: argparse.ArgumentParser) -> None:
 
 
 def nodes_of_job(parser: argparse.ArgumentParser) -> None:
-    """Add ``--nodes`` and ``--devices-per-node`` with the defaults of a prediction without a cluster."""
+    """Add ``--nodes`` and ``--devices-per-node``, which default to 8 devices per node and as many nodes as needed."""
     parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: as the degrees need)")
     parser.add_argument("--devices-per-node", type=count, default=8, metavar="M", help="ranks on each (default: 8)")
 
@@ -104,7 +104,7 @@ def parse_count_from_0(text: str) -> int:
 
 
 def counts(text: str) -> list[int]:
-    """Parse whole numbers from 1 up, separated by commas; return them in order, each once."""
+    """Parse whole numbers from 1 up, separated by commas; return them sorted, each once."""
     return sorted({count(part.strip()) for part in text.split(",")})
 
 

@@ -1,4 +1,4 @@
-"""Commands for files on disk: corpora, configurations, checkpoints, models in other formats."""
+"""Commands for files on disk: corpora, configurations, models in other formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that write, describe or predict a run before it starts, without its ranks or devices."""
+"""Commands before a run: write, describe or predict it, without its ranks or devices; ``calibrate`` measures them."""
 
 from __future__ import annotations
 

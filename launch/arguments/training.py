@@ -1,4 +1,4 @@
-"""Commands that start ranks: training, and the steps before, beside and after it."""
+"""Commands that start ranks (train, doctor, verify, eval, sample), or write the job that does (slurm, kubernetes)."""
 
 from __future__ import annotations
 
