@@ -25,9 +25,9 @@ class Elements(NamedTuple):
     factors: int = 0
     """Elements of Adafactor's states, whole on every rank."""
     experts: Elements | None = None
-    """Counts of the experts that ranks share by ``parallel.ep``, whose replicas are others; not in these."""
+    """Counts of the experts sharded over ep ranks, which have other replica groups; the other fields exclude them."""
     rows: int = 0
-    """Greatest common divisor of the layers' numbers of experts on a rank; of experts alone."""
+    """Greatest common divisor, over layers, of the experts of a rank (dim 0 of the weights); set in ``experts``."""
 
     @property
     def trained(self) -> int:
@@ -36,12 +36,12 @@ class Elements(NamedTuple):
 
     @property
     def dense(self) -> int:
-        """Elements with a gradient, without the experts that ranks share."""
+        """Elements with a gradient, without the experts sharded over ep ranks."""
         return self.in_blocks + self.others + self.matrices
 
     @property
     def of_experts(self) -> Elements:
-        """Counts of the experts that ranks share; zeros without any."""
+        """Counts of the experts sharded over ep ranks; zeros without any."""
         return self.experts or Elements(0, 0, 0)
 
     def divided(self, number: int) -> Elements:
@@ -57,18 +57,18 @@ class Elements(NamedTuple):
 
 
 def shards_expert_weights(config: RunConfig, elements: Elements) -> bool:
-    """Return whether ZeRO-3 shards the weights of a stage's experts: its shards divide the experts of a rank."""
+    """Return whether ZeRO-3 shards the weights of a stage's experts: if its shards divide the experts of a rank."""
     shards = expert_shard_factor(config)
     return config.parallel.zero == 3 and shards > 1 and elements.of_experts.rows % shards == 0
 
 
 class StateWidths(NamedTuple):
-    """Widths of a rank's states, which frameworks choose; the defaults are meshwright's."""
+    """Choices of precision in which frameworks differ; the defaults are meshwright's. The planner sets others."""
 
     gradient: int = 4
     """Bytes per element of an accumulated gradient; never less than those of a float64 weight."""
     has_copy: bool = True
-    """Weights in the compute dtype are held besides float32 ones, which the optimizer steps; else the latter alone."""
+    """True: weights in the compute dtype besides float32 master weights; False: float32 weights alone."""
 
 
 OWN_WIDTHS = StateWidths()
@@ -89,10 +89,10 @@ def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False,
 
 
 def held_at_rest(config: RunConfig, elements: Elements, widths: StateWidths = OWN_WIDTHS) -> tuple[int, int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state on the device, and on the host.
+    """Return (weights, gradients, optimizer state) in bytes on the device, then the bytes on the host (offload).
 
-    Experts that ranks share are sharded over their own replicas; under ZeRO-3 as under ZeRO-2 where their number on a
-    rank cannot be divided.
+    Master weights count as optimizer state; under ZeRO-3 they are the weights. Experts sharded over ep ranks are
+    sharded over their own replicas. ZeRO-3 leaves them as ZeRO-2 does where its shards do not divide their number.
     """
     own = _held_at_rest(config, elements, shard_factor(config), config.parallel.zero, widths)
     if elements.experts is None:
@@ -132,8 +132,7 @@ def _held_at_rest(
 
 
 def _gradient_bytes(config: RunConfig, whole: int, shards: int) -> int:
-    """Return the gradient bytes at rest: with ZeRO-2 a shard, plus the full gradient where it is reduced once per
-    step."""
+    """Return the gradient bytes at rest: from ZeRO-2 on a shard, plus ``whole`` where it is reduced once per step."""
     if config.parallel.zero < 2 or shards == 1:
         return whole
     return whole // shards + (0 if reduces_each_microbatch(config) else whole)

@@ -1,4 +1,4 @@
-"""Rewrite of a checkpoint as another layout would have saved it, without starting a rank.
+"""Offline resharding: rewrite a checkpoint as another layout would have saved it, without starting a rank.
 
     source                 layout                      target
     pp0-tp0 |####|         draw_blueprint              pp0-tp0 |##|  pp0-tp1 |##|
@@ -6,8 +6,8 @@
                     ---->  tensors per rank,   ---->   ...
                            and their slices            manifest: the same step, the new layout
 
-Any layout reads any checkpoint directly. Rewriting pays for files that each rank of a layout reads in one piece, and
-for one single file. Memory holds one tensor at a time, besides the contents of the file being written.
+Resuming does not need it, since any layout reads any checkpoint. It is worthwhile for files that each rank of a layout
+reads whole, or for one single file. Memory holds one tensor at a time, besides the contents of the file being written.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ class ShardTensor(NamedTuple):
 def shard_tensors(
     blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False, added: Sequence[TensorKind] = ()
 ) -> Iterator[ShardTensor]:
-    """Yield the tensors that dp rank 0 of these coordinates writes, in the order of ``run.tensors.pieces``.
+    """Yield the tensors that the rank (pp_rank, dp 0, tp_rank) writes, in the order of ``run.tensors.pieces``.
 
     Args:
         blueprint: drawn for this tp rank.
         is_fresh: the checkpoint is an imported model, with weights alone.
-        added: states of callbacks.
+        added: kinds of tensors that callbacks have added, such as ema.
     """
     stages, optimizer = blueprint.schedule.stages_of(pp_rank), blueprint.config.optimizer
     if tp_rank == 0:
@@ -188,13 +188,13 @@ def pieces(
 
 
 def added_states(checkpoint: CheckpointReader, blueprint: Blueprint) -> list[TensorKind]:
-    """Return the kinds of states in a checkpoint that callbacks of its run have added."""
+    """Return the kinds of tensors in a checkpoint that callbacks of its run have added, such as ema."""
     own = {TensorKind.WEIGHTS, TensorKind.MASTER, *saved_states_of(blueprint.config.optimizer)}
     return [kind for kind in checkpoint.kinds() if kind not in own]
 
 
 def _members(blueprint: Blueprint, stage: int) -> list[StageParameter]:
-    """Return the parameters of a stage, each once. The group of a tied weight has only its first rank, alone."""
+    """Return the parameters of a stage, each once. Tied weights get a group of one rank: nothing is reduced here."""
     stages_of = blueprint.stage_of_parameter()
     tied = {name: Group("pp", (0,), 0) for name, stages in stages_of.items() if len(stages) > 1}
     of_stage = stage, blueprint.stage_layers(stage), blueprint.infos, blueprint.model.canonical

@@ -33,9 +33,9 @@ class RankShare(NamedTuple):
     gradient_bytes: int
     """Gradient bytes kept over a step; backward adds some unreduced buckets with ZeRO-2, a layer with ZeRO-3."""
     optimizer_bytes: int
-    """Bytes of optimizer states and, under bfloat16, master weights, for the ZeRO shard."""
+    """Bytes of this rank's shard of the optimizer state and, in 16 bits below ZeRO-3, of the master weights."""
     host_bytes: int
-    """Bytes of these three that ``parallel.offload`` keeps in host memory."""
+    """Bytes of the states that ``parallel.offload`` keeps in host memory; the other fields do not contain them."""
     peak_activations: int
     """Largest number of micro-batches in flight."""
 
@@ -60,7 +60,7 @@ def rank_shares(blueprint: Blueprint) -> list[RankShare]:
 
 
 def _shared(blueprint: Blueprint, stage: int) -> int:
-    """Return the elements of weights that several modules of a stage use, which ZeRO-3 gathers once."""
+    """Return the elements of weights that several modules of a stage share; ZeRO-3 gathers them once."""
     uses = Counter(parameter for _, parameter in blueprint.stage_layers(stage).named_parameters(remove_duplicate=False))
     return sum(parameter.numel() for parameter, times in uses.items() if times > 1)
 
@@ -80,7 +80,7 @@ def _elements(blueprint: Blueprint, stage: int) -> Elements:
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
-    """Return the batch arithmetic with its numbers, and in tokens."""
+    """Return two lines: global_batch as a product, and the tokens (or labels) of a step."""
     batch, grid = batch_numbers(blueprint.config), blueprint.grid
     example = blueprint.example
     if blueprint.config.data.builder is None:
@@ -108,7 +108,7 @@ def _ramp(blueprint: Blueprint) -> list[str]:
 
 
 def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str:
-    """Return the whole summary. ``width``: columns for the schedule; all else fits into 80 where names are short."""
+    """Return the whole summary. ``width``: columns of the schedule; all else fits into 80 if names are short."""
     config, timeline = blueprint.config, simulate(blueprint.schedule, Costs())
     of_samples, of_tokens = batch_arithmetic(blueprint)
     bubble = f"{bubble_share(timeline):.1%} of the time is bubble (dots) when B costs 2 F"
@@ -126,7 +126,7 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
             f"batch      {of_samples}",
             f"           {of_tokens}",
             *_ramp(blueprint),
-            *_price(blueprint),
+            *_sharding_traffic(blueprint),
             *_eight_bit(blueprint),
             *_muon(blueprint),
             *blueprint.cut.lines(),
@@ -141,8 +141,8 @@ def summarise(blueprint: Blueprint, nodes: list[str], width: int = WIDTH) -> str
     )
 
 
-def _price(blueprint: Blueprint) -> list[str]:
-    """Return the cost of sharding gradients and weights at the largest stage; nothing for ZeRO-0 and -1."""
+def _sharding_traffic(blueprint: Blueprint) -> list[str]:
+    """Return lines on the traffic of ZeRO-2 and -3 at the largest stage; none for ZeRO-0 and -1, or one shard."""
     config, shards = blueprint.config, shard_factor(blueprint.config)
     if config.parallel.zero < 2 or shards == 1:
         return []
@@ -178,7 +178,7 @@ def _price(blueprint: Blueprint) -> list[str]:
 
 
 def _eight_bit(blueprint: Blueprint) -> list[str]:
-    """Return the share of parameters with 8-bit optimizer state."""
+    """Return a line with the share of parameters that have 8-bit optimizer state; none for other optimizers."""
     optimizer = blueprint.config.optimizer
     if optimizer.name != "adamw8bit":
         return []
@@ -192,7 +192,7 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
 
 
 def _muon(blueprint: Blueprint) -> list[str]:
-    """Return the number and share of the matrices that Muon steps, and the bytes on the wire of their exchange."""
+    """Return lines on the matrices that Muon steps: their number and share, and the bytes of their exchange."""
     config, stages, canonical = blueprint.config, range(len(blueprint.stages)), blueprint.model.canonical
     infos = {canonical(name): info for name, info in blueprint.infos.items() if info.matrix is not None}
     if not infos:
@@ -217,7 +217,7 @@ def _muon(blueprint: Blueprint) -> list[str]:
 
 
 def _offload(blueprint: Blueprint) -> list[str]:
-    """Return the host memory of the largest stage."""
+    """Return a line with the host memory of the largest stage; none without ``parallel.offload``."""
     parallel = blueprint.config.parallel
     if not parallel.offload:
         return []

@@ -31,9 +31,9 @@ CODE_KEYS = (
 )
 """Configuration keys whose value, or each value of a list, is imported as code."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
-"""Files beside the configuration of a run, or of an exported model, whose other files are missing."""
+"""Files that mark the folder of a configuration as that of a run or exported model, if its other files are missing."""
 DEPTH = 4
-"""Levels above a file that may be the run directory: RUN/checkpoints/step-00000010/config.toml is three below it."""
+"""Folders above a file that are searched for a run: RUN/checkpoints/step-00000010/config.toml is three levels deep."""
 
 
 def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
@@ -91,7 +91,7 @@ def _is_word(value: str) -> bool:
 def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
     """Return the keys that ``overrides`` set, with their values, without builders that equal the saved one.
 
-    Naming the saved builder changes nothing: it only marks it as trusted by the user.
+    An override that names the saved builder changes nothing: it only marks the builder as trusted.
     """
     given = {key[:2]: value for key, value in given_keys(overrides).items() if key[:2] in KEYS}
     return {

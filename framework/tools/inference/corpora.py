@@ -1,4 +1,4 @@
-"""Corpora of an evaluation: the choice of another one, its tokenizer, and the bytes of text behind its labels."""
+"""Corpora of an evaluation: selection by --data, check of the tokenizer, and the bytes of text behind the labels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TextSize(NamedTuple):
 
 
 def check_tokenizer(config: RunConfig, source: AnySource) -> None:
-    """Check that the tokenizer is the one that made the tokens; another one would count the bytes of another text."""
+    """Check that data.tokenizer encoded the corpus; else bits per byte would be wrong. Raises DataError: it did not."""
     if config.data.tokenizer is None:
         return
     named = Path(config.data.tokenizer)

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: loss, of tokens also perplexity and bits per byte, the same on every layout.
+"""Evaluation of a trained model: loss and, over tokens, perplexity and bits per byte, the same on every layout.
 
     checkpoint -> stages of this layout -> forward over the validation set, once, in order -> sums over all ranks
 
@@ -59,12 +59,12 @@ class EvaluationResult:
     perplexity: float | None
     """None, as are bits per byte and the unigram baseline, if the loss is no cross-entropy over tokens."""
     bytes: int | None
-    """Bytes of text for which these tokens stand; None if unknown."""
+    """Bytes of the text that these tokens encode; None if unknown."""
     bits_per_byte: float | None
     unigram_entropy: float | None
-    """Unigram baseline: nats per token of the same text under token frequencies alone."""
+    """Unigram baseline: nats per token of the whole text under token frequencies alone; None with ``steps``."""
     while_training: dict[str, float | int | None] | None
-    """Loss of the first batches, which validation in training uses, and the loss that the run logged for this step.
+    """Loss over the first batches, those of validation in training, and the loss that the run logged for this step;
     None for other data, or if fewer batches were evaluated.
     """
 
@@ -103,7 +103,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """Work of each rank; the launcher sends it to the ranks."""
+    """Picklable job that the launcher runs on each rank."""
 
     place: ModelLocation
     is_own_data: bool

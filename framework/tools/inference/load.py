@@ -1,4 +1,4 @@
-"""Trained model on the ranks of any layout, for inference: its weights and stages, without anything for training.
+"""Trained model on the ranks of any layout, for inference: stages in eval mode with the weights of a checkpoint.
 
     checkpoint of any layout -> each rank reads its slices of its stages -> forward, in the order of the schedule's Fs
 
@@ -38,13 +38,13 @@ from meshwright.tools.trust import changed_keys, check_trusted
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 
 LAYOUT = ("parallel", "pipeline", "launch")
-"""Sections that define the layout, which inference may change."""
+"""Sections of which inference may change every key: they define the layout."""
 KEPT = frozenset({("train", "device"), ("train", "dtype"), ("batch", "micro_batch_size")})
-"""Other keys in which inference may differ from training."""
+"""Keys of other sections that inference may change."""
 
 
 ONLY_TRAINING = ("optimizer", "loss_scale", "checkpoint", "watch", "tracking")
-"""Sections that a trained model does not need; they are reset to defaults, which fit any other key."""
+"""Sections that inference ignores. They are reset to defaults, which no other key contradicts."""
 
 
 class ModelLocation(NamedTuple):
@@ -198,7 +198,7 @@ def open_trained(
 def _owned_base(
     blueprint: Blueprint, stages: Mapping[int, Stage], mesh: Mesh
 ) -> Iterator[tuple[ParameterInfo, Tensor]]:
-    """Yield the weights beside adapters that this rank counts among those with copies of them."""
+    """Yield the base weights that this rank adds to the fingerprint: of all ranks with a copy, one adds each."""
     for stage in stages.values():
         for name, parameter in stage.layers.named_parameters():
             info = blueprint.infos[name]

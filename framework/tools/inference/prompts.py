@@ -15,7 +15,7 @@ WHOLE_SAMPLES = tuple(
     f"--parallel.{key}"
     for key in ("cp=1", "cp_order=zigzag", "cp_exchange=keys", "cp_head_groups=null", "ep=1", "ep_across_nodes=false")
 )
-"""Overrides with which every rank has whole samples, and all experts."""
+"""Overrides without context and expert parallelism: every rank has whole samples and all experts."""
 
 
 def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[s
 
 
 def ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | None) -> set[int]:
-    """Return the ends of documents in the tokenizer, in the files beside it, and in the corpus of the same folder."""
+    """Return the ids of end-of-document tokens: of the tokenizer, the files beside it, and the corpus in its folder."""
     return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
 
 

@@ -42,7 +42,7 @@ from meshwright.tools.inference.prompts import WHOLE_SAMPLES, encode_prompt, end
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
 SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false", *WHOLE_SAMPLES)
-"""Overrides of the run's configuration; with bfloat16, rounding would let layouts choose different tokens."""
+"""Overrides with which greedy text is the same on any layout: rounding in bfloat16 would change the chosen tokens."""
 
 
 class SamplingRequest(NamedTuple):
@@ -120,7 +120,7 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Work of each rank; the launcher sends it to the ranks."""
+    """Picklable job that the launcher runs on each rank."""
 
     place: ModelLocation
     request: SamplingRequest
@@ -204,7 +204,7 @@ def choose(logits: Tensor, request: SamplingRequest, generators: Sequence[torch.
 
 @dataclass
 class _LastLogits:
-    """Callable in place of the loss that stores the logits at each row's last token."""
+    """Replacement for the loss function: stores the logits at each row's last token, and returns zeros as losses."""
 
     tp: Group
     vocab_size: int | None
@@ -234,7 +234,7 @@ class _LastLogits:
 
 
 class _PromptBatch(NamedTuple):
-    """Prompts as the one micro-batch of a step."""
+    """Feed of one micro-batch, the prompts; see :class:`meshwright.parts.StepFeed`."""
 
     batch: Microbatch
 
@@ -254,7 +254,7 @@ def _run_forward(
 ) -> None:
     """Run one forward over the last window of each row; ``logits`` keeps the result. Every rank calls it; blocks.
 
-    The last argument maps (B, S) int64 ids to the model's inputs; None: the ids themselves.
+    ``input_function`` maps (B, S) int64 ids to the model's inputs; None: the ids themselves.
     """
     window = max(windows)
     seen = [row[-window:] for row in rows]
@@ -276,7 +276,7 @@ def _run_forward(
 
 
 def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
-    """Return window length -> specs of the values that the stages pass on, found on meta."""
+    """Return window length -> specs of the values sent between stages, from a forward on meta."""
     lengths = [longest := blueprint.config.data.sequence_length]
     while (shorter := SHORTEST * 2 ** (len(lengths) - 1)) < longest:
         lengths.append(shorter)

@@ -19,7 +19,7 @@ from meshwright.pipeline.values import IGNORED_LABEL
 
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _PREFIX = "a"
-"""Text before each token when it is decoded: decoders treat the first token of a text differently (its blank)."""
+"""Token before each decoded token: decoders drop the blank of the first token of a text."""
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
@@ -51,8 +51,7 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
 
 
 def leading_blank_bytes(tokenizer: Tokenizer, table: NDArray[np.int64]) -> int:
-    """Return the bytes of the blank that some tokenizers add before each text. ``table``: of
-    :func:`bytes_of_tokens`."""
+    """Return the bytes of the blank that some tokenizers prepend to a text. ``table``: from :func:`bytes_of_tokens`."""
     ids = tokenizer.encode("a", add_special_tokens=False).ids
     return max(0, int(table[ids].sum()) - 1)
 
@@ -76,7 +75,7 @@ def starts_of_texts(
 
 
 def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
-    """Yield a decoder and, of a sequence, those in it."""
+    """Yield a decoder of tokenizer.json and, if it is a sequence, the decoders in it."""
     if isinstance(decoder, dict):
         yield decoder
         for inner in decoder.get("decoders", ()):

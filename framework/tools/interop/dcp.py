@@ -1,10 +1,10 @@
-"""Export of a checkpoint to PyTorch's distributed checkpoint format (DCP), keyed as torchtitan keys a model.
+"""Export of a checkpoint to PyTorch's distributed checkpoint format (DCP), by parameter name, as torchtitan has them.
 
     weights/block0.norm.weight, any layout  ->  block0.norm.weight, one whole tensor in __0_0.distcp
                                                 .metadata: names, shapes, dtypes, offsets (a pickle, as DCP defines it)
 
-A model in plain torch loads it under its own parameter names. DCP writes the files itself and takes one tensor after
-the other from the checkpoint, so that one is in memory at a time.
+A model in plain torch loads it under its own parameter names. DCP writes the files. The planner hands it one tensor of
+the checkpoint after the other, so that one is in memory at a time.
 
 There is no import: DCP's ``.metadata`` and every tensor in its files are pickles, which can run code when loaded.
 """
@@ -34,7 +34,7 @@ from meshwright.tools.interop.huggingface.destination import (
 )
 
 FILE_BYTES = 4096
-"""Bytes of a tensor beside its elements: its header in the file, and its part of the metadata."""
+"""Estimated bytes per tensor besides its elements: its header in the file, and its part of the metadata."""
 
 
 class DcpExport(NamedTuple):

@@ -1,4 +1,4 @@
-"""Accounting of a measured step: the time of each rank by cause, and the costs for a simulation of it.
+"""Accounting of a measured step: the time of each rank by cause, and the costs to simulate the same step.
 
     rank r    |data|--wait for F--|==F==|..|--wait for B--|===B===| REDUCE |--STEP---|
                         |                                                      |
@@ -28,15 +28,15 @@ class Account(NamedTuple):
     rank: int
     compute: float
     waiting: float
-    """For a message that was not yet sent, or for the other ranks of an all-reduce: the bubble."""
+    """Bubble: waits for a message that was not yet sent, or for the other ranks of an all-reduce."""
     communication: float
-    """Exposed: for a message on its way, and posting messages."""
+    """Exposed communication: waits for a message that was already sent, and the posting of messages."""
     reduce: float
     optimizer: float
     data: float
-    """Reading samples."""
+    """Reads of samples."""
     other: float
-    """Between all these: the program itself."""
+    """Time outside of all spans: Python between the actions."""
 
     @property
     def total(self) -> float:
@@ -49,8 +49,7 @@ PARTS = Account._fields[1:]
 
 
 def account(timeline: Timeline, readings: Iterable[Reading] = ()) -> tuple[Account, ...]:
-    """Account for the time of each rank. The step begins at 0, or with the first span if that is earlier, and ends with
-    the last."""
+    """Return the time of each rank by cause, from 0 (or an earlier first span) to the end of the last span."""
     begin = min(0.0, *(span.start for span in timeline.spans))
     total = max(span.end for span in timeline.spans) - begin
     sums: dict[int, dict[str, float]] = {rank: defaultdict(float) for rank in timeline.ranks}

@@ -15,7 +15,7 @@ from meshwright.system.bounded import (
 from meshwright.terminal.format import format_gib
 
 MAX_SAVED_AT_S = 2**37
-"""Bound of the time of saving, as in a manifest: a year that clocks can show."""
+"""Upper limit of the time of saving, as in checkpoint/manifest.py; ``time.localtime`` accepts all times below it."""
 
 
 class CheckpointInfo(NamedTuple):
@@ -70,7 +70,7 @@ def read_checkpoints(directory: Path, remarks: list[str]) -> tuple[CheckpointInf
 
 
 def _saved_at_s(tree: dict[str, Any], manifest: Path) -> float:
-    """Return the time in the manifest; of a checkpoint of an earlier version that of its file, which a copy changes."""
+    """Return the time in the manifest; older manifests have none: then the file's mtime, which a copy may change."""
     saved_at_s = tree.get("saved_at_s")
     if saved_at_s is None:
         return manifest.stat().st_mtime

@@ -19,9 +19,9 @@ from meshwright.tools.report.run import RunContents
 from meshwright.tracking.record import GIB, StepRecord
 
 MAX_BAD = 200
-"""Most marks of non-finite steps in one chart."""
+"""Maximum number of marks of non-finite steps in one chart."""
 MAX_EXTRA_CHARTS = 24
-"""Most charts of metrics of callbacks, model and GPUs."""
+"""Maximum number of charts for metrics of callbacks, model and GPUs."""
 
 
 class Recorded(NamedTuple):
@@ -82,7 +82,7 @@ def _of(index: int, curves: Sequence[Curve]) -> list[Curve]:
 
 
 def axes_of(run: RunContents) -> dict[str, Column]:
-    """Return the tokens and the seconds of training at the steps of a run, for the other x axes of its charts."""
+    """Return the columns step, tokens and time (s) of a run: the page converts steps to the other x axes with them."""
     seconds = accumulate(record.step_s for record in run.records)
     rows = [(record.step, record.tokens, so_far) for record, so_far in zip(run.records, seconds, strict=True)]
     spacing = -(-len(rows) // MAX_ROWS) or 1
@@ -100,7 +100,7 @@ def extra_charts(run: RunContents) -> dict[str, list[Curve]]:
 
 
 def extra_points(run: RunContents, name: str) -> list[Point]:
-    """Return the values of such a metric by step."""
+    """Return the values of an extra metric (of callbacks, model or GPUs) by step."""
     return points(run.records, Recorded(Quantity(name), lambda record: record.extra.get(name)))
 
 

@@ -12,7 +12,7 @@ from meshwright.system.bounded import MIB, lines, open_regular, parse_json
 from meshwright.tracking.record import EXPERT_LOAD
 
 MAX_LAYERS, MAX_STEPS, MAX_ROWS = 6, 60, 32
-"""Most layers, columns and rows of the maps. Neighbouring experts share a row, which has the fullest one."""
+"""Maximum number of layers, columns and rows of the maps. A row of several experts shows the one with most tokens."""
 CELL = 9
 """Width and height of a cell in pixels."""
 MAX_COUNT = 2**53
@@ -61,7 +61,7 @@ def evenly(values: Sequence[str] | Sequence[int], most: int) -> list[int]:
 
 
 def heat_maps(run: Path) -> list[HeatMap]:
-    """Return the maps of a run, of some of its layers; none without the file."""
+    """Return the maps of up to ``MAX_LAYERS`` layers; empty without the file."""
     loads = read_loads(run)
     names = [name for name, layer in (next(iter(loads.values())) if loads else {}).items() if layer]
     maps = []

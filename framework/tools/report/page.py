@@ -31,10 +31,10 @@ from meshwright.tools.report.run import Attempt, RunContents, clock
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 MAX_DRAWN = 2000
-"""Most actions in a picture. With more, the page is large and the boxes hair-thin, so the schedule becomes text."""
+"""Maximum number of actions in a picture. With more, the boxes would be hair-thin: the schedule is shown as text."""
 MAX_STRAGGLERS = 8
 MAX_ROWS = 60
-"""Most rows of the tables of attempts and checkpoints; rows in the middle are left out."""
+"""Maximum number of rows of the tables of attempts and checkpoints; rows in the middle are left out."""
 
 
 class SchedulePicture(NamedTuple):
@@ -47,7 +47,7 @@ class SchedulePicture(NamedTuple):
 
 
 class TimeRow(NamedTuple):
-    """Time of one rank by part: (name, share, words) each."""
+    """Time of one rank: (name, share of the step, text) of each part."""
 
     rank: str
     parts: tuple[tuple[str, float, str], ...]
@@ -58,10 +58,10 @@ class Memory(NamedTuple):
 
     caption: str
     stages: tuple[tuple[str, float, str], ...]
-    """(pipeline rank, its largest peak as a share of the largest of all, words)."""
+    """(pipeline rank, its largest peak as a share of the largest of all, text)."""
     axes: tuple[str, ...]
     ranks: list[tuple[str, ...]]
-    """(rank, its coordinates on the axes, words)."""
+    """(rank, its coordinates on the axes, text)."""
 
 
 def page(runs: Sequence[RunContents]) -> str:

@@ -78,7 +78,7 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True)
 class RunContents:
-    """Everything that could be read from a run directory."""
+    """Contents of a run directory, as far as they could be read."""
 
     directory: Path
     name: str

@@ -22,9 +22,9 @@ def format_report(imported: ImportedConfig) -> str:
     kept = imported.num_keys - len(dropped)
     lines = [f"read as {name}'s: {imported.num_keys} keys, {kept} of them carried over or not needed"]
     if imported.open:
-        lines += ["", f'to be set before training: "{OPEN_VALUE}" in the file', *_wrapped(_marks(imported.open))]
+        lines += ["", f'to be set before training: "{OPEN_VALUE}" in the file', *_wrapped(_mark_lines(imported.open))]
     if imported.guessed:
-        lines += ["", "guessed, marked on its line in the file", *_wrapped(_marks(imported.guessed))]
+        lines += ["", "guessed, marked on its line in the file", *_wrapped(_mark_lines(imported.guessed))]
     if imported.decided:
         lines += ["", "decided", *_wrapped(imported.decided)]
     if imported.assumed:
@@ -32,7 +32,7 @@ def format_report(imported: ImportedConfig) -> str:
     for reason in ORDER:
         keys = [key for key in dropped if key.reason is reason]
         if keys:
-            lines += ["", f"not carried over: {reason}", *_wrapped(_lines(keys))]
+            lines += ["", f"not carried over: {reason}", *_wrapped(_dropped_lines(keys))]
     needless = [key.item.key for key in imported.dropped if key.reason is DropReason.NEEDLESS]
     if needless:
         lines += ["", DropReason.NEEDLESS, *_wrapped([", ".join(dict.fromkeys(needless))])]
@@ -59,7 +59,7 @@ def file_text(imported: ImportedConfig, source: str) -> str:
 
 
 def _opened(value: Any) -> Any:
-    """Return OPEN_VALUE in place of a value; of tables in a list, such as the corpora of stages, in place of paths."""
+    """Return OPEN_VALUE in place of a value. In tables, such as the corpora of stages, it only replaces the paths."""
     if not isinstance(value, list | dict):
         return OPEN_VALUE
     if isinstance(value, list):
@@ -88,13 +88,13 @@ def _row(heading: str, name: str, value: Any, imported: ImportedConfig) -> str:
     return f"{toml_name(name)} = {toml_value(value)}{comment}"
 
 
-def _marks(marks: Mapping[str, str]) -> Iterator[str]:
+def _mark_lines(marks: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each distinct reason, with all keys that share it."""
     for reason in dict.fromkeys(marks.values()):
         yield f"{', '.join(key for key in marks if marks[key] == reason)}: {reason}"
 
 
-def _lines(dropped: list[DroppedKey]) -> Iterator[str]:
+def _dropped_lines(dropped: list[DroppedKey]) -> Iterator[str]:
     """Yield a line for each distinct explanation, with all keys that share it."""
     by_note: dict[str, list[DroppedKey]] = {}
     for key in dropped:

@@ -16,7 +16,7 @@ from meshwright.tools.interop.configs.source_keys import SourceKey, is_off
 from meshwright.tools.interop.configs.translation import Draft
 
 OTHER_MODELS = re.compile(r"vl|vision|omni|audio|mamba|hybrid|t5|mimo|moe|asr|flux|diffusion", re.IGNORECASE)
-"""Names of model classes beyond a dense decoder of text."""
+"""Pattern in the class names of models other than a dense text decoder."""
 TARGET = "model._target_"
 ACTIVATION = "model.activation_func._target_"
 ACTIVATIONS = {"squared_relu": "squared-relu", "fast_gelu": "openai-gelu", "openai_gelu": "openai-gelu"}
@@ -145,7 +145,7 @@ def _blend(draft: Draft) -> None:
 
 
 def _skip_usual(draft: Draft) -> None:
-    """Mark fields as read that have their usual value: a file lists every field there is."""
+    """Mark fields with their usual value as read, since the file lists every field of ``ConfigContainer``."""
     for key, usual in USUAL.items():
         if key in draft.items and (draft.items[key].value == usual or is_off(draft.items[key].value)):
             draft.read.add(key)

@@ -1,4 +1,4 @@
-"""Tables of Megatron-Bridge's fields: the flags of Megatron-LM that they are, their usual values, and the rest."""
+"""Tables of Megatron-Bridge's fields: their flags in Megatron-LM, their usual values, and the rest."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ USUAL: dict[str, object] = {
     "model.qk_clip_threshold": 100,
     "model.fp16_lm_cross_entropy": False,
 }
-"""Field -> the value that it has in most files, and that changes nothing here."""
+"""Field -> the value that most files have, which has no effect here."""
 REST = (
     DropRule("peft* optimizer.muon_* optimizer.lion_* model.mtp_*", DropReason.NEEDLESS),
     DropRule("model.fp8* mixed_precision.fp8*", DropReason.BY_HAND, FLOAT8),

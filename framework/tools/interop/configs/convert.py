@@ -1,4 +1,4 @@
-"""Conversion of another framework's file to a :class:`~meshwright.config.RunConfig`, with an account of its keys."""
+"""Conversion of another framework's file to a :class:`~meshwright.config.RunConfig`, with a report on every key."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ NAMES = {
     "bridge": "Megatron-Bridge",
 }
 TORCHTITAN = OF_TORCHTITAN | {"model", "optimizer", "metrics", "checkpoint", "compile", "comm", "validation", "debug"}
-"""Sections of torchtitan's TOML files; a file without any of them is not torchtitan's."""
+"""Sections of torchtitan's TOML files. A TOML file with none of them counts as one without keys."""
 
 
 class ImportedConfig(NamedTuple):
-    """Result of an import: the configuration, and an account of the file's keys."""
+    """Result of an import: the configuration, and the fate of each key of the file."""
 
     config: RunConfig
     """The configuration, with stand-ins for the keys in ``open``."""
@@ -54,7 +54,7 @@ class ImportedConfig(NamedTuple):
 
 
 def detect_framework(path: Path) -> str:
-    """Detect the framework of a file by its suffix: TOML is torchtitan, YAML nanotron, all else Megatron-LM flags.
+    """Return the framework that a suffix suggests: TOML and JSON torchtitan, YAML nanotron, all else Megatron-LM flags.
 
     Raises:
         ConfigError: a Python file, the form of torchtitan's configurations since 2026.

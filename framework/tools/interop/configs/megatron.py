@@ -44,7 +44,7 @@ def translate(draft: Draft, ranks: int | None, more: Sequence[DropRule] = ()) ->
 
     Args:
         draft: the flags; receives the meshwright keys.
-        ranks: number of ranks of the whole job; None: as the launcher in the script starts.
+        ranks: number of ranks of the whole job; None: as many as the launcher in the script starts.
         more: rows for keys without a translation, before those of Megatron-LM.
 
     Raises:
@@ -69,7 +69,7 @@ def translate(draft: Draft, ranks: int | None, more: Sequence[DropRule] = ()) ->
 
 
 def _leave_open(draft: Draft) -> None:
-    """Leave the meshwright keys open that follow from flags with an undefined variable."""
+    """Leave open the meshwright keys that follow from flags whose value is an undefined shell variable."""
     for name in draft.unset:
         key, reason = FEEDS.get(name), draft.why_missing(name)
         if key is not None and not (draft.own_model and key.startswith("model.")):

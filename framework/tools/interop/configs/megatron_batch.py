@@ -86,10 +86,10 @@ def _schedule(draft: Draft, total: int | None) -> int | None:
 
 
 def ramp_of(entries: Sequence[tuple[int, int]]) -> list[int] | None:
-    """Return the ``batch.ramp`` whose steps have the same samples as with these (first sample, samples per step).
+    """Return the ``batch.ramp`` with the batch sizes of ``entries``, (first sample, samples per step); or None.
 
-    The i-th of n increments belongs to the first step at or after sample S x i / n, S the samples of the ramp. It must
-    be the first step at or after its threshold, so each threshold bounds S from both sides. None: no S fits.
+    A ramp over S samples takes the i-th of n increments at the first step at or after sample S x i / n. That must be
+    the first step at or after the i-th threshold, so each threshold bounds S from both sides.
     """
     sizes, n = [size for _, size in entries], len(entries) - 1
     increments = {after - before for before, after in pairwise(sizes)}

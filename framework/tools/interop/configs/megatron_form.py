@@ -26,7 +26,7 @@ GATED = "swiglu"
 
 
 class DecoderForm(NamedTuple):
-    """Builder, and the options of its form that its defaults do not have."""
+    """Builder for the decoder that the flags describe, and the options that differ from the builder's defaults."""
 
     builder: str
     """``gpt2``, ``llama`` or ``decoder``."""
@@ -61,7 +61,7 @@ def form_of(draft: Draft) -> DecoderForm:
 
 
 def _beyond(draft: Draft) -> dict[str, bool]:
-    """Return whether the flags go beyond the options of each builder other than the decoder."""
+    """Return, for "llama" and "gpt2", whether the flags need an option that only ``decoder`` has."""
     dropouts = draft.number("hidden-dropout", 0.1) != draft.number("attention-dropout", 0.1)
     rotary = any(
         draft.number(name) not in (None, 1.0) for name in ("rotary-percent", "rotary-seq-len-interpolation-factor")

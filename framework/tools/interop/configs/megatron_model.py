@@ -1,4 +1,4 @@
-"""Choice of the meshwright model that Megatron-LM's flags describe: Llama, GPT-2, a decoder of options, or none."""
+"""Choice of the meshwright builder for the model that Megatron-LM's flags describe: llama, gpt2, decoder, or none."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def model(draft: Draft) -> int | None:
 
 
 def _follow_unset(draft: Draft, *, is_llama: bool) -> None:
-    """Leave the options open whose default follows from a flag with an undefined variable."""
+    """Leave open the options whose default follows from a flag with an undefined variable."""
     follows = {
         "hidden-size": ("ffn-hidden-size", "ffn_size"),
         "seq-length": ("max-position-embeddings", "max_sequence_length"),
@@ -132,7 +132,7 @@ def _dropout(draft: Draft, form: DecoderForm) -> None:
 
 
 def _multi_token(draft: Draft, form: DecoderForm) -> None:
-    """Translate multi-token prediction, whose modules Megatron-LM gives rotary positions, or none, as here."""
+    """Translate multi-token prediction. Its modules have rotary positions or none, in Megatron-LM as here."""
     draft.skip("mtp-loss-scaling-factor")
     if is_off(draft.value("mtp-num-layers")) or draft.value("mtp-num-layers") == "0":
         return

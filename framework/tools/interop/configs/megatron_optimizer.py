@@ -88,7 +88,7 @@ def _decay(draft: Draft, steps: int, end: float | None, wsd: float | None) -> No
 
 
 def _embedding_rate(draft: Draft, rate: float | None) -> None:
-    """Translate ``--decoupled-lr``, the rate of token embedding and head: a factor, if the two minima have it too."""
+    """Translate ``--decoupled-lr``, the rate of embedding and head, to a factor; the minimum rates must have it too."""
     own = draft.number("decoupled-lr")
     if own is None:
         draft.skip("decoupled-min-lr")

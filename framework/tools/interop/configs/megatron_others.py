@@ -42,7 +42,7 @@ MULTIMODAL = """
 """
 """Patterns of flags of vision and audio models."""
 SENTENCES = re.compile(r"_sentence(?![\w.])")
-"""Corpus that was split into sentences: of BERT alone, whose other flags are those of a GPT."""
+"""Suffix of a corpus that was split into sentences, which only BERT reads; its other flags are those of a GPT."""
 GPT_PROGRAM = re.compile(r"(pretrain|train|finetune|run)_?(gpt|llama|qwen|mistral)[\w.-]*\.py")
 """Programs whose model is described by Megatron-LM's flags alone."""
 OTHER_PROGRAM = re.compile(r"moe|vl|vision|audio|mamba|hybrid", re.IGNORECASE)
@@ -82,7 +82,7 @@ def refuse_others(draft: Draft) -> None:
 
 
 def _is_of_bert(name: str, value: object) -> bool:
-    """Return True for a flag of BERT's training, which has few flags that a GPT has not."""
+    """Return True for a flag of BERT's training, most of whose flags are also a GPT's."""
     if name == "data-path":
         return SENTENCES.search(str(value)) is not None
     return name.startswith("bert-") or (name == "tokenizer-type" and str(value).startswith("BertWordPiece"))

@@ -170,7 +170,7 @@ def _model(draft: Draft) -> None:
 
 
 def _attention(draft: Draft, *, is_qwen: bool) -> None:
-    """Translate biases and the window. Its kernels differ by one token: the default one counts the token itself."""
+    """Translate biases and the sliding window. Only the default kernel counts the token itself, as here."""
     bias, window = f"{CONFIG}.attention_bias", draft.optional_count(f"{CONFIG}.sliding_window_size")
     if draft.boolean(bias):
         if not is_qwen:

@@ -19,7 +19,7 @@ NOT_LLAMA = {
     "no_rope_layer": "layers without positions",
     "moe_config": "mixture of experts",
 }
-"""Keys of features that no model here has -> the feature; they are accepted if they are off."""
+"""Key of a feature that no model here has -> the feature; accepted if it is off."""
 GATES = {
     "silu": "swiglu",
     "swish": "swiglu",

@@ -1,4 +1,4 @@
-"""Reading of foreign TOML and YAML files as flat items with line numbers."""
+"""Reading of foreign TOML, JSON and YAML files as flat items with line numbers."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def flat(table: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def read_document(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """Parse TOML, JSON or YAML by the suffix: the document, and the lines of its dotted keys.
+    """Parse TOML, JSON or YAML by the suffix; return the document, and the line number of each dotted key.
 
     Raises:
-        ConfigError: not of this form, or no mapping, with the line.
+        ConfigError: a syntax error, with its line; or the document is no mapping.
     """
     if path.suffix == ".toml":
         return _parse_toml(path, text)
@@ -59,7 +59,7 @@ def read_document(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]
 def items_of(
     path: Path, document: Mapping[str, Any], lines: Mapping[str, int], above: str = ""
 ) -> dict[str, SourceKey]:
-    """Flatten a document, or its part below ``above``: dotted key -> item."""
+    """Flatten a document: dotted key -> item. ``above``: prefix of its keys in ``lines``."""
     return {key: SourceKey(key, value, _place(path, lines.get(f"{above}{key}"))) for key, value in flat(dict(document))}
 
 

@@ -12,7 +12,7 @@ Document = Mapping[str, Any]
 
 
 class Foreign(NamedTuple):
-    """A kind of file that is recognised and not imported."""
+    """A kind of file that is detected and refused."""
 
     what: str
     way: str
@@ -126,7 +126,7 @@ FOREIGN = (
         lambda document: "model_name_or_path" in document,
     ),
 )
-"""Files of others that people have beside those that are imported; the first match applies."""
+"""Files of programs without an import, detected so that the error can name the next move; the first match applies."""
 
 
 def recognise(path: Path, document: Document) -> str | None:

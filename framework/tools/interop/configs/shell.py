@@ -20,7 +20,7 @@ PROGRAM = f"{LAUNCHER}program"
 
 
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
-"""A word that is an undefined variable; after the value of a flag it holds further flags."""
+"""A word that is an undefined variable; after the value of a flag it is taken for further flags."""
 
 
 ARGUMENTS = re.compile(r"\$@|\$\*|\$\{[@*]\}|\$\{\w+\[[@*]\]\}")

@@ -131,7 +131,7 @@ def _balanced(text: str, at: int, place: str) -> int:
 
 
 def split_words(text: str) -> list[str]:
-    """Split text at spaces, honouring quotes inside the value of a variable (``"--split '99,1,0'"``) as intended.
+    """Split text at spaces, except inside quotes, also those in a variable's value (``"--split '99,1,0'"``).
 
     Text with unbalanced quotes is split at spaces only.
     """

@@ -1,4 +1,4 @@
-"""Keys of a foreign file, reasons not to carry them over, and the notes that several frameworks share."""
+"""Keys of a foreign file, reasons not to carry them over, and notes that apply to several frameworks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SourceKey(NamedTuple):
     place: str
     """Location in the file, ``file:line``."""
     text: str = ""
-    """Text in the file, if it is not key and value; never of a key that looks secret."""
+    """Text to show in place of ``key = value``, where the file has another form; never of a key that looks secret."""
 
     @property
     def written(self) -> str:

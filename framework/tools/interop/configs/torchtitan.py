@@ -69,7 +69,7 @@ def _layout(draft: Draft, ranks: int | None) -> None:
 
 
 def _zero(draft: Draft, replicas: int, shards: int, pp: int) -> None:
-    """Translate FSDP, whose shards are those of ``shards`` replicas, cp ranks counted; -1: all of them."""
+    """Translate FSDP. ``shards``: size of its group, dp_shard x cp; -1: all ranks that the other degrees leave."""
     policy = draft.text("parallelism.fsdp_reshard_after_forward") or "default"
     if shards == 1:
         draft.put("parallel.zero", 0, "DDP: nothing is sharded")

@@ -1,9 +1,9 @@
 """State of the translation of a foreign configuration: its keys, the meshwright keys so far, and decisions to report.
 
-Item per key of the file --read--> Draft.put(meshwright key) --> tree ----> config.change --> RunConfig
-                         --drop--> dropped, with the reason
-                         --refuse-> an error that names the key: without it the run would train something else
-                         --neither-> dropped, as unknown: no key of the file is lost silently
+Item per key of the file --read----> Draft.put(meshwright key) --> tree --> config.load_saved --> RunConfig
+                         --drop----> dropped, with the reason
+                         --refuse--> an error that names the key: without it the run would train something else
+                         --unread--> dropped, as unknown: no key of the file is lost silently
 
 A meshwright key that the file does not give is left open (no command accepts the file before it is set) or guessed
 (the value is marked on its line).
@@ -31,7 +31,7 @@ from meshwright.tools.interop.configs.source_keys import (
 
 
 class Draft:
-    """Configuration under translation. Keys of the file have canonical names: the newest one if a key was moved."""
+    """Configuration under translation. Moved keys of the file are stored under their newest names."""
 
     def __init__(
         self, items: Mapping[str, SourceKey], framework: str, *, own_model: bool = False, without: Collection[str] = ()
@@ -39,9 +39,9 @@ class Draft:
         self.items = dict(items)
         self.framework = framework
         self.own_model = own_model
-        """True if the command line sets model.builder; the model of the file is then ignored."""
+        """True if the command line sets model.builder: the model of the file is ignored."""
         self.without = frozenset(without)
-        """Keys that the user imports the file without."""
+        """Keys named by ``--without``: dropped where they would be refused."""
         self.read: set[str] = set()
         self.tree: dict[str, Any] = {}
         """Dotted meshwright key -> value."""
@@ -168,12 +168,12 @@ class Draft:
         )
 
     def refuse(self, name: str, why: str, *, final: bool = False) -> None:
-        """Refuse a key of the file that changes the training and has no counterpart.
+        """Record an error for a key that changes the training and has no counterpart; convert.py raises all at the end.
 
         Args:
             name: the key, or one at the framework's default.
             why: the reason, for the error.
-            final: False if ``--without NAME`` imports the file without the key.
+            final: True if ``--without NAME`` does not apply; else it drops the key instead.
         """
         if name in self.without and not final:
             self.drop(name, DropReason.NONE, f"{why}; left out by --without")

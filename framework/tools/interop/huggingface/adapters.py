@@ -1,10 +1,10 @@
 """Adapters of a checkpoint, saved under any layout: exported for peft, or merged into the weights.
 
     peft     adapter_model.safetensors, adapter_config.json: for ``peft.PeftModel.from_pretrained(model, PATH)``
-    merged   a directory as of :mod:`export`, with W + (alpha / rank) B A in place of W
+    merged   a directory as :mod:`export` writes it, with W + (alpha / rank) B A in place of W
 
-A linear that fuses several of theirs (qkv, gate_up) gives an adapter to each of them: A is the same, the rows of B are
-split by the rule of W. DoRA: peft stores the magnitudes themselves, here their difference from the rows of W.
+The adapter of a fused linear (qkv, gate_up) becomes one for each of its transformers modules: with the same A, and the
+rows of B split by the rule of W. DoRA: peft stores the magnitudes, a checkpoint their differences from W's row norms.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def targets_of(checkpoint: CheckpointReader) -> list[str]:
 def model_of(config: RunConfig) -> PlainModel:
     """Build the model of a saved configuration, whose builder a plan of its export has accepted.
 
-    Its parameter groups are left out: they may name a function, which nothing of a checkpoint may call.
+    Its parameter groups are left out: they may name a function, and code that a checkpoint names must not run.
     """
     return configured_model(config.replace(model={"parameter_groups": []}))
 
 
 def read_factor(checkpoint: CheckpointReader, name: str) -> Tensor:
-    """Read A or B of an adapter: its master weights, where the checkpoint has them."""
+    """Read A or B of an adapter: the master weights if the checkpoint has them, else the weights."""
     kind = TensorKind.MASTER if name in checkpoint.parameters(TensorKind.MASTER) else TensorKind.WEIGHTS
     found = checkpoint.read(kind, ParameterInfo(name, checkpoint.shape(kind, name)))
     assert found is not None, name
@@ -111,7 +111,9 @@ def export_adapter(plan_export: PlanExport, source: Path, out: Path, *, dtype: s
 def _theirs(
     target: str, rules: Mapping[str, TensorMapping], down: Tensor, up: Tensor, is_table: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and values of each tensor in peft's file: A (rank, I), B (O, rank); of an embedding both turned.
+    """Yield the name and values of each tensor in peft's file: A (rank, I), B (O, rank).
+
+    ``down``, ``up``: A and B of ours; of an embedding (V, D) they are (V, rank), which is transposed, and (D, rank).
 
     Raises:
         ModelError: the target's weight has no name in transformers.
@@ -159,9 +161,9 @@ def _config(config: RunConfig, plan: ExportPlan, names: list[str]) -> dict[str, 
 
 
 class BaseWeights:
-    """Frozen weights beside the adapters of a checkpoint: of the checkpoint, or of the model's directory.
+    """Frozen base weights of a checkpoint with adapters: read from it, or from the model's directory if it omits them.
 
-    A base from a directory is compared with the fingerprint first.
+    Weights from a directory are compared with the checkpoint's fingerprint first.
     """
 
     def __init__(self, checkpoint: CheckpointReader, config: RunConfig, model: PlainModel) -> None:
@@ -171,7 +173,7 @@ class BaseWeights:
             check_base(saved, self._sum(dtype), str(checkpoint.path), config.model.builder)
 
     def _sum(self, dtype: torch.dtype) -> Tensor:
-        """Return the sum of the directory's weights, in the dtype of training. Reads them once more, one at a time."""
+        """Return the fingerprint sum of the directory's weights in the training dtype. Reads them one at a time."""
         named = self._model.layers.named_parameters()
         infos = [ParameterInfo(name, tuple(p.shape)) for name, p in named if not is_adapter(name)]
         return base_sum((info, self._model.initial(info.name).to(dtype)) for info in infos)

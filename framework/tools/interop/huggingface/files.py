@@ -1,4 +1,4 @@
-"""File names of a Hugging Face model directory; reading, writing and copying of the small files among them."""
+"""File names of a Hugging Face model directory; reading, writing and copying of its JSON and tokenizer files."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class TensorMapping(NamedTuple):
     same_as: tuple[str, ...] = ()
     """Further transformers names under which files may repeat this tensor (tied weights); never written."""
     factors: tuple[float, ...] = ()
-    """Factors on the first parts of ours where it is split; (): all as they are."""
+    """Factors on the leading parts of ours at export (muP); parts without a factor are unchanged."""
     place: int | None = None
     """Position along dim 0 of ours, a batch of matrices of which each has a rule: an expert. None: all of ours."""
     pairs: tuple[int, int] | None = None
@@ -46,7 +46,7 @@ class TensorMapping(NamedTuple):
     """True if an export writes it in the saved element type, whatever is asked for."""
 
     def info(self, ours: Shape) -> ParameterInfo:
-        """Return the metadata of the part of ours that the rule is about."""
+        """Return the metadata of the part of ours that this rule covers: all of it, or one expert."""
         part = None if self.place is None else Slice(0, self.place, self.place + 1, 1)
         return ParameterInfo(self.ours, ours, part)
 
@@ -111,7 +111,7 @@ class TensorMapping(NamedTuple):
         return torch.split(theirs, [self.units * rows for rows in self.rows])
 
     def _halves(self, tensor: Tensor, direction: int) -> Tensor:
-        """Reorder the rotated rows: 1, of theirs as in ours; -1, of ours as in theirs."""
+        """Reorder the rotated rows: from theirs to ours (``direction`` 1), or from ours to theirs (-1)."""
         if self.pairs is None:
             return tensor
         each, rotated = self.pairs
@@ -126,5 +126,5 @@ class TensorMapping(NamedTuple):
 
 
 def unchanged(ours: str, theirs: str) -> TensorMapping:
-    """Return the mapping of a tensor that is the same on both sides, but for its name."""
+    """Return the mapping of a tensor that differs in its name alone."""
     return TensorMapping(ours, (theirs,))

@@ -124,7 +124,7 @@ class WeightExport:
         return [DTYPE_NAMES[dtype] for dtype in sorted(sizes, key=lambda dtype: -sizes[dtype]) if sizes[dtype]]
 
     def write(self, directory: Path, shard_bytes: int, on_bytes: OnBytes = ignore_progress) -> dict[str, int]:
-        """Write all tensors to safetensors files, with an index if present are several.
+        """Write all tensors to safetensors files, with an index if there are several files.
 
         Args:
             directory: where the files go.

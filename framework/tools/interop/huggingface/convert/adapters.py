@@ -4,9 +4,9 @@
     ours     qkv    [B_q  0   0 ; 0  B_k  0 ; 0   0  B_v] [A_q ; A_k ; A_v]     rank 3 r, the same function
     or       qkv    [B_q ; B_k ; B_v] A                                if all have one A: rank r, as an export writes it
 
-The rows of B lie as those of the weight do, and so do the magnitudes of DoRA. A run has one rank: the factors of other
-targets are filled up with zeros, which add nothing and have no gradient. The base is that of a run directory, most
-often ``convert --from hf``.
+The rows of B have the order of the fused weight's rows, and so do the magnitudes of DoRA. A run has one rank: smaller
+factors are padded with zeros, which add nothing and get no gradient. The base comes from a run directory, usually one
+that ``convert --from hf`` wrote.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from meshwright.tools.interop.huggingface.rules import TensorMapping
 from meshwright.tools.interop.huggingface.source import open_source
 
 Pairs = Mapping[str, tuple[Tensor, ...]]
-"""Module of transformers -> A (rank, I) and B (O, rank), and with DoRA magnitudes (O,); A and B of an embedding turned.
-"""
+"""Module of transformers -> A (rank, I) and B (O, rank), and with DoRA magnitudes (O,). An embedding (V, D) has
+A (rank, V) and B (D, rank)."""
 
 
 class Fused(NamedTuple):
@@ -61,13 +61,13 @@ class Fused(NamedTuple):
     magnitudes: Mapping[str, Tensor]
     """Weight of transformers -> magnitudes, with DoRA."""
 
-    def widened(self, rank: int) -> tuple[Tensor, Tensor]:
+    def padded(self, rank: int) -> tuple[Tensor, Tensor]:
         """Return the factors of the same product with a larger rank."""
         more = rank - len(self.down)
         return nn.functional.pad(self.down, (0, 0, 0, more)), nn.functional.pad(self.up, (0, more))
 
-    def lengthened(self, weight: Tensor) -> Tensor:
-        """Return the differences of the magnitudes from the rows of the base's weight (O, I): (O,)."""
+    def magnitude_offsets(self, weight: Tensor) -> Tensor:
+        """Return DoRA's magnitudes minus the row norms of the base's weight (O, I): (O,)."""
         rule, rows = self.rule._replace(transposed=False), len(weight)
         parts = dict(rule.split(row_lengths(weight).unsqueeze(1)))
 
@@ -108,7 +108,7 @@ def import_fused(source: Path, out: Path, base: Path, overrides: Sequence[str] =
         factors = {
             f"{target}.{name}.weight": factor
             for target, each in fused.items()
-            for name, factor in zip((A, B), each.widened(rank), strict=True)
+            for name, factor in zip((A, B), each.padded(rank), strict=True)
         }
         tables = {f"{name}.{A}.weight" for name in fused if isinstance(layers.get_submodule(name), nn.Embedding)}
 
@@ -120,7 +120,7 @@ def import_fused(source: Path, out: Path, base: Path, overrides: Sequence[str] =
                 yield TensorPiece(TensorKind.WEIGHTS, info, weight)
                 each = fused.get(name.removesuffix(".weight"))
                 if settings.dora and each is not None and name.endswith(".weight"):
-                    added = each.lengthened(weight)
+                    added = each.magnitude_offsets(weight)
                     info = ParameterInfo(f"{name.removesuffix('weight')}{MAGNITUDE}", tuple(added.shape))
                     yield TensorPiece(TensorKind.WEIGHTS, info, added)
             for name, factor in factors.items():
@@ -160,7 +160,7 @@ def _config(
 
 
 def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
-    """Return A and B of each module of transformers.
+    """Return A and B, and with DoRA the magnitudes, of each module of transformers.
 
     Raises:
         ModelError: the file is missing, a factor has no partner, or they do not have the rank of the configuration.
@@ -217,7 +217,7 @@ def _fused(
 
 
 def _joined(rule: TensorMapping, present: Pairs, rows: int) -> tuple[Tensor, Tensor]:
-    """Return A and B of a module of ours with ``rows`` rows, of those of the modules in it."""
+    """Join the factors of transformers modules into A and B of our fused module, which has ``rows`` rows."""
     first, *_ = next(iter(present.values()))
     width, is_one = len(first), all(torch.equal(down, first) for down, *_ in present.values())
     downs = [first] if is_one else [down for down, *_ in present.values()]

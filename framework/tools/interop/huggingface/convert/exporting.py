@@ -41,7 +41,7 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
         return [*notes, "there is no tokenizer.json beside it: the run has none (data.tokenizer)"]
 
     loader = "AutoModelForSeq2SeqLM" if family.task == "span_corruption" else "AutoModelForCausalLM"
-    left_out = (*(["mtp*"] if modules else []), "*.router.counts")  # of former checkpoints, zeros
+    left_out = (*(["mtp*"] if modules else []), "*.router.counts")  # in older checkpoints; always zeros
     return ExportPlan(family.architecture, rules, "its configuration", write_files, loader, left_out)
 
 

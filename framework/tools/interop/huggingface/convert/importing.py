@@ -216,8 +216,8 @@ def _shards(
 ) -> list[list[list[TensorMapping]]]:
     """Return the rules of each shard of the checkpoint, grouped by piece: a tensor, or some experts of one.
 
-    A shard has one piece of a tensor. The experts of a tensor are shared out over as many shards as ``max_bytes`` for a
-    piece asks for.
+    A shard has at most one piece of a tensor. Experts of one tensor are spread over several shards, so that a piece
+    stays below ``max_bytes``.
     """
     together: dict[str, list[TensorMapping]] = {}
     for rule in rules:

@@ -3,8 +3,8 @@
     theirs  experts.0.gate_proj (F, D)  experts.0.up_proj (F, D)  experts.1.gate_proj ...   an entry for each expert
     ours    experts.gate_up (E, 2F, D)                                                      one tensor
 
-Every expert has a rule of its own, so that a conversion holds one expert at a time. The counts of a router, zero
-between steps, have no place in their files.
+Every expert has a rule of its own, so that a conversion holds one expert at a time. The counts of a router, which are
+zero between steps, have no counterpart in transformers.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def _write_sizes(options: Options) -> dict[str, Any]:
 
 
 def read_deepseek(settings: Settings) -> dict[str, Any]:
-    """Convert a DeepseekV3Config to model.options. The bias of the choice goes on as DeepSeek-V3 trains it."""
+    """Convert a DeepseekV3Config to model.options. The router's bias is updated as in DeepSeek-V3's training."""
     options = read_common(settings, length=4096)
     options.pop("head_dim", None)  # of the rotated features alone
     if options["num_kv_heads"] != options["num_heads"]:
@@ -202,7 +202,7 @@ def write_deepseek(options: Options) -> dict[str, Any]:
 def _holds(
     options: Options, free: tuple[str, ...] = (), moe: Mapping[str, Any] = MappingProxyType({}), **needed: Any
 ) -> str | None:
-    """Describe the first option that a family cannot hold. ``free``: names in ``moe`` that it can; ``moe``: others."""
+    """Describe the first option that does not fit. ``free``: keys of ``moe`` with any value; ``moe``: needed values."""
     if options["moe"] is None or options["moe"] == "none":
         return "model.options.moe is not set"
     given = with_defaults_of(options["moe"])

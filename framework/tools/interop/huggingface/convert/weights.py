@@ -79,7 +79,7 @@ def check_tensors(
 
 
 def dtype_notes(source: SafetensorsDirectory, rules: Sequence[TensorMapping], config: RunConfig) -> list[str]:
-    """Return notes on the treatment of mixed element types, and of float16, which is no training dtype."""
+    """Return notes on mixed element types, and on float16 weights: the imported run trains in another dtype."""
     counted = Counter(source.tensors[name].dtype for rule in rules for name in rule.theirs)
     notes = []
     if len(counted) > 1:

@@ -47,7 +47,7 @@ _CHOSEN: ContextVar[str] = ContextVar("chosen_attention", default="sdpa")
 
 @dataclass(frozen=True)
 class MaskRule:
-    """Rule by which transformers would create a mask, in the place of that mask."""
+    """Deferred mask: the arguments of transformers' mask function, passed through the model in place of the mask."""
 
     implementation: str
     """Attention of the model's configuration: "sdpa" or "eager"."""
@@ -56,7 +56,7 @@ class MaskRule:
 
     @property
     def is_plain(self) -> bool:
-        """True if that function would return no mask: causal attention of all queries to all keys."""
+        """True if transformers' function would return None: plain causal attention over all queries and keys."""
         window = self.arguments.get("local_size")
         is_full = window is None or self.arguments["kv_length"] < window
         is_skipped = self.implementation == "sdpa" and self.arguments.get("allow_is_causal_skip", True) and is_full
@@ -84,7 +84,7 @@ def make_rule(**arguments: Any) -> MaskRule:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attend by the module's core; an entry of transformers' registry of attention.
+    """Call the module's attention core; this is the entry in transformers' registry of attention.
 
     query: (B, H, S/cp, d); key, value: (B, G, S/cp, d). Return (B, S/cp, H, d), and no probabilities.
     """
@@ -96,7 +96,7 @@ class RegisteredAttention(nn.Module):
     """Attention core of a module that calls its attention through the registry. It has no parameters."""
 
     def __init__(self, window: int | None) -> None:
-        """Create the core. ``window``: keys that a query sees at most, for estimates; the mask function decides."""
+        """Create the core. ``window``: limit of keys per query, for cost estimates alone; the mask function decides."""
         super().__init__()
         self.window = window
 
@@ -126,7 +126,7 @@ class RegisteredAttention(nn.Module):
             places = torch.arange(q.shape[-2], device=q.device)[None]
         places = places.expand(len(q), -1)
         blocks = _blocks_of(q, k.shape[-2])
-        if len(blocks) == 1:  # of a caller that computes it again itself, or of a short sample
+        if len(blocks) == 1:  # the caller recomputes by itself, or the sample is short
             return _attend(q, k, v, places, mask, function).transpose(1, 2)
         context: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _same_modes}
         mixed = []
@@ -136,9 +136,9 @@ class RegisteredAttention(nn.Module):
         return torch.cat(mixed, dim=1).transpose(1, 2)
 
     def query_blocks(self, q: Tensor, *others: Any, places: Tensor, length: int) -> list[slice] | None:
-        """Return blocks of queries that :meth:`forward` takes alone, with some heads, of the ``length`` tokens.
+        """Return the blocks of queries for which :meth:`forward` can be called separately, also with some heads only.
 
-        None where an option has values for all heads, as sinks. Arguments: those of forward, the options last.
+        None if an option has values per head, such as sinks. ``others``: further arguments of forward, options last.
         """
         options: Mapping[str, Any] = others[-1]
         if any(isinstance(option, Tensor) and key != "position_ids" for key, option in options.items()):
@@ -153,9 +153,9 @@ def _blocks_of(q: Tensor, length: int) -> list[slice]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, mask: MaskRule, function: Callable[..., Any]) -> Tensor:
-    """Attend with a block of queries, to be computed again in backward: (B, H, n, d) -> (B, n, H, d).
+    """Attend with a block of queries: (B, H, n, d) -> (B, n, H, d). Runs again in backward (activation checkpointing).
 
-    Where values can be read, keys before the first and after the last that any query sees are left out.
+    On CPU the keys before the first and after the last one that any query sees are left out.
     """
     with keep_float64(q.dtype):
         rows = mask.rows(places)
@@ -168,7 +168,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, mask: MaskRule, fun
 
 
 def _same_modes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Return the contexts of a block's forward and of its recompute: the second has the function modes of the first."""
+    """Return the contexts of a block's forward and of its recompute, which re-enters the function modes of forward."""
     return nullcontext(), _entered(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
 
 
@@ -182,7 +182,7 @@ def _entered(modes: list[TorchFunctionMode]) -> Iterator[None]:
 
 
 def _check_call(owner: nn.Module, mask: Any, options: Mapping[str, Any], *, is_whole: bool) -> None:
-    """Raise :class:`ModelError` for a mask or an option that cannot be taken for some of the queries or heads."""
+    """Raise :class:`ModelError` for a mask or an option that cannot be sliced by queries or heads."""
     name, problem = type(owner).__name__, ""
     if not isinstance(mask, MaskRule):
         problem = f"its mask is a {type(mask).__name__} that transformers' registry of masks did not create"
@@ -206,9 +206,9 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def window_of(module: nn.Module) -> int | None:
-    """Return the keys that a query of a module of attention sees at most, by its configuration; None: all before it.
+    """Return the limit of keys per query of an attention module, from its configuration; None: all keys before it.
 
-    Of a chunk, whose queries see the keys of their chunk, it is the length.
+    For chunked attention, whose queries see the keys of their chunk, it is the length of a chunk.
     """
     config = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)

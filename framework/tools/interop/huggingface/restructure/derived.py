@@ -6,7 +6,7 @@ weights, or with dropout, that holds no module list. Two things are more general
     several modules before the first block    they run in one layer, which sends the input of the first block
     blocks that return a tuple                its first element is sent; the model's code receives None for the others
 
-Nothing follows from names. A cut that loses a value, or changes one, is refused by proof.py.
+No name of a module matters. A cut that loses or changes a value is refused by proof.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Experts of transformers computed without shapes that depend on values, and their entries in the sharding plan.
 
 Modules of experts there (``use_experts_implementation``) hold weights of three dims, (E, 2F, D) and (E, D, F), and are
-called with tokens, ids and weights of the chosen experts. Their own loop skips experts without a token, which needs
-values, and an expert without a gradient. The function here is registered as another implementation. Rows are sorted
-by expert, in token order, and every expert computes.
+called with tokens, ids and weights of the chosen experts. Their own loop skips experts without tokens: this branch
+reads values, and leaves the expert without a gradient. The function here is registered as another implementation. Rows
+are sorted by expert, in token order, and every expert computes.
 
 Shapes: N tokens, D hidden, E experts, k experts of a token, R = N k rows, F ffn size of an expert.
 """
@@ -99,7 +99,7 @@ def _biases(experts: Any, num_experts: int) -> list[tuple[Tensor | None, Tensor 
 
 
 def _rows_of(chosen: Tensor, num_experts: int) -> list[int]:
-    """Return the number of rows of each expert. chosen: (R,) int64. Without values rows are shared out evenly."""
+    """Return the number of rows of each expert. chosen: (R,) int64. On meta, without values, rows are split evenly."""
     if type(chosen) is not Tensor or chosen.is_meta:
         each, rest = divmod(chosen.shape[0], num_experts)
         return [each + (expert < rest) for expert in range(num_experts)]
@@ -154,5 +154,5 @@ def matrices_of_experts(layers: nn.Module) -> dict[str, Any]:
 
 
 def around_experts(layers: nn.Module) -> set[str]:
-    """Return the names of the modules that hold a module of experts: they compute token by token."""
+    """Return the names of the modules that contain a module of experts (MoE blocks): they compute token by token."""
     return {name.rpartition(".")[0] for name, module in layers.named_modules() if is_experts(module)}

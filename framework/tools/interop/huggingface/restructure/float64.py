@@ -42,6 +42,5 @@ class KeepFloat64Mode(TorchFunctionMode):
 
 
 def keep_float64(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return the context manager for the forward of a layer in ``dtype``: :class:`KeepFloat64Mode` for float64, else
-    none."""
+    """Return the context of a layer's forward in ``dtype``: :class:`KeepFloat64Mode` for float64, else none."""
     return KeepFloat64Mode() if dtype == torch.float64 else nullcontext()

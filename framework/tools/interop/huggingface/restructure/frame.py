@@ -18,8 +18,8 @@ Nothing here depends on a particular model: no names of arguments, no layout of 
 hidden states on unchanged. For such marks one run per micro-batch computes the other arguments of all of them, and they
 are cached until the next micro-batch: two small tensors of rotary angles, and a mask if windows or documents need one.
 
-Under context parallelism the run is of whole samples, too. What is indexed by token in the arguments, as angles are, is
-then cut to this rank's tokens (places.py), and masks are rules (attention.py).
+Under context parallelism the run is of whole samples, too. Arguments indexed by token, such as angles, are then cut to
+this rank's tokens (places.py), and masks are replaced by rules (attention.py).
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:
     """Check that a pipeline can reproduce the model.
 
     Raises:
-        ModelError: dropout between planned modules, or a persistent buffer that is no number.
+        ModelError: dropout between planned modules, or a persistent buffer of whole numbers.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:

@@ -49,12 +49,12 @@ def prepare_routers(layers: nn.Module) -> dict[str, str]:
 
 
 def unchanged(tensor: Tensor) -> Tensor:
-    """Return the tensor."""
+    """Return the tensor: default of ``route_ids`` and ``own_tokens`` while no routing is recorded or replayed."""
     return tensor
 
 
 def _forward(router: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the router's own forward; where its ids are recorded or replayed, with them."""
+    """Run the router's own forward, within :class:`_Choice` while ids are recorded or replayed."""
     own = type(router).forward
     if router.route_ids is unchanged:
         return own(router, *args, **kwargs)
@@ -68,7 +68,7 @@ def _routed(router: Any, own: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 class _Choice(TorchFunctionMode):
-    """Mode in which the ids of a router's choice pass its ``route_ids``."""
+    """Function mode in which the router's ``topk`` returns ``route_ids(indices)``, and the scores at these indices."""
 
     def __init__(self, router: Any) -> None:
         super().__init__()
@@ -82,6 +82,6 @@ class _Choice(TorchFunctionMode):
             return found
         scores, (num_experts, top_k) = args[0], self._router.routing
         if scores.dim() != 2 or scores.shape[-1] != num_experts or found.indices.shape[-1] != top_k:
-            return found  # of groups
+            return found  # a topk over groups of experts
         ids = self._router.route_ids(found.indices)
         return found if ids is found.indices else type(found)((scores.gather(-1, ids), ids))
