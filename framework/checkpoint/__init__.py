@@ -6,7 +6,7 @@
                                     its global shape, dtype and pieces (file, key, offset per dim, shape)
         SHA256SUMS                  `sha256sum -c SHA256SUMS` verifies the checkpoint without this package
         pp0-tp0-00000.safetensors   plain safetensors; the key of a piece is the name of its tensor, with "/0",
-                                    "/1", ... if a rank holds several runs of rows
+                                    "/1", ... if a rank holds several ranges of rows
         pp0-tp1-00000.safetensors
       .tmp-step-00000200-<attempt>/ a save in progress or a dead one: never read, removed at the next save
       broken-step-00000150-.../     damaged after publication, moved aside by a later save of this step for inspection

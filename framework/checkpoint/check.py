@@ -1,4 +1,4 @@
-"""Strict reading of a manifest, which may come from anywhere. All of it happens before a shard is opened.
+"""Strict parsing of a manifest, which is untrusted input. All checks run before a shard is opened.
 
 Refused are unknown or duplicate keys, numbers that are not whole and non-negative, file names with a path, tensors that
 their pieces do not cover exactly once, and counts that contradict each other:
@@ -32,7 +32,7 @@ MAX_DIMS: Final = 64
 """Bound on the number of dims of a tensor in a manifest."""
 MAX_CUT_DIMS: Final = 6
 MAX_ELEMENTS: Final = 2**60
-MOST_BOXES, MOST_COMPARED = 8, 500_000
+MOST_BOXES, MOST_COMPARED = 8, 500_000  # pieces listed in a message; comparisons to find an overlap
 STATE = ("tokens_seen", "optimizer_steps", "skipped_in_a_row")
 
 

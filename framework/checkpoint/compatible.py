@@ -1,4 +1,4 @@
-"""Compatibility of a checkpoint with the present configuration: forbidden changes are refused, others are listed."""
+"""Compatibility of a checkpoint with the present configuration: changes that would alter the run are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSED = {
 """Configuration fields or sections that must not change in a resumed run -> consequence of a change."""
 
 REFUSED_AT_STEP_0 = ("model.builder", "model.options")
-"""The only fields refused for a checkpoint of step 0 (an imported model), which contributes nothing but weights."""
+"""The only fields refused for a checkpoint of step 0 (an imported model): of it only the weights are used."""
 FREE_AT_STEP_0 = {"model.options.dropout"}
 """Exceptions to REFUSED_AT_STEP_0: they affect no weight and no logit."""
 FREE = {"model.options.mtp_loss_weight"}

@@ -1,4 +1,4 @@
-"""Host memory that a rank's pieces of a checkpoint are copied to: allocated by the first save, reused by all others.
+"""Host staging memory for a rank's pieces of a checkpoint: allocated by the first save, reused by all others.
 
     segment 0 | piece 0 |pad| piece 1 |pad| ... |      segment 1 | piece 7 |pad| ...
 

@@ -1,6 +1,6 @@
 """Checks of a run's checkpoints before any rank starts, instead of at the first save: their manifest and disk space.
 
-    bfloat16   weights 2 + master 4 + exp_avg 4 + exp_avg_sq 4 = 14 bytes for each parameter
+    16 bits    weights 2 + master 4 + exp_avg 4 + exp_avg_sq 4 = 14 bytes for each parameter
     float32    weights 4            + exp_avg 4 + exp_avg_sq 4 = 12
     float64    weights 8            + exp_avg 8 + exp_avg_sq 8 = 24
     with SGD   momentum in place of the two moments

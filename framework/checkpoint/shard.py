@@ -81,7 +81,7 @@ def write_shard(
         shard_name: Prefix of the file names.
         pieces: This rank's pieces.
         max_file_bytes: Size at which a new file is started.
-        copied: True if the tensors are contiguous host copies that nothing else writes to. Otherwise they are copied.
+        copied: True if the tensors are host copies that nothing else writes to; otherwise this function copies them.
         on_bytes: Called with the number of bytes after each write.
 
     Raises:

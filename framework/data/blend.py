@@ -30,12 +30,12 @@ class Blend:
             corpus.open()
 
     def example(self, number: int) -> CorpusExample:
-        """Return sample ``number`` among those of all corpora."""
+        """Return sample ``number``, counted over all corpora."""
         corpus, local = self._locate(number)
         return corpus.example(local)
 
     def sample(self, number: int) -> NDArray[np.int64]:
-        """Return window ``number`` among those of all corpora."""
+        """Return window ``number``, counted over all corpora: (S + 1,) token ids."""
         corpus, local = self._locate(number)
         return corpus.sample(local)
 

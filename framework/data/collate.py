@@ -1,4 +1,4 @@
-"""Raw samples of a user's dataset to tensors of a micro-batch, checked: by default, or by ``data.collate``.
+"""Collation of a user's raw samples into the tensors of a micro-batch, by default or by ``data.collate``, with checks.
 
 A sample of the dataset is (inputs, labels) already, or whatever ``data.collate`` takes: it receives the raw samples of
 a micro-batch as a list, and returns (inputs, labels), each tensor with these samples along its first dim. A replica
@@ -46,7 +46,7 @@ def sha256_of(sample: tuple[Any, Tensor]) -> str:
 
 
 class Collate(NamedTuple):
-    """Conversion of raw samples to tensors, which are checked."""
+    """Collate function: converts raw samples to tensors and checks their shapes."""
 
     name: str
     """Dataset, for errors."""
@@ -92,7 +92,7 @@ class Collate(NamedTuple):
         return tree_map(lambda leaf: leaf[0], inputs), labels[0]
 
     def check_rows(self, raws: Sequence[Any], numbers: Sequence[int]) -> None:
-        """Check that a sample's tensors do not depend on the samples beside it, which a layout changes.
+        """Check that a sample's tensors do not depend on the other samples in the micro-batch, which a layout changes.
 
         Raises:
             DataError: they do.

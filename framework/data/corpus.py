@@ -41,7 +41,7 @@ IGNORE = -100
 Packing = Literal["stream", "documents"]
 _TOKENS_PER_READ = 1 << 22
 _SCAN_TOKENS = 1 << 26
-"""Size up to which a corpus without a fingerprint is scanned for its largest id when it is opened (0.1 s)."""
+"""Tokens up to which a corpus without a fingerprint is scanned for its largest id when it is opened (0.1 s)."""
 
 
 class CorpusExample(NamedTuple):
@@ -243,7 +243,7 @@ class Packed(NamedTuple):
     firsts: list[int]
     """(samples + 1,) index of the first document of each sample; the last entry is the number of documents."""
     num_cut: int
-    """Number of documents that are longer than a sample."""
+    """Number of documents of more than S + 1 tokens: their ends are in no sample."""
 
     @staticmethod
     def of(starts: NDArray[np.int64], sequence_length: int) -> Packed:
@@ -266,7 +266,7 @@ class _Known(NamedTuple):
 
 
 def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
-    """Read the fingerprint beside the corpus; compare its sampled hashes with the files."""
+    """Read the fingerprint beside the corpus, and check its counts and sampled hashes. None: there is none."""
     known = fingerprints.read(prefix.parent)
     split = known.splits.get(prefix.name) if known else None
     if known is None or split is None:

@@ -1,7 +1,7 @@
 """The fingerprint of a prepared corpus, ``fingerprint.json`` beside it: hashes, counts, ids, entropy, source.
 
-A corpus is checked against the model by it before anything starts, a second preparation is skipped, and a result names
-its training data exactly. A corpus without one (Megatron's own) can be trained on too.
+It serves to check a corpus against the model before any rank starts, to skip a second preparation, and to identify the
+training data of a run exactly. A corpus without one (Megatron's own) can be trained on too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.system.bounded import MAX_FILE_BYTES, read_bytes
 
 FILE_NAME = "fingerprint.json"
 SAMPLED_BLOCKS, SAMPLED_BYTES = 256, 4096
-"""Number and size of the blocks that are hashed of a file that is not read in full."""
+"""Number and size in bytes of the blocks that a sampled hash covers."""
 
 
 class _Part(BaseModel):
@@ -41,7 +41,7 @@ class Split(_Part):
 
 
 class SourceSummary(_Part):
-    """Source text and options of a corpus: equal ones give equal files, whatever the description."""
+    """Source text and options of a corpus. If all but the description are equal, so are the files."""
 
     description: str
     documents: int

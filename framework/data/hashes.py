@@ -25,7 +25,7 @@ def hashes_of(corpus: Corpus) -> dict[str, str]:
 
 
 def hashes_of_stages(blend: StageBlend) -> dict[str, str]:
-    """Return the hashes of each stage: of the first as without stages, later ones with the sample that they begin at.
+    """Return the hashes of each stage; names of later stages begin with ``from sample N``, the start of the stage.
 
     A checkpoint is compared in the stages that had begun when it was saved (checkpoint/compatible.py): later ones may
     still be added, moved or removed.

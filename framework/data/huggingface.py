@@ -5,8 +5,8 @@
     data.options.streaming = true                               read in order, resumed by the dataset's own state_dict
 
 Nothing is downloaded, and no script of a dataset is run. A row becomes ``length`` tokens and their next tokens: longer
-rows are cut, shorter ones padded with labels that do not count. Text is tokenised before (`datasets.map`), or in a
-builder and ``data.collate`` of one's own.
+rows are cut, shorter ones padded with labels that do not count. Tokenise text beforehand (`datasets.map`), or in your
+own builder and ``data.collate``.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class RowStream:
         self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> Any:
-        """Return the place in the dataset, as plain JSON."""
+        """Return the position in the dataset, as plain JSON."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Restore a place."""
+        """Restore a position from :meth:`state_dict`."""
         self.dataset.load_state_dict(state)
 
 

@@ -3,7 +3,7 @@
     read(indices) --queue, in order--> gather (one thread at a time) --> finish (all threads) --> waiting read
 
 The rank's next indices follow from the present ones: its replica reads blocks of ``chunks`` micro-batches, one block in
-each global batch. A wrong guess costs time, never an answer: samples follow from their indices. The queue holds two
+each global batch. A wrong guess only costs time, since samples are a function of their indices. The queue holds two
 micro-batches for each thread. Threads are daemons and end with the process. With ``data.processes`` each thread has a
 process that finishes, see :mod:`meshwright.data.worker_process`.
 """
@@ -23,11 +23,11 @@ from meshwright.config import Batch, phases
 
 Samples = tuple[Any, Tensor]
 Start = Callable[[], Callable[[Any], Samples]]
-"""Start of a process; returns the function that it computes."""
+"""Function that starts a worker process, and returns the function that runs ``finish`` in it."""
 
 
 class Steps:
-    """Sample indices of the steps of a run, and of each micro-batch in them; with a batch-size ramp, steps grow."""
+    """Sample indices of the steps and micro-batches of a run; with a batch-size ramp, steps grow."""
 
     def __init__(self, batch: Batch) -> None:
         """Take the numbers of a resolved ``batch``."""
@@ -80,12 +80,12 @@ class ReadAhead:
         self._in_order = threading.Lock()
         self._ahead: dict[range, Future[Samples]] = {}
         self._process = 0
-        """Process whose threads serve the queue; a forked one starts its own."""
+        """Id of the process whose threads serve the queue; after a fork the child starts its own."""
 
     def read(self, indices: Sequence[int]) -> Samples:
-        """Return the samples of these consecutive indices; blocks until a thread has read them. Queue what follows."""
+        """Return the samples of these consecutive indices; blocks until a thread has read them. Queues the next."""
         wanted = range(indices[0], indices[0] + len(indices))
-        if len(wanted) != self._steps.micro_batch_size:  # of verify and of tests
+        if len(wanted) != self._steps.micro_batch_size:  # verify and tests read other numbers
             return self._finish(self._gather(indices))
         self._start()
         if wanted not in self._ahead:

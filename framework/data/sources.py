@@ -31,7 +31,7 @@ from meshwright.seeding import derive
 
 
 class Source(Protocol):
-    """Samples by their index in the run, the same on any layout: one of :data:`AnySource`, or a tool's own."""
+    """Source of samples by index in the run, the same on any layout: one of :data:`AnySource`, or a tool's own."""
 
     def read(self, indices: Sequence[int]) -> tuple[Any, Tensor]:
         """Return (inputs, each tensor (B, ...), labels (B, ...)), on the CPU."""
@@ -76,7 +76,7 @@ def open_validation(config: RunConfig) -> AnySource | None:
 
 
 def open_files(source: Source | None) -> None:
-    """Open the files of a source's corpora now, not in the first step."""
+    """Open the files of a source's corpora now, so that the first step does not."""
     for corpus in _corpora(source):
         corpus.open()
 

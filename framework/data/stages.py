@@ -5,8 +5,8 @@
     data.stages[1]    samples b ..
 
 A sample index of the run alone gives the stage, the corpus and the sample, so a resume needs one number, in the middle
-of a stage and across stages. A corpus of several stages continues where the stage before has left its order: no sample
-comes twice before all of its corpus came once.
+of a stage and across stages. A corpus that occurs in several stages continues in its order where the earlier stage
+stopped: no sample repeats before its whole corpus was read once.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class StageCorpora(NamedTuple):
     is_mixture: bool
     """The configuration has a list of corpora, perhaps of one."""
     order: BlendOrder
-    """Draws one of its corpora for each of its samples."""
+    """Choice of a corpus for each sample of the stage."""
     offsets: tuple[int, ...]
-    """Samples that earlier stages have drawn of each of its corpora."""
+    """Number of samples that earlier stages drew from each of its corpora."""
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
-"""User-defined streams: iterable datasets of unknown length, read from any sample on, exactly.
+"""User-defined streams: iterable datasets of unknown length, which can be continued exactly from any sample.
 
-    builder(split, **data.options) -> an iterable of samples, that can begin again in one of three ways:
+    builder(split, **data.options) -> an iterable of samples that can be restarted in one of three ways:
         state_dict(), load_state_dict(state)    plain JSON after each sample: a resume reads nothing twice
         iterate(start)                          an iterator from sample number ``start`` of an epoch on
         neither                                 each iteration gives the same samples: a resume reads them again
     set_epoch(epoch)                            optional: called before each epoch; otherwise all epochs are equal
 
 Sample i of the run is the i-th of the stream, epoch after epoch, so that the order is the same on any layout. Each
-replica reads the stream and keeps its own samples; ``data.collate`` sees those alone. A mark is a place in the stream
-to begin from: one is kept at each global batch, and a checkpoint holds one. Whether a place is found again exactly is
-tried before the first step, on a few samples.
+replica reads the whole stream and keeps its own samples; only those reach ``data.collate``. A mark is a position from
+which the stream can be continued: one is kept at each global batch, and a checkpoint holds one. Before the first step
+a few samples are read twice, to test that the stream continues exactly from a mark.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from meshwright.errors import DataError
 MARKS = 64
 """Marks that are kept: more global batches than threads read ahead."""
 TRIED, TRIED_MARK = 16, 9
-"""Samples read to try a stream, and the sample at which it is continued."""
+"""Samples read to test a stream, and the sample from which it is continued in the test."""
 MAX_STATE_CHARS = 2**15
 """Longest state of a dataset, as JSON: a checkpoint's manifest holds it."""
 
 
 class StreamMark(NamedTuple):
-    """A place in a stream."""
+    """A position from which a stream can be continued."""
 
     number: int
     """Number of the next sample, counted over all epochs."""
@@ -42,13 +42,13 @@ class StreamMark(NamedTuple):
     read: int
     """Samples of this epoch before it."""
     state: Any
-    """Result of the dataset's ``state_dict``; None: without one, and at the begin of an epoch."""
+    """Result of the dataset's ``state_dict``; None if it has none, and at the start of an epoch."""
     next: str | None = None
     """Hash of the next sample, which is compared when a checkpoint's mark is continued."""
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True for a dataset without samples by number."""
+    """Return True for an iterable dataset, one that is not indexed by sample number."""
     by_number = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     is_iterable = hasattr(dataset, "__iter__") or hasattr(dataset, "iterate")
     return isinstance(dataset, IterableDataset) or (is_iterable and not by_number) or hasattr(dataset, "iterate")
@@ -58,10 +58,10 @@ class Stream:
     """An iterable dataset as an endless sequence of numbered samples, which can be read from any number on."""
 
     def __init__(self, name: str, make: Callable[[], Any], collate: Collate) -> None:
-        """Read what ``make`` builds, which begins anew each time."""
+        """Read the dataset that ``make`` builds; each call builds one that starts from its first sample."""
         self.name, self.collate = name, collate
         self.is_due: Callable[[int], bool] = lambda number: False
-        """Return True for the number of a sample before which a mark is kept: the first of a step."""
+        """Function that returns True for the sample numbers at which a mark is kept: the first sample of each step."""
         self._make = make
         self._lock = threading.RLock()
         self._begin = StreamMark(0, 0, 0, None)
@@ -72,11 +72,11 @@ class Stream:
         self._last: tuple[int, Any] | None = None
         """Number of the sample read last, and the sample."""
         self._expected: dict[int, str] = {}
-        """Number of a sample -> its hash before the break."""
+        """Number of a sample -> its hash when the checkpoint was saved."""
 
     @staticmethod
     def open(name: str, dataset: Any, make: Callable[[], Any], collate: Collate) -> Stream:
-        """Return a stream after trying it: it must continue from a mark as it would have without a break.
+        """Return a stream that has passed a test: continued from a mark, it gives the same samples as without a break.
 
         Raises:
             DataError: it does not, or samples are no tensors of one shape.
@@ -110,14 +110,14 @@ class Stream:
 
     @property
     def how(self) -> str:
-        """Way in which the stream begins at a mark, for messages."""
+        """Description, for messages, of how the stream is continued at a mark."""
         self._dataset = self._make() if self._dataset is None else self._dataset
         if _has_state(self._dataset):
             return "by load_state_dict"
         return "by iterate(start)" if hasattr(self._dataset, "iterate") else "by reading from the begin of the epoch"
 
     def raw(self, number: int) -> Any:
-        """Return one sample as the dataset has it; read forward to it, or begin again at a mark before it."""
+        """Return one raw sample: read forward to it, or first go back to a mark before it."""
         with self._lock:
             if self._last is not None and self._last[0] == number:
                 return self._last[1]
@@ -133,7 +133,7 @@ class Stream:
         return self.collate.one(self.raw(number), number)
 
     def state_at(self, number: int) -> dict[str, Any]:
-        """Return the place before sample ``number``, as plain JSON for a checkpoint."""
+        """Return the mark at sample ``number``, as plain JSON for a checkpoint."""
         with self._lock:
             if number not in self._marks:
                 if number:
@@ -142,7 +142,7 @@ class Stream:
             return self._marks[number]._replace(next=sha256_of(self.sample(number)))._asdict()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Accept a place from a checkpoint."""
+        """Add the mark of a checkpoint; the next reads continue from it."""
         with self._lock:
             mark = StreamMark(**state)
             self._remember(mark)
@@ -182,7 +182,7 @@ class Stream:
             del self._marks[next(iter(self._marks))]
 
     def _mark(self) -> StreamMark:
-        """Return the present place.
+        """Return a mark at the present position.
 
         Raises:
             DataError: the dataset's state is no JSON, or too long.
@@ -231,7 +231,7 @@ class Stream:
             ) from error
 
     def _next(self) -> Any:
-        """Return the next sample, of the next epoch after the last of one; keep a mark where one is due."""
+        """Return the next raw sample, across the end of an epoch; keep a mark where one is due."""
         assert self._samples is not None
         at = self._at
         try:
@@ -264,7 +264,7 @@ def _has_state(dataset: Any) -> bool:
 def _buffer_of(dataset: Any, depth: int = 0) -> str | None:
     """Return the class of a shuffle buffer inside of a Hugging Face dataset, or None.
 
-    Near the begin its state replays the buffer, so that trying a few samples does not find it.
+    Near the start its state replays the buffer, so that a test on a few samples does not detect it.
     """
     if "BufferShuffled" in type(dataset).__name__:
         return type(dataset).__name__

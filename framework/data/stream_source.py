@@ -14,10 +14,10 @@ from meshwright.data.stream import Stream
 
 
 class StreamSource:
-    """A stream as a run reads it. ``num_samples``: those that are read once, for validation; None: endless."""
+    """Source that reads a stream. ``num_samples``: number of samples for validation, read once; None: endless."""
 
     def __init__(self, stream: Stream, kept: int, num_samples: int | None = None) -> None:
-        """Read ``stream``; keep ``kept`` samples of this rank after reading, for schedules that read them twice."""
+        """Read ``stream``. ``kept``: samples that stay in memory, for schedules that read a micro-batch twice."""
         self.stream = stream
         self.ahead: ReadAhead | None = None
         self._num_samples = num_samples
@@ -43,11 +43,11 @@ class StreamSource:
         return self._read[key]
 
     def state_at(self, samples_seen: int) -> dict[str, Any]:
-        """Return the place in the stream after so many samples of the run, as plain JSON for a checkpoint."""
+        """Return the stream's mark after ``samples_seen`` samples of the run, as plain JSON for a checkpoint."""
         return self.stream.state_at(samples_seen)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Accept a place from a checkpoint."""
+        """Add the mark of a checkpoint; the next reads continue from it."""
         self.stream.restore(state)
 
     def with_workers(self, num_workers: int, steps: Steps, start_process: Start | None = None) -> StreamSource:

@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer (Hugging Face ``tokenizers``): training, loading, encoding with end of document.
+"""The byte-level BPE tokenizer (Hugging Face ``tokenizers``): training, loading, and encoding of whole documents.
 
 Byte level means that any text round-trips and no token is unknown. Id 0 is the special token, then come the 256 bytes,
 then merges in the order of their frequency. The result of training depends on the texts and the vocabulary size alone.

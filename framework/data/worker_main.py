@@ -22,7 +22,7 @@ from meshwright.errors import UserError
 
 
 def open_reader(config: RunConfig) -> Callable[[Any], Any]:
-    """Return the function of the configuration's dataset that computes the samples of a job."""
+    """Open the dataset of the configuration; return the function that computes the samples of a job."""
     data = config.data.model_copy(update={"workers": 0, "processes": False})
     source = open_sources(config.model_copy(update={"data": data}))[0]
     assert isinstance(source, DatasetSource | StreamSource)

@@ -22,7 +22,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import DataError, UserError
 
 HIDDEN_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-"""Environment of a worker: the devices are the rank's."""
+"""Environment of a worker: no GPU, since those belong to the rank, and one thread."""
 
 
 class WorkerProcess:

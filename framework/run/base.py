@@ -1,4 +1,4 @@
-"""Frozen base of a run with adapters: its fingerprint in checkpoints, which may leave its weights out."""
+"""Frozen base weights of a run with adapters: their fingerprint in checkpoints, which may omit the weights."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def check_resumed(parts: Parts, manifest: Manifest, place: str) -> None:
 
 
 def _total(parts: Parts) -> Tensor:
-    """Sum the parts of the fingerprint over all ranks: 8 bytes on the wire, and ZeRO-3's weights once. Blocks."""
+    """All-reduce the fingerprint over all ranks: 8 bytes; under ZeRO-3 also all-gather the frozen weights. Blocks."""
     total = base_sum(_owned(parts)).to(parts.mesh.device)
     parts.mesh.world.all_reduce(total).wait()
     return total
 
 
 def _owned(parts: Parts) -> Iterator[tuple[ParameterInfo, Tensor]]:
-    """Yield the frozen weights that this rank counts, in local shapes. Under ZeRO-3 collective over the shard group."""
+    """Yield the local frozen weights that this rank adds: of ranks with a copy one does. Under ZeRO-3 collective."""
     mesh = parts.mesh
     for replica in parts.replicas.values():
         for member in replica.frozen:

@@ -44,7 +44,7 @@ class Peaks(BaseModel):
     """Step after which the peaks were gathered."""
     device: str
     grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=5)]
-    """Degrees (pp, dp, tp, cp, ep); files of older versions lack the last."""
+    """Degrees (pp, dp, tp, cp, ep); older files may lack the last ones."""
     peaks: tuple[Annotated[int, Field(ge=0, lt=2**60)], ...]
     """Peak bytes of each rank since its start."""
 

@@ -1,4 +1,4 @@
-"""Files of a live run: one stat of the lock per step detects lost or replaced files, and they are restored.
+"""Files of a live run: one stat of the lock per step detects a lost lock or directory, which is restored.
 
     loss                                                 action of the run
     the lock alone is gone                               locks again; stops if another job has the lock

@@ -35,12 +35,12 @@ FILE = "lock"
 PATIENCE_S = 2.0
 """Seconds to retry a held lock: its holder may be ending."""
 OWN_JOB_PATIENCE_S = 240.0
-"""Seconds to retry if the holder is an earlier start of this Slurm job or JobSet, alive on a node out of reach."""
+"""Seconds to retry if the holder is an earlier start of this Slurm job or JobSet, alive on an unreachable node."""
 PAUSE_S = 0.1
 TRIES = 3
 """Attempts to take a lock that was removed meanwhile."""
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Error numbers of flock on a file system without locks."""
+"""errno values of flock on a file system without locks."""
 
 
 class RunLock:
@@ -66,7 +66,7 @@ class RunLock:
                 self._close()  # removed between opening and locking: other jobs would not see it
                 locked = self._open_and_lock()
             else:
-                self._is_watched = False  # a file system that gives one file several numbers
+                self._is_watched = False  # a file system that gives one file several inode numbers
             if locked and self._file is not None:
                 text = json.dumps(_holder()) + "\n"
                 os.ftruncate(self._file.descriptor, 0)
@@ -116,7 +116,7 @@ class RunLock:
         try:
             fresh.__enter__()
         except LockError:
-            if not _is_this_process(self.path):  # the file system gave the same file another number
+            if not _is_this_process(self.path):  # the file system gave the same file another inode number
                 raise
             self._is_watched = False
             return

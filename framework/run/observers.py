@@ -180,7 +180,7 @@ class TotalLoss(NamedTuple):
     """Loss over several global batches."""
 
     loss_sum: float
-    """Sum of the labels' losses in nats, accumulated in float64."""
+    """Sum of the labels' losses, accumulated in float64; in nats for a cross-entropy."""
     num_tokens: int
     """Labels that counted."""
     metrics: Mapping[str, float] = MappingProxyType({})
@@ -205,7 +205,7 @@ def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:
         sums[2:] += row.recorder.vector(parts.mesh.device)
         for part in row.loss_parts if parts.mesh.at.tp_rank == 0 else ():
             sums[:2] += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
-    for module, training in modes.items():  # what the builder has put into eval mode stays there
+    for module, training in modes.items():  # modules that the builder put into eval mode stay in it
         module.training = training
     parts.executor.follow(schedule)
     parts.mesh.world.all_reduce(sums).wait()

@@ -143,8 +143,7 @@ def record_start(
 def newest_sound(
     directory: Path, mesh: Mesh, warn: Warn = print_warning, only: Sequence[Path] | None = None
 ) -> Path | None:
-    """Find the newest checkpoint that verifies; None: there is none yet. Collective: each rank hashes some of the
-    files.
+    """Return the newest checkpoint that verifies, or None without any. Collective: each rank hashes some of the files.
 
     Args:
         only: candidates, newest first; None: all of the run. Rank 0 warns of each skipped one and its damaged file.

@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints of a run in training: the collective part, around the writer thread of each rank.
+"""Asynchronous checkpoints during training: the collectives around the writer thread of each rank.
 
     every rank   start    finish the save before, agree on the attempt, copy to host memory; only this blocks the step
     every rank   check    after each step: react to a failed share, reported by the all-reduce of the step
@@ -33,7 +33,7 @@ MAX_PAUSE_S = 0.5
 
 
 class _BeginResult(NamedTuple):
-    """Result of beginning a save on rank 0."""
+    """Result of :meth:`Saver._begin` on rank 0, sent to all ranks."""
 
     attempt: str
     problem: str | None = None

@@ -1,4 +1,4 @@
-"""Log of a run's starts: a line of ``starts.jsonl`` with time, host and step for each, and the placement of ranks."""
+"""Log of a run's starts: ``starts.jsonl`` with time, host and step of each, and the placement of the ranks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def saved_running(parts: Parts) -> dict[str, Tensor]:
 
 
 def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:
-    """Yield the optimizer states of a checkpoint that are no tensors per element (Adafactor's), by their weights."""
+    """Yield the factored optimizer states of a checkpoint (Adafactor's), each under the name of its weight."""
     for name, shape, dtype, trained in saved_tensors(blueprint):
         for _, info in factor_infos(blueprint.config.optimizer, name, shape) if trained else ():
             yield SavedTensor(name, info.global_shape, torch.promote_types(dtype, torch.float32), False)
@@ -65,7 +65,7 @@ def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:
 def checkpoint_metadata(
     config: RunConfig, state: TrainState, data_fingerprint: Mapping[str, str], base: str | None = None
 ) -> CheckpointMetadata:
-    """Return the metadata of a checkpoint of this state. ``base``: fingerprint of the weights beside adapters."""
+    """Return the metadata of a checkpoint of this state. ``base``: fingerprint of the frozen base of adapters."""
     return CheckpointMetadata(
         step=state.step,
         samples_seen=state.samples_seen,
@@ -84,9 +84,9 @@ def checkpoint_metadata(
 
 
 def shard_names(grid: Grid) -> list[str | None]:
-    """Return the name of the shard that each rank writes; None: other ranks have all that it holds.
+    """Return the name of the shard that each rank writes; None: other ranks write everything that it holds.
 
-    The first replica writes for all, and of a stage's experts the first ep ranks.
+    The ranks of the first replica write; the experts of a stage are written by its first ep ranks.
     """
     found: list[str | None] = []
     for rank in range(grid.size):
@@ -120,8 +120,8 @@ def pieces(
 ) -> Iterator[TensorPiece]:
     """Yield this rank's pieces of a checkpoint. Collective over dp: every rank must exhaust it, to all-gather shards.
 
-    One rank yields each piece (the first replica; tp rank 0 for replicated parameters; the first stage for tied
-    weights), and its replicas nothing. ``running``: buffers that forward changes, by name.
+    One rank yields each piece: of the first replica; tp rank 0 for replicated parameters; the first stage for tied
+    weights. Its replicas yield nothing. ``running``: buffers that forward changes, by name.
     ``with_frozen``: frozen weights too.
     """
     if mesh.dp.rank == 0 and mesh.at.tp_rank == 0:
@@ -185,7 +185,7 @@ def restore(
     has_base = not adapted or not all(map(is_adapter, saved_names - running.keys()))
     for name, buffer in running.items():
         saved = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer.dtype)
-        assert saved is not None  # of weights, what is missing is an error
+        assert saved is not None  # a missing weight raises in read
         buffer.copy_(saved)
     is_apart = bool(optimizer_steps) and GRADIENT_POINT in saved_states_of(optimizer.config)
     stepped = TensorKind(GRADIENT_POINT) if is_apart else TensorKind.WEIGHTS

@@ -150,7 +150,10 @@ def _describe_files(files: Sequence[InputFile]) -> str:
 
 
 def complete(out: Path, request: Request, *, replace: bool) -> Fingerprint | None:
-    """Return the fingerprint of a corpus that is intact and as requested; None if ``out`` may be written."""
+    """Return the fingerprint if ``out`` holds the requested corpus, intact; None if ``out`` may be written.
+
+    Raises DataError: it holds another corpus (unless ``replace``), or other files.
+    """
     known = fingerprints.read(out)
     if not list_own_files(out, set() if known is None else {*known.files, fingerprints.FILE_NAME}):
         return None

@@ -1,4 +1,4 @@
-"""Input files of a preparation: the named files, and all files below named folders. No file is skipped silently."""
+"""Input files of a preparation: the named files, and the files below named folders, without hidden ones."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from meshwright.data.token_files import Documents
 from meshwright.errors import DataError
 
 MAX_BLOCKS, BLOCK = 64, 1 << 14
-"""Blocks of neighbouring documents whose lengths are read, and documents of a block; of a smaller corpus all."""
+"""Number of blocks whose document lengths are read, and documents per block; a smaller corpus is read whole."""
 MAX_SAMPLES = 32
 """Samples, spread over the corpus, whose balance is computed."""
 
@@ -52,7 +52,7 @@ def describe_lengths(documents: Documents, sequence_length: int) -> str:
 
 
 def describe_balance(corpus: Corpus, of: ContextReport) -> list[str]:
-    """Describe how unequally the ranks of ``of.cp`` share the keys of some samples: a line; none with cp = 1.
+    """Describe the imbalance of attention keys over ``of.cp`` ranks in some samples: one line; none with cp = 1.
 
     Raises:
         DataError: the samples cannot be cut into cp equal parts.

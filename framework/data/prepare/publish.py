@@ -1,4 +1,4 @@
-"""Publication of a folder by a rename after a flush to the disk: it is complete or absent."""
+"""Atomic publication of a folder: fsync, then one rename, so that it is complete or absent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OLD = ".old"
 
 
 def publish(aside: Path, out: Path) -> None:
-    """Flush ``aside`` and rename it to ``out``. A full ``out`` is renamed first and deleted last."""
+    """Flush ``aside`` and rename it to ``out``. A non-empty ``out`` is renamed first and deleted last."""
     sync_tree(aside)
     if out.is_dir() and any(out.iterdir()):
         old = aside.with_name(aside.name + OLD)

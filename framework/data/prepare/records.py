@@ -34,12 +34,12 @@ class Form(Enum):
 
 
 class DocumentPiece(NamedTuple):
-    """A part of a document that counts as labels as a whole or not at all."""
+    """A part of a document of which either all tokens count as labels or none."""
 
     text: str
     counts: bool
     ends: bool
-    """True if an end-of-document token follows, which counts as the piece does."""
+    """True if an end-of-document token follows; it counts as a label if the piece does."""
 
 
 class Broken(Exception):
