@@ -30,7 +30,7 @@ def _escaped(character: str) -> str:
 
 
 def _write(stream: TextIO, text: str, *, flush: bool = True) -> None:
-    """Write in one call: ``print`` writes the line feed by itself, and another thread's line comes between."""
+    """Write in one call: ``print`` writes the line feed separately, and another thread's line may come between."""
     stream.write(text)
     if flush:
         stream.flush()
@@ -61,7 +61,7 @@ def print_lines(text: str) -> None:
 
 
 def abridge(items: Sequence[object], most: int = 8) -> str:
-    """Format items as ``2, 3``; of many only the first ``most``, and the number left out."""
+    """Format items as ``2, 3``; of more than ``most`` the first ones, and the number of the others."""
     return f"{', '.join(map(str, items[:most]))}{f' and {len(items) - most} more' if len(items) > most else ''}"
 
 

@@ -34,7 +34,7 @@ def validation_line(record: StepRecord) -> str:
 
 
 def _numbers(record: StepRecord, unit: str) -> list[list[str]]:
-    """Return the numbers of a step in forms of falling length; each but the last leaves out what matters less."""
+    """Return the numbers of a step in forms of falling length; each omits the least important of the form before."""
     loss = f"loss {record.loss:.4f}{' (skipped)' if record.skipped else ''}"
     if record.loss_scale is not None:
         loss += f"  scale {record.loss_scale:.3g}"
@@ -54,7 +54,7 @@ def _numbers(record: StepRecord, unit: str) -> list[list[str]]:
 
 
 class _Fitting:
-    """Choice of the longest form that fits. It never grows again, so that the lines of a run have the same columns."""
+    """Choice of the longest form that fits. Once shortened it stays so: the lines of a run keep the same columns."""
 
     def __init__(self) -> None:
         self._form = 0

@@ -19,7 +19,7 @@ from meshwright.tracking.record import EXPERT_LOAD
 
 COUNTS, DROPPED, ENTROPY = ".counts", ".dropped", ".entropy"
 MAX_LINES = 200
-"""About so many steps of a run have a line in the file, evenly spaced."""
+"""Approximate number of steps with a line in the file, evenly spaced over the run."""
 
 
 def counts_of(sums: Mapping[str, Tensor], kind: str = COUNTS) -> dict[str, list[int]]:
@@ -31,8 +31,8 @@ def counts_of(sums: Mapping[str, Tensor], kind: str = COUNTS) -> dict[str, list[
 def load_metrics(counts: Mapping[str, list[int]]) -> dict[str, float]:
     """Return the metrics of a step.
 
-    ``experts/skew``: the fullest expert's tokens over the mean, of the worst layer; 1 is balanced.
-    ``experts/entropy``: of the load, a mean over the layers; 1 is balanced, 0 one expert.
+    ``experts/skew``: tokens of the most loaded expert over the mean, in the worst layer; 1 is balanced.
+    ``experts/entropy``: entropy of the load, normalised to 0..1, mean over layers; 1 is balanced, 0 a single expert.
     ``experts/idle_share``: share of the experts of all layers without a token.
     """
     layers = [layer for layer in counts.values() if sum(layer) and len(layer) > 1]
@@ -51,9 +51,9 @@ def load_metrics(counts: Mapping[str, list[int]]) -> dict[str, float]:
 def choice_metrics(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the metrics of a step's choices, from its sums; those that no router counts are left out.
 
-    ``experts/token_entropy``: of a token's scores over the experts, a mean over tokens and layers; 1: all are equal, 0:
-    one expert has all.
-    ``experts/dropped_share``: share of the choices of all layers whose expert was full.
+    ``experts/token_entropy``: entropy of a token's scores over the experts, mean over tokens and layers; 1: all scores
+    are equal, 0: one expert has all.
+    ``experts/dropped_share``: share of the choices of all layers that were dropped, since the expert was full.
     """
     of_tokens = [sums[name].tolist() for name in sums if name.endswith(ENTROPY) and sums[name].numel() == 2]
     entropies = [entropy / tokens for entropy, tokens in of_tokens if tokens]

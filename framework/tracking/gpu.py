@@ -5,8 +5,8 @@
     rank 0       after_step    the newest folded samples, once each -> metrics of the step's record
 
 The threads are daemons, and a step reads one attribute: no query and no other rank can block it. A sample older than
-STALE_PERIODS periods is left out, so that the metrics of a device whose NVML blocks end, and those of the others do
-not. Without nvidia-ml-py or NVML there are no metrics, and one line with the reason.
+STALE_PERIODS periods is left out: if NVML blocks on one device, only that device's metrics end. Without nvidia-ml-py
+or NVML there are no metrics, and one line with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.tracking.tracker import never_raising, warn_on_stderr
 PERIOD_S, RANKS_PER_S = 2.0, 2_000
 """Seconds between samples; the ranks together write at most RANKS_PER_S of them per second into the store."""
 STALE_PERIODS, JOIN_S = 5, 1.0
-"""Age of a sample that is left out; seconds for which the end of a run waits for a thread that is in a query."""
+"""Periods after which a sample is too old to report; seconds to wait at the end for a thread that blocks in NVML."""
 EXTREMES: Mapping[str, tuple[Callable[[list[float]], float], tuple[str, ...]]] = {
     "min": (min, ("utilization_share", "power_w", "sm_clock_mhz")),
     "max": (max, ("memory_gib", "power_w", "temperature_c")),
@@ -41,7 +41,7 @@ POWER_CAP, SLOWDOWNS = 0x4, 0x8 | 0x20 | 0x40 | 0x80
 
 
 class NvmlDevice:
-    """One device in NVML. ``nvml``: the module ``pynvml`` of nvidia-ml-py; ``uuid``: as torch gives it."""
+    """NVML handle of one device. ``nvml``: the module ``pynvml`` of nvidia-ml-py; ``uuid``: as torch gives it."""
 
     def __init__(self, nvml: Any, uuid: str) -> None:
         nvml.nvmlInit()

@@ -2,9 +2,9 @@
 
 Every line is written in one system call when its step is done. A kill at any moment loses at most the end of the last
 line: :func:`read_records` skips a torn last line, and a resume removes it. A resume also moves the records after the
-resumed step to ``metrics-again.jsonl``, because those steps are repeated and their cost must stay on record. It writes
-a new file and renames it. There is no fsync per line, but one before each checkpoint is published: the lines up to that
-checkpoint survive a power cut.
+resumed step to ``metrics-again.jsonl``, because those steps are repeated and their time is part of the run's cost. It
+writes a new file and renames it. There is no fsync per line, but one before each checkpoint is published: the lines up
+to that checkpoint survive a power cut.
 """
 
 from __future__ import annotations

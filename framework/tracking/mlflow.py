@@ -29,7 +29,7 @@ class MlflowSink:
         self._run_id = ""
 
     def open(self) -> None:
-        """Import mlflow, and continue the run of an earlier start or create one, with the configuration as its tags."""
+        """Import mlflow; continue the run of an earlier start, or create one with the configuration as parameters."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when mlflow is imported
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:

@@ -76,7 +76,7 @@ def find_sinks(config: RunConfig) -> list[Callable[[RunConfig, Path], Sink]]:
 
 
 class Records(Observer):
-    """One record per step, written by rank 0."""
+    """Observer that passes one record per step to the tracker. Rank 0 writes; trackers of other ranks have no sinks."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker

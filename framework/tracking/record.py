@@ -35,7 +35,7 @@ class StepRecord:
     """Number of steps done, this one included; the first record of a run has 1."""
     samples_seen: int
     tokens: int
-    """Tokens trained on since the run began, over all replicas."""
+    """Labels that counted since the run began, over all replicas; for text, tokens trained on."""
     loss: float
     """Mean loss over the labels of the global batch; in nats for a cross-entropy."""
     grad_norm: float
@@ -62,7 +62,7 @@ class StepRecord:
     restarts: int = 0
     """Number of starts of the run before the present one."""
     save_s: float | None = None
-    """Duration of the save whose publication was seen in the step before, from its beginning until it was published."""
+    """Seconds from the start of a save to its publication, in the first record after rank 0 saw it published."""
     straggler: str | None = None
     """Straggler since the last check; "": none; None: no check in this step."""
     straggler_rank: int | None = None
@@ -120,7 +120,7 @@ OTHER_NAMES = frozenset({"step", "train/loss_hex", "perf/straggler"})
 MAX_COUNT = 2**63
 """Bound of counts in a line: 64 bits hold them."""
 MAX_EXTRA = 100
-"""Most metrics of callbacks in a step; those of the model and of GPUs come on top."""
+"""Maximum number of metrics of callbacks in a step; those of the model and of GPUs have the same limit each."""
 _EXTRA_NAME = re.compile(r"[A-Za-z][\w.-]*(/[\w.-]+)*", re.ASCII)
 
 

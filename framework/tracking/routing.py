@@ -12,7 +12,7 @@ from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.terminal.output import print_warning
 
 DIRECTORY = "routing"
-"""Directory of a recording in the run's own, by default."""
+"""Default subdirectory of the run's directory for a recording."""
 
 
 def check_routing(blueprint: Blueprint) -> None:
@@ -55,7 +55,7 @@ def step_key(step: int) -> str:
 
 
 class RoutingObserver(Observer):
-    """Record of the routing of each step, or its replay. Rank 0 writes; a full disk is a warning."""
+    """Observer that records or replays the expert routing of each step. Rank 0 writes; a full disk is a warning."""
 
     def __init__(self, parts: Parts, directory: Path) -> None:
         train = parts.config.train
@@ -65,13 +65,13 @@ class RoutingObserver(Observer):
         self._key = ""
 
     def before_step(self, parts: Parts) -> None:
-        """Open the step's record."""
+        """Begin the record or replay of the step."""
         seen = parts.state.samples_seen
         self._key = step_key(parts.state.step + 1)
         self._hooks.begin(self._key, range(seen, seen + batch_numbers(parts.config, seen).global_batch))
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Close it. Collective over all ranks for a recording."""
+        """End the step's record or replay. Recording is collective over all ranks; blocks."""
         reason = self._hooks.end(self._key)
         if reason is not None:
             print_warning(f"the routing of {self._key} could not be written ({reason}); training goes on")

@@ -1,4 +1,4 @@
-"""Monitoring of a run: NaN and Inf, replica drift, hangs, stragglers, a traced step, and checks of the nodes.
+"""Monitoring of a run: NaN and Inf, replica drift, hangs, stragglers, and the trace of a step.
 
 Each part detects one kind of trouble and names the ranks. The training loop decides what happens next, on all ranks
 at once.

@@ -1,4 +1,4 @@
-"""Replica drift: comparison of tensors that must be bitwise equal on several ranks, and a report of differing copies.
+"""Replica drift: comparison of tensors that must be bitwise equal on several ranks, and the error that names copies.
 
     tensor                      equal on all ranks of           a difference comes from
     weights                     dp (experts: their replicas)    a bit flipped in memory, a faulty link, a kernel that
@@ -50,7 +50,7 @@ class ReplicatedTensor(NamedTuple):
     shard: int = 0
     """Index of the optimizer state's shard; 0 for tensors that are not sharded."""
     over: str = "tp"
-    """"ep" for experts that ranks share."""
+    """"ep" for experts sharded over ep ranks; else "tp"."""
 
 
 class NamedPiece(NamedTuple):
@@ -224,7 +224,7 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
 
 
 def _part(mesh: Mesh, each: ReplicatedTensor) -> int | None:
-    """Return the number of a tensor's part, the same on all ranks with a copy of it."""
+    """Return an index that identifies this rank's part of the tensor: equal on all ranks with a copy of the part."""
     if each.over_tp:
         return None
     return mesh.expert_replicas.ranks[0] if each.over == "ep" else mesh.at.tp_rank

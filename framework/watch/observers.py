@@ -137,7 +137,7 @@ def build_trace(pipeline: Sequence[RankSpans], parts: Parts) -> Trace:
 def handle_nonfinite(parts: Parts, feed: Feed, stats: StepStats) -> None:
     """Reject a step whose reduced scalars are not finite: skip it, or end the run. Collective over all ranks; blocks.
 
-    No rank has taken the step. An overflow that a smaller loss scale may avoid is no fault: that step is left out.
+    No rank has taken the step. A float16 overflow that a smaller loss scale may avoid is no fault: nothing is done.
 
     Raises:
         NonFiniteError: on every rank, if ``watch.on_nonfinite`` is not "skip", or ``watch.most_skipped`` steps in a row

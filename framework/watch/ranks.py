@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from meshwright.mesh import Grid
 
 MAX_RUNS = 8
-"""Limit of number ranges that are written out."""
+"""Maximum number of ranges that are written out."""
 
 
 def numbers(values: Iterable[int]) -> str:

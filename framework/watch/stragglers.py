@@ -29,7 +29,7 @@ from meshwright.watch.trace import RankSpans, on_one_clock
 SHARE = 0.1
 """Smallest share of a step that a delay must have to be reported."""
 SLOW_TOO = 0.125
-"""Smallest wait of a pair of nodes, as a share of the longest, that counts as slow too: two connections over one
+"""Smallest wait between two nodes, as a share of the longest wait, that counts as slow too: two connections over one
 host's link share its bandwidth unevenly."""
 WARM_UP = 1
 """First steps of each start that are not measured."""

@@ -1,4 +1,4 @@
-"""Trace of one measured step: the spans of every pipeline rank on one clock, in a file that `draw` reads.
+"""Trace of one measured step: the spans of every pipeline rank on one clock, in a file for `meshwright draw`.
 
     all ranks           barriers, and a reading of the clock after each
     all ranks           the step

@@ -1,4 +1,4 @@
-"""Exchange of heartbeats over the key-value store of all ranks, and the claim of a hang's report."""
+"""Exchange of heartbeats over the key-value store, and the claim by which one rank reports a hang for all."""
 
 from __future__ import annotations
 

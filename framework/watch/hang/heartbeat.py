@@ -26,7 +26,7 @@ _VERBS = {
 
 
 class StatusModel(BaseModel):
-    """Base of what is read from a file or from another rank: exact types, no unknown fields."""
+    """Base of models that are read from a file or received from another rank: exact types, no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 

@@ -44,7 +44,7 @@ class Status(StatusModel):
     at_s: NonNegativeFloat
     tick_s: PositiveFloat
     grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=5)]
-    """Degrees (pp, dp, tp, cp, ep); files of older versions lack the last."""
+    """Degrees (pp, dp, tp, cp, ep); older files may lack the last ones."""
     step: NonNegativeInt
     steps: PositiveInt
     phase: str

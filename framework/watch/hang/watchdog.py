@@ -80,7 +80,7 @@ class Watchdog:
         self._tick_s = tick_of(limit_s)
         self._watched_s = max(MISSED_TICKS * self._tick_s, MIN_WATCH_S)
         self._gap_s = max(MISSED_TICKS * self._tick_s, MAX_TICK_S)
-        """Pause of the second thread after which the whole process is taken to have been stopped."""
+        """Pause of the thread "check" that means that the whole process was stopped (SIGSTOP, a suspended machine)."""
         self._exchange = HeartbeatExchange(mesh, step)
         self._disk = DiskWriter(status_file, mesh.rank, self._exchange.host, self._warn)
         self._claimed_s: float | None = None
@@ -88,7 +88,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._warned = False
         self._awake_s = self._pulse_s = self._round_s = time.monotonic()
-        """Times since which the process runs; of the second thread's last pass; of the first thread's last round."""
+        """Monotonic times: start of the process or its last resume; last pass of "check"; last round of "store"."""
         self._threads = [
             threading.Thread(target=each, name=f"watchdog-{name}", daemon=True)
             for name, each in (("store", self._run_rounds), ("check", self._check_rounds))

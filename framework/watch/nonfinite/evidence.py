@@ -1,4 +1,4 @@
-"""Findings of NaN and Inf on each rank, and the choice of the first one. Pure, except for :func:`broken`."""
+"""Findings of NaN and Inf on each rank, and the choice of the first one. Only :func:`broken` reads tensors."""
 
 from __future__ import annotations
 
