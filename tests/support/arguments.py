@@ -1,4 +1,4 @@
-"""Models whose builders give first values in one way or another; plain torch takes all of them."""
+"""Models whose builders set initial values in various ways, all legal in plain torch: see :func:`build`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
 
 
 class Scale(nn.Module):
-    """Made with ones, and reset to ones; never reset by its own __init__."""
+    """Scale with a parameter of ``value`` in ``__init__``, and of ones after ``reset_parameters``."""
 
     def __init__(self, value: float = 1.0) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Scale(nn.Module):
 
 
 class Orthogonal(nn.Linear):
-    """Its first weight is orthogonal by its own reset."""
+    """Linear whose ``reset_parameters`` draws an orthogonal weight."""
 
     def reset_parameters(self) -> None:
         nn.init.orthogonal_(self.weight)
@@ -44,7 +44,7 @@ class Orthogonal(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    """Its reset leaves one parameter out."""
+    """Linear with a parameter that its ``reset_parameters`` does not set."""
 
     def __init__(self) -> None:
         super().__init__(D, D)
@@ -55,7 +55,7 @@ class Scaled(nn.Linear):
 
 
 class Attention(nn.Module):
-    """torch's own, whose reset is private."""
+    """Residual torch.nn.MultiheadAttention, whose reset method is private (``_reset_parameters``)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,17 +66,18 @@ class Attention(nn.Module):
 
 
 class Own(nn.Parameter):
-    """A class of its own."""
+    """Subclass of nn.Parameter."""
 
 
 class Symmetric(nn.Module):
-    """A parametrization."""
+    """Parametrization that makes a weight symmetric."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return (weight + weight.T) / 2
 
 
 def build(how: str) -> nn.Sequential:
+    """Build embedding, two blocks and head; ``how`` names the way in which the first block gets its values."""
     linear = nn.Linear(D, D)
     block: nn.Module = Block(linear)
     embedding = nn.Embedding(V, D)

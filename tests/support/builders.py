@@ -1,6 +1,6 @@
-"""Models as users write them, in plain torch: small ones that work, and one for each way to break the contract.
+"""Small models as users write them, in plain torch: valid ones, and one for each way to break the contract of builders.
 
-Named in a config as ``tests.support.builders:plain``. None of them knows of a rank, and most carry no attribute at all.
+A configuration names one as ``tests.support.builders:plain``. Most have no sharding plan or other attribute.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def plain(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential:
-    """What a newcomer would type: numbered layers, activations as layers of their own, no attribute at all."""
+    """Build the simplest model: numbered layers, activations as separate layers, no attributes."""
     middle: list[nn.Module] = []
     for _ in range(depth):
         middle += [nn.Linear(width, width), nn.Tanh()]
@@ -22,7 +22,7 @@ def plain(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential
 
 
 class Begin(nn.Module):
-    """Token ids -> a dict of the hidden state, the ids themselves and a mask of floats that needs no gradient."""
+    """Embedding: ids (B, S) -> dict of x (B, S, D), the ids, and a float mask (B, S, 1) without gradient."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Begin(nn.Module):
 
 
 class Middle(nn.Module):
-    """Works on the hidden state, passes the rest on, and hands its input's square past the layers that follow."""
+    """Residual layer on ``x`` that passes the rest on. The first one adds ``skipped``, the square of its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Middle(nn.Module):
 
 
 class Pack(nn.Module):
-    """Dict -> tuple: the kinds of values may change on the way."""
+    """Layer from a dict to a nested tuple: the type of the value may change between layers."""
 
     def forward(self, value: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return value["x"] * 2.0, (value["ids"], value["skipped"])
 
 
 class End(nn.Module):
-    """Logits of the hidden state, the value that skipped the middle, and a second embedding of the ids."""
+    """Head: logits (B, S, V) from the hidden state, the skipped value, and a second embedding of the ids."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class End(nn.Module):
 
 
 def carrying(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential:
-    """Dicts and tuples between the layers, with integers, tensors without gradient, and one that skips layers."""
+    """Build a model with dicts and tuples between layers: integers, tensors without gradient, one that skips layers."""
     layers: dict[str, nn.Module] = {"begin": Begin(vocab_size, width)}
     for i in range(depth):
         layers[f"middle{i}"] = Middle(width)
@@ -74,7 +74,7 @@ def carrying(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequent
 
 
 def tied_to_the_head(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """A tie whose canonical name is that of the *later* layer."""
+    """Build a model with tied weights whose canonical name belongs to the *later* layer."""
     model = nn.Sequential(
         OrderedDict(
             embedding=nn.Embedding(vocab_size, width),
@@ -88,7 +88,7 @@ def tied_to_the_head(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 def frozen(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """The embedding is not trained: no gradient at all goes back over the first border."""
+    """Build ``plain`` with a frozen embedding: no gradient is sent back over the first stage boundary."""
     model = plain(vocab_size, width)
     model[0].weight.requires_grad_(False)
     return model
@@ -98,22 +98,22 @@ def frozen(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 def not_a_sequential(vocab_size: int = 17) -> nn.Module:
-    """A module that cannot be cut."""
+    """Build a module that is no nn.Sequential."""
     return nn.Linear(vocab_size, vocab_size)
 
 
 def empty() -> nn.Sequential:
-    """Nothing."""
+    """Build a Sequential without layers."""
     return nn.Sequential()
 
 
 def without_parameters() -> nn.Sequential:
-    """Nothing to train."""
+    """Build a model without parameters."""
     return nn.Sequential(nn.Identity(), nn.ReLU())
 
 
 def undeclared_tie(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """One parameter under two names, and tied_weights does not say so."""
+    """Build a model with tied weights that ``tied_weights`` does not declare."""
     model = nn.Sequential(
         OrderedDict(embedding=nn.Embedding(vocab_size, width), head=nn.Linear(width, vocab_size, bias=False))
     )
@@ -122,14 +122,14 @@ def undeclared_tie(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 def tie_to_nothing(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """tied_weights with a typing error."""
+    """Build a model whose ``tied_weights`` names a parameter that does not exist."""
     model = undeclared_tie(vocab_size, width)
     model.tied_weights = [("embedding.weight", "haed.weight")]
     return model
 
 
 class Scale(nn.Module):
-    """A parameter that was given its value in __init__: nobody can draw it again."""
+    """Scale whose parameter is drawn in ``__init__``, without ``reset_parameters``: it cannot be drawn by name."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -140,12 +140,12 @@ class Scale(nn.Module):
 
 
 def without_reset(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """A module of the user's own that has no reset_parameters."""
+    """Build a model with a module that has no ``reset_parameters``."""
     return nn.Sequential(nn.Embedding(vocab_size, width), Scale(width), nn.Linear(width, vocab_size))
 
 
 def with_initialise(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """The same, with an ``initialise`` that knows."""
+    """Build the model of :func:`without_reset` with an ``initialise`` that draws every parameter."""
     model = without_reset(vocab_size, width)
 
     def initialise(name: str, tensor: Tensor) -> None:
@@ -156,7 +156,7 @@ def with_initialise(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 def wrong_width(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """The middle layer is wider than what comes in."""
+    """Build a model whose middle layer expects a wider input than it gets."""
     return nn.Sequential(
         OrderedDict(
             embedding=nn.Embedding(vocab_size, width),
@@ -167,43 +167,43 @@ def wrong_width(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 class Pooled(nn.Module):
-    """(B, S, D) -> (B, D): a classifier's ending."""
+    """Mean over the tokens, (B, S, D) -> (B, D), as in a classifier."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 
 
 def flat_logits(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """Logits of a sequence instead of logits of each token."""
+    """Build a model with logits (B, V) of a sequence instead of (B, S, V) of each token."""
     return nn.Sequential(nn.Embedding(vocab_size, width), Pooled(), nn.Linear(width, vocab_size))
 
 
 class Counted(nn.Module):
-    """Hands on a number beside the tensor."""
+    """Layer that returns a Python number besides the tensor."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, int]:
         return x, 3
 
 
 class Uncounted(nn.Module):
-    """Takes it again."""
+    """Layer that takes the output of :class:`Counted`."""
 
     def forward(self, value: tuple[Tensor, int]) -> Tensor:
         return value[0] * value[1]
 
 
 def hands_on_a_number(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """A value between layers that is no tensor: no other process can be sent it."""
+    """Build a model that passes a number between layers: stages send tensors only."""
     return nn.Sequential(nn.Embedding(vocab_size, width), Counted(), Uncounted(), nn.Linear(width, vocab_size))
 
 
 def fails(vocab_size: int = 17) -> nn.Sequential:
-    """A builder that checks its options."""
+    """Raise as a builder does that rejects its options."""
     raise ValueError(f"vocab_size={vocab_size} is unlucky")
 
 
 def needs_much(vocab_size: int, width: int, **more: Any) -> nn.Sequential:
-    """Two options without a default, and any other."""
+    """Build ``plain`` from two required options; any other is accepted."""
     return plain(vocab_size, width)
 
 
@@ -211,7 +211,7 @@ not_callable = 3
 
 
 def repeated(vocab_size: int = 17, width: int = 8, dropout: float = 0.0) -> nn.Sequential:
-    """One activation, or dropout, object in two places."""
+    """Build a model with one activation (or dropout) module at two positions."""
     act = nn.Dropout(dropout) if dropout else nn.GELU()
     layers = nn.Sequential()
     layers.add_module("embedding", nn.Embedding(vocab_size, width))
@@ -223,7 +223,7 @@ def repeated(vocab_size: int = 17, width: int = 8, dropout: float = 0.0) -> nn.S
 
 
 def repeated_linear(vocab_size: int = 17, width: int = 8, declared: bool = False) -> nn.Sequential:
-    """One linear, with its parameters, in two places."""
+    """Build a model with one linear, and so its parameters, at two positions. ``declared``: as tied weights."""
     linear = nn.Linear(width, width)
     layers = nn.Sequential(nn.Embedding(vocab_size, width), linear, linear, nn.Linear(width, vocab_size))
     if declared:
@@ -232,7 +232,7 @@ def repeated_linear(vocab_size: int = 17, width: int = 8, declared: bool = False
 
 
 def overlapping_ties(ties: list[list[str]], vocab_size: int = 8) -> nn.Sequential:
-    """Three weights of one shape, tied as told."""
+    """Build a model with three weights of one shape, and ``ties`` as its ``tied_weights``."""
     layers = nn.Sequential()
     layers.add_module("emb", nn.Embedding(vocab_size, vocab_size))
     layers.add_module("mid", nn.Linear(vocab_size, vocab_size, bias=False))
@@ -242,14 +242,14 @@ def overlapping_ties(ties: list[list[str]], vocab_size: int = 8) -> nn.Sequentia
 
 
 def zeroed_head(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """Sets a first value after the module was made."""
+    """Build ``plain``, then set the head's weight to zero."""
     layers = plain(vocab_size, width)
     nn.init.zeros_(layers[-1].weight)
     return layers
 
 
 class Scaled(nn.Embedding):
-    """Keeps a buffer that is made out of its weight."""
+    """Embedding with a buffer that is computed from its weight in ``__init__``."""
 
     def __init__(self, vocab_size: int, width: int) -> None:
         super().__init__(vocab_size, width)
@@ -257,12 +257,12 @@ class Scaled(nn.Embedding):
 
 
 def buffer_of_parameter(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """A buffer that has no value as long as the parameters have none."""
+    """Build a model with a buffer that has no value on meta, since its parameters have none."""
     return nn.Sequential(Scaled(vocab_size, width), nn.Linear(width, vocab_size))
 
 
 class RunningMean(nn.Module):
-    """Subtracts a mean that it keeps."""
+    """Layer that subtracts a running mean, a buffer that forward updates."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -275,27 +275,27 @@ class RunningMean(nn.Module):
 
 
 class FunctionalDropout(nn.Module):
-    """Draws from whatever generator is there."""
+    """Functional dropout, which draws from torch's default generator."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(x, 0.1)
 
 
 def with_layer(kind: str, vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """A layer with a state of its own in the middle."""
+    """Build a model with a running mean ("running_mean") or functional dropout in the middle."""
     middle = RunningMean(width) if kind == "running_mean" else FunctionalDropout()
     return nn.Sequential(nn.Embedding(vocab_size, width), middle, nn.Linear(width, vocab_size))
 
 
 def softcap(vocab_size: int = 16, width: int = 8) -> nn.Sequential:
-    """Something behind the head, which tensor parallelism splits."""
+    """Build a model with a layer after the head, whose logits are sharded over the vocabulary."""
     layers = nn.Sequential(nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size), nn.Tanh())
     layers.sharding_plan = {"0": "vocab", "1": "vocab"}
     return layers
 
 
 def values_by_data(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """Sets first values in the way of many scripts: through ``.data``, for all linears."""
+    """Build ``plain``, then set the weights of all linears through ``.data``, as many scripts do."""
     layers = plain(vocab_size, width)
 
     def init(module: nn.Module) -> None:
@@ -306,7 +306,7 @@ def values_by_data(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 def own_loss_and_z_loss(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """The option belongs to the default loss, which this model does not use."""
+    """Build a model with its own loss and ``z_loss``, which is an option of the default loss."""
     model = plain(vocab_size, width)
     model.loss = lambda output, labels: F.cross_entropy(output.mT, labels, reduction="none")
     model.z_loss = 1e-4
@@ -314,7 +314,7 @@ def own_loss_and_z_loss(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
 
 
 class HeadsOfInput(nn.Module):
-    """Two heads of each token, mixed; takes the length from its input instead of from the projection's output."""
+    """Residual MLP that reshapes by the sequence length of its input, not of the projection's output (B, S, D)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ class HeadsOfInput(nn.Module):
 
 
 def length_of_input(vocab_size: int = 17, width: int = 8) -> nn.Sequential:
-    """A layer that is right in one process and fails under sequence parallelism."""
+    """Build a model that works in one process and fails under sequence parallelism."""
     layers = nn.Sequential(nn.Embedding(vocab_size, width), HeadsOfInput(width), nn.Linear(width, vocab_size))
     layers.sharding_plan = {"0": "vocab", "1.up": "column", "1.down": "row", "2": "vocab"}  # type: ignore[assignment]
     return layers

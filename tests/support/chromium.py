@@ -1,4 +1,4 @@
-"""A real browser without a window and without a network, spoken to by two pipes: what a page does when it opens."""
+"""Headless Chromium without network, driven over the DevTools protocol: the behaviour of HTML pages in a browser."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WITHIN_S = 60
 
 
 class Browser:
-    """One page of it. Enter it; ``opened`` for each look at a page."""
+    """Browser with one tab, as a context manager; :meth:`opened` loads a page in it."""
 
     def __init__(self, profile: Path) -> None:
-        """``profile``: a folder that it may fill."""
+        """Start the browser. ``profile``: empty folder for its user data."""
         assert CHROMIUM is not None
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
@@ -30,7 +30,7 @@ class Browser:
             f"--remote-debugging-pipe "
             f"--proxy-server=127.0.0.1:9 --no-first-run --disable-background-networking"
         )
-        # it reads from descriptor 3 and writes to 4, whatever ours are called
+        # with --remote-debugging-pipe the browser reads from descriptor 3 and writes to 4
         command = f'exec 8<&{theirs_in} 9>&{theirs_out}; exec 3<&8 4>&9; exec "$0" {flags}'
         self._process = subprocess.Popen(
             ["bash", "-c", command, CHROMIUM],
@@ -58,7 +58,7 @@ class Browser:
         os.close(self._from)
 
     def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """One command of the DevTools protocol, and its answer; events that come by are kept."""
+        """Send a DevTools command and return its result; events that arrive before it are appended to ``events``."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": arguments}
         if self._session:
@@ -71,7 +71,7 @@ class Browser:
         return result
 
     def opened(self, page: Path, width: int, *, dark: bool = False) -> None:
-        """Load a page in a window of so many pixels."""
+        """Load a page in a window of ``width`` pixels; block until its load event."""
         self.events.clear()
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -81,11 +81,11 @@ class Browser:
             self.events.append(self._next())
 
     def value(self, expression: str) -> Any:
-        """Of an expression of JavaScript in the page."""
+        """Evaluate a JavaScript expression in the page."""
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def picture(self, target: Path) -> None:
-        """The whole page as PNG."""
+        """Save a screenshot of the whole page as PNG."""
         found = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         target.write_bytes(base64.b64decode(found["data"]))
 

@@ -1,4 +1,4 @@
-"""Error codes in the source, and what the documentation and the golden files say of them.
+"""Error codes in the source, and the page docs/errors.md and golden files that list them.
 
 python -m tests.support.error_codes          writes docs/errors.md and tests/golden/errors/*.txt, prints the next
 numbers
@@ -22,7 +22,7 @@ GOLDEN = ROOT / "tests" / "golden" / "errors"
 CODE = re.compile(r"MW-([A-Z]+)-(\d{3})")
 RETIRED = "retired"
 MOST_TEXTS = 4
-"""Forms of one message that are listed."""
+"""Maximum number of forms of one message that are listed."""
 
 EXIT_CODES = {
     name: value.exit_code
@@ -61,7 +61,7 @@ ROOMS = {
 
 
 class Site(NamedTuple):
-    """One place in the source that makes an error."""
+    """One call in the source that creates an error."""
 
     code: str
     kind: str
@@ -85,7 +85,7 @@ def error_classes() -> set[str]:
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Return (module, path) for every file that is installed."""
+    """Yield (module, path) of every installed file."""
     for folder, package in (
         ("framework", "meshwright"),
         ("models", "meshwright.models"),
@@ -97,7 +97,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, ast.FunctionDef | None]]:
-    """Return every call, with the innermost function around it."""
+    """Yield every call with the innermost function around it."""
 
     def visit(node: ast.AST, around: ast.FunctionDef | None) -> Iterator[tuple[ast.Call, ast.FunctionDef | None]]:
         if isinstance(node, ast.Call):
@@ -110,7 +110,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, ast.FunctionDef | None]]:
 
 
 def called(call: ast.Call) -> str:
-    """Return the last name of what a call calls."""
+    """Return the last part of the called name: ``f`` of ``a.b.f(x)``."""
     return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
@@ -122,7 +122,7 @@ def code_of(call: ast.Call) -> str | None:
 
 
 def find_sites() -> list[Site]:
-    """Return every error in the source, sorted by code."""
+    """Find all calls in the source that create an error with a literal code, sorted by code."""
     found = []
     for module, path in sources():
         tree = ast.parse(path.read_text())
@@ -231,7 +231,7 @@ def _placeholder(node: ast.expr) -> str:
 
 
 def repeated(sites: Sequence[Site]) -> list[str]:
-    """Return the codes that two places share."""
+    """Return the codes that occur at several places."""
     codes = [site.code for site in sites]
     return sorted({code for code in codes if codes.count(code) > 1})
 
@@ -249,7 +249,7 @@ def without_code() -> list[str]:
 
 
 def retired() -> set[str]:
-    """Return the codes that errors had once: no new error may take one."""
+    """Return the codes of removed errors, which no new error may reuse."""
     lines = [line for path in GOLDEN.glob("*.txt") for line in path.read_text().splitlines()]
     return {line.split()[0] for line in lines if line.endswith(f" {RETIRED}")}
 

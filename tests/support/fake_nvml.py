@@ -18,11 +18,11 @@ ANSWERS: dict[str, Any] = {
 
 
 class NVMLError(Exception):
-    """As pynvml's: the base of NVMLError_NotSupported and the others."""
+    """Base class of NVML errors, as in pynvml."""
 
 
 class FakeNvml(ModuleType):
-    """``changes`` replace answers; an exception among them is raised. ``hangs_after``: samples before NVML blocks."""
+    """Fake ``pynvml``. ``changes``: other answers, or exceptions. ``hangs_after``: samples before it blocks."""
 
     NVML_TEMPERATURE_GPU = 0
     NVML_CLOCK_SM = 1

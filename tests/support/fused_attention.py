@@ -1,4 +1,4 @@
-"""One small model twice: with q, k and v in one linear, and with a linear for each; the same first values."""
+"""A small model in two forms with equal initial weights: q, k, v in one fused linear, or in one linear each."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Mixer(nn.Module):
 
 
 def fused_from(parts: list[Tensor]) -> Tensor:
-    """The rows of q, k and v of head 0, then of head 1, ..."""
+    """Concatenate q, k, v (H d, D) each to a fused weight (3 H d, D): rows of q, k, v of head 0, then of head 1, ..."""
     return rearrange(torch.stack(parts), "three (h d) i -> (h three d) i", d=HEAD_DIM)
 
 
 @torch.no_grad()
 def initialise(name: str, tensor: Tensor) -> None:
-    """Draw a weight; q, k and v by their own seeds, wherever their rows lie."""
+    """Draw a weight. q, k and v have seeds of their own, so that fused and separate linears are equal."""
 
     def drawn(seed: int) -> Tensor:
         return 0.3 * torch.randn(HEADS * HEAD_DIM, WIDTH, generator=torch.Generator().manual_seed(seed))

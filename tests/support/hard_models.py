@@ -1,4 +1,4 @@
-"""Models that plain torch trains without a word, and that a pipeline could get wrong without one."""
+"""Models that train in plain torch, and that a pipeline could train wrongly without an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ D = 8
 
 
 class Embed(nn.Module):
-    """Hands on a dict."""
+    """Embedding that returns a dict of ids (B, S) and h (B, S, D)."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Embed(nn.Module):
 
 
 class Step(nn.Module):
-    """h + tanh(linear(h)), the linear called in one of many ways."""
+    """h + tanh(linear(h)), where ``how`` names the way in which the linear is called."""
 
     def __init__(self, how: str = "plain") -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Step(nn.Module):
 
 
 class Overwriting(Step):
-    """Writes into the dict that it was handed, as many do; no tensor is changed."""
+    """Step that assigns into its input dict; no tensor is changed in place."""
 
     def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
         value["h"] = value["h"] + torch.tanh(self.linear(value.pop("h")))
@@ -59,7 +59,7 @@ class Overwriting(Step):
 
 
 class Fickle(Step):
-    """Another shape, or another dtype, than on the meta device in training."""
+    """Step whose output has another shape in eval mode, or another dtype off the meta device."""
 
     def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
         value = super().forward({**value, "h": value["h"].to(self.linear.weight.dtype)})
@@ -71,7 +71,7 @@ class Fickle(Step):
 
 
 class Head(nn.Module):
-    """Logits."""
+    """Linear head: dict -> logits (B, S, V)."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Head(nn.Module):
 
 
 class FrozenNorm(nn.Module):
-    """Batch norm with the statistics of a pretrained model."""
+    """Batch norm that its builder puts into eval mode: it uses its running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class FrozenNorm(nn.Module):
 
 
 def build(vocab_size: int, layer: str = "Step", how: str = "plain", **_: Any) -> nn.Sequential:
-    """Five layers: embedding, three of a kind, head."""
+    """Build five layers: embedding, three of the class ``layer``, head."""
     kind = {"Step": lambda: Step(how), "Overwriting": Overwriting, "Fickle": lambda: Fickle(how)}[layer]
     return nn.Sequential(Embed(vocab_size), kind(), kind(), kind(), Head(vocab_size))
 
@@ -123,7 +123,7 @@ def no_forward(vocab_size: int) -> nn.Sequential:
 
 
 class OwnTensor(Step):
-    """A tensor that does not go where the layer goes."""
+    """Step that creates a tensor on the CPU, whatever the device of the layer."""
 
     def forward(self, value: dict[str, Tensor]) -> dict[str, Tensor]:
         return {**value, "h": value["h"] * torch.ones(D)}
@@ -134,7 +134,7 @@ def own_tensor(vocab_size: int) -> nn.Sequential:
 
 
 class InPlace(nn.Module):
-    """Works in place on what its linear gives."""
+    """Residual layer that changes the output of its linear in place; ``how`` names the operation."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class InPlace(nn.Module):
 
 
 class InPlaceEmbed(Embed):
-    """Works in place on what its embedding gives."""
+    """Embedding layer that changes the looked-up rows in place."""
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
         return {"ids": ids, "h": self.table(ids).mul_(2.0)}
@@ -164,7 +164,7 @@ def in_place(vocab_size: int, how: str) -> nn.Sequential:
 
 
 def hooked(vocab_size: int, how: str) -> nn.Sequential:
-    """A function on the gradient of a parameter, registered after or in the making of its module."""
+    """Build a model with a hook on the gradient of one parameter; ``how`` names the kind of hook."""
     model = build(vocab_size)
     weight = model[1].linear.weight
     if how == "hook":
@@ -179,7 +179,7 @@ def hooked(vocab_size: int, how: str) -> nn.Sequential:
 
 
 class Odd(nn.Linear):
-    """A parameter of another kind beside its own."""
+    """Linear with an additional frozen parameter of ``dtype``."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(D, D)
@@ -195,7 +195,7 @@ def lazy(vocab_size: int) -> nn.Sequential:
 
 
 def careless_loss(vocab_size: int) -> nn.Sequential:
-    """Counts ignored labels as class 0."""
+    """Build a model whose loss counts ignored labels as class 0."""
     model = build(vocab_size)
 
     def loss(output: Tensor, labels: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ def careless_loss(vocab_size: int) -> nn.Sequential:
 
 
 class Borrowing(Step):
-    """Calls a module that other layers call too."""
+    """Step that also calls a module shared with another layer."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Borrowing(Step):
 
 
 def shared_submodule(vocab_size: int) -> nn.Sequential:
-    """Two layers of three have a module in common."""
+    """Build a model in which two of three steps share a module, declared in ``tied_weights``."""
     shared = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
     model = nn.Sequential(Embed(vocab_size), Borrowing(shared), Step(), Borrowing(shared), Head(vocab_size))
     names = [f"shared.{number}.{kind}" for number in (0, 2) for kind in ("weight", "bias")]

@@ -1,4 +1,4 @@
-"""Micro-batches of a layout, as a step reads them."""
+"""Micro-batches of a run, as the step of a layout reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction with heads in parallel on the trunk (Gloeckle et al. 2024)."""
+"""Model with multi-token prediction by parallel heads on one trunk (Gloeckle et al. 2024)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Heads(nn.Module):
-    """Last layer: x (B, S, D) -> logits (B, S, V) of the next token, of the one after it, ...; each from its own."""
+    """Last layer: x (B, S, D) -> one (B, S, V) of logits per head, for the next token, the one after it, ..."""
 
     def __init__(self, vocab_size: int, width: int, count: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Heads(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Mean over the tokens so far, and a residual branch."""
+    """Residual MLP with a norm, (B, S, D) -> (B, S, D). It mixes features, not tokens."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +33,11 @@ class Mixing(nn.Module):
 
 
 def build(vocab_size: int = 61, width: int = 16, depth: int = 2, count: int = 3, heads: Any = None) -> nn.Sequential:
-    """``heads``: what the model declares in place of weights 1 and shifts 0, 1, ...; "whole": no head is split."""
+    """Build ``embedding``, ``depth`` blocks and ``heads``.
+
+    ``heads``: value of ``loss_heads``; or "whole" (no head is split over tp) or "first" (only the first is). Otherwise
+    head i has shift i and weight 1 / (1 + i).
+    """
     model = nn.Sequential()
     model.add_module("embedding", nn.Embedding(vocab_size, width))
     for i in range(depth):
@@ -50,7 +54,7 @@ def build(vocab_size: int = 61, width: int = 16, depth: int = 2, count: int = 3,
 
 
 def with_own_loss() -> nn.Sequential:
-    """Two ways to say what the loss is."""
+    """Build a model that declares both ``loss`` and ``loss_heads``, which contradict each other."""
     model = build()
     model.loss = lambda output, labels: output[0].logsumexp(-1)
     return model

@@ -1,4 +1,4 @@
-"""A run's newest checkpoint as the plain model that the user wrote: what layouts are held against."""
+"""Plain torch models for comparison with layouts: from a run's newest checkpoint, or with initial weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshwright.parameters import ParameterInfo
 
 
 def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
-    """The resolved config and the whole model, in eval mode, float32 on CPU; no mesh, stage or schedule is involved."""
+    """Load (resolved config, whole model) of a run: eval mode, float32 on CPU, without mesh, stages or schedule."""
     resolved = run_directory / "resolved.json"
     config = parse(resolved.read_text(), str(resolved))
     found = newest_valid(run_directory)
@@ -43,7 +43,7 @@ def load_plain(run_directory: Path) -> tuple[RunConfig, nn.Sequential]:
 
 
 def plain_layers(model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
-    """The rebuilt model with its initial weights, whole, as plain torch; tied weights are one parameter."""
+    """Fill the layers of a model on meta with its full initial weights; tied weights become one parameter."""
     made: dict[str, nn.Parameter] = {}
     for name, outline in list(model.layers.named_parameters(remove_duplicate=False)):
         canonical = model.canonical(name)

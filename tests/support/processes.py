@@ -1,4 +1,4 @@
-"""What ranks of a small run really hold and say in a step: counted by their own hand, for those who predict it."""
+"""Measured peak memory and bytes on the wire of small runs on CPU: the oracle for tests of predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from meshwright.tools.dryrun.fake_step import grid_of
 
 
 class Live(TorchDispatchMode):  # type: ignore[misc]
-    """Counts after every operation what lives: by its own hand, and not by the recorder's."""
+    """Dispatch mode that records the peak bytes of live storages, independent of the code of the dry run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Live(TorchDispatchMode):  # type: ignore[misc]
         self.peak_bytes = 0
 
     def live_bytes(self) -> int:
-        """Of all storages that were seen."""
+        """Return the bytes of all storages that operations have made and that still live."""
         alive = [storage for storage in (reference() for reference in self.storages.values()) if storage is not None]
         return sum(storage.nbytes() for storage in alive)
 
@@ -49,7 +49,7 @@ class Live(TorchDispatchMode):  # type: ignore[misc]
 
 
 class Feed:
-    """Token ids of the right shape."""
+    """Source of random token ids in the shape of the configuration's samples."""
 
     def __init__(self, config: RunConfig) -> None:
         self.outlines = example(config, 2)
@@ -61,14 +61,14 @@ class Feed:
 
 
 class Held(NamedTuple):
-    """By a rank in its third step."""
+    """Measurements of one rank in its third step: peak of live bytes, bytes on the wire."""
 
     peak_bytes: int
     wire_bytes: float
 
 
 def measure(rank: int, world_size: int, config_json: str) -> Held:
-    """The most live bytes, and the bytes put on the wire."""
+    """Run three steps of one rank, and measure the third."""
     config = parse(config_json)
     with Live() as live:
         parts = build(config, open_mesh(grid_of(config), "cpu"), (Feed(config), None))
@@ -86,7 +86,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Held:
 
 
 def larger(model: str, schedule: str = "1f1b", mtp_layers: int = 0, **parallel: Any) -> RunConfig:
-    """Large enough for scalars and padding not to count."""
+    """Return a configuration that is large enough for scalars and padding to be negligible."""
     options: dict[str, Any] = {"vocab_size": 500, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
     if model == "llama":
         options |= {"num_kv_heads": 2, "ffn_size": 160, "mtp_layers": mtp_layers}
@@ -107,7 +107,7 @@ def larger(model: str, schedule: str = "1f1b", mtp_layers: int = 0, **parallel: 
 
 
 def with_muon(config: RunConfig, dtype: str, **options: int) -> RunConfig:
-    """With samples so short and matrices so large that the peak is in the optimizer's step."""
+    """Return the configuration with Muon, short samples and large matrices: its peak is in the optimizer's step."""
     return config.replace(
         model={"options": config.model.options | {"hidden_size": 192, "num_layers": 2, **options}},
         data={"sequence_length": 8},
@@ -126,11 +126,11 @@ RUNS = {
     "adafactor-tp2-zero2": larger("llama", dp=2, tp=2, zero=2).replace(optimizer={"name": "adafactor"}),
     "muon-bfloat16-step": with_muon(larger("gpt2", dp=2), "bfloat16"),
 }
-"""For all who predict."""
+"""Configurations whose measurements the tests of dryrun and plan share."""
 
 
 def measured(pool: RankPool, config: RunConfig) -> list[Held]:
-    """By rank; the same run is done once."""
+    """Return the measurements of each rank; cached, so that each configuration runs once per pool."""
     return _measured(pool, config.model_dump_json(), grid_of(config).size)
 
 

@@ -1,4 +1,4 @@
-"""The reading path: the files that together explain a training step, and docs/read-the-code.md, which walks them.
+"""Reading path: the files that together explain a training step, and docs/read-the-code.md, which lists them.
 
 python -m tests.support.reading_path          writes the line counts of docs/read-the-code.md
 """

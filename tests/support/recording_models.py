@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class EvalOnly(nn.Module):
-    """Records in eval mode alone, which the plan on meta does not see."""
+    """Layer that records in eval mode only: the forward on meta, in training mode, does not find its metric."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -36,7 +36,7 @@ class EvalOnly(nn.Module):
 
 
 def loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of each label, with the accuracy of the next token."""
+    """Return the cross-entropy of each label, (B, S); record the accuracy of the next token."""
     counted = labels != -100
     meshwright.record("accuracy", ((logits.argmax(-1) == labels) & counted).sum(), counted.sum())
     meshwright.record("logit", logits.square().sum(), logits.numel())
@@ -44,7 +44,7 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def build(vocab_size: int, counts: str = "tokens", own_loss: bool = True, late: bool = False) -> nn.Sequential:
-    """Embedding, four blocks, head. ``counts``: "microbatches" records what depends on the micro-batch size."""
+    """Build embedding, four blocks, head. ``counts`` = "microbatches": the norm depends on the micro-batch size."""
     layers = nn.Sequential()
     layers.add_module("embedding", nn.Embedding(vocab_size, D))
     for index in range(4):

@@ -1,4 +1,4 @@
-"""Keys that queries see in their documents, counted token by token: an oracle of the balance of orders."""
+"""Number of keys that each query attends to, counted token by token: oracle for the balance of token orders."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def keys_seen(length: int, starts: Iterable[int] = (), window: int | None = None
 
 
 def imbalance(ranks: Sequence[Places], seen: Sequence[int]) -> float:
-    """Return the keys seen by the busiest rank over the mean, minus 1. ``seen``: of each place, as by keys_seen."""
+    """Return the keys of the busiest rank over the mean, minus 1. ``seen``: from :func:`keys_seen`."""
     loads = [sum(seen[place] for place in places) for places in ranks]
     return max(loads) * len(loads) / sum(loads) - 1
