@@ -75,7 +75,7 @@ def train(every: int, blocks: int, steps: int) -> Pauses:
 
 
 def main(blocks: int = 4, turns: int = 3, steps: int = 300) -> None:
-    """Race both in turns and print a line for each."""
+    """Run both in turns, and print a line for each."""
     found: dict[int, list[Pauses]] = {0: [], 50: []}
     for index in range(turns):
         for every in (0, 50) if index % 2 == 0 else (50, 0):

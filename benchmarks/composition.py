@@ -123,7 +123,7 @@ def local_gradients(parameters: Sequence[DTensor]) -> list[Tensor]:
 
 
 class Composition:
-    """Contender: one rank of the layout that is wired by hand."""
+    """Contender: one rank of the hand-written layout."""
 
     def __init__(self, dp: int, pp: int, tp: int) -> None:
         mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))

@@ -38,7 +38,7 @@ from meshwright.step import take_step
 
 
 class Shown(NamedTuple):
-    """Loss and gradient norm of one step on this rank."""
+    """Result of one step on this rank: loss and gradient norm."""
 
     loss: float
     """Mean over the tokens of the batch, or of this rank's share of it; its mean over the ranks is the batch's."""

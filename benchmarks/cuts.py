@@ -1,4 +1,4 @@
-"""Loss from cutting for the slowest stage where ranks hold several: against every other cut, simulated.
+"""Simulated loss from balancing single stages where a rank has several: that cut into stages against every other.
 
     python benchmarks/cuts.py
 
@@ -37,7 +37,7 @@ HEADS = (0.4, 1.0, 2.4)
 
 
 def step(schedule: Schedule, costs: Sequence[float], stages: Sequence[range]) -> float:
-    """Return the simulated step time, over that of ranks that are equally and always busy."""
+    """Return the simulated step time, relative to one without bubble and imbalance."""
     times = [sum(costs[layer] for layer in stage) for stage in stages]
     spans = simulate(schedule, [Costs(f=t / 3, b=t * 2 / 3, i=t / 3, w=t / 3) for t in times]).spans
     return max(span.end for span in spans) * schedule.pp / (sum(costs) * CHUNKS)

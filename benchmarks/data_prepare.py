@@ -200,7 +200,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def tell(options: argparse.Namespace, rows: dict[str, list[dict[str, Any]]], text_bytes: int, same: Any) -> None:
-    """Print the table and write the JSON."""
+    """Print the table and write the JSON file."""
     result: dict[str, Any] = {
         "environment": {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),

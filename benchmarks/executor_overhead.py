@@ -181,7 +181,7 @@ class Theirs:
 
 
 class _Done:
-    """Handle of a message that takes no time."""
+    """Handle of a message that is complete at once."""
 
     def wait(self) -> bool:
         return True

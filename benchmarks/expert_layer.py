@@ -1,8 +1,8 @@
-"""A layer of experts beside megatron-core's, on the same weights and tokens, in turns, inside the same ranks: ratios.
+"""Time of a layer of experts relative to megatron-core's: same weights and tokens, in turns, inside the same ranks.
 
     python benchmarks/expert_layer.py [--repeats 9] [--calls 8] [--only NAME] [--out FILE]
 
-Router, dispatch, experts, combine: forward and backward of one layer in float32, experts shared over ep ranks. Both
+Router, dispatch, experts, combine: forward and backward of one layer in float32, experts sharded over ep ranks. Both
 sides get the same weights, and must return the same output, input gradient and weight gradients to rounding.
 megatron-core's side is its ``MoELayer``: alltoall dispatcher, sequential experts (its grouped products need CUDA),
 no dropped tokens. Without CUDA it runs with the few replacements of :func:`without_cuda`.

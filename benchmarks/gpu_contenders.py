@@ -52,10 +52,10 @@ CHUNKS = (1, 4)
 
 
 class Contender(Protocol):
-    """One way to train."""
+    """One way to train: a step of several micro-batches."""
 
     def step(self, chunks: int) -> float:
-        """Take an optimizer step of so many micro-batches; return the loss."""
+        """Take an optimizer step of ``chunks`` micro-batches; return the loss."""
 
 
 def parse(description: str | None, jobs: Iterable[str], argv: Sequence[str]) -> argparse.Namespace:

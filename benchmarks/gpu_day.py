@@ -80,7 +80,7 @@ def facts(options: argparse.Namespace) -> Rows:
 
 
 def settle(device: str) -> None:
-    """Wait for the device."""
+    """Block until the device is idle."""
     import torch
 
     if device == "cuda":
@@ -199,7 +199,7 @@ def command(words: Sequence[str], name: str, last_lines: int = 1, limit_s: float
 
 
 def tests(options: argparse.Namespace) -> Rows:
-    """Yield the result of the tests of CUDA; on a CPU those that can be rehearsed there, one if tiny."""
+    """Yield the result of the CUDA tests; on a CPU that of the tests that also run there, of a single one if tiny."""
     only = ["tests/gpu/test_options.py", "-k", "nan_is_named"] if options.device == "cpu" else ["tests/gpu"]
     words = ["-m", "pytest", "-vv", "-m", "gpu", "-p", "no:cacheprovider", *only]  # names, should a deadline cut it off
     yield command(words, "pytest -m gpu", 20, MESHWRIGHT_GPU_TESTS=options.device)
@@ -222,13 +222,13 @@ def memory(options: argparse.Namespace) -> Rows:
 
 
 def program(name: str, options: argparse.Namespace, job: str, path: Path) -> list[str]:
-    """Return the words of a benchmark of one job on this day's device."""
+    """Return the command line of a benchmark of one job on the chosen device."""
     words = [f"benchmarks/{name}.py", "--job", job, "--out", str(path), "--device", options.device]
     return words + (["--tiny"] if options.tiny else [])
 
 
 def race(options: argparse.Namespace) -> Rows:
-    """Yield the rows of each contender of gpu_race.py, one process for each; the most telling model comes first."""
+    """Yield the rows of each contender of gpu_race.py, one process for each; the most important model comes first."""
     from gpu_contenders import CONTENDERS, SHAPES
 
     for job in list(SHAPES)[:1] if options.tiny else SHAPES:

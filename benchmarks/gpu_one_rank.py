@@ -64,7 +64,7 @@ TINY = {
 
 
 def step(parts: Parts) -> float:
-    """Take a step without a decision by a value; return 0, because there is no loss."""
+    """Take a step in which no branch depends on a value; return 0, because there is no loss."""
 
     def update(row: RowResult) -> None:
         all_reduce_sums(parts, row)

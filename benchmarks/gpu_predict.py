@@ -1,4 +1,4 @@
-"""Predicted step time of the race's models, from rates measured on the device; none of them is fitted to a step."""
+"""Predicted step time of the race's models, from rates measured on the device; no rate is fitted to a step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def predicted_s(name: str, chunks: int, device: str, tiny: bool, hardware: Hardw
 
 
 def rows(names: list[str], device: str, tiny: bool, hardware: Hardware, race: Path) -> Iterator[dict[str, Any]]:
-    """Yield predicted and measured ms of each step of this framework that the race has measured or will."""
+    """Yield the predicted ms of each of this framework's steps in the race, with the measured ms if there are any."""
     measured = {row["name"]: row for row in json.loads(race.read_text())} if race.exists() else {}
     for name in names:
         for chunks in CHUNKS:

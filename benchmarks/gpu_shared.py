@@ -26,7 +26,7 @@ from meshwright.step import take_step
 LAYOUTS: dict[str, dict[str, Any]] = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
 MODEL, GLOBAL_BATCH, STEPS = "llama-1b", 4, 3
 NUM_LAYERS = 4
-"""Of the model: tensor parallelism sends 200 MiB per layer and micro-batch through host memory."""
+"""Layers of the model; few, since tensor parallelism sends 200 MiB per layer and micro-batch through host memory."""
 
 
 def run_rank(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Cost of watching a run: steps with all guards beside steps with none, asynchronous saves beside blocking ones.
+"""Cost of watching a run: steps with all guards against steps with none, asynchronous saves against blocking ones.
 
     python benchmarks/guards.py [--repeats 12] [--steps 5] [--saves 5] [--out FILE]
 
@@ -148,7 +148,7 @@ def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, i
 
 
 def saves(rank: int, world_size: int, directory: str, num_saves: int) -> list[tuple[float, float, float]]:
-    """Return seconds, save by save: blocked by an asynchronous one, until it was written, blocked by a blocking one."""
+    """Return three times of each save, in s: blocked if asynchronous, until it was written, blocked if blocking."""
     config = run_config(1, world_size, 1)
     options = config.model.options | SAVED
     config = config.model_copy(update={"model": config.model.model_copy(update={"options": options})})

@@ -48,7 +48,7 @@ LAYOUTS = ("dp2", "pp2", "tp2", "pp2,tp2", "tp2,sequence", "cp2")
 
 
 def examine(kind: str, place: Path) -> dict[str, Any]:
-    """Try to restructure an architecture and compare it with the unmodified model; return the state and the why."""
+    """Try to restructure an architecture and compare it with the unmodified model; return the state and the reason."""
     found = _examined(kind, place, weights=False)
     if any(code in str(found.get("why")) for code in UNDRAWN):
         trained = _examined(kind, place, weights=True)
@@ -178,7 +178,7 @@ def _passed(row: dict[str, Any]) -> bool:
 
 
 def _is_proven(rows: Collection[dict[str, Any]]) -> bool:
-    """Return whether a layout has passed, and all others have or are refused."""
+    """Return whether at least one layout has passed, and every other one has passed or is refused."""
     return any(map(_passed, rows)) and all(_passed(row) or row["problems"][0].startswith("refused") for row in rows)
 
 

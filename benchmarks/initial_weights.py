@@ -1,4 +1,4 @@
-"""Time to draw the initial weights of a stage: by each rank alone, and by its ranks together.
+"""Time to draw the initial weights of a stage: all on each rank, and divided over its replicas.
 
     python benchmarks/initial_weights.py [BLOCKS [RANKS]]
 

@@ -1,4 +1,4 @@
-"""Step time that messages between pipeline ranks add, with receives posted late and one computation ahead: simulated.
+"""Simulated step time that pipeline messages add, with receives posted late and posted one computation ahead.
 
     python benchmarks/links.py
 

@@ -94,7 +94,7 @@ def measure(rank: int, world_size: int, config_json: str, document: int) -> int:
 
 
 def compare(pool: RankPool, length: int, cp: int, document: int) -> dict[str, Any]:
-    """Measure one process and all ways; return the report."""
+    """Measure one process, then each kind of context parallelism; return the report."""
 
     def run(degree: int, exchange: str, order: str, kv_heads: int) -> int:
         text = config_of(length, degree, exchange, order, kv_heads).model_dump_json()

@@ -1,4 +1,4 @@
-"""Step of DeepSeek-V3 by schedule, simulated: exchanges of experts that the step waits for, and those that pairs hide.
+"""Simulated step of DeepSeek-V3 by schedule: exposed all-to-alls of experts, and those that paired actions hide.
 
     python benchmarks/overlap.py [--chunks 120]
     python benchmarks/overlap.py --picture docs/dualpipe.png     zb_v and dualpipe_v on 4 ranks instead

@@ -1,4 +1,4 @@
-"""Three plans of docs/plan.md, and what each would gain if more of its messages ran beside products.
+"""Three plans of docs/plan.md, and the step time each would gain if more messages overlapped with matrix products.
 
     python benchmarks/overlap_gain.py [--only 8B]
 

@@ -245,7 +245,7 @@ def predict(row: Drawn, fractions: RateFractions) -> Scored:
 
 
 def show_axis(scored: Sequence[Scored], console: Console, axis: str) -> list[dict[str, Any]]:
-    """Print the errors of the rows with ``axis`` ("cp", "ep") by source, which the table of all rows contains too."""
+    """Print the errors of the rows with ``axis`` ("cp", "ep") by source; the table of all rows contains them too."""
     groups: dict[tuple[bool, str], list[float]] = defaultdict(list)
     for one in scored:
         if getattr(one, axis) > 1 and one.step_s is not None:

@@ -67,7 +67,7 @@ COLUMNS = (
 
 
 class Row(NamedTuple):
-    """Row of the file, with the columns in use."""
+    """Row of published_runs.csv, with the columns in use."""
 
     id: str
     layers: int
@@ -128,7 +128,7 @@ class Case(NamedTuple):
 
 
 class System(NamedTuple):
-    """Execution options and traits with which a framework of its time ran a model."""
+    """Execution options and traits of a published framework, at the time of its runs."""
 
     execution: ExecutionOptions
     traits: FrameworkTraits
@@ -234,7 +234,7 @@ SAID = {
 
 
 def family(row: Row) -> str:
-    """Return the beginning of a row's id; if no system has it, choose by the row's source or ZeRO stage."""
+    """Return the first word of a row's id; if no system has that name, choose one by the row's source or ZeRO stage."""
     head = row.id.split("-")[0]
     if any(name.split("-")[0] == head for name in SYSTEMS):
         return head
@@ -436,7 +436,7 @@ def case(row: Row) -> Case:
     guessed = not whole or (row.step_s is not None and _is_guessed(row))
     besides = _saves_every_other if head == "tt" and row.recompute == "selective" else None
     if head == "pythia" and row.tp > 1:
-        besides = partial(_says_once, row)
+        besides = partial(_sums_branches_once, row)
     gpu = {"pythia": "a100-40gb-p4d", "zb": "a100-roce"}.get(row.id.split("-")[0], GPUS.get(row.gpu, row.gpu))
     return Case(row, config, execution, traits, gpu, not guessed, all_chunks - chunks, besides)
 
@@ -495,16 +495,16 @@ def _saves_every_other(profile: LayerProfile) -> LayerProfile:
     )
 
 
-def _says_once(row: Row, profile: LayerProfile) -> LayerProfile:
-    """Apply GPT-NeoX's messages: tp ranks add both branches before one all-reduce, in forward and in the recompute.
+def _sums_branches_once(row: Row, profile: LayerProfile) -> LayerProfile:
+    """Apply GPT-NeoX's messages: one all-reduce of the sum of both branches, in forward and in the recompute.
 
-    Each keeps a part of a block's input and all-gathers it in backward (``partition-activations``)."""
+    Each tp rank keeps a part of a block's input and all-gathers it in backward (``partition-activations``)."""
     if not profile.name.startswith("block"):
         return profile
 
     def but_for(share: float, messages: tuple[GroupMessages, ...]) -> tuple[GroupMessages, ...]:
         return tuple(
-            GroupMessages(said.operation, round(said.calls * share), said.wire_bytes * share) for said in messages
+            GroupMessages(each.operation, round(each.calls * share), each.wire_bytes * share) for each in messages
         )
 
     kept_bytes = 2 * row.micro_batch * row.seq * row.hidden

@@ -26,7 +26,7 @@ KINDS = {"none": [], "pointwise": [f"block0.{POINTWISE}"], "selective": ["*atten
 
 
 class Living(OperationRecorder):
-    """Counter of the bytes that operations made and that still live."""
+    """Counter of the live bytes among the storages that operations made."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ class Samples:
         self.table = sample_table()
 
     def rows(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """(tokens, labels), both (count, S), of the samples ``first`` and after."""
+        """Return (tokens, labels), both (count, S), of the samples from ``first`` on."""
         first %= NUM_SAMPLES
         assert first + count <= NUM_SAMPLES, "steps divide the table"
         rows = self.table[first : first + count]

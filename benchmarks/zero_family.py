@@ -1,4 +1,4 @@
-"""Sharding across replicas and its cost: every ZeRO stage and shard factor, against formulas and torch's own.
+"""ZeRO stages and shard factors: memory, bytes on the wire and time, against formulas, DDP and FSDP2.
 
     python benchmarks/zero_family.py [--only memory|wire|time|limit] [--repeats 5] [--steps 3] [--out FILE]
 
@@ -16,7 +16,7 @@
             Gradients are summed in float32, whatever the model's dtype. The peak of a step is printed besides.
     wire    bytes of a step over the replicas, in float32: by formula, by the mesh's counters and by the observer
     time    on dp=8, two in turns: against DDP with replicated AdamW, and against bare FSDP2
-    limit   a model under a memory limit for each process, which stops DDP and lets ZeRO and offload go on
+    limit   a model under a memory limit per process that stops DDP, but not ZeRO and offload
 
 Exit code 1: a category is off by more than 2 %, bytes on the wire differ, losses differ, a bar of time is missed, or
 the limit does not stop DDP alone.
@@ -67,7 +67,7 @@ from meshwright.step import take_step
 
 TIMEOUT_S = 1800.0
 SAME_BYTES = 0.02
-"""Relative difference that the padding of buckets and of rows may make."""
+"""Tolerance of the relative difference, for the padding of buckets and of rows."""
 SHORT = 32
 """Tokens per sequence where memory is measured."""
 PARTS = ("memory", "wire", "time", "limit")
@@ -134,12 +134,12 @@ def config_for(layout: Layout, dtype: str) -> RunConfig:
     )
 
 
-class Held(NamedTuple):
+class RankMemory(NamedTuple):
     """Memory of one rank, with the numbers that the formula needs."""
 
     parameters: int
     in_blocks: int
-    """Parameters among them whose optimizer state is in 8 bits."""
+    """Number of ``parameters`` whose optimizer state is in 8 bits."""
     measured: dict[str, int]
     """Bytes by category, at rest."""
     at_rest: int
@@ -149,12 +149,12 @@ class Held(NamedTuple):
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return {address of each storage: its bytes}; views share one."""
+    """Return {address of a storage: its bytes} for these tensors; views of one storage count once."""
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def held_bytes(parts: Parts) -> dict[str, int]:
-    """Return the bytes of each category, counted in storages, so that views count once."""
+    """Return the bytes of each category at rest, counted in storages."""
     weights: list[Tensor] = []
     gradients: list[Tensor] = []
     optimizer: list[Tensor] = []
@@ -183,15 +183,15 @@ def held_bytes(parts: Parts) -> dict[str, int]:
 
 
 class ShortSamples(Samples):
-    """Fewer tokens: what lies there at rest does not know of them, and bfloat16 is slow on a CPU."""
+    """Samples of SHORT tokens: memory at rest does not depend on the length, and bfloat16 is slow on a CPU."""
 
     def rows(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """(tokens, labels), both (count, SHORT)."""
+        """Return (tokens, labels), both (count, SHORT)."""
         tokens, labels = super().rows(first, count)
         return tokens[:, :SHORT].contiguous(), labels[:, :SHORT].contiguous()
 
 
-def look_at_memory(rank: int, world_size: int, layout: Layout) -> Held:
+def measure_memory(rank: int, world_size: int, layout: Layout) -> RankMemory:
     """Measure this rank's memory at rest after two steps, and its peak in a third."""
     with Observer() as observer:
         config = config_for(layout, "bfloat16")
@@ -207,7 +207,8 @@ def look_at_memory(rank: int, world_size: int, layout: Layout) -> Held:
     buckets = [bucket for replica in parts.replicas.values() for bucket in replica.buckets]
     numbers = [(bucket.kind.in_blocks, sum(place.stop - place.start for place in bucket.slots)) for bucket in buckets]
     in_blocks = sum(number for narrow, number in numbers if narrow)
-    return Held(sum(number for _, number in numbers), in_blocks, held_bytes(parts), at_rest, observer.peak_bytes)
+    parameters = sum(number for _, number in numbers)
+    return RankMemory(parameters, in_blocks, held_bytes(parts), at_rest, observer.peak_bytes)
 
 
 def _step(parts: Parts) -> None:
@@ -216,7 +217,7 @@ def _step(parts: Parts) -> None:
         replica.wait_for_weights()
 
 
-def formula(layout: Layout, held: Held) -> dict[str, float]:
+def formula(layout: Layout, held: RankMemory) -> dict[str, float]:
     """Return the expected bytes by category in bfloat16, without padding."""
     p, n = float(held.parameters), layout.shards
     states = {"adamw": 8 * p, "sgd": 4 * p, "adamw8bit": 8 * p - (8 - 2 * (1 + 4 / 256)) * held.in_blocks}
@@ -231,11 +232,11 @@ def formula(layout: Layout, held: Held) -> dict[str, float]:
 
 
 def memory(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure every layout; report the rank that is farthest off."""
+    """Measure every layout; return the rows, each of the rank farthest from the formula, and the problems."""
     table = Table("bytes a rank holds at rest, bfloat16", *CATEGORIES, "formula", "all", "off", "highest in a step")
     rows, problems = [], []
     for layout in (*LAYOUTS, *OPTIMIZERS):
-        found: list[Held] = pool.run(look_at_memory, layout.size, layout, timeout_s=TIMEOUT_S)
+        found: list[RankMemory] = pool.run(measure_memory, layout.size, layout, timeout_s=TIMEOUT_S)
         worst = max(found, key=lambda held: _off(layout, held))
         expected, off = formula(layout, worst), _off(layout, worst)
         rows.append({"layout": str(layout), "formula": expected, "off": off, **worst._asdict()})
@@ -254,7 +255,8 @@ def memory(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list
     return rows, problems
 
 
-def _off(layout: Layout, held: Held) -> float:
+def _off(layout: Layout, held: RankMemory) -> float:
+    """Return the largest relative difference of a category from its formula."""
     expected = formula(layout, held)
     return max(
         abs(held.measured[category] - expected[category]) / (expected[category] or 1.0) for category in CATEGORIES
@@ -264,22 +266,22 @@ def _off(layout: Layout, held: Held) -> float:
 # ------------------------------------------------------------------------------------------------------------- the wire
 
 
-class Said(NamedTuple):
+class WireBytes(NamedTuple):
     """Bytes that one rank puts on the wire in one step, with the numbers that the formula needs."""
 
     elements: int
     """Elements of this rank's buckets."""
     shared: int
-    """Elements that several layers of the stage share: ZeRO-3 gathers them once for forward and backward."""
+    """Elements of weights that several layers of the stage share: ZeRO-3 gathers them once per step."""
     over_replicas: float
-    """Bytes over the replicas, by the mesh's counters."""
+    """Bytes of the collectives over the replicas, by the mesh's counters."""
     by_us: float
-    """Bytes in all, by the mesh's counters."""
+    """Bytes of all collectives and messages, by the mesh's counters."""
     from_below: float
-    """Bytes in all, by the observer."""
+    """The same by the observer, which sees the calls of torch."""
 
 
-def look_at_wire(rank: int, world_size: int, layout: Layout) -> Said:
+def measure_wire(rank: int, world_size: int, layout: Layout) -> WireBytes:
     """Measure this rank's bytes on the wire in a step, after one that warms up."""
     with Observer() as observer:
         mesh = open_mesh(Grid(layout.pp, layout.dp, layout.tp), "cpu")
@@ -295,7 +297,7 @@ def look_at_wire(rank: int, world_size: int, layout: Layout) -> Said:
         for stage in parts.executor.stages.values()
         for _, parameter in stage.layers.named_parameters(remove_duplicate=False)
     )
-    return Said(
+    return WireBytes(
         sum(bucket.numel for bucket in buckets),
         sum(b.numel for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.slots)),
         sum(wire_bytes for (name, _), wire_bytes in counted.items() if name.startswith("dp")),
@@ -304,35 +306,35 @@ def look_at_wire(rank: int, world_size: int, layout: Layout) -> Said:
     )
 
 
-def formula_of_wire(layout: Layout, said: Said, chunks: int) -> float:
+def formula_of_wire(layout: Layout, found: WireBytes, chunks: int) -> float:
     """Return the bytes that a rank sends over its replicas in a step.
 
     M: bytes of its gradients in float32, n shards, r copies. ZeRO-0: 2 M (r-1)/r. Sharded: M (n-1)/n for each
     reduce-scatter among neighbours and each all-gather of weights, and once in a step 2 M/n (r-1)/r across the groups.
     ZeRO-3 gathers weights that modules share once in a step.
     """
-    m, n, r = 4.0 * said.elements, layout.shards, layout.dp // layout.shards
+    m, n, r = 4.0 * found.elements, layout.shards, layout.dp // layout.shards
     sums = chunks if layout.zero >= 2 and layout.reduce is None else 1
     gatherings = 2 * chunks if layout.zero == 3 else 1
     if n == 1:
         return 2 * m * (r - 1) / r
-    once = (2 * chunks - 1) * 4.0 * said.shared if layout.zero == 3 else 0.0
+    once = (2 * chunks - 1) * 4.0 * found.shared if layout.zero == 3 else 0.0
     return ((sums + gatherings) * m - once) * (n - 1) / n + 2 * m / n * (r - 1) / r
 
 
 def wire(pool: RankPool, console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    """Measure every layout; compare the sums over the ranks."""
+    """Measure every layout, and compare the sums over the ranks; return the rows and the problems."""
     table = Table("bytes on the wire over the replicas, all ranks, one step", "by formula", "counted by us", "")
     rows, problems = [], []
     layouts = [layout for layout in LAYOUTS if not layout.offload]
     layouts += (Layout(*mesh, zero, mesh[0], "step") for mesh in MESHES for zero in (2, 3))
     for layout in layouts:
-        found: list[Said] = pool.run(look_at_wire, layout.size, layout, timeout_s=TIMEOUT_S)
+        found: list[WireBytes] = pool.run(measure_wire, layout.size, layout, timeout_s=TIMEOUT_S)
         batch = config_for(layout, "float32").batch
         assert batch.chunks is not None
-        expected = sum(formula_of_wire(layout, said, batch.chunks) for said in found)
-        counted = sum(said.over_replicas for said in found)
-        from_below = all(abs(said.by_us - said.from_below) < 1.0 for said in found)
+        expected = sum(formula_of_wire(layout, rank, batch.chunks) for rank in found)
+        counted = sum(rank.over_replicas for rank in found)
+        from_below = all(abs(rank.by_us - rank.from_below) < 1.0 for rank in found)
         equal = abs(counted - expected) < 1.0 and from_below
         rows.append({"layout": str(layout), "formula": expected, "counted": counted, "from_below": from_below})
         table.add_row(str(layout), f"{expected:,.0f}", f"{counted:,.0f}", "equal" if equal else "DIFFERENT")
@@ -362,7 +364,7 @@ PAIRS = [
 
 
 def times(pool: RankPool, console: Console, repeats: int, steps: int) -> tuple[dict[str, Any], list[str]]:
-    """Time two contenders in turns, pair by pair, so that a third does not fill caches and memory."""
+    """Time each pair of contenders in turns; only two are built at once, to leave caches and memory to them."""
     table = Table("dp=8, median [least .. most]", "throughput (higher: better)", "CPU s (lower: better)", "bar")
     rows, problems = [], []
     losses: dict[str, list[float]] = {}
@@ -391,7 +393,7 @@ def times(pool: RankPool, console: Console, repeats: int, steps: int) -> tuple[d
 LARGE = {"hidden_size": 512, "num_layers": 8}
 """Options of the large model: 27 million parameters. 16 bytes of each are 439 MB, an eighth of that is 55 MB."""
 ALLOWED = 480 * 2**20
-"""Bytes of memory that a process may take on top of those before the model."""
+"""Bytes that a process may allocate in addition to those before the model is built."""
 M_MMAP_THRESHOLD = -3
 CASES: dict[str, dict[str, object]] = {
     "DDP": {},
@@ -401,9 +403,9 @@ CASES: dict[str, dict[str, object]] = {
 """Contender -> keys of [parallel]. Files are not memory of a process: the kernel may write them out at any time."""
 
 
-def under_a_limit(rank: int, world_size: int, who: str, files: str) -> list[float]:
-    """Return the losses of three steps under the limit. An error ends the ranks that wait for this one."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)  # or glibc keeps what was let go, in pieces
+def losses_under_limit(rank: int, world_size: int, who: str, files: str) -> list[float]:
+    """Return the losses of three steps with RLIMIT_DATA set. An error on one rank ends the others."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)  # otherwise glibc keeps freed memory
     mesh = open_mesh(Grid(1, world_size, 1), "cpu")
     mesh.world.barrier()
     before = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
@@ -437,14 +439,14 @@ def large_ddp() -> Contender:
 
 
 def limit(console: Console) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run each contender in ranks of its own: one that the limit ends leaves its peers waiting."""
+    """Run each contender in new ranks, since one that the limit stops leaves its peers waiting."""
     table = Table(f"a model under a limit of {ALLOWED / 2**20:.0f} MiB for each of 8 processes", "")
     rows, problems = [], []
     for who in CASES:
         stopped, losses = None, None
         with RankPool(8) as pool, tempfile.TemporaryDirectory() as files:
             try:
-                found = pool.run(under_a_limit, 8, who, files, timeout_s=TIMEOUT_S)
+                found = pool.run(losses_under_limit, 8, who, files, timeout_s=TIMEOUT_S)
                 losses = [statistics.fmean(step) for step in zip(*found, strict=True)]
             except RankError as error:
                 stopped = next((line for line in str(error).splitlines() if "memory" in line), str(error)[:200])
