@@ -41,6 +41,8 @@ class OffloadedBucket(Bucket):
             self._host_weights = host.allocate_staging(numel, self.dtype) if self.is_mixed_precision else None
         self._is_last = False
         """True when the reduction that was posted last is the last of the step for this bucket."""
+        self._sums_in_wait = False
+        """True when ``wait`` completes the gradient shard, not the posted collective alone."""
         self._wait_for_copy: Callable[[], None] | None = None
         """Function that blocks until this step's gradient shard is copied to the host; None while no copy is posted."""
 
@@ -57,14 +59,15 @@ class OffloadedBucket(Bucket):
         """Post the gradient reduction, and after the step's last one the copy of its result to the host."""
         super().reduce(last=last)
         self._is_last, self._wait_for_copy = last, None
-        if self._part is None:
+        self._sums_in_wait = self._part is not None or (self.pending is not None and self.pending.finish is not None)
+        if not self._sums_in_wait:
             self._post_copy()
 
     def wait(self) -> None:
-        """Block until the posted collective is done; if it was added to an earlier sum, post the copy to the host."""
-        adds_to_sum = self._part is not None
+        """Block until the posted collective is done; post the copy to the host where it had to wait for a sum."""
         super().wait()
-        if adds_to_sum:
+        if self._sums_in_wait:
+            self._sums_in_wait = False
             self._post_copy()
 
     def _post_copy(self) -> None:

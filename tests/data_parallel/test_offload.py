@@ -110,6 +110,7 @@ def trained_apart(
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
+        ("dp2,zero1", "float32"),
         ("dp2,zero2", "float32"),
         ("dp2,pp2,zero2,zb_h1", "bfloat16"),
         ("dp2,pp2,zero2,step", "float32"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.mesh.traffic import Counted
 from meshwright.optimizer.offload import HostMemory
 from meshwright.parameters import ParameterInfo
-from tests.data_parallel.apart import Apart
+from tests.data_parallel.apart import Apart, as_by_nccl
 
 ALONE = Group("dp", (0,), 0)
 WIDTH = 8
@@ -296,8 +297,14 @@ class Copies(NamedTuple):
     """The host has the gradient that the device has."""
 
 
-def brought(rank: int, dp: int, how: str, kind: str) -> list[Copies]:
+def brought(rank: int, dp: int, how: str, kind: str, is_nccl: bool) -> list[Copies]:
     """Two steps; ``kind``: of all parameters. Each parameter has a bucket of its own."""
+    posted = Group.reduce_scatter
+    with mock.patch.object(Group, "reduce_scatter", as_by_nccl(posted) if is_nccl else posted):
+        return copies_of(rank, dp, how, kind)
+
+
+def copies_of(rank: int, dp: int, how: str, kind: str) -> list[Copies]:
     mesh = open_mesh(Grid(1, dp, 1), "cpu")
     layers, host = layers_of(), Apart()
     factor, _, keeps_gradient, each = HOWS[how]
@@ -349,24 +356,34 @@ ALL = list(range(6))
 
 
 @pytest.mark.parametrize(
-    ("how", "dp", "kind", "in_it", "while_reducing", "behind_messages"),
+    ("how", "dp", "kind", "is_nccl", "in_it", "while_reducing", "behind_messages"),
     [
-        ("zero0", 2, "plain", ALL, [], True),
-        ("zero1", 2, "plain", ALL, [], True),
-        ("zero2 once", 2, "plain", ALL, [], True),
-        ("zero2", 2, "plain", ALL[:-1], ALL[-1:], False),  # each is added to the sums before when the next is posted
-        ("zero2", 2, "tied", [], [], True),
-        ("zero2", 2, "partial", [], [], True),
-        ("zero1 in pairs", 4, "plain", [], [], True),
-        ("zero2 in pairs", 4, "plain", [], [], True),
+        ("zero0", 2, "plain", False, ALL, [], True),
+        ("zero1", 2, "plain", True, ALL, [], True),
+        ("zero1", 2, "plain", False, [], ALL, True),  # gloo's slices are summed when they are waited for
+        ("zero2 once", 2, "plain", True, ALL, [], True),
+        ("zero2 once", 2, "plain", False, ALL[:-1], ALL[-1:], False),
+        ("zero2", 2, "plain", True, ALL[:-1], ALL[-1:], False),  # each is added to the sums when the next is posted
+        ("zero2", 2, "plain", False, ALL[:-1], ALL[-1:], False),
+        ("zero2", 2, "tied", True, [], [], True),
+        ("zero2", 2, "partial", True, [], [], True),
+        ("zero1 in pairs", 4, "plain", True, [], [], True),
+        ("zero2 in pairs", 4, "plain", False, [], [], True),
     ],
 )
 def test_gradients_go_to_the_host_while_the_last_backward_runs(
-    how: str, dp: int, kind: str, in_it: list[int], while_reducing: list[int], behind_messages: bool, pool: RankPool
+    how: str,
+    dp: int,
+    kind: str,
+    is_nccl: bool,
+    in_it: list[int],
+    while_reducing: list[int],
+    behind_messages: bool,
+    pool: RankPool,
 ) -> None:
     """Each once, when nothing will be added any more: what is, is fetched when it is stepped."""
-    expected = Copies([], in_it, while_reducing, [] if in_it else ALL, behind_messages, True)
-    for steps in pool.run(brought, dp, how, kind):
+    expected = Copies([], in_it, while_reducing, [] if in_it or while_reducing else ALL, behind_messages, True)
+    for steps in pool.run(brought, dp, how, kind, is_nccl):
         assert steps == [expected, expected]
 
 

@@ -29,6 +29,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "pp2,interleaved_1f1b", {}),
     ("llama", "dp2,zero3", {}),
     ("gpt2", "dp2,zero2,offload", {}),
+    ("gpt2", "dp2,zero1,offload", {}),
     ("llama", "cp2", {}),
     ("llama", "cp2,heads", {}),
     ("gpt2", "dp2,cp2,tp2,sequence", {}),
