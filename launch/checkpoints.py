@@ -203,7 +203,7 @@ def layout(config: dict[str, Any]) -> str:
     parallel, pipeline = config.get("parallel", {}), config.get("pipeline", {})
     degrees = " x ".join(
         f"{axis}{parallel[axis]}"
-        for axis in ("dp", "pp", "tp", *["cp"] * (parallel.get("cp", 1) != 1))
+        for axis in ("dp", "pp", "tp", *(axis for axis in ("cp", "ep") if parallel.get(axis, 1) != 1))
         if axis in parallel
     )
     return ", ".join(filter(None, [degrees, str(pipeline.get("schedule", ""))])) or "?"

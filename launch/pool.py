@@ -124,8 +124,9 @@ class RankPool:
     def kill(self) -> None:
         """Kill all workers; the next call forks new ones."""
         for worker in self._workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # reaped already: the number may be another process's by now
+                if os.waitpid(worker.pid, os.WNOHANG) == (0, 0):
+                    os.kill(worker.pid, signal.SIGKILL)
         for worker in self._workers:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(worker.pid, 0)

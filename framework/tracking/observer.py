@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,7 @@ BF16_PEAKS = {
     "H100 NVL": 835e12,
     "H200": 989e12,
     "H200 NVL": 835e12,
+    "GH200": 989e12,
     "B200": 2250e12,
     "GB200": 2450e12,
 }
@@ -155,4 +157,5 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     if device.type != "cuda" or dtype not in ("bfloat16", "float16"):
         return None
     name = torch.cuda.get_device_name(device)
-    return next((BF16_PEAKS[key] for key in sorted(BF16_PEAKS, key=len, reverse=True) if key in name), None)
+    longest_first = sorted(BF16_PEAKS, key=len, reverse=True)
+    return next((BF16_PEAKS[key] for key in longest_first if re.search(rf"\b{key}\b", name)), None)

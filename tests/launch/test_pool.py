@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -123,6 +124,14 @@ def test_a_killed_rank_is_named_before_those_who_missed_it(pool: RankPool) -> No
     with pytest.raises(RankError, match=r"\Arank 1: died of SIGKILL"):
         pool.run(vanish, 3)
     assert len(pool.run(environment, 8)) == 8
+
+
+def test_the_number_of_a_process_that_has_ended_is_not_signalled(pool: RankPool) -> None:
+    """It may be another process's by then."""
+    pids = pool.run(os_pid, 3)
+    with mock.patch.object(os, "kill", wraps=os.kill) as kill, pytest.raises(RankError):
+        pool.run(vanish, 3)
+    assert {call.args[0] for call in kill.call_args_list} & set(pids) == {pids[0], pids[2]}
 
 
 def test_hanging_ranks_are_named_with_their_stacks(pool: RankPool) -> None:

@@ -7,9 +7,11 @@ import json
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.tracking.observer import peak_flops
 from meshwright.tracking.record import METRICS, StepRecord, from_json, metrics, perplexity, to_json
 
 NAMES = [
@@ -133,3 +135,22 @@ def test_what_is_no_record_is_refused(line) -> None:
 def test_a_count_that_no_chart_can_hold_is_no_record(record, name, value) -> None:
     with pytest.raises(ValueError, match="not a whole record"):
         from_json(json.dumps(json.loads(to_json(record(1))) | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA GB200", 2450e12),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+    ],
+)
+def test_the_peak_of_a_device_goes_by_whole_words_of_its_name(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), "bfloat16") == peak
+    assert peak_flops(torch.device("cuda"), "float32") is None

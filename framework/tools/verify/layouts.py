@@ -150,11 +150,12 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             f"layout {layout}: global_batch {global_batch} is not a multiple of micro_batch_size "
             f"{layout.micro_batch_size} x dp {layout.dp}",
         )
-    if layout.shard and (layout.dp * layout.cp) % layout.shard:
-        divisors = ", ".join(str(number) for number in range(1, layout.dp + 1) if layout.dp % number == 0)
+    sharing = layout.dp * layout.cp
+    if layout.shard and sharing % layout.shard:
+        divisors = ", ".join(str(number) for number in range(1, sharing + 1) if sharing % number == 0)
         raise ConfigError(
             "MW-VERIFY-005",
-            f"layout {layout}: shard{layout.shard} does not divide dp {layout.dp}: choose one of {divisors}",
+            f"layout {layout}: shard{layout.shard} does not divide dp x cp = {sharing}: choose one of {divisors}",
         )
     _check_experts(config, layout)
     if layout.offload and config.optimizer.steps_wholes:
@@ -268,7 +269,7 @@ def own_layout(config: RunConfig, global_batch: int) -> Layout:
         micro,
         config.pipeline.interleave or 0,
         config.pipeline.recompute,
-        own.shard_factor if own.shard_factor and dp % own.shard_factor == 0 else 0,
+        own.shard_factor if own.shard_factor and dp * own.cp % own.shard_factor == 0 else 0,
         own.reduce == "step",
         own.offload,
         own.cp,

@@ -13,6 +13,7 @@ from meshwright.config import RunConfig, parse
 from meshwright.errors import ConfigError, ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.tools.verify import default_layouts, layout_config, parse_layout, traits_of
+from meshwright.tools.verify.layouts import own_layout
 from meshwright.tools.verify.rank import merge, run_layout
 from tests.tools.verify.cases import LATER, References, Size, config_of, model_config, prove
 
@@ -175,9 +176,16 @@ def test_a_batch_that_dp_does_not_divide() -> None:
     assert "global_batch 6 is not a multiple of micro_batch_size 2 x dp 2" in said
 
 
-def test_shards_that_dp_does_not_divide_into() -> None:
-    said = refused(model_config("gpt2", SMALL), "dp4,shard3", 4)
-    assert "shard3 does not divide dp 4: choose one of 1, 2, 4" in said
+@pytest.mark.parametrize("layout", ["dp4,shard3", "dp2,cp2,shard3"])
+def test_shards_that_the_replicas_do_not_divide_into(layout: str) -> None:
+    said = refused(model_config("gpt2", SMALL), layout, 4)
+    assert "shard3 does not divide dp x cp = 4: choose one of 1, 2, 4" in said
+
+
+def test_a_configuration_that_shards_over_cp_ranks_is_proven_so() -> None:
+    config = model_config("llama", SMALL)
+    parallel = config.parallel.model_copy(update={"dp": 1, "cp": 4, "zero": 1, "shard_factor": 2})
+    assert own_layout(config.model_copy(update={"parallel": parallel}), 8).shard == 2
 
 
 def test_a_shard_factor_is_left_out_where_dp_is_what_the_ranks_allow() -> None:

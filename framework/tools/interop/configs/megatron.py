@@ -170,7 +170,8 @@ def _stages(draft: Draft, pp: int, num_layers: int | None) -> None:
         return
     between = pp - (first is not None) - (last is not None)
     others, rest = divmod((num_layers or 0) - (first or 0) - (last or 0), max(1, between))
-    if virtual not in (None, 1) or num_layers is None or rest or others < 1:
+    fits = not rest and (others >= 1 if between else others == 0)
+    if virtual not in (None, 1) or num_layers is None or pp == 1 or not fits:
         for end in ("first", "last"):
             draft.drop(
                 f"decoder-{end}-pipeline-num-layers", DropReason.BY_HAND, "pipeline.balance, as numbers of layers"

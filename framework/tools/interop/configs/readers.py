@@ -56,11 +56,9 @@ def read_document(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]
     return _parse_yaml(path, text)
 
 
-def items_of(
-    path: Path, document: Mapping[str, Any], lines: Mapping[str, int], above: str = ""
-) -> dict[str, SourceKey]:
-    """Flatten a document: dotted key -> item. ``above``: prefix of its keys in ``lines``."""
-    return {key: SourceKey(key, value, _place(path, lines.get(f"{above}{key}"))) for key, value in flat(dict(document))}
+def items_of(path: Path, document: Mapping[str, Any], lines: Mapping[str, int]) -> dict[str, SourceKey]:
+    """Flatten a document: dotted key -> item."""
+    return {key: SourceKey(key, value, _place(path, lines.get(key))) for key, value in flat(dict(document))}
 
 
 def _parse_toml(path: Path, text: str) -> tuple[dict[str, Any], dict[str, int]]:

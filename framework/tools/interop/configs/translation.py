@@ -167,19 +167,18 @@ class Draft:
             f"--model.builder=module:function and its --model.options.*",
         )
 
-    def refuse(self, name: str, why: str, *, final: bool = False) -> None:
+    def refuse(self, name: str, why: str) -> None:
         """Record an error for a key that changes the training and has no counterpart; convert.py raises all at the end.
 
         Args:
             name: the key, or one at the framework's default.
-            why: the reason, for the error.
-            final: True if ``--without NAME`` does not apply; else it drops the key instead.
+            why: the reason, for the error; ``--without NAME`` drops the key instead.
         """
-        if name in self.without and not final:
+        if name in self.without:
             self.drop(name, DropReason.NONE, f"{why}; left out by --without")
             return
         self.read.add(name)
-        end = "" if final else f"; `--without {name}` imports the file without it"
+        end = f"; `--without {name}` imports the file without it"
         self.refused.append(ConfigError("MW-INTEROP-089", f"{self.place(name)}: {why}{end}"))
 
     @staticmethod

@@ -214,6 +214,19 @@ def test_modules_count_in_the_last_stage(tmp_path: Path) -> None:
     assert found.config.pipeline.balance == [1 + 3, 1 + 2 + 2]  # embedding; modules, norm and head
 
 
+@pytest.mark.parametrize(
+    ("first", "last", "balance"),
+    [(1, 3, [1 + 1, 3 + 2]), (2, 1, None), (1, None, [1 + 1, 3 + 2]), (3, 3, None), (4, None, None)],
+)
+def test_two_stages_of_given_sizes(first: int, last: int | None, balance: list[int] | None, tmp_path: Path) -> None:
+    """Both ends of two stages are the whole model: taken where they have all layers, else named for the user."""
+    ends = [f"decoder-first-pipeline-num-layers: {first}"]
+    ends += [] if last is None else [f"decoder-last-pipeline-num-layers: {last}"]
+    found = read(tmp_path / "model_config.yaml", with_flags("pipeline-model-parallel-size: 2", *ends))
+    assert found.config.pipeline.balance == (balance or "time")
+    assert bool([item for item in found.dropped if "pipeline-num-layers" in item.item.key]) == (balance is None)
+
+
 def test_multi_token_prediction_of_megatron_bridge(tmp_path: Path) -> None:
     text = dumps.BRIDGE.replace("mtp_num_layers: null", "mtp_num_layers: 1\n  mtp_loss_scaling_factor: 0.25")
     options = read(tmp_path / "run_config.yaml", text).config.model.options

@@ -92,8 +92,6 @@ def dtype_notes(source: SafetensorsDirectory, rules: Sequence[TensorMapping], co
             mixed = sorted({source.tensors[name].dtype for name in rule.theirs})
             if len(mixed) > 1:
                 notes.append(f"{', '.join(rule.theirs)} are one tensor here, in the wider of {' and '.join(mixed)}")
-    elif "F16" in counted:
-        notes.append(
-            f'the weights are F16, which is not trained in: they are kept, and trained in "{config.train.dtype}"'
-        )
+    elif "F16" in counted and config.train.dtype != "float16":
+        notes.append(f'the weights are F16: they are kept, and trained in train.dtype = "{config.train.dtype}"')
     return notes
