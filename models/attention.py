@@ -1,6 +1,6 @@
 """Causal self-attention over a fused projection, with grouped key-value heads, within samples or their documents.
 
-Shapes: B samples, S tokens, D hidden, H query heads, G key-value groups, R = H / G query heads of a group, d head_dim.
+Shapes: B samples, S tokens, D hidden, H query heads, G key-value heads, R = H / G query heads of a group, d head_dim.
 Under tensor parallelism a module may hold a contiguous part of its rows. H and G are then local counts (H/tp, G/tp) and
 follow from tensor shapes alone.
 """
@@ -36,7 +36,7 @@ def positions_of(starts: Tensor) -> Tensor:
 
 
 def document_bounds(starts: Tensor) -> list[list[int]]:
-    """Return where documents begin, and the length, for each sample. starts: (B, S) bool, on the CPU."""
+    """Return the document boundaries of each sample, from 0 to the length. starts: (B, S) bool, on the CPU."""
     length = starts.shape[-1]
     if type(starts) is not Tensor:  # a fake tensor has no values
         return [[0, length]] * starts.shape[0]
@@ -44,7 +44,7 @@ def document_bounds(starts: Tensor) -> list[list[int]]:
 
 
 def can_read(tensor: Tensor) -> bool:
-    """Return True where reading values is free: on the CPU and outside torch.compile."""
+    """Return True if reading values costs no device synchronisation: on the CPU and outside torch.compile."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -53,7 +53,7 @@ def _reads_places(q: Tensor, places: Tensor) -> bool:
 
 
 class AttentionShape(NamedTuple):
-    """Sizes of an attention, and how far it reaches."""
+    """Sizes, window and score scale of an attention."""
 
     hidden_size: int
     num_heads: int
@@ -74,8 +74,8 @@ class Attention(nn.Module):
         | q0 .. qR-1 | k | v | q0 .. qR-1 | k | v | ...        each of q, k, v: head_dim rows
 
     With R = 1 this is GPT-2's ``[q k v]`` per head. ``dropout`` acts on the probabilities (B, H, S, S), heads in dim 1.
-    ``bias`` is that of ``qkv``. With ``qk_norm``, which builds a norm over so many features, queries and keys pass such
-    norms over head_dim, one weight for all heads; with ``norm_is_whole`` over the features of all heads together.
+    ``bias`` is that of ``qkv``. ``qk_norm``: builder of a norm over a number of features, applied to queries and keys:
+    over head_dim with one weight for all heads, or with ``norm_is_whole`` over the features of all heads together.
     """
 
     def __init__(
@@ -182,9 +182,10 @@ class AttentionCore(nn.Module):
         places: Tensor,
         length: int,
     ) -> list[slice] | None:
-        """Return blocks of queries that :meth:`forward` takes alone, with some heads, of the ``length`` tokens.
+        """Return blocks of queries with which :meth:`forward` may be called one by one, each with some of the heads.
 
-        None with dropout, whose mask is that of all heads and queries. Arguments: those of forward, k and v not read.
+        None with dropout, whose mask spans all heads and queries. Arguments as in forward; k and v are not read.
+        ``length``: number of keys S.
         """
         if dropout is not None:
             return None
@@ -222,8 +223,8 @@ class AttentionCore(nn.Module):
     def _by_document(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None) -> Tensor:
         """Attend document by document. q: (B, H, S, d); k, v: (B, G, S, d); starts: (B, S). Return q's shape.
 
-        No mask is saved, and no key of another document is multiplied. Outputs have the same bytes however samples are
-        cut, so that a dry run, which has no documents, takes each sample for one.
+        No mask is saved, and no key of another document is multiplied. The bytes do not depend on the documents, so a
+        dry run, whose tensors have no values, treats each sample as one document.
         """
         samples = []
         for sample, bounds in enumerate(document_bounds(starts)):
@@ -237,9 +238,9 @@ class AttentionCore(nn.Module):
     def _in_blocks(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, scale: float | None) -> Tensor:
         """Attend block by block of queries. q, k, v: (B, H, S, d); starts: (B, S) bool or None. Return (B, H, S, d).
 
-        A block skips the keys after it, and those that the window of its first query ends before: no mask is (S, S).
-        The shapes depend on S and the window alone, so that a GPU never waits for the documents of a batch. Without
-        documents, successive blocks with as many keys share one mask.
+        A block skips the keys after it, and those before the window of its first query: no mask is (S, S). Shapes
+        depend on S and the window alone, so that documents need no device synchronisation. Without documents,
+        successive blocks with the same number of keys share one mask.
         """
         document = None if starts is None else documents_of(starts)
         mask: Tensor | None = None

@@ -1,8 +1,8 @@
 """Building blocks of the models: embedding, residual block, last norm, initial weights, assembly.
 
 Samples of several documents: the first element takes {"tokens": (B, S), "starts": (B, S) bool, True where a document
-begins}. The elements then pass (x, starts). Attention stays within a document, and positions count from its beginning.
-The last norm returns x alone. With multi-token prediction (``models/multi_token.py``) the ids travel along as well.
+begins}. The elements then pass (x, starts). Attention stays within a document, and positions count from its start.
+The last norm returns x alone. With multi-token prediction (``models/multi_token.py``) elements pass the ids as well.
 
 Shapes: B samples, S tokens, D hidden, V vocabulary.
 """
@@ -62,7 +62,7 @@ class TrainingOptions(NamedTuple):
     """Maximal update parametrization; off by default."""
 
     def check(self) -> None:
-        """Raise ValueError for initial weights, and for modules, without a meaning."""
+        """Raise ValueError for options of the initial weights, or of multi-token prediction, that make no sense."""
         if self.mtp_layers < 0 or self.mtp_loss_weight < 0:
             raise ValueError(f"mtp_layers={self.mtp_layers}, mtp_loss_weight={self.mtp_loss_weight}: at least 0")
         if self.mtp_layers and self.mup != Mup(self.mup.hidden_size):
@@ -89,9 +89,9 @@ def initialise(
     """Initialise one full parameter in place from torch's default generator, as a function of its name and shape only.
 
     Matrices: N(0, std). Projections that end a residual branch: N(0, std / sqrt(2 L)), so that the sum over 2 L
-    branches keeps the variance of one (GPT-2 paper, section 2.3), or as ``residual`` says. Biases 0; norm weights, the
-    only other vectors, 1. ``width``: the width relative to the base in muP, whose square root divides the standard
-    deviation of the matrices of blocks.
+    branches keeps the variance of one (GPT-2 paper, section 2.3), or with another divisor by ``residual``. Biases are
+    0; norm weights, the only other vectors, 1. ``width``: muP's width relative to the base; its square root divides the
+    standard deviation of the matrices of blocks.
     """
     if name.startswith("block"):
         std /= math.sqrt(width)
@@ -167,7 +167,7 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor | dict[str, Tensor]) -> Value:
-        """Embed ids (B, S) int64, or {"tokens", "starts"}. Return x (B, S, D), or (x, starts), with ids if asked to.
+        """Embed ids (B, S) int64, or {"tokens", "starts"}. Return x (B, S, D), or (x, starts); then ids if returns_ids.
 
         Raises:
             ValueError: There are more than ``max_sequence_length`` tokens.

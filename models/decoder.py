@@ -130,7 +130,7 @@ class DecoderOptions(NamedTuple):
         """Return radians per token for the rotated pairs of a head.
 
         Raises:
-            ValueError: The rotated features are no pairs.
+            ValueError: The number of rotated features is odd or 0.
         """
         rotated = int(head_dim * self.rotary_share)
         if rotated < 2 or rotated % 2:

@@ -1,7 +1,7 @@
-"""Balance of the experts' load: what a router adds to the loss and to its state, in plain torch.
+"""Balance of the experts' load: auxiliary losses and the bias update of a router, in plain torch.
 
-    bias           each step adds rate for experts with fewer tokens than the mean of the global batch, - rate for the
-                   others (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
+    bias           each step adds rate for experts with fewer tokens than the mean of the global batch, and subtracts it
+                   for those with more (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)
     sequence loss  sum over e of f_e P_e of each sample, f_e = E / (k T) x its tokens that chose e, P_e the mean of the
                    normalised scores (the same, equations 17 to 20)
     batch loss     E x sum over e of f_e P_e of each micro-batch, f_e = tokens that chose e / T (Fedus et al. 2021,
@@ -12,8 +12,8 @@ Each loss is counted once per token, as the label's loss is: the objective of a 
 over tokens of coefficient x loss) / labels that count. So it does not depend on how samples are grouped into
 micro-batches and ranks, but for the batch loss, which is defined on a micro-batch.
 
-The losses never leave the layer: :class:`AddLoss` gives them a gradient where the router's weights get theirs. The
-gradient of a sum of losses is 1; a loop that divides its loss by n sets ``router.gradient_scale = 1 / n``.
+No layer returns these losses: :class:`AddLoss` adds their gradient in backward of the router's weights. By default it
+is that of their sum; a loop that divides its loss by n sets ``router.gradient_scale = 1 / n``.
 
 Shapes: B samples, S tokens, T tokens of a sample or micro-batch, E experts, k experts of a token.
 """
@@ -36,7 +36,7 @@ class Balance(NamedTuple):
     batch_loss: float = 0.0
     z_loss: float = 0.0
     counts: bool = False
-    """The tokens of each expert are counted even if nothing else needs it."""
+    """Count the tokens of each expert even if bias and losses are off."""
 
     @property
     def has_losses(self) -> bool:
@@ -45,7 +45,7 @@ class Balance(NamedTuple):
 
 
 class AddLoss(torch.autograd.Function):
-    """Identity of a tensor whose backward gives a loss, a sum, the gradient ``scale()`` of the objective."""
+    """Identity of ``tensor`` whose backward also gives ``loss_sum`` the gradient ``scale()``."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, loss_sum: Tensor, scale: Callable[[], float]) -> Tensor:
@@ -59,7 +59,7 @@ class AddLoss(torch.autograd.Function):
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def add_loss(weights: Tensor, loss: Tensor, scale: Callable[[], float]) -> Tensor:
-    """Return the weights, whose backward adds the gradient of a loss (). Never compiled: the scale may change."""
+    """Return the weights; backward adds ``scale()`` times the gradient of ``loss`` (). Not compiled: scale changes."""
     added: Tensor = AddLoss.apply(weights, loss, scale)
     return added
 
@@ -74,11 +74,11 @@ def count_tokens(ids: Tensor, num_experts: int) -> Tensor:
 def loss_sum(
     balance: Balance, logits: Tensor, scores: Tensor, ids: Tensor, sum_tokens: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return the sum over these tokens of coefficient x loss, (), without a gradient of the counts.
+    """Return the sum over these tokens of coefficient x loss, (). Counts of tokens are constants in backward.
 
     Args:
         logits: (B, S, E). scores: (B, S, E), of softmax or sigmoid. ids: (B, S, k).
-        sum_tokens: sum of integer counts (B, E) over the ranks that have other tokens of the same samples.
+        sum_tokens: sums integer counts (B, E) over the ranks that have other tokens of the same samples.
     """
     num_experts, top_k = scores.shape[-1], ids.shape[-1]
     total = logits.new_zeros(())

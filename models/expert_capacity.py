@@ -1,4 +1,4 @@
-"""Capacity of experts: the tokens of one sample that an expert takes at most, and the choice of these.
+"""Capacity of experts: the most tokens of one sample that an expert takes, and the choice of these tokens.
 
     capacity C = ceil(factor x k S / E)     an expert takes C of the k S choices of a sample; a factor of 1: even load
     priority   (score, place)               the highest score of the router first; of equal ones the earlier token
@@ -21,14 +21,14 @@ from meshwright.models.expert_balance import count_tokens
 
 
 def capacity_of(factor: float, top_k: int, num_tokens: int, num_experts: int) -> int:
-    """Return the tokens of a sample that an expert takes at most, at least 1."""
+    """Return the capacity: the most tokens of a sample that an expert takes, at least 1."""
     return max(1, math.ceil(factor * top_k * num_tokens / num_experts))
 
 
 def within_capacity(ids: Tensor, scores: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return which choices their experts take, (B, S, k) bool. ids: (B, S, k) int64; scores: (B, S, k), of these.
+    """Return the mask of the choices within capacity, (B, S, k) bool. ids: (B, S, k) int64; scores: (B, S, k) of ids.
 
-    The tokens are all those of the samples, in their order.
+    S must be all tokens of the samples, in their order.
     """
     order, ranks = _by_priority(ids, scores, num_experts)
     return torch.empty_like(order).scatter_(1, order, ranks).view_as(ids) < capacity

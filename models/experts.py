@@ -8,8 +8,8 @@
 Sources: Fedus et al. 2021 "Switch Transformers"; Jiang et al. 2024 "Mixtral of Experts" (arXiv:2401.04088); DeepSeek-AI
 2024 "DeepSeek-V3" (arXiv:2412.19437, section 2.1.2).
 
-Every token reaches all of its experts, unless these have a capacity (expert_capacity.py). The sum over its k experts
-has one order, that of ``ids``.
+No token is dropped, unless the experts have a capacity (expert_capacity.py). The sum over a token's k experts has a
+fixed order, that of ``ids``.
 
 Shapes: B samples, S tokens, N = B S, D hidden, E experts, k experts of a token, R = N k rows, F ffn size of an expert.
 """
@@ -25,7 +25,7 @@ from meshwright.models.router import Router
 from meshwright.models.row_order import FromExperts, ToExperts
 
 ALIGNMENT = 16
-"""Bytes that divide a row of a matrix of a grouped product."""
+"""A grouped product needs rows of its matrices whose bytes this number divides."""
 
 
 class Experts(nn.Module):
@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
     ``gate_up`` (E, 2F, D), the F rows of the gate first, and ``down`` (E, D, F), as in transformers. E is read from
     their shapes, so that a slice along dim 0 is again a module of experts. ``meta_device``: type of the device that
-    tensors on meta stand for, such as "cuda". ``may_drop``: some rows may have no expert, because it is full.
+    tensors on meta stand for, such as "cuda". ``may_drop``: some ids may be E, no expert, because of a capacity.
     """
 
     def __init__(self, num_experts: int, hidden_size: int, ffn_size: int, *, activation: Activation) -> None:
@@ -75,7 +75,7 @@ class Experts(nn.Module):
         num_experts = self.gate_up.shape[0]
         if self.can_group(rows):
             counts = chosen.new_zeros(num_experts + 1).scatter_add_(0, chosen, torch.ones_like(chosen))
-            ends = counts[:-1].cumsum(0).to(torch.int32)  # bincount would wait for the device
+            ends = counts[:-1].cumsum(0).to(torch.int32)  # bincount would synchronise with the device
             without = torch.arange(len(rows), device=rows.device).unsqueeze(1) >= ends[-1] if self.may_drop else None
             rows = rows if without is None else rows.masked_fill(without, 0.0)  # a product leaves such rows unwritten
             gate, up = F.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
@@ -85,9 +85,9 @@ class Experts(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _in_turn(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Apply its expert to each row, expert by expert. Never compiled: numbers of rows are new in every call."""
+        """Apply its expert to each row, expert by expert. Never compiled: the numbers of rows change in every call."""
         *parts, others = rows.split(rows_of(chosen, self.gate_up.shape[0]))
-        found = []  # an expert without rows computes too: its gradient is zero, not None
+        found = []  # experts without rows too: their gradient is then zero, not None
         for part, gate_up, down in zip(parts, self.gate_up.unbind(), self.down.unbind(), strict=True):
             gate, up = F.linear(part, gate_up).chunk(2, -1)
             found.append(F.linear(self.activation(gate) * up, down))
@@ -106,7 +106,7 @@ class Experts(nn.Module):
 def rows_of(chosen: Tensor, num_experts: int) -> list[int]:
     """Return the number of rows of each expert, then of none. chosen: (R,) int64, the expert of each row, E for none.
 
-    Fake tensors and those on meta have no values: the rows are then shared out evenly, the rest to the first experts.
+    Fake tensors and those on meta have no values: their rows are split evenly, with one more for the first experts.
     """
     if type(chosen) is not Tensor or chosen.is_meta:
         each, rest = divmod(chosen.shape[0], num_experts)

@@ -1,13 +1,13 @@
-"""Attention with a window, documents or some queries in one kernel that skips what no query sees, on CUDA.
+"""Attention with a window, documents or a subset of queries by FlexAttention on CUDA, which skips masked tiles.
 
     tile (i, j): queries i T .. i T + T - 1, keys j T .. j T + T - 1, T = TILE
-      skipped    no pair is seen
-      partial    some pairs are seen: the kernel asks for each pair
-      full       all pairs are seen: no mask at all
+      skipped    no query sees a key
+      partial    some pairs are seen: the kernel evaluates the mask for each pair
+      full       all pairs are seen: no mask
 
-The kernel is torch's FlexAttention. A query sees one run of keys: from the start of its document, or of its window, up
-to itself. Tiles follow from the runs of the first and last query of each T, because both ends only rise. All of it
-happens on the device, in shapes that depend on Q and S alone: the host never waits, and no tensor has Q x S elements.
+A query sees one run of keys: from the start of its document, or of its window, up to itself. Both ends rise with the
+query. So the kind of a tile follows from the runs of its first and last query. This is computed on the device, in
+shapes that depend on Q and S alone: no host synchronisation, and no tensor of Q x S elements.
 
 Shapes: B samples, Q queries, S tokens, H query heads, G key-value heads, d head_dim, M = ceil(Q / T) tiles along Q,
 N = ceil(S / T) along S.
@@ -34,7 +34,7 @@ HEAD_DIMS = range(16, 257)
 """Sizes of heads that FlexAttention's CUDA kernels have configurations for."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDEST = (2, 11)
-"""Oldest version of torch whose FlexAttention was read."""
+"""Oldest version of torch whose FlexAttention is used: older ones were not checked."""
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 Form = Literal["probabilities", "causal", "by document", "flex", "blocks"]
 
@@ -50,9 +50,9 @@ class Case(NamedTuple):
     window: int | None = None
     has_documents: bool = False
     drops: bool = False
-    """Some probabilities are dropped."""
+    """Dropout acts on the probabilities."""
     reads: bool = False
-    """Reading values of tensors is free: on a CPU, not compiled."""
+    """Reading values of tensors costs no synchronisation: on a CPU, not compiled."""
     compiles: bool = True
     """Kernels for CUDA can be compiled on this machine."""
     version: tuple[int, ...] = VERSION
@@ -104,13 +104,13 @@ def _ends(rising: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row of tiles how many there are, (.., N) int32, and their columns, before all others."""
+    """Return the number of set tiles in each row, (.., M) int32, and all columns (.., M, N), the set ones first."""
     order = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), order.int()
 
 
 def block_mask(places: Tensor, first: Tensor, length: int) -> BlockMask:
-    """Build FlexAttention's mask, without waiting for the device. Arguments: see :func:`attend`, of all B samples."""
+    """Build FlexAttention's mask, without a host synchronisation. Arguments: see :func:`attend`, of all B samples."""
     partial, whole = tiles_of(places, first, length)
 
     def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ def _compiled() -> Callable[..., Any]:
 def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale: float | None) -> Tensor:
     """Attend to one run of keys per query. Saves q, k, v, the output and a number per query and head.
 
-    A dry run, whose tensors have no values, builds the mask and takes flash attention, which saves as much. On meta
-    torch's attention to all keys stands for it.
+    With fake tensors it builds the mask and runs flash attention, which saves as much. On meta it runs torch's
+    attention to all keys.
 
     Args:
         q: (B, H, Q, d), the shape of the result. k, v: (B, G, S, d).
@@ -145,7 +145,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor, first: Tensor, scale
         first: (1 or B, Q) int, rising: the first key that each sees.
         scale: factor of the scores; None: 1 / sqrt(d).
     """
-    # inputs of the kernel, not computed in it: torch's kernel for CPU takes no others
+    # computed outside of the compiled function: torch's CPU kernel takes only inputs of the graph
     places, first = (each.int().expand(q.shape[0], -1).contiguous() for each in (places, first))
     if torch.compiler.is_compiling():
         return attend_in_tiles(q, k, v, places, first, scale)

@@ -44,7 +44,7 @@ HEADS = {
 """Sharding plan of an attention: each tp rank has some of the heads."""
 WHOLE = {"block*.attention.qkv": "column_whole", "block*.attention.out": "row_whole"}
 WHOLE |= {"block*.attention.[qk]_norm": "uncut", "block*.attention.dropout": "uncut"}
-"""Changes of it for a norm over all heads: every rank attends with all of them."""
+"""Entries that replace those of HEADS with a norm over all heads: every rank attends with all heads."""
 
 POSITIVE = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "max_sequence_length"),

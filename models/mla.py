@@ -32,9 +32,9 @@ LATENT_PLAN: dict[str, Any] = {
     "block*.attention.core": "context",
     "block*.attention.dropout": "heads",
 }
-"""Sharding plan beside the rule of the whole module."""
+"""Sharding plan of the submodules; :func:`split_heads` is the rule of the module."""
 UNUSED = {"head_dim": None, "qk_norm": False, "qkv_bias": False, "out_bias": False, "mup_base_size": None}
-"""Options of other attentions, with their defaults."""
+"""Options that a latent attention does not have, with their defaults."""
 
 
 class LatentOptions(NamedTuple):

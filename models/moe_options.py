@@ -65,7 +65,7 @@ class MoeOptions(NamedTuple):
     """In training an expert takes at most this many times k S / E tokens of a sample; 0: no token is dropped."""
 
     def check(self, ffn_size: int, num_layers: int) -> None:
-        """Raise ValueError for options without a meaning."""
+        """Raise ValueError for options that are out of range, contradict each other or have no effect."""
         problems = [
             f"{name}={value} must be positive"
             for name, value in self._asdict().items()
@@ -112,7 +112,7 @@ class MoeOptions(NamedTuple):
         return []
 
     def routing(self) -> Routing:
-        """Return the choice of experts that the options describe."""
+        """Return the router's :class:`Routing` that the options describe."""
         groups = self.num_groups, self.groups_per_token, self.group_score
         chosen = self.num_experts, self.top_k, self.router, self.normalise, self.scaling
         return Routing(*chosen, *groups, self.balance == "bias", self.capacity_factor)
@@ -144,7 +144,7 @@ class FeedForwards(NamedTuple):
     hidden_size: int
     ffn_size: int
     num_kv_heads: int
-    """Units that tp can divide are as many as it and the ffn size allow."""
+    """The blocks of gate and up rows, which tp divides, number gcd(ffn size, num_kv_heads)."""
     bias: bool = False
     moe: MoeOptions | None = None
 
@@ -189,7 +189,7 @@ def feed_forwards_of(options: Mapping[str, Any]) -> FeedForwards:
     """Return the feed-forward networks that a builder's options describe.
 
     Raises:
-        ValueError: options of the experts have no meaning, or are set beside others that experts do not have.
+        ValueError: options of the experts do not fit each other, or an option that experts do not have is set too.
     """
     moe = moe_of(options["moe"])
     if moe is not None:

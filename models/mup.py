@@ -62,7 +62,7 @@ def mup_of(options: Mapping[str, Any]) -> Mup:
     """Return the muP that a builder's options ``hidden_size`` and ``mup_*`` describe.
 
     Raises:
-        ValueError: Numbers are not positive, or have no base width.
+        ValueError: A number is not positive, or is given without ``mup_base_size``.
     """
     usual = {f"mup_{name}": value for name, value in Mup._field_defaults.items()}
     given = {name: options[name] for name in usual}

@@ -3,8 +3,8 @@
 S tokens, r rotated features of a head (all of them unless the model has partial rotary positions). A table is
 (2, N, r/2): cosines and sines of positions 0 .. N-1, the first S of them used by a sequence.
 
-The angles are computed in float64 and stored in the dtype of the rotation, float32 at least. That takes 7 kernels,
-most of them in float64; reading the table takes none.
+The angles are computed in float64; the table has the dtype of x, float32 at least. Computing it takes 7 kernels, most
+of them in float64; reading it takes none.
 
     Llama-3-8B, S 8,192     4 MB for all blocks and micro-batches
     S 131,072              67 MB
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 _ROWS = 256
-"""Tables grow by a multiple of so many positions: generation adds a token at a time."""
+"""Tables have a multiple of this many positions, because generation adds one token at a time."""
 Tables = dict[tuple[tuple[float, ...], torch.device, torch.dtype], Tensor]
 _TABLES: Tables = {}
 """(radians per token, device, dtype) -> the longest table asked for so far."""

@@ -2,9 +2,9 @@
 
     x --> logits --> scores --> choice (bias, groups, top k) --> route_ids --> weights --> capacity --> ids, weights
 
-``route_ids`` is the one place where the ids of the experts are decided (and ``route_kept`` of those beyond a capacity):
-recording copies them there, and a replay puts others in their place. The weights always come from the router's own
-scores, and so does its gradient.
+All chosen ids pass through ``route_ids``, and the mask of those within a capacity through ``route_kept``: there a
+recording copies them, and a replay replaces them. The weights always come from the router's own scores, and so does its
+gradient.
 
 Shapes: B samples, S tokens, D hidden, E experts, k experts of a token.
 """
@@ -24,7 +24,7 @@ from meshwright.models.expert_capacity import capacity_gap, capacity_of, within_
 
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = {"max": 1, "top2": 2}
-"""Name of a group's score -> how many of its highest scores are added up: DeepSeek-V2's, DeepSeek-V3's."""
+"""Value of ``group_score`` -> number of a group's highest scores that add up to its own: DeepSeek-V2's, -V3's."""
 
 
 class Routing(NamedTuple):
@@ -61,8 +61,8 @@ class Router(nn.Module):
     Under parallelism the framework sets four attributes: ``gradient_scale``, the factor of a loss in the objective;
     ``sum_tokens``, a sum of counts over the ranks with other tokens of the same samples; ``whole_samples``, which
     gathers the tokens of these ranks, (B, n, ...) -> (B, S, ...), and ``own_tokens``, which takes this rank's of them.
-    ``route_ids`` returns the ids (B, S, k) to use in place of the chosen ones, and ``route_kept`` which of them, (B, S,
-    k) bool, their experts take, in place of the capacity's choice.
+    ``route_ids`` maps the chosen ids (B, S, k) to those to use, and ``route_kept`` the mask (B, S, k) bool of the
+    choices within capacity to the one to use: the identity, or a recording or replay.
     """
 
     bias: Tensor | None
@@ -133,7 +133,7 @@ class Router(nn.Module):
         return ids.masked_fill(~is_kept, num_experts), weights * is_kept
 
     def end_step(self) -> None:
-        """Update the bias by the counts of a step, and begin to count anew. After each step of the optimizer."""
+        """Update the bias from the counts of the step, then reset the counts. Call it after each optimizer step."""
         if self.bias is not None and self.balance is not None:
             counts = self.counts.double()
             self.bias += (self.balance.bias_rate * (counts.mean() - counts).sign()).to(self.bias.dtype)
@@ -180,8 +180,8 @@ class Router(nn.Module):
     def choice_gap(self, x: Tensor) -> Tensor:
         """Return the least difference between the last chosen score and the next, over tokens, (). x: (B, S, D).
 
-        Of experts, of groups, and of the tokens of an expert at its capacity. An error of that size in x could change a
-        choice; infinity where nothing is left out.
+        Over the choices of experts, of groups, and of the tokens of an expert at capacity. An error of that size in the
+        scores could change a choice. Infinity if all are chosen.
         """
         scores = self.scores(self.logits(x))
         selectable, of_groups = self._selectable(scores)
@@ -224,5 +224,5 @@ def least_gap(scores: Tensor, num_chosen: int) -> Tensor:
 
 
 def unchanged(tensor: Tensor) -> Tensor:
-    """Return the tensor: of a rank that has all tokens of its samples, and ids that nothing replaces."""
+    """Return the tensor: default of a router's functions, for a rank with all tokens of its samples and no replay."""
     return tensor

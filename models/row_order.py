@@ -1,7 +1,7 @@
-"""Rows of a mixture of experts in the experts' order and back, without sums by index in backward.
+"""Reordering of a mixture's rows by expert and back, with backwards that need no ``index_add``.
 
-torch's backward of ``index_select`` adds by index: on CUDA a slow kernel, whose order of sums varies if indices repeat.
-Here both directions are selections, because the order is a permutation and its inverse is there.
+torch's backward of ``index_select`` adds by index: a slow kernel on CUDA, whose order of sums varies if indices repeat.
+Here forward and backward are both ``index_select``, by a permutation and its inverse.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class ToExperts(torch.autograd.Function):
-    """Dispatch of tokens x (N, D): rows (N k, D), with copy ``order[i]`` of the k copies of each token at place i."""
+    """Copies of tokens x (N, D) by expert: row i of (N k, D) is slot ``order[i]``, a copy of token order[i] // k."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:

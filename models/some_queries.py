@@ -1,9 +1,9 @@
 """Causal attention of some queries of each sample to all of its keys, as a context-parallel rank computes it.
 
 A query sees one run of keys: from the start of its document, or of its window, up to itself. Queries attend block by
-block. The caller, which has chosen the blocks, may compute each again in backward, so that no mask and no probability
-is kept. Where values can be read, a block attends run by run of neighbours in one document, which needs no mask if it
-begins with the document, and skips all keys that none of its queries sees.
+block. A caller that chooses the blocks may compute each again in backward, so that no mask and no probability is saved.
+Where values can be read, a block is split into runs of consecutive queries of one document. A run skips the keys that
+none of its queries sees, and needs no mask if it begins with its document.
 
 Shapes: B samples, Q queries, S tokens, H query heads, G key-value heads, d head_dim.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 QUERY_BLOCK = 1024
 """Most queries of a block."""
 MASK_ELEMENTS = {"cpu": 2**21}
-"""Elements of a block's mask by type of device; of others 2^27, so that a GPU has enough to do."""
+"""Most elements of a block's mask, by type of device; on others 2^27, to keep a GPU busy."""
 MANY_RUNS = 16
-"""Runs of a block from which on it attends with one mask instead."""
+"""Number of runs from which on a block attends with one mask instead, and queries of a block that is not split."""
 
 
 def first_seen(places: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
@@ -51,7 +51,7 @@ def query_blocks(places: Tensor, first: Tensor, length: int, *, reads: bool) -> 
 
     Args:
         places: (1 or B, Q) int64, ascending. first: see :func:`first_seen`. length: S.
-        reads: values of tensors can be read for nothing.
+        reads: reading values of tensors costs no synchronisation.
     """
     most, queries = MASK_ELEMENTS.get(places.device.type, 2**27), places.shape[1]
     if reads:

@@ -2,8 +2,8 @@
 
     y = base(x) + (alpha / rank) B(A(dropout(x)))          A (rank, I), B (O, rank); base frozen
 
-A and B are plain modules below the target, ``NAME.lora_a`` and ``NAME.lora_b``, added to its output by a forward hook.
-Names of base parameters stay as they are. Each has its own entry in the sharding plan, derived from the target's kind:
+A and B are plain child modules of the target, ``NAME.lora_a`` and ``NAME.lora_b``; a forward hook adds their output.
+Names of base parameters do not change. Each has its own entry in the sharding plan, derived from the target's kind:
 
     kind of the target       lora_a                   lora_b          on the wire beside the base, forward and backward
     column                   replicate                column          all-gather of (B, S, rank) under sequence
@@ -16,9 +16,9 @@ Names of base parameters stay as they are. Each has its own entry in the shardin
 
 With ``adapter.dora`` the target itself gets a parameter (O,), split as its bias would be: see :mod:`magnitude`.
 
-NOTE [gradients of adapters]: what crosses between A and B is (B, S, rank), so a factor that is not cut sees whole
-activations, and its gradient is complete. Under sequence parallelism it sees this rank's tokens, and the plan's rule
-for replicated parameters sums it over tp. No second rule exists that could differ from it.
+NOTE [gradients of adapters]: the tensor between A and B, (B, S, rank), is communicated. So a replicated factor sees
+whole activations, and its gradient is complete. Under sequence parallelism it sees this rank's tokens, and the plan's
+rule for replicated parameters sums its gradient over tp. Adapters have no rule of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Fill = Callable[[str, Tensor], None]
 
 
 class Adaptable(Protocol):
-    """Model that gets adapters: the fields of ``PlainModel`` that change with them."""
+    """Model that gets adapters: the fields of ``PlainModel`` that attaching reads or changes."""
 
     layers: nn.Sequential
     plan: dict[str, Any]
@@ -58,7 +58,7 @@ class Adaptable(Protocol):
 
 
 class FirstFactor(nn.Module):
-    """First value of one factor of an adapter: an outline on meta, and the function that draws it."""
+    """Owner of the initial value of one parameter of an adapter: its shape on meta, and the rule that fills it."""
 
     def __init__(self, weight: Tensor, init: str, rank: int) -> None:
         super().__init__()
@@ -83,10 +83,10 @@ class FirstFactor(nn.Module):
 
 
 def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
-    """Attach the adapters of the configuration to the model, in place; freezes nothing yet. Without any: nothing.
+    """Attach the adapters of the configuration to the model, in place; freeze nothing yet. With rank 0: nothing.
 
     Returns:
-        the module that draws its first value, of each parameter of an adapter, by name.
+        parameter name -> module that draws its initial value, for all parameters of adapters.
 
     Raises:
         ModelError: a pattern matches no module, or a target cannot have an adapter.
@@ -124,7 +124,7 @@ def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
 
 
 def freeze_base(model: Adaptable, adapters: Mapping[str, object]) -> None:
-    """Put every parameter that is of no adapter into a frozen group; without adapters none."""
+    """Put every parameter outside ``adapters`` into a frozen group; do nothing without adapters."""
     if adapters:
         names = [name for name, _ in model.layers.named_parameters() if name not in adapters]
         model.groups |= {name: ParameterGroup(names=[name], frozen=True) for name in names}
@@ -134,8 +134,8 @@ def find_targets(model: Adaptable, patterns: Sequence[str], *, dora: bool = Fals
     """Return the linears and embeddings that the patterns name, in the model's order.
 
     Raises:
-        ModelError: a pattern matches no linear or embedding; a target has a tied weight, is used at two places, or lies
-            in a layer that a rule of the user's splits.
+        ModelError: a pattern matches no linear or embedding; a target has a tied weight, is used at two places, lies in
+            a layer with a sharding rule of the user, or is an embedding that is split by features or gets ``dora``.
     """
     modules = list(model.layers.named_modules(remove_duplicate=False))
     possible = {name: module for name, module in modules if isinstance(module, nn.Linear | nn.Embedding)}
@@ -216,9 +216,9 @@ def _add(factor: float, module: nn.Module, args: tuple[Any, ...], output: Tensor
 
 
 def _entries(name: str, module: nn.Module, plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the entries of an adapter in the sharding plan: see the table of this module.
+    """Yield (pattern, kind) of an adapter's modules for the sharding plan: see the table of this module.
 
-    Their patterns are those of the target with the adapter's names, so that they fit a part of the model as these do.
+    Patterns are the target's, extended by the adapter's names, so that they also match in a stage of the model.
     """
     has_dropout = DROPOUT in module._modules
     takes_part = any(_patterns(name, kind, plan) for kind in ("row", "row_whole"))
@@ -233,7 +233,7 @@ def _entries(name: str, module: nn.Module, plan: Mapping[str, Any]) -> Iterator[
 
 
 def _narrowed(plan: Mapping[str, Any], known: Sequence[str], targets: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return the plan with patterns that an adapter's modules match too replaced by the names they had matched."""
+    """Return the plan; patterns that would also match an adapter's modules become the ``known`` names they match."""
     added = [f"{name}.{child}" for name, module in targets.items() for child in module._modules]
     found: dict[str, Any] = {}
     for pattern, kind in plan.items():

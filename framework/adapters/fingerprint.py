@@ -1,4 +1,4 @@
-"""Fingerprint of the frozen base beside adapters: equal on every layout, and for every dtype that holds its values."""
+"""Fingerprint of the frozen base under adapters: the same on every layout and in every dtype that holds its values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ELEMENTS_AT_ONCE = 2**22
 
 
 def base_sum(tensors: Iterable[tuple[ParameterInfo, Tensor]]) -> Tensor:
-    """Return this rank's part of the fingerprint, () int64 on CPU, of local tensors; the parts add up modulo 2**64.
+    """Return this rank's term of the fingerprint, () int64 on CPU, of local tensors. Ranks' terms add up modulo 2**64.
 
-    Each value's 16 bits in bfloat16 are multiplied by factors of its parameter, row and column.
+    A term sums the values' bfloat16 bits, each times a factor hashed from (parameter, row) and (parameter, column).
     """
     total = torch.zeros((), dtype=torch.int64)
     for info, local in tensors:
@@ -42,7 +42,7 @@ def base_sum(tensors: Iterable[tuple[ParameterInfo, Tensor]]) -> Tensor:
 
 
 def check_base(saved: object, total: Tensor, place: str, builder: str) -> None:
-    """Compare the whole sum with the fingerprint that a checkpoint's adapters were trained beside.
+    """Compare the sum over all ranks with the fingerprint ``saved`` in a checkpoint of adapters.
 
     Raises:
         CheckpointError: they differ.
@@ -57,12 +57,12 @@ def check_base(saved: object, total: Tensor, place: str, builder: str) -> None:
 
 
 def fingerprint_of(total: Tensor) -> str:
-    """Return a whole sum as 16 hex digits."""
+    """Return the sum over all ranks as 16 hex digits."""
     return f"{int(total) % 2**64:016x}"
 
 
 def _factors(indices: Tensor) -> Tensor:
-    """Return an odd pseudo-random factor of each index, int64."""
+    """Hash each index to an odd factor, int64."""
     mixed = indices * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
     return (mixed ^ (mixed >> 32)) | 1

@@ -4,13 +4,13 @@
     y = v + c (v - bias)                             c = m / |W + s B A| - 1, one number for each output
     m = |W| + lora_magnitude                         |.|: norm of a row; lora_magnitude (O,) begins at zero
 
-Backward treats |W + s B A| as a constant (section 4.3 of the paper). The parameter is the difference of the magnitude
-from the frozen row's norm: it begins at zero for any base, and 16 bits resolve it. Its gradient is that of m.
+Backward treats |W + s B A| as a constant (section 4.3 of the paper). The parameter is m - |W|, the magnitude minus the
+norm of the frozen row: it starts at zero for any base, and 16 bits resolve its steps. Its gradient is that of m.
 
     |W + s B A|^2 = |W|^2 + 2 s (B . W A^T) + s^2 (B A A^T . B)          sums over rows: O (I + rank) numbers read
 
-so no tensor of the weight's size is made. Column linears hold whole rows. A row linear holds a part of each, and
-all-reduces (2, O) sums over tp in each forward.
+So no tensor of the weight's size is made. Column linears hold whole rows. A row linear holds a part of each row, and
+all-reduces the two sums, (2, O), over tp in each forward.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAGNITUDE = "lora_magnitude"
 def decompose(module: nn.Module, down: Tensor, up: Tensor, factor: float, v: Tensor) -> Tensor:
     """Return y (B, S, O) of a target's output ``v`` with its low-rank part, in local shapes.
 
-    Collective over tp for row linears (all-reduce of 8 O bytes, 16 O in float64) and for column linears with copied or
-    gathered outputs. Blocks.
+    Collective over tp for row linears (all-reduce of 8 O bytes, 16 O in float64) and for column linears whose outputs
+    are gathered, or shared by several ranks. Blocks.
 
     Args:
         down: A (rank, I). ``up``: B (O, rank).

@@ -1,5 +1,5 @@
-"""Configuration of a run: TOML plus dotted overrides become a frozen, typed RunConfig; all problems are reported at
-once."""
+"""Configuration of a run: a TOML file and command-line overrides -> frozen, typed RunConfig, or an error that lists all
+problems."""
 
 from meshwright.config.batch import phases as phases
 from meshwright.config.batch import samples_after as samples_after

@@ -1,9 +1,9 @@
 """Configuration names of Megatron-LM, torchtitan, nanotron and DeepSpeed, and their counterparts here.
 
-The error for an unknown key is the only user. No key is accepted under a second name; only FSDP's four sharding
-strategies are accepted as values. Case, dashes and underscores are ignored, so one line covers
-``--tensor-model-parallel-size`` and ``tensor_model_parallel_size``. A dotted name is looked up whole first, then
-without its leading sections. ``model.hidden_size`` is therefore found under ``hidden_size``.
+Error messages suggest the counterparts. No key is accepted under a second name; of foreign values only FSDP's four
+sharding strategies are. Case, dashes and underscores are ignored, so one line covers ``--tensor-model-parallel-size``
+and ``tensor_model_parallel_size``. A dotted name is looked up whole first, then without its leading sections, so that
+``model.hidden_size`` is found under ``hidden_size``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fold(name: str) -> str:
 
 
 FAMILIAR = MappingProxyType({fold(name): own_name_of for name, own_name_of in _TABLES["names"].items()})
-"""Folded foreign name -> text for the error message. Most texts begin with a key of this schema; some are sentences."""
+"""Folded foreign name -> its counterpart: a key of this schema, perhaps with more text; or a sentence."""
 
 FAMILIAR_VALUES = MappingProxyType(_TABLES["values"])
 """Folded foreign value -> value in this schema."""

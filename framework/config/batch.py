@@ -1,6 +1,6 @@
-"""Batch arithmetic, ``global_batch = micro_batch_size x chunks x dp``: any two of the first three give the third.
+"""Batch arithmetic, ``global_batch = micro_batch_size x chunks x dp``: with dp, two batch numbers give the third.
 
-Pure functions. They run once when the file is read, where dp may still be open, and once with the number of ranks.
+Pure functions. They run once when the file is read, where dp may be unknown, and again with the number of ranks.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def derive(batch: Batch, dp: int) -> Batch:
 
 
 def _ramp_problem(batch: Batch, dp: int) -> str | None:
-    """Return what a resolved batch's ramp contradicts, or None."""
+    """Return the error text for a ramp that does not fit the resolved batch numbers, or None."""
     if batch.ramp is None:
         return None
     assert batch.micro_batch_size is not None and batch.global_batch is not None
@@ -131,7 +131,7 @@ def _ramp_problem(batch: Batch, dp: int) -> str | None:
 
 
 class Phase(NamedTuple):
-    """Steps with the same number of samples in a batch-size ramp."""
+    """Consecutive steps with the same number of samples in a batch-size ramp."""
 
     first_step: int
     """Steps before the phase."""
@@ -143,8 +143,8 @@ class Phase(NamedTuple):
 def phases(batch: Batch) -> list[Phase]:
     """Return the phases of a resolved batch, the last one with all of ``global_batch``; without a ramp there is one.
 
-    As in Megatron-LM, a step that begins at sample s has start + increment x floor(s x n / samples) samples, with n
-    increments. So it depends on no layout.
+    As in Megatron-LM, a step that begins at sample s has start + increment x floor(s x n / samples) samples, for n
+    increments in all. No layout affects it.
     """
     assert batch.global_batch is not None
     start, increment, over = batch.ramp or (batch.global_batch, 1, 1)

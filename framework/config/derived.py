@@ -1,4 +1,4 @@
-"""Counts of ranks, and the values that follow from them: dp, the batch numbers, the number of processes to start."""
+"""Values that depend on the number of ranks: dp, the batch numbers, shard factors, the number of processes to start."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def check_expert_ranks(parallel: Parallel, dp: int) -> None:
 
 
 def expert_shard_factor(config: RunConfig) -> int:
-    """Return the number of shards of the states of experts, which parallel.ep ranks share; ZeRO-3: of weights too.
+    """Return the number of shards of the experts' optimizer state (ZeRO-3: of their weights too), with parallel.ep > 1.
 
     It divides ``parallel.shard_factor`` and the dp x cp x tp / ep replicas of an expert. ``config``: resolved.
     """
@@ -149,10 +149,10 @@ def expert_shard_factor(config: RunConfig) -> int:
 
 
 def is_meant_for_gpu(device: str, dtype: str) -> bool:
-    """Return whether a run with this ``train.device`` and ``train.dtype`` is laid out for GPUs.
+    """Return whether defaults for a run with this ``train.device`` and ``train.dtype`` are those for GPUs.
 
-    It never depends on the machine: a planning laptop, a launcher and a rank must find the same layout. ``auto``
-    therefore follows the dtype: a GPU for 16 bits, otherwise a CPU.
+    It never depends on the machine: a laptop that plans, a launcher and a rank must derive the same layout. ``auto``
+    therefore depends on the dtype: a GPU for 16 bits, otherwise a CPU.
     """
     return device == "cuda" or (device == "auto" and dtype in ("bfloat16", "float16"))
 
@@ -201,8 +201,8 @@ def default_world_size(config: RunConfig, num_devices: int) -> int:
 
 
 def leaves_out_base(config: RunConfig) -> bool:
-    """Return whether checkpoints hold adapters alone: each start reads the base from the model's directory again.
+    """Return whether checkpoints hold only adapters, because each start reads the base from the directory of ``hf:``.
 
-    The weights of other builders may come from an imported checkpoint, so that theirs hold the base too.
+    With other builders the base may come from an imported checkpoint: their checkpoints hold it too.
     """
     return config.adapter.rank > 0 and config.model.builder.startswith("hf:")

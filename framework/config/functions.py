@@ -1,4 +1,4 @@
-"""Functions that a configuration names as ``package.module:function``, and the origin of errors in user code.
+"""Import of functions that a configuration names as ``package.module:function``, and the place of errors in user code.
 
 NOTE [import order]: installed packages are searched first and the working directory last. The working directory enters
 the search path only when a user's function is imported. ``meshwright.models`` is found beside this package, so that no
@@ -25,9 +25,9 @@ PACKAGE = Path(__file__).resolve().parents[1]
 STANDARD = sysconfig.get_path("stdlib")
 OWN_PACKAGE = "meshwright"
 OWN_BUILDERS = tuple(f"meshwright.models.{name}:build" for name in ("decoder", "gpt2", "llama", "t5"))
-"""Builders of meshwright itself, which any file may name."""
+"""Builders of meshwright itself: a configuration file of any origin may name them (tools/trust.py)."""
 FORMER_BUILDERS = {path.removeprefix("meshwright."): path for path in OWN_BUILDERS}
-"""Names from before the models were part of the package ``meshwright`` -> their present names."""
+"""Former names of these builders, without the package ``meshwright`` -> their present names."""
 SCHEMES = {
     "hf": (
         "meshwright.tools.interop.huggingface.restructure.layers:builder",

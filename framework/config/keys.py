@@ -1,6 +1,6 @@
 """Keys of the schema for error messages: existing keys, allowed values, likely intended keys.
 
-Derived from :mod:`meshwright.config.schema`, so that no second list of keys can become outdated.
+All derived from :mod:`meshwright.config.schema`, so that there is no second list of keys.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from meshwright.errors import ConfigError
 Path = tuple[str, ...]
 """A key, split at its dots."""
 OPEN_VALUE = "SET-ME"
-"""Value that stands for one to be set by the user; no configuration with it is accepted."""
+"""Placeholder in configuration files for values that the user must set; loading refuses it."""
 
 
 def find_open(value: Any, path: Path) -> list[Path]:
-    """Return the paths of a value, or of values in a table, that are still to be set by the user."""
+    """Return the paths of placeholders (OPEN_VALUE) in a value, also inside tables and lists."""
     if isinstance(value, dict):
         return [found for name, inner in value.items() for found in find_open(inner, (*path, str(name)))]
     is_open = value == OPEN_VALUE or (isinstance(value, list) and any(find_open(inner, path) for inner in value))

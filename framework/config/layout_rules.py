@@ -9,7 +9,7 @@ from meshwright.config.schema import RunConfig
 
 MAX_RANKS = 2**20
 MAX_FORWARDS = 2**18
-"""Maximal number of forwards in a step, pp x chunks x stages per rank: a schedule lists each of them."""
+"""Most forwards in a step, pp x chunks x stages per rank: a schedule lists each of them."""
 
 
 def _ranks(config: RunConfig) -> str | None:
@@ -164,7 +164,7 @@ READ_BY = {
     **dict.fromkeys(("beta2_decay", "clip_threshold"), ("adafactor",)),
     **{"betas": (*_ADAMW, "lion"), "eps": (*_ADAMW, "lion", "adafactor"), "block_size": ("adamw8bit",)},
 }
-"""Keys that some optimizers alone read, with the names of these."""
+"""Key that only some optimizers read -> names of these optimizers."""
 
 
 def _own_keys(config: RunConfig) -> str | None:

@@ -3,7 +3,7 @@
      file ----> sources.py --+
                              +--> arrange ---------> validate --------> rules -----------> RunConfig
      --a.b=v -> sources.py --+    unknown keys       types, bounds      contradictions
-                                  (keys.py, aliases) (schema.py)        (rules.py)
+                                  (keys.py, aliases) (schema.py)        (*rules.py)
 
 Each stage continues with the valid keys of the stage before it. All stages append to one list of problems.
 """
@@ -54,7 +54,7 @@ from meshwright.errors import ConfigError
 from meshwright.terminal.output import tell
 
 TORCHTITAN = {"job", "training", "parallelism", "experimental", "lr_scheduler", "activation_checkpoint", "profiling"}
-"""Sections of torchtitan's files that do not exist here."""
+"""Sections of torchtitan's files that do not exist in this schema."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Arranged:
     given: dict[Path, GivenKey] = field(default_factory=dict)
     """Key, or key inside a table -> its last occurrence."""
     suppressed: set[Path] = field(default_factory=set)
-    """Keys excluded from further checks: their value is unusable, or an unknown key probably meant them."""
+    """Keys excluded from further checks: their value is unusable, or an unknown key was probably meant to be them."""
 
     def refuse(self, code: str, message: str, *suppressed: Path) -> None:
         """Add a problem, and exclude the keys ``suppressed`` from further checks."""

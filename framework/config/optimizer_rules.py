@@ -1,4 +1,4 @@
-"""Rules between the keys of single optimizers, of the routing, and all rules together."""
+"""Rules between keys that belong to one optimizer, or to the routing; and ALL_RULES, with those of other modules."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """Keys given by the user in a TOML file and on the command line, as one flat list: key, value, place.
 
-Only syntax errors are reported here. ``loading.py`` finds unknown keys and values that are not allowed, after both
-sources have got the same form.
+Only syntax errors are reported here. ``loading.py`` reports unknown keys and values that are not allowed, for both
+sources alike.
 
-Values of ``model.options`` and ``data.options`` are written to many places, where secrets must not appear. An option is
+Values of options such as ``model.options`` are written to many places, where secrets must not appear. An option is
 refused as a secret by its name:
 
     api_key = "sk-..."      HF_TOKEN = "hf_..."     dbPassword = "..."     x_secret = 7         a secret
     key_size = 64           num_key_value_heads = 8     tokenizer = "..."     pad_token = 0     no secret
 
-A name is split at its underscores, dashes, dots and capitals. ``password`` and ``secret`` count anywhere in it. ``key``
-and ``token`` count as its last word, and only if the value is text.
+A name is split at its underscores, dashes, dots and capitals. ``password`` and ``secret`` count anywhere in it; ``key``
+and ``token`` only as its last word, and only if the value is text.
 """
 
 from __future__ import annotations

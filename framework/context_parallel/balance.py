@@ -47,13 +47,13 @@ def imbalance_of(loads: NDArray[np.float64]) -> float:
 
 
 def mean_imbalance(order: str, cp: int, samples: Sequence[NDArray[np.bool_]]) -> float:
-    """Return the time lost to the busiest rank over ``samples`` one after the other: ranks meet in each attention."""
+    """Return the imbalance over micro-batches of one sample each: every attention waits for its busiest rank."""
     loads = [rank_loads(order, cp, starts) for starts in samples]
     return float(sum(each.max() for each in loads) * cp / sum(each.sum() for each in loads) - 1)
 
 
 def batch_imbalance(order: str, cp: int, batches: Sequence[Sequence[NDArray[np.bool_]]]) -> float:
-    """Return the time lost to the busiest rank over micro-batches, whose samples add up before the ranks meet.
+    """Return the imbalance over micro-batches: loads of a micro-batch's samples add up before ranks synchronise.
 
     ``batches``: the document starts of each sample, (S,).
     """

@@ -24,26 +24,26 @@ STARTS = "starts"
 
 
 class SampleTokens(NamedTuple):
-    """Tokens of a micro-batch whose samples are cut differently, on the device."""
+    """Index tensors of a micro-batch whose samples are cut differently, on the device of its stage."""
 
     places: Tensor
     """Positions of this rank's tokens, (B, S/cp) int64, ascending."""
     joined: Tensor
-    """Index of each position of the sample among the tokens of rank 0, rank 1, .., (B, S) int64."""
+    """Index of each position of the sample in the concatenated tokens of rank 0, rank 1, .., (B, S) int64."""
 
 
 class TokenCut:
-    """This rank's tokens of every sample of one length.
+    """Assignment of tokens to context-parallel ranks, for samples of one length.
 
-    NOTE [order by documents]: the order "documents" is another one for each sample. The feed of each stage computes it
-    from the document starts, on every rank alike, and the executor puts it into the Draw, which recompute restores.
-    Without a Draw's tokens, as on the meta device and in a dry run, a sample is one document.
+    NOTE [order by documents]: with "documents" each sample has an order of its own. The feed of each stage computes it
+    from the document starts, the same on every rank. The executor stores it in the Draw, the state that recompute
+    restores. If the Draw has no tokens, as on the meta device and in a dry run, each sample counts as one document.
     """
 
     unit = "tokens"
 
     def __init__(self, group: Group, order: str, labels: Tensor, draw: Draw | None = None) -> None:
-        """Create the cut over ``group`` of samples with labels (B, S). ``draw``: of the micro-batch in the layers."""
+        """Create the cut over ``group`` of samples with labels (B, S). ``draw``: state of the current micro-batch."""
         self.group = group
         self.order = order
         self.by_sample = order == BY_DOCUMENTS and group.size > 1
@@ -65,7 +65,7 @@ class TokenCut:
         return self  # a copy of a layer has the same tokens
 
     def tokens_of(self, inputs: Any, device: torch.device) -> SampleTokens | None:
-        """Return the tokens of a micro-batch, from its document starts on the CPU; None if samples are cut alike."""
+        """Compute a micro-batch's tokens from its document starts on the CPU; None if all samples have one order."""
         if not self.by_sample or type(inputs[STARTS]) is not Tensor:  # a fake tensor has no values
             return None
         of_samples = [
@@ -76,25 +76,25 @@ class TokenCut:
         return SampleTokens(places.to(device), joined.to(device))
 
     def _tokens(self, device: torch.device) -> SampleTokens | None:
-        """Return the tokens of the micro-batch in the layers, if its samples are cut differently."""
+        """Return the tokens of the current micro-batch, from the Draw; None if all samples have one order."""
         tokens: SampleTokens | None = self._draw.tokens if self.by_sample else None
         return tokens if tokens is not None and tokens.places.device == device else None
 
     def places(self, device: torch.device, parts: int = 1) -> Tensor:
-        """Return the positions of this rank's tokens in the sample, (1 or B, S/cp) int64, ascending."""
+        """Return the positions of this rank's tokens, (1 or B, S/cp) int64, ascending. ``parts``: not used here."""
         tokens = self._tokens(device)
         return _on(self._places, device) if tokens is None else tokens.places
 
     def from_ranks(self, device: torch.device) -> Tensor:
-        """Return for each position its index among the tokens of rank 0, rank 1, ..: (1 or B, S) int64."""
+        """Return the index of each position in the concatenated tokens of rank 0, rank 1, ..: (1 or B, S) int64."""
         tokens = self._tokens(device)
         return _on(self._joined, device) if tokens is None else tokens.joined
 
     def take(self, whole: Tensor, dim: int, tokens: SampleTokens | None = None) -> Tensor:
-        """Return this rank's tokens of a whole tensor, S along ``dim``; the tensor itself without the axis.
+        """Return this rank's tokens of a whole tensor, S along ``dim``; with cp = 1 the tensor itself.
 
-        ``tokens``: those of a micro-batch that is not in the layers yet. With other tokens in each sample a tensor that
-        has S as its first dim gets one of samples before it.
+        ``tokens``: of a micro-batch other than the current one. If samples are cut differently, a tensor whose dim 0 is
+        S, such as a table of positions, gains a first dim: (S, ...) -> (B, S/cp, ...).
         """
         if self.group.size == 1:
             return whole
@@ -118,7 +118,7 @@ class TokenCut:
             vars(self).update(own)
 
     def take_labels(self, labels: Tensor, tokens: SampleTokens | None = None) -> Tensor:
-        """Return this rank's labels: (B, S) -> (B, S/cp). They were made from the whole sample before.
+        """Return this rank's labels: (B, S) -> (B, S/cp). They are shifted before, along the whole sample.
 
         Raises:
             ModelError: the labels are not one for each token.
@@ -132,7 +132,7 @@ class TokenCut:
         return self.take(labels, 1, tokens)
 
     def check(self, builder: str, inputs: Any, *, parts: int, heads: int) -> None:
-        """Check that all ranks get equally many tokens. ``parts``: by which sequence parallelism cuts them again.
+        """Check that all ranks get equally many tokens. ``parts``: tp if sequence parallelism splits them again, or 1.
 
         Raises:
             ModelError: the length cannot be divided, an order by documents has none, or labels are shifted along the
@@ -164,7 +164,7 @@ class TokenCut:
             )
 
     def lines(self) -> list[str]:
-        """Return a picture of the order, with its imbalance for one document over the whole sample; none without cp."""
+        """Draw the order in lines, with its imbalance if the sample is one document; empty with cp = 1."""
         if self.group.size == 1:
             return []
         ranks = ORDERS[self.order](self.length, self.group.size)
@@ -175,7 +175,7 @@ class TokenCut:
 
 
 class HeadCut:
-    """This rank's heads in an attention core under the exchange of heads, for the masks of dropouts."""
+    """This rank's heads in an attention core with cp_exchange = "heads": indices for dropout masks of probabilities."""
 
     unit = "heads"
 
@@ -188,24 +188,24 @@ class HeadCut:
         return self
 
     def begin(self, heads: int) -> None:
-        """Note that a core begins, with so many heads on this rank."""
+        """Set the number of heads that this rank has in the core that runs next."""
         self._heads = heads
 
     @property
     def length(self) -> int:
-        """Heads of a tp rank."""
+        """Number of heads of a tp rank."""
         return self._heads * self._group.size
 
     def places(self, device: torch.device, parts: int = 1) -> Tensor:
-        """Return the numbers of the heads that this cp rank has in each of ``parts`` tp ranks, (1, n) int64."""
+        """Return the indices of the heads that this cp rank has in each of ``parts`` tp ranks, (1, n) int64."""
         numbers = torch.arange(self.length * parts, device=device).view(parts, self._group.size, self._heads)
         return numbers[:, self._group.rank].reshape(1, -1)
 
 
 def along_samples(whole: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Return the elements of each sample at its own places along ``dim``: (B, .., S, ..) -> (B, .., n, ..).
+    """Gather each sample's own places along ``dim``: (1 or B, .., S, ..) -> (B, .., n, ..).
 
-    ``places``: (B, n) int64. A first dim of 1 stands for all samples.
+    ``places``: (B, n) int64.
     """
     index = places.view(places.shape[0], *[1] * (dim - 1), places.shape[1], *[1] * (whole.dim() - dim - 1))
     shape = list(whole.shape)

@@ -8,9 +8,9 @@
     before      q, k, v (B, heads, S/cp, d)  -- all-to-all --> (B, heads/cp, S, d), in the order of the sample
     after       (B, H, S/cp, d)              <-- all-to-all -- (B, H/cp, S, d); backward: each all-to-all the other way
 
-With "keys" the queries of a rank stay where they are and see all keys, so that any mask works and each row of scores is
-computed as in one process; grouped.py gathers the keys of some heads at a time. With "heads" the core computes some
-heads as in one process. Bytes on the wire of a rank, forward and backward alike, with b bytes an element:
+With "keys" each rank keeps its queries and gathers all keys. So any mask works, and each row of scores is computed as
+in one process; grouped.py gathers the keys of some heads at a time. With "heads" the core computes some heads for all
+tokens. Bytes on the wire of a rank, in forward and the same in backward, with b bytes an element:
 
     keys        2 B S G d b (cp-1)/cp; in groups of heads backward gathers them again, as many bytes more
     heads       (2 H + 2 G) B S/cp d b (cp-1)/cp, of which H + 2 G before the core
@@ -32,7 +32,7 @@ from meshwright.mesh.comm import CollectiveHandle
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather_keys(k: Tensor, v: Tensor, cut: TokenCut) -> tuple[Tensor, Tensor]:
-    """All-gather keys and values, each (B, G, S/cp, d) -> (B, G, S, d), in one message. Collective over cp; blocks."""
+    """All-gather keys and values, each (B, G, S/cp, d) -> (B, G, S, d), in one collective over cp. Blocks."""
     if k.is_meta:
         return tuple(torch.cat([each] * cut.group.size, dim=-2) for each in (k, v))  # type: ignore[return-value]
     found: tuple[Tensor, Tensor] = _GatherKeys.apply(k, v, cut)  # type: ignore[no-untyped-call]
@@ -40,10 +40,10 @@ def gather_keys(k: Tensor, v: Tensor, cut: TokenCut) -> tuple[Tensor, Tensor]:
 
 
 class KeyGathering:
-    """All-gather of keys and values, each (B, G, S/cp, d) -> (B, G, S, d), posted when made: in one message over cp."""
+    """Handle of an all-gather over cp of keys and values, each (B, G, S/cp, d) -> (B, G, S, d), in one message."""
 
     def __init__(self, k: Tensor, v: Tensor, cut: TokenCut, joined: Tensor) -> None:
-        """Post it. ``joined``: (1 or B, S), see :meth:`TokenCut.from_ranks`."""
+        """Post the all-gather. ``joined``: (1 or B, S), see :meth:`TokenCut.from_ranks`."""
         self._joined, self._k_width = joined, k.shape[-1]
         part = torch.cat([k, v], dim=-1).movedim(-2, 0).contiguous()  # (S/cp, B, G, 2 d)
         self._whole = part.new_empty(cut.length, *part.shape[1:])
@@ -58,10 +58,10 @@ class KeyGathering:
 
 
 class KeyScattering:
-    """Reduce-scatter of the gradients of all keys and values, (B, G, S, d) -> (B, G, S/cp, d), posted when made."""
+    """Handle of a reduce-scatter over cp of the gradients of keys and values, (B, G, S, d) -> (B, G, S/cp, d)."""
 
     def __init__(self, dk: Tensor, dv: Tensor, cut: TokenCut, joined: Tensor) -> None:
-        """Post it, over cp. ``joined``: (1 or B, S), see :meth:`TokenCut.from_ranks`."""
+        """Post the reduce-scatter. ``joined``: (1 or B, S), see :meth:`TokenCut.from_ranks`."""
         self._k_width = dk.shape[-1]
         whole = in_rank_order([dk.movedim(-2, 0), dv.movedim(-2, 0)], joined)  # (S, B, G, 2 d)
         self._part = whole.new_empty(cut.share, *whole.shape[1:])
@@ -107,7 +107,7 @@ def heads_to_tokens(mixed: Tensor, cut: TokenCut) -> Tensor:
 
 
 class _TokensToHeads(torch.autograd.Function):
-    """All-to-all of tokens for heads; backward is the one of heads for tokens."""
+    """All-to-all from tokens to heads; backward is the all-to-all from heads to tokens."""
 
     @staticmethod
     def forward(ctx: Any, cut: TokenCut, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +120,7 @@ class _TokensToHeads(torch.autograd.Function):
 
 
 class _HeadsToTokens(torch.autograd.Function):
-    """All-to-all of heads for tokens; backward is the one of tokens for heads."""
+    """All-to-all from heads to tokens; backward is the all-to-all from tokens to heads."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, cut: TokenCut) -> Tensor:
@@ -168,14 +168,14 @@ def _all_to_all(cut: TokenCut, parts: Tensor) -> Tensor:
 
 
 def in_sample_order(whole: Tensor, joined: Tensor) -> Tensor:
-    """Return tokens (S, B, ...) of rank 0, rank 1, .. in the order of the sample. ``joined``: (1 or B, S)."""
+    """Reorder tokens (S, B, ...) of rank 0, rank 1, .. to the order of the sample. ``joined``: (1 or B, S)."""
     if len(joined) == 1:
         return whole.index_select(0, joined[0])
     return whole.gather(0, _expanded(joined, whole))
 
 
 def in_rank_order(parts: Sequence[Tensor], joined: Tensor) -> Tensor:
-    """Return tokens (S, B, .., d) of the sample's order in that of rank 0, rank 1, .., joined along d: contiguous."""
+    """Reorder tensors (S, B, .., d) from the sample's order to rank 0, rank 1, ..; concatenate them along d."""
     widths = [part.shape[-1] for part in parts]
     ranked = parts[0].new_empty(*parts[0].shape[:-1], sum(widths))
     for part, place in zip(parts, torch.split(ranked, widths, dim=-1), strict=True):

@@ -1,13 +1,13 @@
-"""Attention under the exchange of keys, by groups of heads: the keys of one group are gathered, used and released.
+"""Attention with cp_exchange = "keys", group of heads by group: gather the group's keys, attend, release them.
 
     forward     gather k, v of group 0 | of group 1 ...             on the wire, meanwhile
                                        | attend with group 0 | attend with group 1 ...
     backward    gather the group again | reduce-scatter the gradients of the group before
                                        | attend again, block of queries by block, and its backward
 
-Kept from forward to backward are this rank's queries, keys and values. Two groups of keys and values of all tokens are
-in memory at a time, 2 x 2 B S G/n d b bytes for n groups, and in backward the gradients of two. Heads are independent,
-so that the number of groups changes no number. With one group keys and values of all tokens are gathered once and kept.
+Saved for backward are this rank's queries, keys and values. At most two groups' keys and values of all tokens are in
+memory, 2 x 2 B S G/n d b bytes for n groups of b-byte elements; in backward also the gradients of two. Heads are
+independent, so n does not affect numbers. With n = 1 the gathered keys and values are saved, and not gathered again.
 
 A core takes part if it has a method ``query_blocks``, see :meth:`GroupedAttention.blocks`.
 
@@ -36,10 +36,10 @@ BLOCKS = "query_blocks"
 
 
 def num_groups(cp: int, num_heads: int, num_kv_heads: int, wanted: int | None = None) -> int:
-    """Return the groups of heads whose keys are gathered one after the other.
+    """Return n, the number of groups of heads; 0 if ``wanted`` does not divide the key-value heads.
 
-    ``wanted``: of the configuration, a divisor of the key-value heads. None: the fewest with which the keys of all
-    tokens of a group have no more elements than the queries of this rank, S G/n d <= S/cp H d.
+    ``wanted``: ``parallel.cp_head_groups``. None: the smallest divisor n of G with which the gathered keys of a group
+    have no more elements than this rank's queries, S G/n d <= S/cp H d; G if there is none.
     """
     divisors = [each for each in range(1, num_kv_heads + 1) if num_kv_heads % each == 0]
     if wanted is not None:
@@ -48,12 +48,12 @@ def num_groups(cp: int, num_heads: int, num_kv_heads: int, wanted: int | None = 
 
 
 class GroupedAttention:
-    """Forward of an attention core that gathers the keys of its groups of heads itself."""
+    """Replacement of an attention core's forward that gathers keys group by group, instead of all before the call."""
 
     def __init__(
         self, name: str, forward: Callable[..., Tensor], blocks: Callable[..., Any], cut: TokenCut, wanted: int | None
     ) -> None:
-        """Create it for the core ``name`` with these methods. ``wanted``: groups; None: see :func:`num_groups`."""
+        """Wrap two methods of the core ``name``: forward, and ``query_blocks``. ``wanted``: see :func:`num_groups`."""
         self._name, self._forward, self._query_blocks, self._cut, self._wanted = name, forward, blocks, cut, wanted
 
     def __repr__(self) -> str:
@@ -62,9 +62,9 @@ class GroupedAttention:
     def blocks(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **kwargs: Any) -> list[slice] | None:
         """Return the blocks of queries with which the core is called; None: it needs all queries and heads at once.
 
-        The core's ``query_blocks`` takes the arguments of its forward with this rank's keys, and the keyword
-        ``length``, tokens of the sample. Forward must then give the same for some heads and a block of queries alone.
-        Its differentiable arguments are queries, keys and values.
+        The core's ``query_blocks`` takes the arguments of its forward, with this rank's keys, and the keywords
+        ``places`` and ``length`` (S). Its forward must give the same numbers for a subset of heads and a block of
+        queries. Only queries, keys and values may need gradients.
         """
         found: list[slice] | None = self._query_blocks(
             q, k, v, *others, places=self._cut.places(q.device), length=self._cut.length, **kwargs
@@ -72,10 +72,10 @@ class GroupedAttention:
         return found
 
     def num_groups(self, q: Tensor, k: Tensor) -> int:
-        """Return the groups of heads for these queries and keys of a rank.
+        """Return the number of groups of heads for queries (B, H, ..) and keys (B, G, ..) of this rank.
 
         Raises:
-            ModelError: the configured number divides no key-value heads.
+            ModelError: ``parallel.cp_head_groups`` does not divide the key-value heads.
         """
         found = num_groups(self._cut.group.size, q.shape[1], k.shape[1], self._wanted)
         if not found:
@@ -87,14 +87,14 @@ class GroupedAttention:
         return found
 
     def recomputes(self, *args: Any, **kwargs: Any) -> bool:
-        """Return True if forward keeps its arguments alone, and computes again in backward."""
+        """Return True if backward computes this call again by itself, so that recompute need not wrap it."""
         return PLACES not in kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **kwargs: Any) -> Tensor:
-        """Attend: q (B, H, S/cp, d), k and v (B, G, S/cp, d) -> (B, H, S/cp, d). Collective over cp.
+        """Attend: q (B, H, S/cp, d), k and v (B, G, S/cp, d) -> (B, H, S/cp, d). Collective over cp; blocks.
 
-        With the keyword ``places`` k and v are those of all tokens, (B, G, S, d): nothing is exchanged.
+        With the keyword ``places``, k and v are already gathered, (B, G, S, d): no communication.
         """
         if PLACES in kwargs:
             return self._forward(q, k, v, *others, **kwargs)
@@ -107,7 +107,7 @@ class GroupedAttention:
 
 
 class _Call(NamedTuple):
-    """Constants of one call of a core, for its forward and backward."""
+    """Non-differentiable arguments of one call of a core, for its forward and backward."""
 
     forward: Callable[..., Tensor]
     others: tuple[Any, ...]
@@ -123,9 +123,9 @@ class _Call(NamedTuple):
         return self.forward(q, k, v, *self.others, **self.kwargs, places=self.places[:, block])
 
     def gathered(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each group with its keys and values of all tokens, while those of the next are on the wire.
+        """Yield (group, keys, values) with k and v (B, G/n, S, d); the all-gather of the next group overlaps.
 
-        The caller deletes its references before it goes on (a loop by ``enumerate`` would keep some).
+        The caller deletes its references before the next iteration (``enumerate`` would hold some).
         """
         ks, vs = k.chunk(self.groups, 1), v.chunk(self.groups, 1)
         ahead = KeyGathering(ks[0], vs[0], self.cut, self.joined)
@@ -181,9 +181,9 @@ class _AttendByGroup(torch.autograd.Function):
 def _backward_of_group(
     ctx: Any, q: Tensor, keys: tuple[Tensor, Tensor], gradient: Tensor, dq: Tensor | None, group: int
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the heads of a group again, block by block; return the gradients of its keys and values.
+    """Recompute a group's attention block by block; return the gradients of its keys and values, (B, G/n, S, d) each.
 
-    ``dq``: (B, H, S/cp, d), whose part of these heads is filled. Blocks are added in the order of autograd: last first.
+    ``dq``: (B, H, S/cp, d), filled for these heads. Blocks add up in the order of autograd: the last one first.
     """
     call: _Call = ctx.call
     all_k, all_v = (each.detach().requires_grad_() for each in keys)
@@ -209,7 +209,7 @@ def _of_group(whole: Tensor, group: int, call: _Call) -> Tensor:
 
 @contextmanager
 def _entered(modes: Sequence[TorchFunctionMode]) -> Iterator[None]:
-    """Enter the function modes of forward that are not entered: another thread runs backward on CUDA."""
+    """Enter the function modes that were active in forward: on CUDA autograd's thread runs backward without them."""
     now = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     with ExitStack() as stack:
         for mode in modes:

@@ -1,9 +1,9 @@
 """Search for layers that mix the tokens of a sample outside of attention cores, by one forward on the meta device.
 
-The samples of the search have p tokens per rank, for a prime p that no parameter has as a dim. It is below a rank's
-share; if there is none, above it, and a model that takes no longer samples is not searched. An operation mixes
-tokens if it contracts, reduces, sorts, shifts or cuts a dim of p elements, or makes a second one; one that counts p
-positions counts from the rank's own tokens. What a kernel of the user's own does inside cannot be seen.
+The samples of the search have p tokens per rank, for a prime p that no parameter has as a dim: so a dim of p elements
+holds tokens. p is at most S/cp; if no such prime is left, above it, and a model that refuses longer samples is not
+searched. The aten operations listed here mix tokens if they contract, reduce, sort, shift or cut a dim of p elements,
+or make a second one; ``arange(p)`` counts a rank's own tokens. Other operations, and custom kernels, pass unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.errors import ModelError, UserError
 from meshwright.model.build import meta_copy
 
 SMALLEST, LARGEST = 10, 997
-"""The prime is larger than the first, and at most the second."""
+"""Bounds of the prime: above the first, at most the second."""
 CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")
 ALONG_DIMS = (
     *("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "var_mean", "prod", "logsumexp"),
@@ -54,7 +54,7 @@ def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Colle
     Raises:
         ModelError: the first operation that does, by its module.
     """
-    model = meta_copy(model)  # buffers have values
+    model = meta_copy(model)  # the model's own buffers are real
     dims = {size for parameter in model.parameters() for size in parameter.shape}
     sizes = (*range(min(cut.share, LARGEST), SMALLEST, -1), *range(max(cut.share, SMALLEST) + 1, LARGEST + 1))
     prime = next(p for p in sizes if p not in dims and _is_prime(p))
@@ -97,17 +97,17 @@ def _is_prime(number: int) -> bool:
 
 
 class _Enter:
-    """Hooks that keep the names of the modules whose forward runs."""
+    """Forward hooks of one module, which keep the stack of the modules whose forward runs."""
 
     def __init__(self, inside: list[tuple[str, bool]], name: str, *, is_planned: bool) -> None:
         self._inside, self._entry = inside, (name, is_planned)
 
     def push(self, module: nn.Module, args: Any) -> None:
-        """Note that the forward begins."""
+        """Push the module as its forward begins."""
         self._inside.append(self._entry)
 
     def pop(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note that it has ended."""
+        """Pop it as its forward ends."""
         self._inside.pop()
 
 
@@ -119,7 +119,7 @@ class _Search(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tokens = tokens
         self.inside: list[tuple[str, bool]] = []
         self.found: tuple[str, str] | None = None
-        """Module, and operation."""
+        """Name of the module, and operation."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -151,7 +151,7 @@ class _Search(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return name in NORMS or (name == "native_layer_norm" and tokens in args[1])
 
     def _along(self, name: str, first: Tensor, args: tuple[Any, ...], output: Tensor) -> bool:
-        """Return True if the operation goes along a dim of tokens."""
+        """Return True if the operation reduces or cuts a dim of tokens."""
         if name == "slice":
             dim = args[1] if len(args) > 1 else 0
             return bool(first.shape[dim] == self._tokens != output.shape[dim])

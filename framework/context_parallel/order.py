@@ -6,7 +6,7 @@ A causal query sees all keys before it, so that late tokens cost more. With cp =
     zigzag       rank 0: 0 1 6 7    rank 1: 2 3 4 5    18 and 18 keys seen
     documents    blocks of tokens, the costliest first, each to the rank with the fewest keys seen so far
 
-An order changes no number of the training: keys are put back into the order of the sample before they are used.
+The order does not affect numbers: attention uses gathered keys in the order of the sample.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 BY_DOCUMENTS = "documents"
-"""Order that is another one for each sample."""
+"""Order that depends on the documents of each sample; the other orders are the same for all samples."""
 BLOCK = 128
-"""Tokens of a block that is dealt as one by :func:`documents`."""
+"""Most tokens of a block by default: :func:`documents` assigns tokens to ranks in blocks."""
 
 Places = tuple[int, ...]
 """Positions in the sample of one rank's tokens, ascending."""
@@ -32,7 +32,7 @@ def contiguous(length: int, cp: int) -> list[Places]:
 
 
 def zigzag(length: int, cp: int) -> list[Places]:
-    """Return two runs for each rank, the r-th of the first half and the r-th from the end: together ``length / cp``."""
+    """Return two runs for each rank r, the r-th from the start and the r-th from the end: ``length / cp`` places."""
     share = length // cp
     early, late = share // 2, share - share // 2
     return [
@@ -44,8 +44,8 @@ def zigzag(length: int, cp: int) -> list[Places]:
 def documents(length: int, cp: int, starts: Iterable[int] = (), block: int | None = None) -> list[Places]:
     """Return equally many places for each rank, balanced by the keys that their queries see in their documents.
 
-    ``starts``: where documents begin. Blocks of ``block`` tokens are dealt, the costliest first; the last of a rank may
-    be cut, because all ranks have ``length / cp`` tokens. By default a rank has at least 8 blocks.
+    ``starts``: first places of the documents. ``block``: tokens per block; None: at most 128, and at least 8 blocks per
+    rank. A block is split if its rank has room for a part of it alone, because every rank gets ``length / cp`` tokens.
     """
     share = length // cp
     size = block or max(1, min(BLOCK, share // 8))
@@ -71,7 +71,7 @@ ORDERS: dict[str, Callable[[int, int], list[Places]]] = {
     "zigzag": zigzag,
     BY_DOCUMENTS: documents,
 }
-"""Value of ``parallel.cp_order`` -> its places of all ranks; that by documents for one document."""
+"""Value of ``parallel.cp_order`` -> function (length, cp) -> places of all ranks, for a sample of one document."""
 
 
 class KeyCount:

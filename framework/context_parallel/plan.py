@@ -3,17 +3,17 @@
     kind        module                              with cp > 1
     vocab       nn.Embedding of token ids           looks up this rank's ids: (B, S) -> (B, S/cp, D)
     sequence    output indexed by position          this rank's rows of it: (.., S, D) -> (.., S/cp, D)
-    positions   as rotary embeddings: called with   its first input stands in with S tokens; this rank's rows of the
-                activations, of which it takes      outputs: (.., S, r) -> (.., S/cp, r)
-                the number of tokens alone
-    places      called with whole inputs            gets the keyword ``places``, (1 or B, S/cp): its tokens
+    positions   such as a rotary embedding: reads   called with a view of S tokens as its first input; returns this
+                only the length of its first input  rank's rows of the outputs: (.., S, r) -> (.., S/cp, r)
+    places      called with whole inputs            gets the keyword ``places``, (1 or B, S/cp): its tokens' positions
     context     attention core (q, k, v, ...)       gets k and v of all S tokens, and the keyword ``places``, the
                 of shapes (B, heads, tokens, d)     positions (1 or B, S/cp) of its queries in the sample;
-                                                    with the exchange of heads q, k and v of all S tokens, heads/cp
+                                                    with cp_exchange = "heads" q, k and v of all tokens, heads/cp
+    router      router of experts                   its counts and capacities span all tokens: mesh/token_sums.py
 
-The first layer gets whole samples, and masks of documents stay whole on every rank: what is counted over a sample, as
-positions are, is counted over all of it. Between attentions each rank has its own tokens only. A model without an
-attention core in its plan is refused: a layer that mixes tokens would mix this rank's alone.
+The first layer gets whole samples, and document starts stay whole on every rank, so that positions count over the whole
+sample. Between attentions each rank has its own tokens only. Models without an attention core in their plan are
+refused, and so are layers that mix tokens elsewhere, as far as mixing.py finds them: they would mix this rank's alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOKEN_DIM = -2
 def share_tokens(
     parallel: Parallel, builder: str, model: PlainModel, inputs: Any, labels: Tensor, group: Group
 ) -> TokenCut:
-    """Share the tokens of the samples over the cp group, in place; return the cut. No communication.
+    """Hook the model in place so that the cp ranks share each sample's tokens; return the cut. No communication.
 
     ``inputs``, ``labels``: of a whole micro-batch, on meta.
 
@@ -68,10 +68,10 @@ def apply(
     cut: TokenCut,
     heads: HeadCut | int | None = None,
 ) -> None:
-    """Share the tokens of the samples over the ranks of ``cut``, in place. No communication.
+    """Register the hooks of the kinds in the plan, in place, and set the cuts of dropouts. No communication.
 
     Call it before tensor parallelism is applied, which then splits this rank's tokens. ``inputs``: of a micro-batch.
-    ``heads``: those of a rank, for an exchange of heads; otherwise of keys, in so many groups of heads.
+    ``heads``: the HeadCut if cp_exchange = "heads"; otherwise ``parallel.cp_head_groups``.
 
     Raises:
         ModelError: the plan names no attention core, or another module mixes tokens.
@@ -152,12 +152,12 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, heads: HeadCut
 
 
 def _in_sample_order(cut: TokenCut, ranked: Tensor) -> Tensor:
-    """Return tokens (S, B, ...) of rank 0, rank 1, .. in the order of the sample."""
+    """Reorder tokens (S, B, ...) of rank 0, rank 1, .. to the order of the sample."""
     return in_sample_order(ranked, cut.from_ranks(ranked.device))
 
 
 def groups_of_call(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the groups of heads in which a core of this forward, as hooked, gathers the keys of a call."""
+    """Return the number of groups of heads in which a hooked core gathers keys in a call with these arguments."""
     is_grouped = isinstance(forward, GroupedAttention) and forward.blocks(*args, **kwargs) is not None
     return forward.num_groups(*args[:2]) if is_grouped else 1
 
@@ -165,7 +165,7 @@ def groups_of_call(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _give_places(
     cut: TokenCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add the places of this rank's tokens, (1 or B, S/cp)."""
+    """Add the keyword ``places``: positions of this rank's tokens, (1 or B, S/cp)."""
     device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
     return args, {**kwargs, PLACES: cut.places(device)}
 
@@ -182,13 +182,13 @@ def _own_ids(
 def _lengthen(
     cut: TokenCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put a view with S tokens in the place of the first input (.., S/cp, d): its first token, S times."""
+    """Replace the first input (.., S/cp, d) by a view (.., S, d) that repeats its first token."""
     x, *others = args
     return (x.narrow(TOKEN_DIM, 0, 1).expand(*x.shape[:TOKEN_DIM], cut.length, x.shape[-1]), *others), kwargs
 
 
 def _own_rows(name: str, kind: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Take this rank's rows of outputs that are indexed by position: (.., S, r) -> (.., S/cp, r)."""
+    """Select this rank's rows of outputs that are indexed by position: (.., S, r) -> (.., S/cp, r)."""
 
     def take(whole: Tensor) -> Tensor:
         if whole.dim() < 2 or whole.shape[TOKEN_DIM] != cut.length:
@@ -218,9 +218,9 @@ def _exchange(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gather keys and values of all tokens, and add the places of the queries. Collective over cp; blocks.
+    """Gather keys and values of all tokens, and add the queries' ``places``. Collective over cp; blocks.
 
-    With ``grouped`` the core gathers them itself, by groups of heads, if it can attend with some of them.
+    Leave the arguments alone if ``grouped`` gathers them in the call, group of heads by group.
     """
     q, k, v, *others = args
     _check_tokens(name, cut, q, k)
@@ -230,7 +230,7 @@ def _exchange(
 
 
 def _check_tokens(name: str, cut: TokenCut, q: Tensor, k: Tensor) -> None:
-    """Raise :class:`ModelError` unless queries and keys are those of this rank's tokens."""
+    """Raise :class:`ModelError` unless queries and keys have S/cp tokens."""
     if q.shape[TOKEN_DIM] != cut.share or k.shape[TOKEN_DIM] != cut.share:
         raise ModelError(
             "MW-CP-004",
@@ -244,7 +244,7 @@ def _check_tokens(name: str, cut: TokenCut, q: Tensor, k: Tensor) -> None:
 def _take_heads(
     name: str, cut: TokenCut, head_cut: HeadCut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Exchange this rank's tokens of q, k and v for some heads of all tokens. Collective over cp; blocks."""
+    """Exchange tokens of q, k, v for heads: (B, heads, S/cp, d) -> (B, heads/cp, S, d). Collective over cp; blocks."""
     q, k, v, *others = args
     _check_tokens(name, cut, q, k)
     cp = cut.group.size
@@ -260,7 +260,7 @@ def _take_heads(
 
 
 def _give_heads(name: str, cut: TokenCut, module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
-    """Exchange the heads of all tokens for all heads of this rank's tokens. Collective over cp; blocks."""
+    """Exchange the output's heads for tokens: (B, H/cp, S, d) -> (B, H, S/cp, d). Collective over cp; blocks."""
     shape = tuple(output.shape) if isinstance(output, Tensor) else ()
     if len(shape) != 4 or shape[TOKEN_DIM] != cut.length:
         raise ModelError(

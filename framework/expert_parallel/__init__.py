@@ -1,1 +1,1 @@
-"""Expert parallelism: the experts of a layer shared by neighbouring ranks, tokens exchanged between them."""
+"""Expert parallelism: each of ep consecutive ranks holds E/ep experts of a layer; an all-to-all sends it tokens."""

@@ -1,11 +1,11 @@
-"""Route of the rows of one call of a layer of experts: their order on this rank, and how many go to which rank.
+"""Route of the rows in one call of a layer of experts: their order on this rank, and the counts sent to each rank.
 
     slots     t0: e3 e0   t1: e0 e2      a row for each token and each of its k experts, in the order of the tokens
     sorted    e0: t0 t1 | e2: t1 e3: t0  by expert, and so by rank; rows of one expert stay in the order of the tokens
               -> rank 0   -> rank 1      experts 0, 1 on rank 0, experts 2, 3 on rank 1
 
-A rank receives the rows of its experts from rank 0, then from rank 1, ..: each expert has its rows in one order, which
-only the layout decides. A slot of the expert number E has no expert, because its own is full: it is not sent.
+A rank receives the rows of its experts from rank 0, then from rank 1, ..: the order of an expert's rows depends on the
+layout alone, not on arrival. A slot with the id E has no expert, because the chosen one is at capacity: it is not sent.
 
 Shapes: N tokens of this rank, k experts of a token, S = N k slots, T rows that it sends, S without drops, R rows that
 it receives, E experts of the layer, n ranks of the ep group.
@@ -22,33 +22,33 @@ from meshwright.mesh.comm import Group
 
 
 class Route(NamedTuple):
-    """Way of this rank's rows to the experts and back."""
+    """Indices and counts with which this rank's rows are sent to their experts and back."""
 
     group: Group
     top_k: int
     order: Tensor
     """(T,) slot of each sorted row."""
     inverse: Tensor
-    """(S,) place of each slot among the sorted rows; slots without an expert come last."""
+    """(S,) index of each slot among the sorted rows; slots without an expert come last."""
     sent: list[int]
     """(n,) rows to each rank."""
     received: list[int]
     """(n,) rows from each rank."""
     local_ids: Tensor
-    """(R,) expert of each received row, counted from this rank's first."""
+    """(R,) expert of each received row: 0 is the first expert of this rank."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def find_route(ids: Tensor, num_experts: int, group: Group) -> Route:
     """Sort the rows by expert and exchange their counts. ids: (N, k) int64. Collective over the ep group; blocks.
 
-    Every rank takes part, also without any rows. One all-to-all of E x 8 bytes. The host needs the counts to size the
-    exchange of the rows: on CUDA it waits for the device here, once in each call.
+    A rank without rows takes part too. One all-to-all of E x 8 bytes. The host needs the counts to size the exchange of
+    the rows: on CUDA it synchronises with the device, once per call.
     """
     chosen, experts_here = ids.reshape(-1), num_experts // group.size
     order = chosen.argsort(stable=True)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would wait for the device
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount would synchronise with the device
     counts = counts[:num_experts]
     arriving = torch.empty_like(counts)
     equal = [experts_here] * group.size

@@ -1,11 +1,11 @@
-"""Exchange of rows between the ranks that share experts, and its backward: that of a dispatch is a combine.
+"""Exchange of rows between the ranks that share experts: dispatch, and combine, which is also dispatch's backward.
 
-    dispatch   (N, D) of each rank   -- k copies, sorted, all-to-all -->   (R, D), rows for this rank's experts
-    combine    (R, D)                -- all-to-all, back in place -->      (S, D), a row for each slot of this rank
+    dispatch   (N, D) of each rank   -- k copies, sorted, all-to-all -->      (R, D), rows for this rank's experts
+    combine    (R, D)                -- all-to-all, in the order of slots --> (S, D), a row for each slot of this rank
 
-Each blocks (on CUDA: the stream), and is collective over the ep group. While the rows travel, the other computation of
-a pair may run (``Group.turns``). Bytes on the wire of a rank in forward, and the
-same in backward: 2 S D b (n-1)/n if the rows are shared out evenly, b bytes an element.
+Both block (on CUDA: the stream), and are collective over the ep group. While rows are on the wire, the other
+computation of a pair may run (``Group.turns``, schedule dualpipe_v). Bytes on the wire of a rank in forward, and as
+many in backward: 2 S D b (n-1)/n if rows are evenly distributed, with b bytes an element.
 
 No sum depends on the order in which rows arrive: rows are moved by indices without duplicates, and the k gradients of a
 token are added in the order of its experts.
@@ -39,16 +39,16 @@ def combine(y: Tensor, route: Route) -> Tensor:
 
 
 def _slots(rows: Tensor, route: Route) -> Tensor:
-    """Return a row for each slot, (T, D) -> (S, D), zeros for those without an expert."""
+    """Put sorted rows in the order of the slots, (T, D) -> (S, D), with zeros for slots without an expert."""
     lost = len(route.inverse) - len(rows)
     return (torch.cat([rows, rows.new_zeros(lost, rows.shape[1])]) if lost else rows).index_select(0, route.inverse)
 
 
-def _move(rows: Tensor, route: Route, to: Sequence[int], of: Sequence[int]) -> Tensor:
-    """Exchange rows, ``to`` each rank, ``of`` each rank: (sum of to, D) -> (sum of ``of``, D). Blocks."""
+def _move(rows: Tensor, route: Route, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send ``sent`` rows to each rank and receive ``received``: (sum(sent), D) -> (sum(received), D). Blocks."""
     width = rows.shape[1]
-    out = rows.new_empty(sum(of), width)
-    sizes = [rows_of * width for rows_of in of], [rows_to * width for rows_to in to]
+    out = rows.new_empty(sum(received), width)
+    sizes = [each * width for each in received], [each * width for each in sent]
     posted = route.group.all_to_all(out.view(-1), rows.contiguous().view(-1), *sizes)
     route.group.turns.pause()
     posted.wait()
@@ -56,7 +56,7 @@ def _move(rows: Tensor, route: Route, to: Sequence[int], of: Sequence[int]) -> T
 
 
 class _Dispatch(torch.autograd.Function):
-    """Dispatch; backward returns the gradients of the rows and adds those of each token."""
+    """Dispatch; backward sends the rows' gradients back and sums the k gradients of each token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:

@@ -1,10 +1,10 @@
 """Expert parallelism of a plain model: each module of kind ``experts`` in its sharding plan keeps E/ep experts.
 
-    x, ids, weights --> dispatch --> the module's own forward on its experts --> combine --> sum of weight * y
+    x, ids, weights --> dispatch --> the module's original forward on its experts --> combine --> sum of weight * y
 
-The own forward gets rows with one expert each and no weights. The weights multiply at the token's home rank: so the
-router gets its gradient there, and nothing but rows goes over the wire. It works for any module called with (x, ids,
-weights) whose parameters count the experts in dim 0.
+The original forward gets rows with one expert each, without weights or with weights of 1. The rank that sent a token
+multiplies by the router's weights: so the router gets its gradient there, and only rows go over the wire. It works for
+any module called with (x, ids, weights) whose parameters have the experts in dim 0.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def apply(
     group: Group,
     tied: Sequence[tuple[str, ...]] = (),
 ) -> dict[str, ParameterInfo]:
-    """Share the experts of each layer over the ep group, in place; return the parameters' metadata. No communication.
+    """Slice the experts of each layer over the ep group, in place; return the parameters' metadata. No communication.
 
-    Call it after tensor parallelism is applied, which leaves experts whole.
+    Call it after tensor parallelism is applied, which does not cut experts.
 
     Raises:
-        ModelError: the plan names no experts, ep does not divide their number, or a parameter does not count them.
+        ModelError: the plan names no experts, or their parameters cannot be sliced along dim 0 or are tied to others.
     """
     found = dict(infos)
     if group.size == 1:
@@ -116,7 +116,7 @@ def _check_ties(builder: str, infos: Mapping[str, ParameterInfo], tied: Sequence
 
 
 def _share(plain: nn.Module, group: Group, parameters: Mapping[int, nn.Parameter]) -> nn.Module:
-    """Return a copy of a module of experts that has this rank's part of them and exchanges rows."""
+    """Return a copy of a module of experts with this rank's ``parameters`` and a forward that exchanges rows."""
     draws = {id(module.draw): module.draw for module in plain.modules() if isinstance(module, SeededDropout)}
     module = copy.deepcopy(plain, draws)
     num_experts = next(plain.parameters()).shape[0]
@@ -130,21 +130,21 @@ def _share(plain: nn.Module, group: Group, parameters: Mapping[int, nn.Parameter
 
 
 class ExpertExchange:
-    """Exchange of one module of experts: its group and the number of its experts."""
+    """Attributes of a module of experts for its exchange: ep group, and number of experts over all ranks."""
 
     def __init__(self, group: Group, num_experts: int, kind: type[nn.Module]) -> None:
         self.group = group
         self.num_experts = num_experts
         third = list(signature(kind.forward).parameters.values())[3:4]
         self.takes_none = any(parameter.default is None for parameter in third)
-        """True if the module's forward takes None instead of weights of one."""
+        """True if the original forward accepts None as its weights; otherwise it gets ones."""
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
 def _forward(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Send rows to their experts, wherever these are, and add up: x (.., D), ids and weights (.., k) -> (.., D).
+    """Return the weighted sum over each token's experts on all ranks: x (.., D), ids and weights (.., k) -> (.., D).
 
-    Collective over the ep group; blocks.
+    Replaces the forward of a module of experts. Collective over the ep group; blocks.
     """
     exchange: Any = vars(module)["expert_exchange"]
     own = type(module).forward

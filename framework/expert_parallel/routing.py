@@ -1,13 +1,13 @@
-"""Routing as data: the expert ids of each step are recorded to a file, or taken from one (replay).
+"""Routing as data: the expert ids of each step are recorded to a file, or replayed from one.
 
     record     choice of the router --> copied, by sample and position --> one file for each step
     replay     file --> ids of this rank's tokens --> router's weights for these ids, from its own scores
 
-A router takes part by the function ``route_ids`` (models/router.py), which the hooks here replace. Sample indices come
-from the Draw, as for dropout masks, and positions from the router's ``own_tokens``. So the file is the same for every
-layout, and any layout can replay it. Recomputed forwards are not recorded again, and replay the same ids.
+A router takes part if it calls its attribute ``route_ids`` (models/router.py), which the hooks here replace. Sample
+indices come from the Draw, as for dropout masks, and positions from the router's ``own_tokens``. So the file is the
+same for every layout, and any layout can replay it. Recomputed forwards are not recorded, and replay the same ids.
 
-Shapes: B samples and n tokens of them on this rank, S tokens of a sample, k experts of a token, G samples of a step.
+Shapes: B samples of a micro-batch, G of a step; n of a sample's S tokens on this rank; k experts of a token.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def find_routers(layers: nn.Module) -> dict[str, Any]:
 
 
 def check_routers(builder: str, layers: nn.Module, experts: list[str]) -> None:
-    """Check that every module of experts, by the names of the sharding plan, has a router in its layer that takes part.
+    """Check that every module of experts (``experts``: their names) has a router that takes part in its layer.
 
     Raises:
-        ConfigError: it has none, or the router stands at two places of the model.
+        ConfigError: one has none, or one router is used at two places of the model.
     """
     routers = find_routers(layers)
     having = {name.partition(".")[0] for name in routers}
@@ -62,7 +62,7 @@ def check_routers(builder: str, layers: nn.Module, experts: list[str]) -> None:
 
 
 class RoutingPlan(NamedTuple):
-    """Directories of a recording and of a replay; None: neither."""
+    """Directories to record to and to replay from; None: off."""
 
     record: Path | None = None
     replay: Path | None = None
@@ -74,21 +74,21 @@ NO_ROUTING = RoutingPlan()
 
 
 class RankTokens(NamedTuple):
-    """Tokens of one rank, and the ranks with the others."""
+    """Tokens that this rank's routers see, and the ranks that see the others."""
 
     length: int
     """Tokens of a sample."""
     draw: Draw
-    """Sample indices of the micro-batch in the layers."""
+    """State of the current micro-batch, with its sample indices."""
     device: torch.device = torch.device("cpu")
     world: Group | None = None
     """All ranks; None: one process."""
     adds: bool = True
-    """False on ranks whose tokens another rank has too (tensor parallelism without sequence parallelism)."""
+    """False on ranks whose tokens another rank contributes (tensor parallelism without sequence parallelism)."""
 
 
 class RoutingHooks:
-    """Record or replay of the routers of one rank. With neither, no router is touched.
+    """Recorder, or replayer, of the choices of this rank's routers. Without either, routers stay as they are.
 
     Args:
         layers: layers of this rank, under their names in the whole model.
@@ -112,9 +112,9 @@ class RoutingHooks:
 
     @contextmanager
     def during(self, key: str, samples: range, *, is_needed: bool = True) -> Iterator[None]:
-        """Record or replay the forwards within the block, of these global sample indices, as the file ``key``.
+        """Record or replay the forwards within the context, of these global sample indices, as the file ``key``.
 
-        ``is_needed``: a replay without the file is an error; False: the routers then choose.
+        ``is_needed``: raise if a replay has no such file; False: the routers then choose.
         """
         replay = self._plan.replay
         if is_needed or replay is None or _path(replay, key).exists():
@@ -136,7 +136,7 @@ class RoutingHooks:
             self._file = RoutingFile(_path(self._plan.replay, key), self._fingerprint())
 
     def end(self, key: str) -> str | None:
-        """End the pass. A recording is written by rank 0; return the reason why it could not be. Collective; blocks."""
+        """End the pass; rank 0 writes a recording. Return why it could not be written, or None. Collective; blocks."""
         self._is_open, self._file, self._given = False, None, {}
         if self._plan.record is None:
             return None
@@ -152,7 +152,7 @@ class RoutingHooks:
                 write_file(_path(self._plan.record, key), shapes, tables, self._fingerprint())
             except OSError as error:
                 reason = error.strerror or str(error)
-        for _ in tables:  # the sums that are left are collective
+        for _ in tables:  # all ranks join the remaining all-reduces
             pass
         self._entries = {}
         return reason
@@ -162,7 +162,7 @@ class RoutingHooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _route(self, name: str, router: Any, ids: Tensor) -> Tensor:
-        """Return the ids to use, (B, n, k) or (B n, k), in place of those chosen; record them."""
+        """Return the chosen ids, (B, n, k) or (B n, k), or those of the file; record them. Replaces ``route_ids``."""
         if not self._is_open or ids.is_meta:
             return ids
         samples, chosen = self._draw.sample_indices, ids
@@ -179,7 +179,7 @@ class RoutingHooks:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _keep(self, name: str, router: Any, is_kept: Tensor) -> Tensor:
-        """Return which choices their experts take, (B, n, k) bool, in place of the capacity's; record them."""
+        """Return the choices within capacity, (B, n, k) bool, or the file's; record them. Replaces ``route_kept``."""
         if not self._is_open or is_kept.is_meta:
             return is_kept
         if self._file is not None:
@@ -191,7 +191,7 @@ class RoutingHooks:
         return is_kept
 
     def _read(self, name: str, router: Any, ids: Tensor) -> Tensor:
-        """Return the recorded ids of this rank's tokens, (B, n, k). On CUDA the host waits, once per micro-batch."""
+        """Read the ids of this rank's tokens, (B, n, k). On CUDA the host synchronises, once per micro-batch."""
         samples = self._draw.sample_indices
         assert samples is not None and self._file is not None
         if self._rows[0] is not samples:
@@ -202,10 +202,10 @@ class RoutingHooks:
         return given
 
     def _check_complete(self) -> None:
-        """Check that each token of the pass was recorded once by each router. Collective; blocks.
+        """Check that each router has recorded each token of the pass once. Collective over the world; blocks.
 
         Raises:
-            ConfigError: on every rank.
+            ConfigError: one has not; on every rank.
         """
         rows = [sum(entry.places.numel() for entry in self._entries[name]) * self._tokens.adds for name in self._shapes]
         counts = torch.tensor(rows, dtype=torch.int64, device=self._tokens.device)
@@ -221,15 +221,15 @@ class RoutingHooks:
                 )
 
     def _summed(self, name: str, shape: TableShape) -> Tensor:
-        """Return all ids of a router, (G, S, k) on the CPU: each rank adds those of its tokens. Collective; blocks.
+        """All-reduce the ids of a router to (G, S, k) on the CPU. Collective over the world; blocks.
 
-        Wire: 2 M (n-1)/n bytes, M those of the ids.
+        Wire: 2 M (n-1)/n bytes, M bytes of all ids, n ranks.
         """
         whole = torch.zeros(shape.shape, dtype=shape.dtype, device=self._tokens.device)
         for samples, places, ids in self._entries[name] if self._tokens.adds else ():
             whole[(samples.to(ids.device) - self._samples.start).unsqueeze(1), places] = ids
         if self._world is not None:
-            self._world.all_reduce(whole.view(torch.uint8)).wait()  # one rank has each byte, the others zero
+            self._world.all_reduce(whole.view(torch.uint8)).wait()  # all ranks but one have zero in each byte
         return whole.cpu()
 
 

@@ -3,9 +3,9 @@
     step-00000012.safetensors
         "block0.mlp.router"    (G, S, k)    row i: sample i of the step's global batch, S tokens in their order
 
-An id e is an expert; E + e is expert e that did not take the token, because it was full; -1 leaves the choice to the
-router. Files written here are uint8 where ids fit, else int16 or int32; any integer type is read. The metadata hold a
-fingerprint of the run. A file of one's own may lack it, and is then taken for any run whose shapes it fits.
+An id e is an expert; E + e is expert e that dropped the token, because it was at capacity; -1 leaves the choice to the
+router. Files written here are uint8 where ids fit, else int16 or int32; uint8 and int8 .. int64 are read. The metadata
+hold a fingerprint of the run. A file without one is accepted by any run whose shapes it fits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Fingerprint = Mapping[str, str | int]
 def fingerprint_of(
     builder: str, options: Mapping[str, Any], data: Mapping[str, str], seed: int, sequence_length: int
 ) -> dict[str, str | int]:
-    """Return the fingerprint of a run, without its samples. ``data``: hashes of the corpus by name."""
+    """Return a run's fingerprint, to which each step adds its samples. ``data``: hashes of the corpus by name."""
     return {
         "model.builder": builder,
         "model.options": _digest(options),
@@ -51,7 +51,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def compact_dtype(num_ids: int) -> torch.dtype:
-    """Return the smallest dtype of a file that holds ids below ``num_ids``."""
+    """Return the smallest dtype, of those written to files, that holds ids below ``num_ids``."""
     return next((dtype for dtype, largest in LARGEST.items() if num_ids - 1 <= largest), torch.int32)
 
 
@@ -94,7 +94,7 @@ class RoutingFile:
     """Recorded routing of one step, open for reading."""
 
     def __init__(self, path: Path, fingerprint: Fingerprint | None = None) -> None:
-        """Open a file. ``fingerprint``: that of this run's step; None: any.
+        """Open a file and check its fingerprint. ``fingerprint``: of this run's step; None: no check.
 
         Raises:
             ConfigError: it cannot be read, or is of another model, corpus, seed or batch.
@@ -135,10 +135,10 @@ class RoutingFile:
         return list(self._file.keys())
 
     def read(self, name: str, rows: Sequence[int], shape: tuple[int, int], num_experts: int) -> Tensor:
-        """Return the ids of some samples of the step, (len(rows), S, k) int64. ``shape``: (S, k).
+        """Return the ids of samples ``rows`` of the step, (len(rows), S, k) int64. ``shape``: (S, k).
 
         Raises:
-            ConfigError: the file has no ids of this router, of these samples, or others than these.
+            ConfigError: the file lacks this router or these samples, or its ids have another shape, type or range.
         """
         if name not in self.names:
             raise self._misfit(f"has no tensor {name!r}, one of the model's routers")
@@ -180,7 +180,7 @@ def _opened(path: Path) -> Any:
 
 
 def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ascending neighbours as [start, stop)."""
+    """Return the runs of consecutive numbers, each as (start, stop)."""
     runs: list[tuple[int, int]] = []
     for row in rows:
         if runs and runs[-1][1] == row:
@@ -191,7 +191,7 @@ def _runs(rows: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class OtherRouting(NamedTuple):
-    """Tokens of one router in one step whose experts differ between two files."""
+    """Number of one router's tokens in one step whose experts differ between two files."""
 
     router: str
     num_tokens: int
@@ -201,7 +201,7 @@ class OtherRouting(NamedTuple):
 
 
 def compare_files(ours: Path, theirs: Path) -> Iterator[OtherRouting]:
-    """Yield the routers with other experts in one file than in the other. The order of a token's experts is free."""
+    """Yield the routers whose experts differ between two files. The order of a token's experts does not count."""
     mine, reference = RoutingFile(ours), RoutingFile(theirs)
     for name in reference.names:
         a, b = mine.table(name).to(torch.int64), reference.table(name).to(torch.int64)

@@ -1,1 +1,1 @@
-"""Linears in float8: quantisation by rows, the products, the linear with its gradients, and the linears that use it."""
+"""Linears in float8: rowwise quantisation, products, the linear with its backward, and conversion of a model."""

@@ -1,13 +1,13 @@
-"""The linears of a model that compute in float8, by name, and their conversion.
+"""Conversion of a model's linears to float8, chosen by name.
 
 A model's nn.Linears are converted in place before it is sharded. Left in the training dtype are:
 
     linears whose name, or the name of an enclosing module, matches a pattern of ``train.fp8_keep``
-    linears inside a module that a rule of the user's splits
+    linears inside a module with a sharding rule (a function in the sharding plan)
     subclasses of nn.Linear, and direct calls of ``F.linear``
 
-The default of ``train.fp8_keep``: the first element of the model (the embedding), the last one with linears (the head),
-the first and the last of the others (blocks).
+The default of ``train.fp8_keep``: the model's first element (the embedding), the last one with linears (the head), and
+of the others with linears (the blocks) the first and the last.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def names_in_fp8(layers: nn.Sequential, plan: Mapping[str, Any], keep: Sequence[
     """Return the names of the nn.Linears that compute in float8.
 
     Args:
-        plan: the model's sharding plan, for its rules.
+        plan: the model's sharding plan; modules with a function in it stay as they are.
         keep: patterns of ``train.fp8_keep``; None: the default.
 
     Raises:
@@ -67,7 +67,7 @@ def names_in_fp8(layers: nn.Sequential, plan: Mapping[str, Any], keep: Sequence[
 
 
 def convert_linears(layers: nn.Sequential, plan: Mapping[str, Any], train: Train) -> None:
-    """Turn nn.Linears into :class:`Fp8Linear` with ``train.linear = "fp8"``, in place: the same modules and parameters.
+    """Change the class of nn.Linears to :class:`Fp8Linear` in place, with ``train.linear = "fp8"``; else do nothing.
 
     Raises:
         ModelError: see :func:`names_in_fp8`.
@@ -78,10 +78,10 @@ def convert_linears(layers: nn.Sequential, plan: Mapping[str, Any], train: Train
 
 
 def check_sizes(layers: nn.Sequential, train: Train) -> None:
-    """Check the local weights (O, I) of the linears in float8 against the kernels on CUDA, of a run meant for GPUs.
+    """Check the sizes of local float8 weights (O, I) against the CUDA kernels, if the run is meant for GPUs.
 
     Raises:
-        ModelError: a dim is no multiple of 16. Lists all such linears.
+        ModelError: a dim is not a multiple of 16; names the first five such linears.
     """
     if not is_meant_for_gpu(train.device, train.dtype):
         return

@@ -1,10 +1,10 @@
-"""Linear whose forward and input-gradient products are in float8, and whose weight gradient is not.
+"""Linear with forward and input-gradient products in float8, and the weight gradient in the training dtype.
 
-    forward    y  = q(x) q(W)^T      contracted over I: scales per row of x (token) and per row of W
-    I          dx = q(dy) q(W^T)^T   contracted over O: scales per row of dy (token) and per column of W
-    W          dW = dy^T value(q(x))   in the training dtype; x is kept as codes and exponents
+    forward    y  = q(x) q(W)^T        contracted over I: scales per row of x (token) and per row of W
+    I          dx = q(dy) q(W^T)^T     contracted over O: scales per row of dy (token) and per column of W
+    W          dW = dy^T value(q(x))   in the training dtype; x is saved as codes and exponents
 
-Where tp cuts the contracted dim, the scales are agreed over tp: I of a row layer, O of a column layer.
+Where tp cuts the contracted dim (I of a row layer, O of a column layer), an all-reduce over tp agrees on the scales.
 
 Source: the rowwise recipe of torchao with its weight gradient in high precision, with power-of-two scales.
 """
@@ -25,11 +25,11 @@ from meshwright.fp8.quantise import Quantised, dequantise, quantise
 from meshwright.mesh.comm import Group
 
 Defer = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
-"""As in :mod:`meshwright.tensor_parallel.column`."""
+"""(weight, function that computes its gradient) -> gradient, or None to add it later; see tensor_parallel/column.py."""
 
 
 def compute_now(parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
-    """Return the gradient at once."""
+    """Compute the weight gradient in backward, without deferring it."""
     return gradient()
 
 
@@ -43,17 +43,17 @@ def fp8_linear(
 ) -> Tensor:
     """Return ``F.linear(x, weight, bias)`` in float8: x (..., I), weight (O, I), bias (O,) or None -> (..., O), local.
 
-    The sum over ``cut_in`` of partial products and of partial input gradients over ``cut_out`` is the caller's.
+    The caller sums partial outputs over ``cut_in``, and partial input gradients over ``cut_out``.
 
     Args:
-        cut_in: tp group that shares I; None: I is whole. Forward then blocks for one all-reduce of exponents.
-        cut_out: tp group that shares O; None: O is whole. Backward then blocks for one all-reduce of exponents.
+        cut_in: tp group that cuts I: forward blocks for one all-reduce of exponents. None: I is whole.
+        cut_out: tp group that cuts O: backward blocks for one all-reduce of exponents. None: O is whole.
         defer: called in backward for each weight gradient, as in ``tensor_parallel/column.py``.
     """
     if has_torch_function((x, weight)):
         return handle_torch_function(fp8_linear, (x, weight), x, weight, bias, cut_in, cut_out, defer=defer)
     if x.dtype != weight.dtype:
-        return F.linear(x, weight, bias)  # torch's own error
+        return F.linear(x, weight, bias)  # raises torch's own error
     y: Tensor = _Fp8Linear.apply(x, weight, cut_in, cut_out, defer)  # type: ignore[no-untyped-call]
     return y if bias is None else y + bias
 
@@ -72,9 +72,9 @@ class _Fp8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(*kept)
         ctx.weight, ctx.cut_out = weight, cut_out
-        ctx.defer = defer if weight.is_leaf else compute_now  # autograd needs the gradient of a computed weight in I
+        ctx.defer = defer if weight.is_leaf else compute_now  # a weight that is no leaf needs its gradient in I
         y = product(kept, quantised, x.dtype)
-        return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
+        return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: may change in place
 
     @staticmethod
     @once_differentiable
@@ -91,16 +91,16 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def weight_gradient(gy: Tensor, x: Quantised) -> Tensor:
-    """Return dW (O, I) in the training dtype from gy (..., O) and the kept x (..., I)."""
+    """Return dW (O, I) in the training dtype from gy (..., O) and the saved x (..., I)."""
     values = dequantise(x, gy.dtype)
     return gy.reshape(-1, gy.shape[-1]).t().mm(values.reshape(-1, values.shape[-1]))
 
 
 class Fp8Linear(nn.Linear):
-    """nn.Linear in float8: x (..., I) -> (..., O). A plain one becomes one by its class, and keeps its parameters."""
+    """nn.Linear in float8: x (..., I) -> (..., O). Conversion sets ``__class__`` of a plain linear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if has_modes():  # dynamo does not pass a function of ours to a mode, which may split backward
+        if has_modes():  # dynamo does not pass fp8_linear to function modes, which split backward
             y: Tensor = _outside_graphs(x, self.weight, self.bias)
             return y
         return fp8_linear(x, self.weight, self.bias)

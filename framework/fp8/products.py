@@ -1,7 +1,7 @@
-"""Product of two quantised matrices: ``torch._scaled_mm`` on CUDA, emulated elsewhere. Door to private torch APIs.
+"""Product of two quantised matrices: ``torch._scaled_mm`` on CUDA, emulated elsewhere. Wraps private torch APIs.
 
 The emulation multiplies the dequantised values in the training dtype. Its operands are exactly those of the kernel. The
-two differ only by the accumulation inside a dot product and the rounding of the result.
+results differ only by the accumulation inside a dot product and by rounding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MULTIPLE = 16
 
 
 def product(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
-    """Return x (..., K) times weight (N, K) transposed, contracted over K: (..., N) in ``dtype``."""
+    """Return x W^T in ``dtype``: x (..., K), weight (N, K) -> (..., N). The kernel runs on CUDA in bfloat16 alone."""
     if x.codes.is_cuda and dtype == torch.bfloat16:
         return _scaled_mm(x, weight)
     return F.linear(dequantise(x, dtype), dequantise(weight, dtype))
@@ -38,5 +38,5 @@ def _scaled_mm(x: Quantised, weight: Quantised) -> Tensor:
 
 
 def has_modes() -> bool:
-    """Return whether a torch function mode is entered; also within torch.compile."""
+    """Return whether a torch function mode is active; works within torch.compile too."""
     return torch._C._len_torch_function_stack() > 0

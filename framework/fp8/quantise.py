@@ -5,11 +5,11 @@
     code      x 2^k, rounded to float8_e4m3fn
     value     code x 2^-k: exact in bfloat16 and wider, because a code has 4 significant bits
 
-Each pass over a tensor is one operator and, on CUDA, one kernel (kernels/float8.py). Contiguous rows that are whole
-here are read once, for exponents and codes. Elsewhere, and without Triton, plain torch code gives the same bits.
+Each pass over a tensor is one operator and, on CUDA, one kernel (kernels/float8.py). Contiguous rows that tp does not
+cut are read once, for exponents and codes. Elsewhere, and without Triton, plain torch code gives the same bits.
 
 A row's codes depend on that row alone. Micro-batches, data parallelism, pipeline stages, sequence parallelism and
-tensor parallelism therefore do not change them. A NaN or Inf stays one of the two.
+tensor parallelism therefore do not change them. NaN and Inf become NaN or Inf.
 
 Shapes: K the contracted dim, always the last.
 """
@@ -43,9 +43,9 @@ def to_codes(scaled: Tensor) -> Tensor:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """Compute :func:`exponents_of` in plain torch, from the bits of the row's amax in float32, 1.f x 2^e.
+    """Compute :func:`exponents_of` in plain torch, from the float32 bits of a row's amax, 1.f x 2^e.
 
-    448 = 1.75 x 2^8.
+    The largest code is 448 = 1.75 x 2^8, so k = 8 - e, minus 1 if 1.f > 1.75.
     """
     bits = x.abs().amax(-1, keepdim=True).float().view(torch.int32)
     exponent, fraction = (bits >> 23) - 127, bits & 0x7FFFFF
@@ -71,7 +71,7 @@ _SCHEMAS = {
 
 
 def _operator(name: str, plain: Callable[..., Any], kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Return the operator ``meshwright::name``: a kernel on CUDA if it takes the tensor, else plain torch code."""
+    """Register the operator ``meshwright::name``: on CUDA ``kernel`` if it takes the tensor, else ``plain``."""
     operator = custom_op(f"meshwright::{name}", plain, mutates_args=(), schema=_SCHEMAS[name])
     operator.register_kernel("cuda", lambda first, *rest: (kernel if float8.takes(first) else plain)(first, *rest))
     operator.register_fake(fake)
@@ -107,9 +107,9 @@ def exponents_of(x: Tensor) -> Tensor:
 
 
 def agree(exponents: Sequence[Tensor], group: Group | None) -> list[Tensor]:
-    """All-reduce exponents to the smallest over the ranks that hold parts of the rows: the amax of the whole rows.
+    """All-reduce the exponents of rows that ``group`` cuts to their minimum, which the amax of the whole rows gives.
 
-    Blocks. One message for all tensors, 2 (tp-1)/tp bytes on the wire per row. ``group`` None: rows are whole here.
+    Blocks. One message for all tensors, 2 (tp-1)/tp bytes on the wire per row. ``group`` None: rows are not cut.
     """
     if group is None or group.size == 1:
         return list(exponents)
@@ -125,7 +125,7 @@ def encode(x: Tensor, exponents: Tensor) -> Quantised:
 
 
 def quantise(tensors: Sequence[Tensor], group: Group | None) -> list[Quantised]:
-    """Quantise tensors (..., K), whose contracted dim the ranks of ``group`` share; None: K is whole here. Blocks."""
+    """Quantise tensors (..., K). ``group``: ranks that cut K, which agree on exponents and block; None: K is whole."""
     if group is None or group.size == 1:
         return [Quantised(*_rows(each.detach())) for each in tensors]
     exponents = agree([exponents_of(each) for each in tensors], group)

@@ -37,7 +37,7 @@ class StepNumbers(NamedTuple):
 
 
 def takes(weights: Tensor, block: int) -> bool:
-    """Return whether the kernel steps such weights: float32 on a device of kernels, in blocks of this size."""
+    """Return whether the kernel can step these weights: float32 on CUDA, in blocks of at most LARGEST_BLOCK."""
     return can_launch(weights) and weights.dtype == torch.float32 and block <= LARGEST_BLOCK
 
 

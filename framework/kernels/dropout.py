@@ -1,4 +1,4 @@
-"""Operator that applies layout-free dropout in one kernel, mask included. Backward makes the mask again from the keys.
+"""Operator for layout-free dropout in one kernel, which also draws the mask. Backward draws it again from the keys.
 
 Shapes: B samples of the micro-batch.
 """
@@ -20,17 +20,17 @@ _SCHEMA = "(Tensor x, Tensor samples, Tensor key, float p, int run, int count, i
 
 
 def takes(x: Tensor) -> bool:
-    """Return whether the kernel drops elements of x; torch.compile fuses the plain code into one of its own instead."""
+    """Return whether the kernel can drop elements of x. Not under torch.compile, which fuses the plain code itself."""
     return can_launch(x) and x.dtype in _DTYPES and not torch.compiler.is_compiling()
 
 
 def drop_elements(
     x: Tensor, samples: Tensor, key: Tensor, p: float, shard: tuple[int, int, int] | None = None
 ) -> Tensor:
-    """Return ``x * mask / (1 - p)`` with the mask of :func:`meshwright.seeding.keep_mask`; keeps no mask for backward.
+    """Return ``x * mask / (1 - p)`` with the mask of :func:`meshwright.seeding.keep_mask`; saves no mask for backward.
 
     Args:
-        x: (B, ...), local, in float32 or 16 bits, on a device of kernels.
+        x: (B, ...), local, in float32 or 16 bits, on CUDA.
         samples: (B,) int64, global indices. ``key``: () int64.
         p: fraction of elements dropped, 0 < p < 1.
         shard: (dim, index, count), the slice of the whole activation that is local.
@@ -45,7 +45,7 @@ def drop_elements(
 def _drop(x: Tensor, samples: Tensor, key: Tensor, p: float, run: int, count: int, index: int) -> Tensor:
     """Launch the kernel.
 
-    ``run``: neighbouring elements of a sample that are neighbours in the whole activation too.
+    ``run``: number of consecutive local elements of a sample that are consecutive in the whole activation too.
     """
     from meshwright.kernels.triton_dropout import drop_block
 

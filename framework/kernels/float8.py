@@ -1,7 +1,7 @@
-"""Launches of the kernels that quantise to float8_e4m3fn, with the bits of meshwright/fp8/quantise.py.
+"""Launches of the kernels that quantise to float8_e4m3fn; the results equal those of meshwright/fp8/quantise.py.
 
-A contiguous row is read once. A transposed matrix, as of a weight's columns, is read twice, in tiles, and its codes are
-written transposed: contiguous along the contracted dim, as the product wants them.
+A contiguous row is read once. A transposed matrix (columns of a weight), or a longer row, is read twice, in tiles.
+Codes are always written contiguous along the contracted dim, as the product needs them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from torch import Tensor
 from meshwright.kernels import has_tools
 
 FIRST_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs that convert to float8."""
+"""Lowest compute capability of GPUs that convert to float8."""
 LONGEST_ROW = 2**14
-"""Elements of a row that one program holds in registers."""
+"""Most elements of a row that one program holds in registers."""
 _TILES = {True: (4, 1024), False: (32, 128)}
-"""Contiguous rows? -> rows and columns of a tile."""
+"""True for contiguous rows, False for contiguous columns -> (rows, columns) of a tile."""
 
 
 def takes(tensor: Tensor) -> bool:
-    """Return whether the kernels run on a CUDA tensor: they scale in float32, and older GPUs have no float8."""
+    """Return whether the kernels take a CUDA tensor. Not float64: they scale in float32. Older GPUs lack float8."""
     is_wide = tensor.dtype == torch.float64
     return has_tools() and not is_wide and torch.cuda.get_device_capability(tensor.device) >= FIRST_CAPABILITY
 

@@ -1,7 +1,7 @@
 """Triton kernel of 8-bit AdamW: dequantise both moments, update, quantise them again per block, write the weights.
 
 program      ROWS blocks of BLOCK elements, padded to COLUMNS, a power of two
-arithmetic   operation for operation that of the plain torch step, each rounded to nearest; ``fma`` where it fuses
+arithmetic   the operations of the plain torch step, each rounded to nearest; ``fma`` where torch's kernels fuse
 """
 
 from __future__ import annotations

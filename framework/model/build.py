@@ -1,12 +1,12 @@
-"""Construction of the user's model on the meta device, the attributes that the framework reads, and real weights.
+"""Construction of the user's model on the meta device, and materialisation of a stage's weights.
 
-A model is an ``nn.Sequential`` of named elements, called layers here. It may carry, as plain attributes:
+A model is an ``nn.Sequential`` of named elements, called layers here. Plain attributes that it may have:
 
     sharding_plan   {pattern of module names: "column" | "row" | "vocab" | ... | a function}, all of them in
                     framework/tensor_parallel/plan.py and unsplit.py
     tied_weights    [(canonical parameter name, other name, ...), ...]
     shared_units    {pattern: (rows of the parts of a unit, number of the last that are copied, attribute)} of column
-                    linears, whose units more tp ranks than units share: see tensor_parallel/shared_units.py
+                    linears, for tp above the number of units: ranks then share a unit, tensor_parallel/shared_units.py
     initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
     loss            (output of the last layer, labels) -> loss per label, zero where the label is -100. Default:
@@ -15,10 +15,10 @@ A model is an ``nn.Sequential`` of named elements, called layers here. It may ca
     loss_heads      [(shift of the labels, weight), ...]: the last layer returns a tuple of so many logits
     selective_recompute  [pattern of submodule names]: cheap to recompute and expensive to store
     impossible      {"tp" | "cp" | "sequence": reason why the model does not support it}
-    parameter_groups  as in the configuration; their factors multiply
+    parameter_groups  as the configuration's ``model.parameter_groups``; factors of both multiply
     matrices        {pattern: how a weight splits into matrices}, for optimizer.name = "muon": see matrices.py
 
-A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialise it.
+A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialises it.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ class PlainModel:
     """Shift of the labels and weight of the loss, for each logits in a tuple; empty: the last layer returns one."""
     selective_recompute: list[str] = field(default_factory=list)
     impossible: dict[str, str] = field(default_factory=dict)
-    """"tp", "sequence" -> reason why the model does not support it."""
+    """"tp", "cp", "sequence" -> reason why the model does not support it."""
     draw: Draw = field(default_factory=Draw)
     seed: int = 0
     owners: dict[str, ParameterOwner] = field(default_factory=dict)
-    """Parameter name -> module whose reset initialises it."""
+    """Parameter name -> module whose reset (or, of adapters, rule) initialises it."""
     groups: dict[str, ParameterGroup] = field(default_factory=dict)
     """Canonical parameter name -> its group of ``model.parameter_groups``."""
     matrices: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Canonical name of each weight that Muon steps as whole matrices -> rows of their parts; (): one matrix."""
+    """Canonical name of each weight that Muon steps -> rows of the parts that are its matrices; (): one matrix."""
 
     def canonical(self, name: str) -> str:
         """Return the name that a weight is stored, initialised and optimised under: the first of its tied set."""
@@ -111,7 +111,7 @@ class PlainModel:
 
 
 def _on_meta(parameter: nn.Parameter, given: float | str | None) -> nn.Parameter:
-    """Return an empty copy of a parameter on meta. Attributes record its hooks, its class and its value."""
+    """Return an empty copy of a parameter on meta. Attributes record hooks and class of the original, and ``given``."""
     outline = torch.empty_like(parameter, device="meta").as_subclass(Tensor).detach()
     found = nn.Parameter(outline, requires_grad=parameter.requires_grad)
     if requirements.has_hooks(parameter):
@@ -125,9 +125,9 @@ def _on_meta(parameter: nn.Parameter, given: float | str | None) -> nn.Parameter
 
 @contextmanager
 def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
-    """Move each registered nn.Parameter to the meta device inside this context; buffers stay real.
+    """Move each nn.Parameter to the meta device as it is registered, inside this context; buffers stay real.
 
-    ``record``: a record entered around the builder; it detects whether a parameter already had values.
+    ``record``: the record of the builder's writes, which finds parameters that had values when they were registered.
     """
     register = nn.Module.register_parameter
 
@@ -165,7 +165,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     """Build the user's model with its parameters on meta, check its requirements, seed its dropouts by name.
 
     Raises:
-        ModelError: The model cannot be cut into stages, or its builder failed. The text contains the builder's name.
+        ModelError: The model cannot be cut into stages, or its builder failed. The text names the builder.
     """
     builder = find_builder(path)
     requirements.check_options(path, builder, options)
@@ -258,7 +258,7 @@ def materialise(
         infos: Canonical parameter name -> its global shape and this rank's slice.
         local_of: Returns this rank's slice of a parameter. None: the initial weights. Each full tensor is then drawn in
             float32 on CPU by the parameter's name, sliced and cast: the same bits in every layout and on any device.
-        ranks: The ranks with the same stage, which share the drawing of a large one.
+        ranks: Groups of the ranks with the same stage, which draw a large stage together. None: draw all of it.
     """
     if local_of is None:
         names = dict.fromkeys(model.canonical(name) for name, _ in layers.named_parameters(remove_duplicate=False))
@@ -278,7 +278,7 @@ def materialise(
 
 
 def meta_copy(layers: nn.Sequential) -> nn.Sequential:
-    """Return a copy on the meta device, to run for its shapes; the original is unchanged."""
+    """Return a copy on the meta device, for forwards that only compute shapes. The original is unchanged."""
     return copy_module(layers, {}).to("meta")
 
 

@@ -1,9 +1,9 @@
-"""First values of parameters: the function that sets each one, recorded while the builder runs on the meta device.
+"""Initial values of parameters: the reset function that draws each, and a check that the builder sets no other value.
 
-Each process draws its parameters anew, by name. The source is the model's ``initialise``, or ``reset_parameters()`` of
+Each process draws its parameters again, by name. The source is the model's ``initialise``, or ``reset_parameters()`` of
 the module that owns them (``_reset_parameters()`` of torch's attention, for the biases of its projections too). Any
-other value that a builder writes would be lost. The operations applied to each parameter are therefore recorded, and
-must end with those of the reset. The comparison needs no values, because parameters are on meta.
+other value that a builder writes would be lost. So the operations that a builder applies to each parameter are
+recorded, and must end with those of the reset. They are compared by name and arguments: parameters are on meta.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.errors import ModelError
 
 GIVEN = "_given_value"
-"""Attribute of a parameter that had values when registered: the number if all elements are equal, or DRAWN."""
+"""Attribute of a parameter that had values when registered: the number that all elements equal, or DRAWN."""
 DRAWN = "drawn"
 EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 MAX_EMPTY = 2**31
@@ -40,9 +40,9 @@ class ParameterOwner(NamedTuple):
 
 
 class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record of writes to storages on the meta device, through any alias: the tensor, a view, its ``.data``.
+    """Dispatch mode that records writes to storages on meta, through any alias: the tensor, a view, its ``.data``.
 
-    Also records which CPU tensors have no values yet.
+    Also records which CPU tensors are uninitialised.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def resetter(module: nn.Module) -> Callable[[], None] | None:
-    """Return the function that initialises a module's parameters, or None. In torch's attention it is a private one."""
+    """Return the method that initialises a module's parameters, or None. Torch's attention has a private one."""
     for name in ("reset_parameters", "_reset_parameters"):
         found = getattr(module, name, None)
         if callable(found):
@@ -166,14 +166,14 @@ def first_value(owner: ParameterOwner) -> Tensor:
 def check_first_values(
     path: str, layers: nn.Sequential, owners: dict[str, ParameterOwner], record: WriteRecord, copies: Collection[str]
 ) -> None:
-    """Refuse parameters whose value is not set by their owner's reset.
+    """Check that each parameter's initial value is set by its owner's reset, and by nothing else.
 
     Args:
         path: Name of the builder, for the message.
         layers: The model, with parameters on meta.
         owners: Owner of each parameter's first value.
         record: Writes during the builder's run.
-        copies: Names of parameters that are tied to another one and share its value.
+        copies: Names of parameters that are tied to another one; not checked.
 
     Raises:
         ModelError: A module has no reset, a reset leaves a parameter out, or the builder sets a value itself.

@@ -1,12 +1,12 @@
-"""Parameter groups: another learning rate or weight decay for some parameters, or none of both, by name.
+"""Parameter groups: learning rate factor and weight decay of some parameters by name pattern, or frozen parameters.
 
     model.parameter_groups = [
         {names = ["embedding.*"], learning_rate_factor = 0.1, weight_decay = 0.0},
         {names = ["block0.*"], frozen = true},
     ]
 
-The first group with a matching pattern counts. A tied weight has one group, that of its canonical name. A model may
-carry such a list as an attribute too: its factors and those of the configuration multiply.
+The first group with a matching pattern applies. A tied weight has the group of its canonical name. A model may have
+such a list as an attribute too: its factors and those of the configuration multiply.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def assign_groups(
 
 
 def find_groups(layers: nn.Sequential, canonical: Callable[[str], str], config: RunConfig) -> dict[str, ParameterGroup]:
-    """Return canonical parameter name -> its group in the configuration or in the model's attribute, or both in one.
+    """Return canonical parameter name -> its group, merged from the configuration and the model's attribute.
 
-    Of both, factors multiply. Other settings are the configuration's, and the model's where it leaves them out.
+    Factors multiply. Other settings are the configuration's, or the model's if the configuration leaves them out.
     """
     shapes = {name: tuple(p.shape) for name, p in layers.named_parameters() if canonical(name) == name}
     declared = getattr(layers, "parameter_groups", None) or []
@@ -78,7 +78,7 @@ def find_groups(layers: nn.Sequential, canonical: Callable[[str], str], config: 
 
 
 def freeze(layers: nn.Sequential, canonical: Callable[[str], str], groups: Mapping[str, ParameterGroup]) -> None:
-    """Set ``requires_grad`` to False for the parameters of frozen groups; ``canonical``: of a tied name."""
+    """Set ``requires_grad`` to False for the parameters of frozen groups. ``groups``: by canonical name."""
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         group = groups.get(canonical(name))
         if group is not None and group.frozen:

@@ -1,4 +1,4 @@
-"""Matrices of a model for an optimizer that steps each as a whole (Muon): which weights have some, and how many.
+"""Matrices of a model for Muon, which steps each as a whole: the weights that it steps, and their split into matrices.
 
     model.matrices = {"block*.attention.qkv": (2 * d, d, d), "*.gate": "adamw"}        patterns of names
 
@@ -7,12 +7,12 @@
     "whole"          one matrix
     "adamw"          none: AdamW steps the weight element by element
 
-The first match counts. Of the weights without an entry, those of two dims are one matrix. Exceptions are embeddings,
-the last layer (the head), modules of kind "vocab", and weights tied to one of these. Nothing follows from a slice that
-a rank holds: shapes are those of the whole model.
+The first matching pattern applies. A weight of two dims without an entry is one matrix. Exceptions are embeddings, the
+last layer (the head), modules of kind "vocab", and weights tied to one of these. Shapes are those of the whole model,
+never of a rank's slice.
 
 A weight of three dims (E, rows, columns) is E weights of two dims, and an entry gives the rows of one of them. Without
-an entry it is E matrices in a module of kind "experts", whose other weights (biases) have none; elsewhere it has none.
+an entry it is E matrices in a module of kind "experts"; elsewhere AdamW steps it. AdamW also steps the experts' biases.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def find_matrices(
     groups: Mapping[str, ParameterGroup],
     config: RunConfig,
 ) -> dict[str, tuple[int, ...]]:
-    """Return canonical name of each trained weight with matrices -> rows of their parts; negative: columns. (): one.
+    """Return canonical name of each weight that Muon steps -> rows of its parts (negative: columns); (): one matrix.
 
     Args:
         groups: canonical name -> its parameter group.
-        config: nothing is returned unless it chooses Muon.
+        config: the result is empty unless it chooses Muon.
 
     Raises:
         ModelError: an entry of ``model.matrices`` fits no weight, there is no matrix, or a matrix has an eps_factor.
@@ -73,7 +73,7 @@ def find_matrices(
 
 
 def _entries(layers: nn.Sequential, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return ``model.matrices``. Raise ModelError for a pattern that fits no weight of two or three dims."""
+    """Return ``model.matrices``. Raise ModelError for a pattern that matches no weight of two or three dims."""
     entries: Mapping[str, Any] = getattr(layers, "matrices", None) or {}
     for pattern in entries:
         frozen = [name for name, each in layers.named_parameters() if not each.requires_grad and each.dim() in (2, 3)]
@@ -87,12 +87,12 @@ def _entries(layers: nn.Sequential, names: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Return whether a pattern fits a parameter's name, or that of its module."""
+    """Return whether a pattern matches a parameter's name, or that of its module."""
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[0], pattern)
 
 
 def _is_vocabulary(layers: nn.Sequential, name: str, plan: Mapping[str, Any]) -> bool:
-    """Return whether a parameter is an embedding's or the head's."""
+    """Return whether a parameter belongs to an embedding, the last layer, or a module of kind "vocab"."""
     module, *_, (last, _) = name.rpartition(".")[0], *layers.named_parameters(remove_duplicate=False)
     is_planned = any(kind == "vocab" and fnmatchcase(module, pattern) for pattern, kind in plan.items())
     is_last = name.partition(".")[0] == last.partition(".")[0]
@@ -106,7 +106,7 @@ def _is_experts(name: str, plan: Mapping[str, Any]) -> bool:
 
 
 def _checked(name: str, shape: Sequence[int], rows: Any) -> tuple[int, ...]:
-    """Return the rows of an entry, or its columns as negative numbers. Raise ModelError unless they fit the weight."""
+    """Return the rows of an entry, or its columns as negative numbers. Raise ModelError if the weight does not fit."""
     num_rows, sign = shape[-2], 1
     has_columns = isinstance(rows, list | tuple) and tuple(rows[:1]) == (COLUMNS,)
     if has_columns and len(shape) == 3 and len(set(rows)) == 2:  # of equal parts

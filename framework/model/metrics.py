@@ -4,8 +4,8 @@
     Recorder                               the sums of this rank's step, on the device
     means                                  sum of values / sum of counts, over micro-batches, stages and all ranks
 
-tp ranks add both sums as well: values that are equal on all of them cancel out, and parts of the sequence or of the
-features make up the whole. Names are collected on the meta device, before the first step, and must not change.
+The sums run over tp ranks too. Replicated values then count tp times in both sums, which leaves the mean unchanged; of
+split sequences or features each rank adds its part. Names are collected on meta before step 1, and must not change.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NOTHING = torch.zeros(2, dtype=torch.float64)
 
 
 class Recorder:
-    """Sums by name. ``names``: the known ones; None: any. ``is_planning``: collect names, without tensor operations."""
+    """Sums by name. ``names``: those allowed; None: any. ``is_planning``: collect names, without tensor operations."""
 
     def __init__(self, names: Collection[str] | None = None, *, is_planning: bool = False) -> None:
         self.names, self.is_planning = names, is_planning
         self.sums: dict[str, Tensor] = {}  # (2,) float64: values, counts
 
     def add(self, name: str, value_sum: Tensor | float, count: Tensor | float) -> None:
-        """Add to the sums of a name, without waiting for the device. Raises ModelError: see the messages."""
+        """Add to the sums of a name, without a device synchronisation. Raises ModelError for a bad name or value."""
         given = [leaf for leaf in (value_sum, count) if isinstance(leaf, Tensor)]
         is_full = self.names is None and len(self.sums) == MAX_NAMES and name not in self.sums
         is_name = isinstance(name, str) and _NAME.fullmatch(name) is not None
@@ -62,13 +62,13 @@ class Recorder:
             self.sums[name] = self.sums[name].add_(pair) if name in self.sums else pair
 
     def vector(self, device: torch.device) -> Tensor:
-        """Return the sums of the known names in their order, (2 x names,) float64."""
+        """Return the sums (values, counts) of the allowed names, in their order: (2 x names,) float64."""
         zero = torch.zeros(2, dtype=torch.float64, device=device)
         return torch.cat([zero[:0], *(self.sums.get(name, zero).to(device) for name in self.names or ())])
 
 
 def means(names: Collection[str], sums: list[float]) -> dict[str, float]:
-    """Return the metrics from all ranks' sums, in the order of :meth:`Recorder.vector`; none where the count is 0."""
+    """Return the means from all ranks' sums, ordered as in :meth:`Recorder.vector`, without those of count 0."""
     pairs = zip(names, sums[::2], sums[1::2], strict=True)
     return {name: value / count for name, value, count in pairs if count}
 
@@ -97,7 +97,7 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 class Recording:
-    """Context in which :func:`record` adds to this recorder. Backward, with its recompute, runs outside it."""
+    """Context in which :func:`record` adds to this recorder. Not entered in backward, so recompute adds nothing."""
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
@@ -111,7 +111,7 @@ class Recording:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # each step's recorder would be compiled anew
 def record(name: str, value_sum: Tensor | float, count: Tensor | float = 1) -> None:
-    """Record a metric of the model from a layer's forward or from ``model.loss``; outside of a run do nothing.
+    """Record a metric of the model from a layer's forward or from ``model.loss``. Without a run it does nothing.
 
     A step's record has ``model/NAME``: the sum of all ``value_sum`` divided by the sum of all ``count``.
     """

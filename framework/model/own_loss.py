@@ -1,4 +1,4 @@
-"""A model's own loss, computed in float32 as the default one is."""
+"""Cast of a model's own loss to float32: the default loss is computed in it too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 
 def in_float32(loss: Callable[[Any, Tensor], Tensor] | None) -> Callable[[Any, Tensor], Tensor] | None:
-    """Return a function of (output, labels) that passes 16-bit ones to ``loss`` in float32; None for no loss."""
+    """Return ``loss`` with 16-bit tensors of its arguments (output, labels) cast to float32; None if there is none."""
     return None if loss is None else lambda output, labels: loss(*tree_map(_widen, (output, labels)))
 
 

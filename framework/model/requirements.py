@@ -1,4 +1,4 @@
-"""Requirements on a user's model, checked at build time: stages must compute the same as the whole model."""
+"""Requirements on a user's model, checked at build time, so that stages compute the same as the whole model."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     rank 1      draws w1          w0 <- 0      w1 -> all    w2 <- 2      w3 <- 0
     rank 2      draws w2          w0 <- 0      w1 <- 1      w2 -> all    w3 <- 0
 
-A parameter is drawn on one thread of a CPU, by its name. Its values do not depend on the rank that draws it, so that n
-ranks take 1/n of the time and have the same bits as one. Small stages are drawn by each rank without messages.
+A parameter is drawn on one CPU thread, seeded by its name. Its values do not depend on the rank that draws it. So n
+ranks take 1/n of the time, with the same bits as one. Each rank draws a small stage by itself, without messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from meshwright.parameters import ParameterInfo
 
 SHARED_FROM = 2**24
-"""Elements of a stage from which its ranks share the drawing: a draw takes about 0.1 s, a message 0.1 ms."""
+"""Elements of a stage from which on its ranks share the drawing: that many take about 0.1 s, a message 0.1 ms."""
 
 
 class Completion(Protocol):

@@ -1,15 +1,15 @@
 """Optimizers on flat shards, gradient clipping by the global norm, and the learning rate as a function of the step.
 
 ShardLayout, ShardPlace, MatrixShard, MatrixSlot   weights in a shard, for optimizers that are not element-wise
-with_settings, sampled_rates                       what the optimizer needs of each parameter; rates, to be compared
+with_settings, sampled_rates                       settings of each parameter; learning rates that ranks compare
 HostMemory, host_memory, OffloadedOptimizer        optimizer in host memory
 LossScale, first_scale, next_scale, can_fall       loss scale of float16
 read_states, restore_states, add_state             state of each shard
 state_names, states_of, saved_states_of            names of the state
-factors_of, factor_infos, factor_elements          states that are no tensors per element (Adafactor)
+factors_of, factor_infos, factor_elements          states with less than a number per element (Adafactor)
 evaluating, evaluated_weights, GRADIENT_POINT      weights of evaluation (schedule-free)
-AdamW8bit, table_bytes, step_bytes                 for the planner and verify
-find_homes, iteration_flops, matrices_of, batch_size   the same, of Muon
+AdamW8bit, table_bytes, step_bytes                 8-bit AdamW; Adafactor's temporaries: for planner and verify
+find_homes, iteration_flops, matrices_of, batch_size   the same, for Muon
 """
 
 from meshwright.optimizer.choice import ShardLayout as ShardLayout

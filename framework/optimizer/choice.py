@@ -1,4 +1,4 @@
-"""Optimizers by name: the torch optimizer that each builds over flat shards, and the names of its state."""
+"""Optimizers by ``optimizer.name``: construction of the torch optimizer over flat shards, and names of its states."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ STATES = {
     "schedule_free_adamw": ("exp_avg_sq", "z"),
     "adafactor": (),
 }
-"""Names of the optimizer state per element, as checkpoints use them."""
+"""Optimizer name -> names of its states with one number per element, as in checkpoints."""
 IN_TORCH = {"momentum": "momentum_buffer"}
-"""Name in a checkpoint -> torch's name of a state."""
+"""Name of a state in checkpoints -> its name in torch, where they differ."""
 
 
 class ShardLayout(NamedTuple):
-    """Weights in a flat shard, for the optimizers whose update of an element depends on its place or on others."""
+    """Layout of the weights in a flat shard, for optimizers whose updates depend on indices or on whole weights."""
 
     place: ShardPlace | None = None
-    """Place of the shard in its bucket."""
+    """Position of the shard in its bucket (bfloat16 states, Adafactor)."""
     matrices: MatrixShard | None = None
-    """Matrices of the shard, if it is stepped by matrices."""
+    """Matrices of the shard (Muon)."""
     holders: Group | None = None
-    """Ranks with parts of the shard's weights, for an optimizer that needs whole ones."""
+    """Ranks with parts of the shard's weights (Adafactor)."""
 
 
 def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the configured optimizer's state; with ``is_matrix`` of weights with matrices, or without."""
+    """Return the names of the optimizer's states; with ``is_matrix`` those of weights that are matrices, or are not."""
     if config.builder is not None:
         return element_states(config).names
     if config.name == "muon" and is_matrix is not None:
@@ -55,9 +55,9 @@ def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str,
 
 
 def saved_states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the states in a checkpoint: those of :func:`states_of`, and weights that it must add.
+    """Return the names of the states in a checkpoint: those of :func:`states_of`, and ``y`` of schedule-free AdamW.
 
-    ``is_matrix``: None adds the states that are no tensors per element.
+    ``is_matrix``: see there; None also returns Adafactor's states.
     """
     names = states_of(config, is_matrix=is_matrix)
     if config.builder is None and config.name == "adafactor" and is_matrix is None:
@@ -79,12 +79,12 @@ def build_optimizer(
     """Build the configured torch optimizer.
 
     Args:
-        groups: of parameters, each with "lr", "eight_bit" and the fields of :class:`~.parameters.GroupSettings`.
-        allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: beside the weights.
-        layouts: of the parameters, each a flat shard.
+        groups: torch parameter groups, each with "lr", "eight_bit" and the fields of GroupSettings (parameters.py).
+        allocate: function (numel, dtype) that allocates zeros for 8-bit state; None: on the device of the weights.
+        layouts: parameter, which is a flat shard -> its layout.
     """
     if config.builder is not None:
-        element_states(config)  # refuses an optimizer that is not element-wise
+        element_states(config)  # raises for an optimizer that is not element-wise
         return build_own(groups, config)
     places = {parameter: layout.place for parameter, layout in layouts.items() if layout.place is not None}
     if config.name == "sgd":

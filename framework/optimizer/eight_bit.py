@@ -3,10 +3,10 @@
     moment     | 256 elements ..... | 256 elements ..... |     one byte each: the number of a level in [-1, 1]
     scales     | largest            | largest            |     factor of the levels of a block
 
-The levels are the paper's dynamic tree: dense near 1, and seven decades deep. Here they contain 1 itself in both
-directions, so that saving and loading gives the same bytes. The second moment is kept as its square root, which spans
-half as many decades. There only zero is rounded to zero, so a step never divides by a second moment that rounding has
-lost.
+The levels are the paper's dynamic tree: seven decades, with most levels in the largest. Unlike the paper's they contain
+both 1 and -1, so that saving and loading gives the same bytes. The second moment is kept as its square root, which
+spans half as many decades. Of it only zero is rounded to zero, so that no step divides by a second moment that rounding
+has made zero.
 
 A block lies inside one row of a matrix, wherever the matrix is cut, so all layouts round alike. Vectors, and matrices
 whose rows are no multiple of the block size, keep torch's own state. See :func:`with_blocks`.
@@ -32,9 +32,9 @@ DECADES = 7
 SMALLEST = 8
 """Block sizes, in elements, are multiples of this."""
 _TOGETHER = {"cpu": 2**20, "cuda": 2**26}
-"""Elements dequantised at a time, by device: a CPU's cache holds few; on CUDA 38 kernels for each piece cost more.
+"""Elements dequantised at a time, by device: few fit into a CPU's cache; on CUDA each piece costs 38 kernel launches.
 
-It bounds the temporary memory of a step to a few numbers for each.
+It bounds the temporary memory of a step, a few numbers per element.
 """
 
 
@@ -76,10 +76,10 @@ class QuantisedMoment(NamedTuple):
 
 
 class Quantiser:
-    """Quantiser between numbers and one kind of levels, on one device, in one dtype.
+    """Quantiser for one set of levels, on one device, in one dtype.
 
-    The level of a number is looked up by the upper half of its float32. At most one border between two levels lies
-    among the numbers with the same upper half, so a single comparison remains. Binary search made a step take twice as
+    The level of a number is looked up by the upper 16 bits of its float32. Numbers that share them have at most one
+    border between two levels among them, so that one comparison remains. With a binary search a step took twice as
     long.
     """
 
@@ -95,9 +95,9 @@ class Quantiser:
         code = torch.bucketize(least.nan_to_num(0.0), borders)
         there = torch.cat([borders, torch.full((1,), torch.inf, dtype=dtype)])[code]
         self._code = code.to(device, torch.uint8)
-        """(65536,) uint8, the level of the smallest number with each upper half."""
+        """(65536,) uint8, level of the smallest number with these upper 16 bits."""
         self._border = torch.where(there <= most, there, torch.inf).to(device)
-        """(65536,) border above which a number with this upper half has the next level; Inf where there is none."""
+        """(65536,) border above which a number with these upper bits has the next level; Inf if there is none."""
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +218,7 @@ class AdamW8bit(torch.optim.AdamW):
 
 @cache
 def table_bytes(wide: bool) -> int:
-    """Return the bytes of the lookup tables of the levels, which all parameters of a process share.
+    """Return the bytes of the quantisers' lookup tables, which all parameters of a process share.
 
     ``wide``: for float64 weights; otherwise float32.
     """
@@ -239,14 +239,14 @@ def _allocate_beside(parameter: Tensor, numel: int, dtype: torch.dtype) -> Tenso
 
 
 def is_in_blocks(shape: Sequence[int], block_size: int) -> bool:
-    """Return whether a parameter of this global shape is kept in 8 bits: a matrix with rows of whole blocks."""
+    """Return whether a parameter of this global shape has 8-bit state: a matrix with rows of whole blocks."""
     return len(shape) >= 2 and math.prod(shape[1:]) % block_size == 0
 
 
 def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str, ParameterInfo]:
-    """Return ``infos`` with ``is_in_blocks`` set for the parameters that are kept in 8 bits.
+    """Return ``infos`` with ``in_blocks`` set for the parameters that have 8-bit state.
 
-    A cut by rows keeps blocks intact.
+    A cut along dim 0 keeps blocks intact.
 
     Raises:
         ConfigError: tp cuts the rows of a parameter in the middle of a block, so that this layout would round
@@ -268,6 +268,6 @@ def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str
 
 
 def _fits(infos: Mapping[str, ParameterInfo], block_size: int) -> bool:
-    """Return whether some matrices are kept in blocks of this size, and tp cuts no block."""
+    """Return whether some parameters have 8-bit state with blocks of this size, and tp cuts no block."""
     kept = [info for info in infos.values() if is_in_blocks(info.global_shape, block_size)]
     return bool(kept) and not any(math.prod(info.local_shape[1:]) % block_size for info in kept)

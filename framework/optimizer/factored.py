@@ -1,13 +1,13 @@
-"""Adafactor on flat shards of any layout (Shazeer and Stern 2018), on whole parameters, as ``torch.optim.Adafactor``.
+"""Adafactor on flat shards of any layout (Shazeer and Stern 2018): the updates of ``torch.optim.Adafactor``.
 
-    v    mean squares, a running average: of a matrix r_i c_j / mean(r), r of its rows, c of its columns; of a vector
-         those of its elements
-    u    g / sqrt(v), over RMS(u) / clip_threshold where that is above 1
+    v    running mean of squared gradients: of a matrix r_i c_j / mean(r), with r of its rows and c of its columns; of a
+         vector that of its elements
+    u    g / sqrt(v), divided by max(1, RMS(u) / clip_threshold)
     w    w (1 - rate decay) - u max(1e-3, RMS(w)) min(rate, 1 / sqrt(step))
 
-The ranks that hold parts of a weight are a shard group of replicas, times tp where tp cuts it. Each sums its elements
-by rows and columns, and one all-reduce adds the sums. A second one adds the squares of u. r, c and the squares of
-vectors are whole on every holder: a thousandth of a weight's bytes. The sums are float64.
+The holders of a weight, the ranks with parts of it, are a shard group of replicas, times tp where tp cuts it. Each sums
+its squares by row and column; one all-reduce adds these sums, a second one those of u^2. r, c and the squares of
+vectors are whole on every holder: about a thousandth of a weight's bytes. The sums are float64.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from meshwright.parameters import ParameterInfo
 ROWS, COLUMNS, SQUARES = "row_var", "col_var", "exp_avg_sq"
 """Names of the states: of weights of two and more dims, and of vectors."""
 SMALLEST_RMS = 1e-3
-"""Smallest root mean square of a weight by which its step is scaled: one that starts at zero moves."""
+"""Least root mean square by which the step of a weight is scaled, so that a weight of zeros can move."""
 TOGETHER = {"cpu": 2**18, "cuda": 2**24}
 """Elements updated at a time, by device: each takes about 12 bytes of temporaries."""
 
@@ -47,12 +47,12 @@ def factor_infos(config: Optimizer, name: str, shape: tuple[int, ...]) -> Iterat
 
 
 def factor_elements(config: Optimizer, shape: tuple[int, ...]) -> int:
-    """Return the elements of these states."""
+    """Return the number of elements of the states of :func:`factor_infos`."""
     return sum(math.prod(info.global_shape) for _, info in factor_infos(config, "", shape))
 
 
 def step_bytes(factors: int, numel: int, device: str) -> int:
-    """Return the temporary bytes of a step: sums of ``factors`` elements, and the piece of a shard in work."""
+    """Return the temporary bytes of a step: sums of ``factors`` elements, and one piece of a shard of ``numel``."""
     return 8 * factors + 12 * min(numel, TOGETHER[device])
 
 
@@ -72,15 +72,15 @@ class _Block(NamedTuple):
     rows: Tensor
     """Index of each row in the whole weight, all dims but the last flattened."""
     columns: Tensor
-    """Index of each column."""
+    """Index of each column in the whole weight."""
     lengths: list[int]
-    """Numbers of successive rows that belong to the same matrix, of the last two dims."""
+    """Numbers of consecutive rows in one matrix (the last two dims of a weight of three or more)."""
     matrices: Tensor
-    """Index of that matrix for each of ``lengths``."""
+    """Index of the matrix for each of ``lengths``."""
 
 
 class _Weight:
-    """One weight of a bucket: its states, and the elements [begin, end) of this rank's part that lie in its shard."""
+    """One weight: its states, and [begin, end), the elements of its tp part that lie in this rank's shard."""
 
     def __init__(self, info: ParameterInfo, first: int, place: ShardPlace, like: Tensor) -> None:
         size = math.prod(info.local_shape)
@@ -111,9 +111,9 @@ class _Weight:
             yield _Block(start, stop, rows, columns, [b - a for a, b in pairwise(edges)], matrices)
 
     def rows_of(self, shard: Tensor, block: _Block) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a block as (rows, width), zero outside of the shard; its elements in the shard; and their view in it.
+        """Return (block (rows, width) with zeros outside of the shard, its elements in the shard, their view in it).
 
-        The first is a view of the shard if the block lies inside.
+        If the whole block lies in the shard, all three are views of the shard.
         """
         low, high = max(block.start * self.width, self.begin), min(block.stop * self.width, self.end)
         inside, size = self.of(shard)[low - self.begin : high - self.begin], (block.stop - block.start) * self.width
@@ -125,7 +125,7 @@ class _Weight:
         return whole.view(-1, self.width), inside, view
 
     def add_squares(self, gradient: Tensor, sums: Mapping[str, Tensor]) -> None:
-        """Add the squares of this rank's gradient to ``sums``, flat float64 by name of the state."""
+        """Add this rank's squared gradients to ``sums``: name of a state -> its elements, flat, float64."""
         if not self.is_factored:
             positions = torch.arange(self.begin, self.end, device=gradient.device)
             places = whole_positions(self.info, positions).clamp_(max=self.numel - 1)
@@ -139,13 +139,13 @@ class _Weight:
             sums[COLUMNS].index_add_(0, places.flatten(), by_matrix.flatten())
 
     def average(self, sums: Mapping[str, Tensor], share: float) -> None:
-        """Move the states toward the means of the summed squares by ``share``."""
+        """Update the running means by the means of ``sums`` over the whole weight, with weight ``share``."""
         counts = {ROWS: self.info.global_shape[-1:], COLUMNS: self.info.global_shape[-2:-1], SQUARES: ()}
         for name, state in self.states.items():
             state.lerp_((sums[name] / math.prod(counts[name])).to(state.dtype).view_as(state), share)
 
     def divide(self, gradient: Tensor, eps: float) -> Tensor:
-        """Replace this rank's gradient by u in place; return the sum of its squares, () float64."""
+        """Divide this rank's gradient by sqrt(v) in place; return the sum of squares of the result, () float64."""
         total = torch.zeros((), dtype=torch.float64, device=gradient.device)
         if not self.is_factored:
             own = self.of(gradient)
@@ -185,7 +185,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
         Args:
             groups: each with "lr", "weight_decay" and "eps".
             places: place of each parameter in its bucket.
-            holders: ranks with the parts of each parameter's weights.
+            holders: ranks with parts of each parameter's weights.
         """
         super().__init__(groups, {})
         self._config, self.taken = config, 0
@@ -208,8 +208,8 @@ class ShardedAdafactor(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step every parameter. Gradients are overwritten. Collective over the holders; blocks.
 
-        Bytes on the wire per rank: 2 M (n-1)/n, M = 8 bytes for each row, column and element of a vector, and each
-        weight twice.
+        Bytes on the wire per rank: 2 M (n-1)/n, M = 8 bytes for each row, column and element of a vector, and 16 for
+        each weight.
         """
         self.taken += 1
         for holders, parameters in self._together:

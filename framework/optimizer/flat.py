@@ -1,4 +1,4 @@
-"""Optimizers over flat shards, most of them torch's fused ones, and gradient clipping by the global norm."""
+"""Optimizer step over flat shards, by a torch optimizer, and gradient clipping by the global norm."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ depend on the layout. CUDA sums pairwise: a whole shard is as accurate, and a bi
 
 
 class OptimizerShard(NamedTuple):
-    """One flat shard to step, its gradient, and the properties that its parameters share."""
+    """Flat shard of weights, its gradient, and the properties that its parameters share."""
 
     weights: Tensor
     gradient: Tensor
     decays: bool
     in_blocks: bool
-    """True when the optimizer state is kept in 8 bits."""
+    """True if the optimizer state is in 8 bits, quantised by blocks."""
     is_counted: bool
     """True on the one rank that counts these elements in the gradient norm."""
     fetch_gradient: Callable[[], Tensor]
-    """Function that returns the gradient on the weights' device, which may be the host; blocks until complete."""
+    """Function that returns the gradient on the weights' device (offload: the host). Blocks until it is complete."""
     after_step: Callable[[], None]
     """Function called after the step, to post the all-gather of the weights. Does not block."""
     wait: Callable[[], None] = lambda: None
     """Function that blocks until the all-gather is done."""
     settings: GroupSettings = GroupSettings()
-    """Settings of the parameters' group; its weight decay is the configuration's if None and ``decays``."""
+    """Settings of the parameters' group. A weight decay of None: the configuration's if ``decays``, otherwise 0."""
     layout: ShardLayout = ShardLayout()
-    """Weights in the shard, for optimizers whose updates are not element-wise."""
+    """Layout of the weights in the shard, for optimizers that are not element-wise."""
 
 
 class FlatOptimizer:
@@ -56,7 +56,7 @@ class FlatOptimizer:
         """Build the torch optimizer over the shards.
 
         Args:
-            order: indices of the shards, in the order in which they are stepped and all-gathered; None: as given.
+            order: indices of the shards in the order of their steps and all-gathers; None: as given.
             allocate: function (numel, dtype) that allocates zeros for state; None: on the device of the weights.
         """
         self.shards = list(shards)
@@ -92,9 +92,9 @@ class FlatOptimizer:
         return self._square_norm(counted=True)
 
     def spare_square_norm(self) -> Tensor:
-        """Return the sum of squares of this rank's gradient elements that another rank counts.
+        """Return the sum of squares of this rank's gradient elements that another rank counts in the norm.
 
-        It only serves to detect NaN/Inf that this rank's copy alone contains.
+        Only used to detect NaN/Inf in this rank's copy.
         """
         return self._square_norm(counted=False)
 

@@ -1,8 +1,8 @@
 """Lion on flat shards, element by element (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms").
 
-    c = beta1 m + (1 - beta1) g         the direction: sign(c), where |c| >= eps
-    w = w (1 - rate decay) - rate c / max(|c|, eps)
-    m = beta2 m + (1 - beta2) g         the only state
+    c = beta1 m + (1 - beta1) g
+    w = w (1 - rate decay) - rate c / max(|c|, eps)         the paper's sign(c) where |c| >= eps
+    m = beta2 m + (1 - beta2) g                             the only state
 
 NOTE [sign of a rounding error]: a gradient that is zero in exact arithmetic, such as that of the bias of attention's
 keys, is 1e-20 in practice, and the order of a sum decides its sign. The paper's sign would move such a weight by the

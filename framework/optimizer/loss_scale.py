@@ -1,4 +1,4 @@
-"""Loss scale of float16: a factor on the loss in backward, which follows from the overflows so far."""
+"""Loss scale of float16: a factor on the loss in backward, updated after each step by whether gradients overflowed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_SCALE = 1e36
 class LossScale(NamedTuple):
     """Loss scale of float16, a factor on the loss in backward, with the counts that decide its changes.
 
-    It keeps small gradients above float16's smallest number. Too large a scale makes gradients Inf: all ranks skip the
-    step, since all have the gradient norm, and the scale falls. It is part of a run's state.
+    It keeps small gradients above float16's smallest number. If it is too large, gradients overflow to Inf: all ranks
+    skip the step, since all have the gradient norm, and the scale falls. Checkpoints hold it.
     """
 
     value: float = 1.0
@@ -33,7 +33,7 @@ def first_scale(config: RunConfig) -> LossScale:
 
 
 def can_fall(config: RunConfig, scale: LossScale) -> bool:
-    """Return whether an overflow at this scale is one that a smaller scale may avoid."""
+    """Return whether a lower scale is possible, so that an overflow at this one may be the scale's fault."""
     keys = config.loss_scale
     return config.train.dtype == "float16" and keys.fixed is None and scale.value > keys.minimum
 

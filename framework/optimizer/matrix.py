@@ -1,14 +1,14 @@
 """Muon on flat shards of any layout: momentum, orthogonalised matrix by matrix (Jordan et al. 2024, "Muon").
 
     momentum        each rank, on its shard of a bucket: element by element
-    all-to-all      the parts of each matrix go to its home, one of the ranks that hold parts
+    all-to-all      the parts of each matrix are sent to its home, the one holder that orthogonalises it
     Newton-Schulz   at home, on the whole matrix
-    all-to-all      the parts of the update go back
+    all-to-all      the parts of the update are sent back
     weights         each rank, on its shard; the usual all-gather follows
 
-The ranks that hold parts are a shard group of replicas, times tp for weights that tp cuts. Other shard groups do the
-same on their copies. Once per step, after all sums and clipping, in any ZeRO stage. AdamW steps the other weights while
-the first messages are on their way.
+The holders of a matrix, the ranks with parts of it, are a shard group of replicas, times tp for weights that tp cuts.
+Other shard groups do the same on their copies. This runs once per step, after gradients are summed and clipped, in any
+ZeRO stage. AdamW steps the other weights while the first messages are on the wire.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from meshwright.optimizer.matrix_plan import Matrix, MatrixShard, batch_size, fi
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 of one iteration: Jordan's, steep at zero, with singular values within 0.7 .. 1.2."""
 EPSILON = 1e-7
-"""Smallest norm that a matrix is divided by: smaller ones stay small."""
+"""Least norm that a matrix is divided by: matrices with a smaller norm stay small."""
 MOMENTUM = "momentum_buffer"
 SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda m, n: max(1.0, m / n) ** 0.5,
@@ -55,7 +55,7 @@ def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
 
 
 class _Run(NamedTuple):
-    """Run of one matrix in this rank's shard number ``shard``: elements [start, stop)."""
+    """Contiguous elements [start, stop) of this rank's shard number ``shard`` that belong to one matrix."""
 
     shard: int
     start: int
@@ -69,11 +69,11 @@ class _Resident(NamedTuple):
     matrix: Matrix
     tp: int
     runs: list[tuple[int, int]]
-    """Offset and length in the received tensor of each holder's run."""
+    """(offset, length) of each holder's elements in the received tensor."""
 
 
 def _in_batches(residents: Sequence[_Resident]) -> list[list[_Resident]]:
-    """Return matrices in batches: those of experts with others of their shape, all others alone."""
+    """Group matrices in batches: those of experts that have one shape together, every other one alone."""
     found: list[list[_Resident]] = []
     alike: dict[tuple[int, ...], list[_Resident]] = {}
     for resident in residents:
@@ -88,7 +88,7 @@ def _in_batches(residents: Sequence[_Resident]) -> list[list[_Resident]]:
 
 
 def _of_columns(weights: Tensor, num_columns: Sequence[int], steps: int) -> Tensor:
-    """Return matrices (k, m, n), of which each part of ``num_columns`` is orthogonalised by itself; (): each whole."""
+    """Run Newton-Schulz on matrices (k, m, n), on each part of ``num_columns`` by itself; (): on each whole."""
     if len(num_columns) < 2:
         return newton_schulz(weights, steps)
     units = weights.view(*weights.shape[:2], -1, len(num_columns), num_columns[0])  # (k, m, units, parts, columns)
@@ -98,7 +98,7 @@ def _of_columns(weights: Tensor, num_columns: Sequence[int], steps: int) -> Tens
 
 
 class MatrixExchange:
-    """Way of the matrices of some flat shards to their homes and back, among one group of holders."""
+    """Exchange of the matrices of some flat shards with their homes, among one group of holders."""
 
     def __init__(self, shards: Sequence[MatrixShard], scale: str) -> None:
         """Plan the exchange. No communication.
@@ -129,7 +129,7 @@ class MatrixExchange:
         self._batches = _in_batches(self._place(counts))
 
     def _place(self, counts: Sequence[tuple[Matrix, int, list[int]]]) -> list[_Resident]:
-        """Return the matrices at home here, with the places of their runs: by holder, then by matrix."""
+        """Return the matrices whose home is this rank, with the offsets of their elements as received."""
         found, at = [_Resident(matrix, tp, []) for matrix, tp, _ in counts], 0
         for holder in range(self.holders.size):
             for resident, (*_, lengths) in zip(found, counts, strict=True):
@@ -139,7 +139,7 @@ class MatrixExchange:
         return found
 
     def send(self, shards: Sequence[Tensor]) -> CollectiveHandle:
-        """Post the all-to-all of these flat shards (numel/n,) to the homes. Does not block.
+        """Post the all-to-all of the matrices in these flat shards (numel/n,) to their homes. Does not block.
 
         Bytes on the wire per rank: M (n-1)/n, M = bytes of this rank's elements of matrices, n = holders.
         """
@@ -147,7 +147,7 @@ class MatrixExchange:
         pieces = torch.split(self._sent, [run.stop - run.start for run in self._runs])
         for piece, run in zip(pieces, self._runs, strict=True):
             piece.copy_(shards[run.shard][run.start : run.stop])
-        is_alone = self.holders.size == 1  # then what is sent is what arrives, in the same order
+        is_alone = self.holders.size == 1  # sends to itself, in the same order
         self._at_home = self._sent if is_alone else self._sent.new_empty(sum(self._received))
         return self.holders.all_to_all(self._at_home, self._sent, self._received, self._sizes)
 
@@ -164,7 +164,7 @@ class MatrixExchange:
         return self.holders.all_to_all(self._sent, self._at_home, self._sizes, self._received)
 
     def _orthogonalise(self, resident: _Resident, steps: int) -> None:
-        """Replace one matrix at home, in place. All temporary memory is free afterwards."""
+        """Run Newton-Schulz on one matrix whose home is this rank, in place. Frees all temporary memory."""
         matrix, tp, runs = resident
         pieces = [self._at_home[at : at + length] for at, length in runs]
         shapes = [tp_part(matrix, tp_rank, tp).shape for tp_rank in range(tp)]
@@ -175,7 +175,7 @@ class MatrixExchange:
             torch._foreach_copy_(pieces[t::tp], torch.split(part.flatten(), [length for _, length in runs[t::tp]]))
 
     def _orthogonalise_together(self, batch: Sequence[_Resident], steps: int) -> None:
-        """Replace experts' matrices of one shape (m, n) at home, in place."""
+        """Run Newton-Schulz on experts' matrices of one shape (m, n) whose home is this rank, in place."""
         pieces = [[self._at_home[at : at + length] for at, length in resident.runs] for resident in batch]
         together = self._at_home.new_empty((len(batch), *batch[0].matrix.shape))
         for whole, runs in zip(together, pieces, strict=True):
@@ -185,7 +185,7 @@ class MatrixExchange:
             torch._foreach_copy_(runs, torch.split(whole.flatten(), [len(run) for run in runs]))
 
     def subtract(self, weights: Sequence[Tensor], rates: Sequence[float]) -> None:
-        """Subtract the updates that came back from flat shards of weights. ``rates``: learning rate of each shard."""
+        """Subtract the received updates from flat shards of weights. ``rates``: learning rate of each shard."""
         pieces = torch.split(self._sent, [run.stop - run.start for run in self._runs])
         for run, piece in zip(self._runs, pieces, strict=True):
             weights[run.shard][run.start : run.stop].add_(piece, alpha=-rates[run.shard] * run.scale)
@@ -193,13 +193,13 @@ class MatrixExchange:
 
 
 class ShardedMuon(torch.optim.AdamW):
-    """Muon on the flat shards of whole matrices, torch's AdamW on all others.
+    """Muon on the flat shards of matrices, torch's AdamW on all others.
 
-    Decay is AdamW's: weights shrink by learning rate x decay, whatever the scale.
+    Weight decay is AdamW's: weights shrink by learning rate x decay, independent of ``optimizer.scale``.
     """
 
     def __init__(self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, MatrixShard], config: Optimizer) -> None:
-        """Build the optimizer. No communication. ``matrices``: of each parameter that is stepped as matrices."""
+        """Build the optimizer. No communication. ``matrices``: matrices of each parameter that Muon steps."""
         super().__init__(groups, lr=config.learning_rate, betas=config.betas, fused=True)
         self._config = config
         self._group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
@@ -234,7 +234,7 @@ class ShardedMuon(torch.optim.AdamW):
             exchange.subtract(parameters, rates)
 
     def _moment(self, parameter: Tensor) -> Tensor:
-        """Update the momentum of a shard; return what is orthogonalised."""
+        """Update the momentum of a shard; return the tensor to orthogonalise, with ``nesterov`` the look-ahead."""
         gradient, state, momentum = parameter.grad, self.state[parameter], self._config.muon_momentum
         assert gradient is not None
         kept: Tensor = state.setdefault(MOMENTUM, torch.zeros_like(parameter)).lerp_(gradient, 1 - momentum)

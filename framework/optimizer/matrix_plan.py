@@ -3,9 +3,9 @@
     rank 0    | layer 0 ........ | layer 1        a flat bucket, cut anywhere
     rank 1      .... | layer 2 ......... | 0 |
 
-What a rank sends to a home needs no indices. A shard is a contiguous run of a weight's elements. So is its share of a
-matrix, counted over the matrix's rows alone, and the shares of successive shards follow each other. Their lengths have
-a closed form in the global shape, the slice and the cut. Every rank computes those of all others: pure arithmetic.
+Messages to a home need no indices. A shard is a contiguous run of a weight's elements. Its share of a matrix is then a
+contiguous run of the matrix's elements, and the shares of successive shards follow each other. Their lengths have a
+closed form in the global shape, the slice and the cut, which every rank evaluates for all others.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo
 
 TOGETHER = 2**24
-"""Elements of experts' matrices of one shape in one batch of products, at most: small ones alone would wait for kernels
-to start. A single matrix may be larger."""
+"""Most elements in a batch of experts' matrices of one shape. Batches amortise kernel launches over small matrices. A
+single matrix may be larger."""
 
 
 def with_matrices(
     infos: Mapping[str, ParameterInfo], matrices: Mapping[str, tuple[int, ...]], canonical: Callable[[str], str]
 ) -> dict[str, ParameterInfo]:
-    """Return ``infos`` with the rows of their matrices. ``matrices``: canonical name -> rows; others have none.
+    """Return ``infos`` with the field ``matrix``. ``matrices``: canonical name -> rows of the parts; others: None.
 
     Raises:
-        ModelError: several tp ranks share a unit of a weight, and cut it into other parts than its matrices.
+        ModelError: several tp ranks share a unit of a weight, and cut it at other rows than its matrices.
     """
     for name, info in infos.items():
         rows, held = matrices.get(canonical(name)), () if info.slice is None else info.slice.several
@@ -53,9 +53,9 @@ def iteration_flops(rows: int, columns: int) -> int:
 
 
 class Matrix(NamedTuple):
-    """One matrix: the rows of one part of the repeating unit of a weight, over all its units.
+    """One matrix: the rows of one part of a weight's repeating unit, such as all rows of k in a fused qkv.
 
-    A weight of three dims (E, rows, columns), as of experts, is a batch of weights of two dims, one after the other.
+    A weight of three dims (E, rows, columns), as of experts, is a batch of E weights of two dims.
     """
 
     info: ParameterInfo
@@ -65,7 +65,7 @@ class Matrix(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """Rows [first, stop) among which the rows of the matrix are."""
+        """Rows [first, stop) of the matrix's weight of two dims, counted over the batch."""
         rows = self.info.global_shape[-2]
         return self.place * rows, (self.place + 1) * rows
 
@@ -85,17 +85,17 @@ class Matrix(NamedTuple):
 
     @property
     def is_of_expert(self) -> bool:
-        """True for a matrix of a batch, which has others of its shape beside it."""
+        """True for a matrix of a weight of three dims."""
         return len(self.info.global_shape) == 3
 
     @property
     def num_columns(self) -> tuple[int, ...]:
-        """Columns of the equal parts of a unit of a transposed weight, which is several matrices; (): it is one."""
+        """Columns of the equal parts of a unit of a transposed weight, each part one matrix; (): it is one matrix."""
         return tuple(-each for each in self.info.matrix or () if each < 0)
 
     @property
     def stepped(self) -> tuple[int, int]:
-        """Outputs and inputs of each matrix that Newton-Schulz takes: this one, or the columns of a part of it."""
+        """Outputs and inputs of each matrix that Newton-Schulz runs on: this one, or one part of its columns."""
         rows, columns = self.shape
         return (columns // len(self.num_columns), rows) if self.num_columns else (rows, columns)
 
@@ -112,7 +112,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(info: ParameterInfo) -> list[Matrix]:
-    """Return the matrices of a weight; none unless it has some."""
+    """Return the matrices of a weight, of experts those on this rank; empty for weights that AdamW steps."""
     if info.matrix is None:
         return []
     batch = info.local_shape[0] if len(info.global_shape) == 3 else 1
@@ -154,7 +154,7 @@ class TpPart(NamedTuple):
 
 
 def tp_part(matrix: Matrix, tp_rank: int, tp: int) -> TpPart:
-    """Return a matrix on a tp rank; with ``tp`` = 1 the whole. Slices of all ranks follow from that of one."""
+    """Return a matrix on a tp rank; with ``tp`` = 1 the whole. Derives every rank's slice from this rank's."""
     shape = matrix.info.local_shape if matrix.info.over == "ep" else matrix.info.global_shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if tp == 1 or matrix.info.slice is None:
@@ -169,7 +169,7 @@ def tp_part(matrix: Matrix, tp_rank: int, tp: int) -> TpPart:
 
 
 def find_homes(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """Return the home of each matrix, a position among the ranks that hold parts: longest first, on the least busy.
+    """Return the home of each matrix, an index among its holders: the costliest first, each on the least busy.
 
     The busiest rank has at most 4/3 of the least possible work (Graham 1969).
     """
@@ -181,12 +181,12 @@ def find_homes(costs: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def batch_size(numel: int, number: int) -> int:
-    """Return the matrices of one batch: of ``number`` of ``numel`` elements each, as many as lie within TOGETHER."""
+    """Return the number of matrices in one batch, of ``number`` with ``numel`` elements each: at most TOGETHER."""
     return max(1, min(number, TOGETHER // numel))
 
 
 class MatrixSlot(NamedTuple):
-    """One weight in a flat bucket: its first element there."""
+    """One weight in a flat bucket; ``start``: index of its first element there."""
 
     info: ParameterInfo
     start: int
@@ -199,9 +199,9 @@ class MatrixShard(NamedTuple):
     numel: int
     """Elements of the full bucket, which the shards divide evenly."""
     holders: Group
-    """Ranks that hold parts: replicas, each with all its tp ranks where tp cuts the weights."""
+    """Ranks with parts of the matrices: replicas, each with all its tp ranks where tp cuts the weights."""
     tp: int
-    """Number of tp ranks of each replica among them."""
+    """Number of tp ranks of each replica among the holders."""
     dtype: torch.dtype
     """Dtype of Newton-Schulz and of the messages."""
 
@@ -211,7 +211,7 @@ class MatrixShard(NamedTuple):
         return self.numel // (self.holders.size // self.tp)
 
     def share(self, matrix: Matrix, slot_start: int, holder: int) -> tuple[int, int, TpPart]:
-        """Return a holder's [first, stop) in its tp rank's part of a weight, and the matrix there."""
+        """Return (first, stop, part): a holder's elements [first, stop) of a weight's tp part; the matrix in it."""
         shard, tp_rank = divmod(holder, self.tp)
         size = math.prod(matrix.info.local_shape)
         first, stop = (min(max(edge * self.per_shard - slot_start, 0), size) for edge in (shard, shard + 1))

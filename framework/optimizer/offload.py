@@ -2,10 +2,10 @@
 
 device    backward ....| reduce | copy |....           forward ......
 host                            | gradient | update 0 | update 1 | ...
-                                                  | copy 0 | copy 1 |   to the device, while the next one is updated
+                                                  | copy 0 | copy 1 |   to the device, during the next shard's update
 
 With a CUDA device the memory is pinned, because only copies of pinned memory overlap. With a directory it is
-memory-mapped files, deleted as soon as they are open: the kernel pages out what does not fit into memory.
+memory-mapped files, unlinked as soon as they are open: the operating system pages out what does not fit into RAM.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostMemory:
         self._directory = directory
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a zero tensor (numel,) for the whole run; it is mapped from a file where there is a directory.
+        """Return a zero tensor (numel,) for the whole run; with a directory it is mapped from a file.
 
         Raises:
             ConfigError: the directory has too little space.
@@ -45,7 +45,7 @@ class HostMemory:
         )
 
     def allocate_staging(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a zero tensor (numel,) as a staging buffer for device copies, pinned with a CUDA device."""
+        """Return a zero tensor (numel,), a staging buffer for device copies; pinned if the device is CUDA."""
         return torch.zeros(numel, dtype=dtype, pin_memory=self._stream is not None)
 
     def fetch(self, target: Tensor, source: Tensor, after: CollectiveHandle | None = None) -> Callable[[], None]:
@@ -81,10 +81,10 @@ def host_memory(config: RunConfig, device: torch.device) -> HostMemory | None:
 
 
 class OffloadedOptimizer(FlatOptimizer):
-    """Flat optimizer whose master weights and state lie in host memory.
+    """Flat optimizer whose master weights and state are in host memory.
 
-    Shards are stepped one after the other. The copy of a finished shard to the device overlaps with the next one's
-    step.
+    Shards are stepped one after the other. The copy of a finished shard to the device overlaps with the step of the
+    next one.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
 """Optimizers and learning-rate schedules of the user, named by import path.
 
-A flat shard is a piece of many parameters, cut anywhere. So an optimizer fits if it is element-wise: the update of an
-element depends on the earlier gradients and updates of this element, the learning rate and the number of steps. That is
-tried before the first step, in float64 on a few numbers (:func:`element_states`):
+A flat shard holds parts of many parameters, cut anywhere. So an optimizer must be element-wise: the update of an
+element depends on the earlier gradients and updates of this element, the learning rate and the number of steps. Trials
+check that before the first step, in float64 on a few numbers (:func:`element_states`):
 
     whole      one tensor, four steps
-    cut        the same numbers in two tensors, which are stepped one after the other, as offloaded shards are
-    resumed    two steps, the state in a new optimizer as after a checkpoint, two more steps
+    cut        the same numbers in two tensors, stepped one after the other, as offloaded shards are
+    resumed    two steps, the state copied to a new optimizer as after a checkpoint, two more steps
 
-All three must agree. LAMB, Adafactor, Muon and Shampoo, which look at whole tensors, are refused here.
+All three must give the same weights. LAMB, Adafactor, Muon and Shampoo, whose updates use whole tensors, are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.errors import ConfigError
 
 _STEPS, _ELEMENTS, _CUT, _RATE, _DECAY = 4, 24, 9, 1e-2, 0.1
 _RESERVED = ("weights", "master")
-"""Names of tensors in a checkpoint that are no state."""
+"""Names in a checkpoint that no optimizer state can have: those of the weights."""
 
 
 class ElementStates(NamedTuple):
@@ -37,7 +37,7 @@ class ElementStates(NamedTuple):
     names: tuple[str, ...]
     """Tensors with one number per element."""
     counters: Mapping[str, type]
-    """Numbers of steps taken, by name -> Tensor, int or float."""
+    """Name of a state that counts the steps taken -> its type: Tensor, int or float."""
 
     def counters_at(self, steps: int, device: torch.device) -> dict[str, Any]:
         """Return the counters after ``steps`` steps."""
@@ -53,7 +53,7 @@ def is_state_name(name: str) -> bool:
 def build_own(groups: Sequence[Mapping[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
     """Call ``optimizer.builder`` with parameter groups ("params", "lr", "weight_decay") and ``optimizer.options``.
 
-    Each group of the result has the "rate_factor" of its parameters' group.
+    Each of its parameter groups then has the "rate_factor" of the given group of its parameters.
 
     Raises:
         ConfigError: the builder fails, or what it returns cannot be stepped with a learning rate per step.
@@ -82,10 +82,10 @@ def build_own(groups: Sequence[Mapping[str, Any]], config: Optimizer) -> torch.o
 
 
 def element_states(config: Optimizer) -> ElementStates:
-    """Return the state of ``optimizer.builder``, and check once per process that the optimizer is element-wise.
+    """Return the states of ``optimizer.builder``'s optimizer, and check once per process that it is element-wise.
 
     Raises:
-        ConfigError: it is not, or it keeps state that no checkpoint could hold.
+        ConfigError: it is not, or a checkpoint could not hold its state.
     """
     assert config.builder is not None
     return _element_states(config.builder, json.dumps(config.options, sort_keys=True))
@@ -107,7 +107,7 @@ def _element_states(builder: str, options: str) -> ElementStates:
 
 
 class _Trial:
-    """Some steps of the user's optimizer on float64 numbers in tensors of given sizes."""
+    """Trial run of the user's optimizer on float64 numbers in tensors of given sizes."""
 
     def __init__(self, config: Optimizer, sizes: Sequence[int]) -> None:
         self.config, self.sizes, self.taken = config, list(sizes), 0
@@ -123,7 +123,7 @@ class _Trial:
         return [{k: v for k, v in g.items() if k not in ("params", "lr")} for g in self.inner.param_groups]
 
     def run(self, steps: int) -> tuple[ElementStates, Tensor]:
-        """Step until ``steps`` steps are taken, one tensor after the other; return the state's form and the weights."""
+        """Step until ``steps`` steps are taken, one tensor after the other; return names of states, and weights."""
         try:
             for gradient in self.gradients[self.taken : steps]:
                 for parameter, part in zip(self.parameters, gradient.split(self.sizes), strict=True):
@@ -160,7 +160,7 @@ class _Trial:
         return ElementStates(tuple(names), counters)
 
     def resumed(self, states: ElementStates) -> _Trial:
-        """Return a new optimizer that goes on from here, with what a checkpoint holds."""
+        """Return a trial with a new optimizer that continues this one, from the states that a checkpoint holds."""
         new = _Trial(self.config, self.sizes)
         new.taken = self.taken
         for old, own in zip(self.parameters, new.parameters, strict=True):
@@ -171,7 +171,7 @@ class _Trial:
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Compare weights, relative to a learning rate."""
+    """Return whether weights agree to 1e-8 of the learning rate."""
     return torch.allclose(one, other, rtol=0.0, atol=1e-8 * _RATE)
 
 
@@ -196,10 +196,10 @@ def _not_saved(config: Optimizer, why: str) -> ConfigError:
 
 
 def own_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
-    """Return the learning rate of a step by the function that ``optimizer.schedule`` names.
+    """Return the learning rate of a step from the user's function ``optimizer.schedule``.
 
     Raises:
-        ConfigError: it fails, or returns something other than a finite factor from 0 up.
+        ConfigError: it fails, or returns something other than a finite factor, at least 0.
     """
     path = optimizer.schedule
     function = _schedule(path)

@@ -1,4 +1,4 @@
-"""Optimizers that step each flat parameter by itself, and pieces of it that bound an update's temporary memory."""
+"""Base class of optimizers that step one flat parameter after the other, in pieces that bound temporary memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from meshwright.kernels import device_kind
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**26}
-"""Elements updated at a time, by device: a CPU's cache holds few; on CUDA each piece costs some kernel launches."""
+"""Elements updated at a time, by device: few fit into a CPU's cache; on CUDA each piece costs some kernel launches."""
 
 
 def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -3,8 +3,8 @@
     widen     state.to(float32)           update in float32 by torch's formula
     round     bits of float32 + r, r uniform in 0 .. 2^16 - 1, then the lower 16 bits are dropped
 
-Rounded to the nearest, a second moment stops changing: with beta2 = 0.999 a step moves it by a thousandth, and bfloat16
-has steps of 1/128. Stochastic rounding is right on average.
+Rounded to nearest, a second moment would stop changing: with beta2 = 0.999 a step changes it by about a thousandth, and
+neighbouring bfloat16 numbers differ by 1/256 to 1/128. Stochastic rounding is unbiased.
 
 NOTE [random bits of an element]: r is a pure function of (seed, step, parameter name, index of the element in the whole
 parameter), as dropout masks are. Every layout draws the same bits, wherever it cuts, and so does a resumed run.
@@ -29,17 +29,17 @@ from meshwright.parameters import ParameterInfo
 from meshwright.seeding import derive, drawn_bits
 
 TOGETHER = {"cpu": 2**18, "cuda": 2**24}
-"""Elements updated at a time, by device: each takes about 40 bytes of temporaries."""
+"""Elements updated at a time, by device; each needs about 40 bytes of temporaries."""
 STATES = ("exp_avg", "exp_avg_sq")
 
 
 class ShardPlace(NamedTuple):
-    """Place of a flat shard in its bucket, and of the bucket's weights."""
+    """Position of a flat shard in its bucket, and those of the bucket's weights."""
 
     slots: tuple[tuple[ParameterInfo, int], ...]
-    """Weights of the bucket, and the first element of each."""
+    """(weight, index of its first element in the bucket), for all weights of the bucket."""
     offset: int
-    """First element of the shard in the bucket."""
+    """Index of the shard's first element in the bucket."""
     seed: int
 
     def bits(self, start: int, stop: int, step: int, device: torch.device) -> Tensor:
@@ -56,7 +56,7 @@ class ShardPlace(NamedTuple):
 
 
 def whole_positions(info: ParameterInfo, positions: Tensor) -> Tensor:
-    """Return the positions in the whole parameter of positions in this rank's part, int64, both row-major."""
+    """Map flat row-major positions in this rank's slice of a parameter to those in the whole parameter, int64."""
     if info.slice is None:
         return positions
     dim, padded, ranges = info.slice.dim, info.slice.padded, info.slice.ranges
@@ -85,7 +85,7 @@ class RoundedAdamW(ParameterwiseOptimizer):
     def __init__(
         self, groups: list[dict[str, Any]], betas: tuple[float, float], places: Mapping[Tensor, ShardPlace]
     ) -> None:
-        """Build the optimizer. ``groups``: each with "lr", "weight_decay" and "eps"; ``places``: of each parameter."""
+        """Build the optimizer. ``groups``: each with "lr", "weight_decay", "eps". ``places``: parameter -> place."""
         super().__init__(groups, {"betas": betas})
         self._places = places
 

@@ -1,16 +1,16 @@
-"""Schedule-free AdamW on flat shards (Defazio et al. 2024, "The Road Less Scheduled"): an average in place of a decay.
+"""Schedule-free AdamW on flat shards (Defazio et al. 2024, "The Road Less Scheduled"): averaged weights, no decay.
 
-    z    AdamW's own weights, without momentum          z = z - rate (g / (sqrt(v) + eps) + decay y)
+    z    iterate of AdamW without momentum              z = z - rate (g / (sqrt(v) + eps) + decay y)
     x    weights of evaluation, an average of all z     x = (1 - c) x + c z
-    y    weights of the gradient, between the two       y = (1 - beta1) z + beta1 x
+    y    weights at which gradients are taken           y = (1 - beta1) z + beta1 x
 
 NOTE [which weights are where]: the master weights are y, so that forward and backward need no copy. z and v are the
-state, and x follows from y and z. Validation puts x in place of y and then y back from a copy: computed back, y would
+state, and x follows from y and z. Validation replaces y by x and then restores y from a copy: recomputed, y would
 differ by a rounding, and training would depend on when it validates. A checkpoint holds x as its weights and masters,
-because evaluation, sampling and export read those; y is a state of its own there, from which a resume goes on exactly.
+because evaluation, sampling and export read those; y is a state of its own there, from which a resume is exact.
 
-The weight of a step in the average is the square of its learning rate, relative to the peak. It depends on the number
-of the step and on ``optimizer.warmup_steps`` alone: there is nothing to save.
+A step's weight in the average is the square of its learning rate over the peak. It depends on the index of the step and
+on ``optimizer.warmup_steps`` alone: there is nothing to save.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from meshwright.config import Optimizer
 from meshwright.optimizer.pieces import ParameterwiseOptimizer, pieces_of
 
 GRADIENT_POINT = "y"
-"""Name in a checkpoint of the weights of the gradient."""
+"""Name in a checkpoint of y, the weights at which gradients are taken."""
 
 
 def average_weight(step: int, warmup_steps: int) -> float:
-    """Return c of optimizer step ``step``, counted from 0: its weight over the sum of all weights so far."""
+    """Return c of optimizer step ``step`` (from 0): its weight in the average over the sum of all weights so far."""
     taken, warm = step + 1, max(warmup_steps, 1)
     n = min(taken, warm)
     total = n * (n + 1) * (2 * n + 1) / (6 * warm**2) + (taken - n)
@@ -69,20 +69,20 @@ class ShardedScheduleFree(ParameterwiseOptimizer):
 
 
 class Gathered(NamedTuple):
-    """One flat shard of weights, and the communication around a change of them."""
+    """One flat shard of weights, and the collectives before and after it is replaced."""
 
     parameter: Tensor
     wait: Callable[[], None]
-    """Function that blocks until the collective posted last is done."""
+    """Function that blocks until the all-gather posted last is done."""
     gather: Callable[[], None]
-    """Function that posts the all-gather of the changed weights. Does not block."""
+    """Function that posts the all-gather of the replaced weights. Does not block."""
 
 
 @contextmanager
 def exchanged_weights(optimizer: torch.optim.Optimizer, shards: Sequence[Gathered]) -> Iterator[None]:
-    """Replace y by x within the context; other optimizers keep their weights. Collective over the shard groups.
+    """Replace y by x within the context; do nothing for other optimizers. Collective over the shard groups.
 
-    It takes memory for a copy of the shards.
+    Holds a copy of the shards meanwhile.
     """
     if not isinstance(optimizer, ShardedScheduleFree):
         yield
@@ -97,7 +97,7 @@ def exchanged_weights(optimizer: torch.optim.Optimizer, shards: Sequence[Gathere
 
 @torch.no_grad()
 def _replace(shards: Sequence[Gathered], values: Any) -> None:
-    """Set the shards one by one, and post the all-gather of each."""
+    """Copy ``values`` to the shards one by one, and post the all-gather of each."""
     for shard, value in zip(shards, values, strict=True):
         shard.wait()
         shard.parameter.copy_(value)

@@ -1,4 +1,4 @@
-"""Settings of the optimizer for each parameter: group factors, matrices, blocks of 8-bit state; and sampled rates."""
+"""Optimizer settings of each parameter: group factors, matrices, blocks of 8-bit state. Sampled learning rates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def with_settings(
     matrices: Mapping[str, tuple[int, ...]],
     canonical: Callable[[str], str],
 ) -> dict[str, ParameterInfo]:
-    """Return ``infos`` with all that the optimizer needs of each parameter.
+    """Return ``infos`` with the fields that the optimizer reads: ``matrix``, ``settings``, ``in_blocks``.
 
     Args:
-        groups: canonical name -> group of ``model.parameter_groups``; other parameters have no settings of their own.
+        groups: canonical name -> group of ``model.parameter_groups``; other parameters have the defaults.
         matrices: canonical name -> rows of the parts of a weight's matrices.
-        canonical: function that returns the name under which a tied weight is stored.
+        canonical: function from a parameter's name to the canonical one of its tied set.
 
     Raises:
-        UserError: a layout cuts matrices or blocks that must stay whole.
+        UserError: tp cuts matrices or blocks that must stay whole.
     """
     found = with_matrices(infos, matrices, canonical)
     for name, info in found.items():
@@ -37,6 +37,6 @@ def with_settings(
 
 
 def sampled_rates(optimizer: Optimizer, num_steps: int) -> list[float]:
-    """Return the learning rates of up to 33 steps from the first to the last, which ranks compare."""
+    """Return the learning rates of up to 33 evenly spaced steps, first and last included, which ranks compare."""
     steps = sorted({round(part * (num_steps - 1) / 32) for part in range(33)})
     return [learning_rate(optimizer, step, num_steps) for step in steps]

@@ -1,4 +1,4 @@
-"""States that a flat optimizer keeps beside its shards, as checkpoints, evaluation and callbacks use them."""
+"""Access to a flat optimizer's states by shard, for checkpoints, evaluation and callbacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state_names(optimizer: FlatOptimizer, index: int) -> tuple[str, ...]:
 
 
 def read_states(optimizer: FlatOptimizer, index: int) -> tuple[dict[str, Tensor], int]:
-    """Return (optimizer state of shard ``index`` by name, steps taken). The state is zero before the first step."""
+    """Return (states of shard ``index`` by name, (numel,) each; steps taken). Before the first step they are zero."""
     inner, parameter, weights = optimizer.inner, optimizer.parameters[index], optimizer.shards[index].weights
     if isinstance(inner, AdamW8bit) and optimizer.shards[index].in_blocks:
         return inner.moments(parameter), optimizer.num_steps
@@ -36,7 +36,7 @@ def read_states(optimizer: FlatOptimizer, index: int) -> tuple[dict[str, Tensor]
 
 
 def restore_states(optimizer: FlatOptimizer, index: int, states: Mapping[str, Tensor], steps: int) -> None:
-    """Set the state of shard ``index``; inverse of :func:`read_states`. The tensors may be kept, not copied."""
+    """Set the states of shard ``index``; inverse of :func:`read_states`. May keep the tensors without a copy."""
     config, inner, weights = optimizer.config, optimizer.inner, optimizer.shards[index].weights
     optimizer.num_steps = steps
     parameter = optimizer.parameters[index]
@@ -48,7 +48,7 @@ def restore_states(optimizer: FlatOptimizer, index: int, states: Mapping[str, Te
         return
     own = None if config.builder is None else element_states(config)
     if own is not None and steps == 0:
-        return  # its own initial state
+        return  # it initialises its own state
     present, kept = inner.state.get(parameter, {}), dict[str, Tensor | int]()
     for name in state_names(optimizer, index):
         key, state = _key(optimizer, name), states[name].to(state_dtype(config, weights.dtype))
@@ -71,20 +71,20 @@ def _key(optimizer: FlatOptimizer, name: str) -> str:
 
 
 def factors_of(optimizer: FlatOptimizer, index: int) -> Iterator[Factor]:
-    """Yield the states of a shard's weights that are no tensors per element; a restore copies into them."""
+    """Yield the Adafactor states of a shard's weights, if any; to restore them, copy into their tensors."""
     if isinstance(optimizer.inner, ShardedAdafactor):
         yield from optimizer.inner.factors(optimizer.parameters[index])
 
 
 def evaluating(optimizer: FlatOptimizer) -> AbstractContextManager[None]:
-    """Return a context in which the weights are those of evaluation. Collective over the shard groups."""
+    """Return a context with the weights of evaluation in place. Collective over the shard groups, also on exit."""
     shards = zip(optimizer.parameters, optimizer.shards, strict=True)
     every = [Gathered(parameter, shard.wait, shard.after_step) for parameter, shard in shards]
     return exchanged_weights(optimizer.inner, [every[index] for index in optimizer.order])
 
 
 def evaluated_weights(optimizer: FlatOptimizer, index: int) -> Tensor:
-    """Return the weights of evaluation of shard ``index``: its own, but for schedule-free optimizers."""
+    """Return the evaluation weights of shard ``index``: the average for schedule-free AdamW, else the weights."""
     parameter, inner = optimizer.parameters[index], optimizer.inner
     return inner.averaged(parameter) if isinstance(inner, ShardedScheduleFree) else optimizer.shards[index].weights
 
@@ -93,11 +93,11 @@ def add_state(optimizer: FlatOptimizer, name: str) -> list[Tensor]:
     """Add a state with one number per weight, which checkpoints hold under ``name``; for callbacks.
 
     Returns:
-        one flat tensor per shard of the optimizer, now a copy of its weights. A resume fills it from the checkpoint;
-        where the checkpoint has none, with the weights.
+        one flat tensor per shard of the optimizer, now a copy of its weights. A resume fills it from the checkpoint, or
+        with the weights if the checkpoint has no such state.
 
     Raises:
-        ValueError: the name is taken, or none that a checkpoint can hold.
+        ValueError: the name is taken, or a checkpoint cannot hold it.
     """
     if not is_state_name(name) or name in (*saved_states_of(optimizer.config), *optimizer.added):
         raise ValueError(f"state {name!r}: choose another name, of at most 64 letters, digits and underscores")

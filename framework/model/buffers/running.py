@@ -1,4 +1,4 @@
-"""Running buffers of a model, which a training forward changes (BatchNorm's statistics): found, cast, listed."""
+"""Running buffers of a model, those that a training forward changes (BatchNorm's statistics): search, cast, values."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def running_buffers(layers: nn.Sequential, inputs: Any) -> list[str]:
 def keeps_statistics(module: nn.Module) -> bool:
     """Return whether a module is a torch norm that updates running statistics.
 
-    Some kinds (InstanceNorm) count no batches, so no version counter would show it.
+    Version counters do not detect all of them: InstanceNorm counts no batches.
     """
     statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
     return statistics and module.track_running_stats  # type: ignore[return-value]
 
 
 def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
-    """Return whether a sample's numbers depend on others of its micro-batch, judged by types and buffers.
+    """Return whether a sample's outputs or gradients depend on others of its micro-batch, from types and buffers.
 
-    A module with gradients of its own by micro-batch declares it: ``couples_samples = True``. Step sums couple none.
+    A module may declare it: ``couples_samples = True``, as a router with a batch loss does. Step sums couple none.
     """
     batch_norm = nn.modules.batchnorm._BatchNorm
     coupling = any(not has_step_sums(owner_of(layers, name)) for name in running)
@@ -97,7 +97,7 @@ def cast_parameters(layers: nn.Sequential, dtype: torch.dtype) -> None:
 
 
 def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:
-    """Cast floating-point running buffers, in place, to the training dtype or their own, whichever is finer."""
+    """Cast floating-point running buffers, in place, to the training dtype unless their own is wider."""
     for name in running:
         owner, _, attribute = name.rpartition(".")
         buffer = layers.get_buffer(name)

@@ -97,7 +97,7 @@ class StepState:
         summed = [name for name in running if self._is_summed(name)]
         self._slots = {name: tuple(layers.get_buffer(name).shape) for name in summed}
         self.size = sum(torch.Size(shape).numel() for shape in self._slots.values())
-        """Elements that this state adds to the vector of a step."""
+        """Number of elements that this state adds to the vector that a step all-reduces."""
         modules = [module for name, module in layers.named_modules() if name.partition(".")[0] in mine]
         self._ending: list[Any] = [module for module in modules if has_step_sums(module)]
         self._scaled: list[Any] = [module for module in modules if hasattr(module, "gradient_scale")]
@@ -130,13 +130,13 @@ class StepState:
         return attribute in getattr(module, "step_sums", ())
 
     def begin(self, scale: float) -> None:
-        """Begin a step whose losses have the gradient ``scale``; modules that add gradients of their own read it."""
+        """Begin a step. ``scale``: gradient of each loss, which modules that add losses read as ``gradient_scale``."""
         self._before = {name: self._layers.get_buffer(name).clone() for name in self._own}
         for module in self._scaled:
             module.gradient_scale = scale
 
     def vector(self, device: torch.device) -> Tensor:
-        """Return this rank's terms of the sums, (size,) float64. Does not wait for the device."""
+        """Return this rank's terms of the sums, (size,) float64. No device synchronisation."""
         parts = [torch.zeros(0, dtype=torch.float64, device=device)]
         for name, shape in self._slots.items():
             is_mine = self._adds and name in self._before
@@ -160,7 +160,7 @@ class StepState:
         return decay ** (self._num_replicas - 1 - self._replica) * (now - decay * before)
 
     def take(self, vector: Tensor) -> Tensor:
-        """Keep the sums at the end of a step's all-reduced vector, and return the rest of it."""
+        """Store the sums, the last ``size`` elements of a step's all-reduced vector; return the other elements."""
         rest, mine = vector[: vector.numel() - self.size], vector[vector.numel() - self.size :]
         sizes = [torch.Size(shape).numel() for shape in self._slots.values()]
         parts = zip(self._slots.items(), torch.split(mine, sizes), strict=True)

@@ -1,6 +1,6 @@
 """Counters of FLOPs, bytes and estimated time for each operation, measured on tensors alone.
 
-time of an operation = max(FLOPs / F, bytes / B)        F, B of a Reference; after Williams et al. 2009, "Roofline"
+time of an operation = max(FLOPs / F, bytes / B)        F, B of a ReferenceDevice; Williams et al. 2009, "Roofline"
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.model.meter.recorder import Operation, OperationRecorder, stored
 
 
 class ReferenceDevice(NamedTuple):
-    """Reference device for time estimates: achieved rates, not those of its data sheet."""
+    """Reference device for time estimates, with achieved rates instead of the data sheet's."""
 
     name: str
     flops_per_s: float
@@ -78,7 +78,7 @@ class Meter(OperationRecorder):  # type: ignore[no-untyped-call]
 
         Args:
             done_share: share of the FLOPs really computed (half, in causal attention).
-            shape: shape of an attention, which a meter does not need.
+            shape: shape of an attention; not used here.
         """
         time_s = max(flops * done_share / self.by.flops_per_s, num_bytes / self.by.bytes_per_s)
         count, masked_flops = self.count, flops * (1.0 - done_share)
@@ -132,7 +132,7 @@ def _new_output(query: Tensor, value: Tensor) -> Tensor:
 
 
 class AttentionKernel(NamedTuple):
-    """A fused attention kernel, and the sinks of its costs."""
+    """Fused attention kernel to count, and the functions that its costs are passed to."""
 
     add_forward: AddAttention
     add_backward: AddAttention

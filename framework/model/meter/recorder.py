@@ -1,4 +1,4 @@
-"""One recorder of tensor operations, below every figure that is not measured on a device.
+"""Recorder of tensor operations, the base of every figure that is not measured on a device.
 
     operation -> Operation: its FLOPs, its bytes, its tensors -> record()
                  Meter (model/meter/counting.py)              FLOPs, bytes and time on a reference device
@@ -25,11 +25,11 @@ from meshwright.model.meter.shape_cache import MAX_KNOWN, KnownResult, describe_
 
 aten = torch.ops.aten
 PICKS = {aten.embedding: 0, aten.index_select: 0, aten.gather: 0, aten.index: 0, aten.nll_loss_forward: 0}
-"""Gather operations -> position of the argument gathered from. Its bytes read equal the bytes written."""
+"""Gather operations -> position of the argument gathered from, of which as many bytes are read as written."""
 NOT_READ = {aten.nll_loss_backward: 1, aten.copy_: 0, aten.fill_: 0, aten.zero_: 0}
 """Operations -> position of an argument that is not read: it is overwritten, or only its shape is used."""
 SCATTERS = {aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_}
-"""In-place operations that touch as many bytes of the changed tensor as they are given."""
+"""In-place operations that read and write as many bytes of the changed tensor as their other arguments have."""
 
 
 class Operation(NamedTuple):
@@ -41,7 +41,7 @@ class Operation(NamedTuple):
     kwargs: dict[str, Any]
     result: Any
     counted: tuple[float, float] | None = None
-    """(FLOPs, bytes) of an equal operation before."""
+    """(FLOPs, bytes), known from an equal earlier operation."""
 
     @property
     def packet(self) -> Any:
@@ -126,11 +126,11 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _KNOWN: dict[Any, KnownResult | None] = {}
-"""Results on meta by the key of their operation; None: it has to run again."""
+"""Key of an operation on meta -> its result; None: the operation has to run each time."""
 
 
 def run_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
-    """Run an operation, or, on meta, return what an equal one before has returned, in new tensors."""
+    """Run an operation; on meta, return new tensors with the shapes of an equal earlier operation's result."""
     key = key_of(function, args, kwargs)
     known = _KNOWN.get(key) if key is not None else None
     if known is not None:
@@ -146,7 +146,7 @@ def run_once(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op
 
 
 class StorageRegistry:
-    """Numbers of the storages that live: shared by views, never given to a later storage at the same address."""
+    """Numbers of live storages: views share one, and no number is reused for a later storage at the same address."""
 
     def __init__(self, on_release: Callable[[int], None], first_number: int = 0) -> None:
         """Create an empty registry.

@@ -1,9 +1,9 @@
 """Results of operations on the meta device by the shapes of their arguments: an equal operation is not run again.
 
     func, arguments -> key        operator, shapes, strides, dtypes, numbers, and which arguments are one tensor
-    key known       -> result     empty tensors of the shapes of the first result, or the changed argument
+    key known       -> result     empty tensors with the shapes of the first result, or the argument changed in place
 
-torch computes most shapes on meta in Python; profiles of layers repeat the same operations thousands of times.
+torch computes most meta shapes in Python, and profiles of layers repeat the same operations thousands of times.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class KnownResult(NamedTuple):
 
 
 class Unknown(Exception):
-    """An argument is no plain value and no tensor on meta."""
+    """Raised for an argument that is neither a plain value nor a tensor on meta."""
 
 
 def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the key of an operation; None if its result cannot be known from one."""
+    """Return the key of an operation; None if its arguments do not determine its result."""
     seen: dict[int, int] = {}
     try:
         return func, _key(args, seen), tuple([(name, _key(value, seen)) for name, value in kwargs.items()])
