@@ -45,7 +45,7 @@ TOKEN_DIM = -2
 def share_tokens(
     parallel: Parallel, builder: str, model: PlainModel, inputs: Any, labels: Tensor, group: Group
 ) -> TokenCut:
-    """Hook the model in place so that the cp ranks share each sample's tokens; return the cut. No communication.
+    """Register the hooks by which the cp ranks share each sample's tokens, in place; return the cut. No communication.
 
     ``inputs``, ``labels``: of a whole micro-batch, on meta.
 
