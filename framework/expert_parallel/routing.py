@@ -197,7 +197,7 @@ class RoutingHooks:
         if self._rows[0] is not samples:
             self._rows = samples, [index - self._samples.start for index in samples.tolist()]
         shape = (self._length, ids.shape[-1])
-        whole = self._file.read(name, self._rows[1], shape, self._shapes[name].num_experts)
+        whole = self._file.read(name, self._rows[1], shape, self._shapes[name].num_ids)
         given: Tensor = router.own_tokens(whole.to(ids.device))
         return given
 
@@ -249,13 +249,15 @@ class _Shape(NamedTuple):
 
     num_experts: int
     top_k: int
+    num_ids: int
+    """E; 2 E with a capacity, for the choices that are beyond it."""
     dtype: torch.dtype
 
 
 def _shape_of(router: Any) -> _Shape:
     routing = router.routing
-    has_capacity = getattr(routing, "capacity_factor", 0.0) > 0
-    return _Shape(routing.num_experts, routing.top_k, compact_dtype(routing.num_experts * (1 + has_capacity)))
+    num_ids = routing.num_experts * (2 if getattr(routing, "capacity_factor", 0.0) > 0 else 1)
+    return _Shape(routing.num_experts, routing.top_k, num_ids, compact_dtype(num_ids))
 
 
 def _path(directory: Path, key: str) -> Path:

@@ -134,8 +134,8 @@ class RoutingFile:
         """Names of the routers."""
         return list(self._file.keys())
 
-    def read(self, name: str, rows: Sequence[int], shape: tuple[int, int], num_experts: int) -> Tensor:
-        """Return the ids of samples ``rows`` of the step, (len(rows), S, k) int64. ``shape``: (S, k).
+    def read(self, name: str, rows: Sequence[int], shape: tuple[int, int], num_ids: int) -> Tensor:
+        """Return the ids of samples ``rows`` of the step, (len(rows), S, k) int64 below ``num_ids``. ``shape``: (S, k).
 
         Raises:
             ConfigError: the file lacks this router or these samples, or its ids have another shape, type or range.
@@ -158,10 +158,8 @@ class RoutingFile:
         if ids.dtype not in READ:
             raise self._misfit(f"holds {str(ids.dtype).removeprefix('torch.')} for {name}, not integers")
         ids = ids.to(torch.int64)
-        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < 2 * num_experts:
-            raise self._misfit(
-                f"has ids from {int(ids.min())} to {int(ids.max())} for {name}, of {num_experts} experts"
-            )
+        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < num_ids:
+            raise self._misfit(f"has ids from {int(ids.min())} to {int(ids.max())} for {name}, not below {num_ids}")
         return ids
 
     def table(self, name: str) -> Tensor:

@@ -22,9 +22,9 @@ E, K, S, D = 6, 2, 5, 8
 NAME = "mlp.router"
 
 
-def layers(**options: object) -> torch.nn.Module:
+def layers(capacity_factor: float = 0.5) -> torch.nn.Module:
     torch.manual_seed(0)
-    chosen = MoeOptions(E, K, capacity_factor=0.5, **options)  # type: ignore[arg-type]
+    chosen = MoeOptions(E, K, capacity_factor=capacity_factor)
     mixture = FeedForwards(D, 4, 1, moe=chosen).build(0)
     assert isinstance(mixture, MoE)
     return torch.nn.ModuleDict({"mlp": mixture.double()})
@@ -104,13 +104,22 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ({NAME: good[:2]}, "has [2, 5, 2] ids"),
         ({NAME: good[:, :3].contiguous()}, "has [4, 3, 2] ids"),
         ({NAME: good.float()}, "holds float32"),
-        ({NAME: good + 2 * E}, "has ids from 12 to 12 for mlp.router, of 6 experts"),
+        ({NAME: good + 2 * E}, "has ids from 12 to 12 for mlp.router, not below 12"),
         ({NAME: good - 2}, "has ids from -2"),
     ):
         save_file(tensors, file)
         assert said in refused(tmp_path, "MW-EP-007")
     save_file({NAME: good}, file, {"fingerprint": json.dumps([1])})
     assert run(RoutingPlan(replay=tmp_path, fingerprint={"run.seed": 1}), layers()).shape == (4, S, D)
+
+
+def test_ids_of_dropped_tokens_are_refused_by_a_router_without_a_capacity(tmp_path: Path) -> None:
+    """It has no choice to drop: the expert would take the token."""
+    ids = torch.tensor([0, E + 1]).expand(4, S, K).contiguous()
+    save_file({NAME: ids}, tmp_path / "step-00000001.safetensors")
+    assert run(RoutingPlan(replay=tmp_path), layers()).shape == (4, S, D)
+    with pytest.raises(ConfigError, match=rf"ids from 0 to {E + 1} for mlp.router, not below {E}"):
+        run(RoutingPlan(replay=tmp_path), layers(capacity_factor=0.0))
 
 
 def test_a_router_that_sees_a_token_twice_is_refused(tmp_path: Path) -> None:
