@@ -1,9 +1,10 @@
 """Search for layers that mix the tokens of a sample outside of attention cores, by one forward on the meta device.
 
-The samples of the search have p tokens per rank, for a prime p that no parameter has as a dim: so a dim of p elements
-holds tokens. p is at most S/cp; if no such prime is left, above it, and a model that refuses longer samples is not
-searched. The aten operations listed here mix tokens if they contract, reduce, sort, shift or cut a dim of p elements,
-or make a second one; ``arange(p)`` counts a rank's own tokens. Other operations, and custom kernels, pass unnoticed.
+The samples of the search have p tokens per rank, for a prime p that divides no dim of a parameter: so a dim of p
+elements holds tokens. p is at most S/cp; if no such prime is left, above it, and a model that refuses longer samples is
+not searched. The aten operations listed here mix tokens if they contract, reduce, sort, shift or cut a dim of p
+elements, or make a second one; ``arange(p)`` counts a rank's own tokens. Other operations that are not pointwise are
+probed with random numbers (probe.py). What gathers by index, and what has no kernel for CPU, passes unnoticed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.context_parallel.cut import TokenCut
+from meshwright.context_parallel.probe import mixes_tokens
 from meshwright.errors import ModelError, UserError
 from meshwright.model.build import meta_copy
 
@@ -57,7 +59,7 @@ def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Colle
     model = meta_copy(model)  # the model's own buffers are real
     dims = {size for parameter in model.parameters() for size in parameter.shape}
     sizes = (*range(min(cut.share, LARGEST), SMALLEST, -1), *range(max(cut.share, SMALLEST) + 1, LARGEST + 1))
-    prime = next(p for p in sizes if p not in dims and _is_prime(p))
+    prime = next(p for p in sizes if _is_prime(p) and all(size % p for size in dims))
     whole, is_longer = prime * cut.group.size, prime > cut.share  # the cut has another share below
 
     def resize(leaf: Tensor) -> Tensor:
@@ -120,17 +122,19 @@ class _Search(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside: list[tuple[str, bool]] = []
         self.found: tuple[str, str] | None = None
         """Name of the module, and operation."""
+        self._probed: dict[object, bool] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         is_planned = any(planned for _, planned in self.inside)
-        if self.found is None and not is_planned and self._mixes(func.overloadpacket.__name__, args, output):
+        if self.found is None and not is_planned and self._mixes(func, args, kwargs or {}, output):
             self.found = (self.inside[-1][0] if self.inside else "the model"), str(func.overloadpacket)
         return output
 
-    def _mixes(self, name: str, args: tuple[Any, ...], output: Any) -> bool:
+    def _mixes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        name = func.overloadpacket.__name__.rstrip("_")
         tokens, tensors = self._tokens, [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if name in COUNTS:
@@ -148,7 +152,17 @@ class _Search(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return any(tokens <= size < 2 * tokens and k > 1 for size, k in zip(first.shape[2:], kernel, strict=True))
         if name == "slice" or name in ALONG_DIMS:
             return self._along(name, first, args, outputs[0])
-        return name in NORMS or (name == "native_layer_norm" and tokens in args[1])
+        if name in NORMS or name == "native_layer_norm":
+            return name in NORMS or tokens in args[1]
+        return self._probe(func, args, kwargs, output)
+
+    def _probe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
+        """Probe the operation, once for the same shapes."""
+        facts = tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+        key = (func, repr(facts))
+        if key not in self._probed:
+            self._probed[key] = mixes_tokens(func, args, kwargs, output, self._tokens)
+        return self._probed[key]
 
     def _along(self, name: str, first: Tensor, args: tuple[Any, ...], output: Tensor) -> bool:
         """Return True if the operation reduces or cuts a dim of tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,38 +51,86 @@ class Attention(nn.Module):
         return x + self.core(q, k, v).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
 
 
-class Mixer(nn.Module):
-    """One of the ways in which a layer may see more than one token."""
+@torch.library.custom_op("meshwright_test::next_token", mutates_args=())
+def next_token(x: Tensor) -> Tensor:
+    """A kernel of somebody's own."""
+    return x.roll(-1, 1)
 
-    def __init__(self, kind: str) -> None:
+
+@next_token.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("meshwright_test::normalised", mutates_args=())
+def normalised(x: Tensor) -> Tensor:
+    """Another one, of each token by itself."""
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+@normalised.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+F = nn.functional
+MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "convolution": lambda x: F.conv1d(x.transpose(1, 2), x.new_ones(8, 8, 3), padding=1).transpose(1, 2),
+    "mean": lambda x: x + x.mean(1, keepdim=True),
+    "scan": lambda x: x.cumsum(1),
+    "scan in place": lambda x: x.clone().cumsum_(1),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "scores": lambda x: (x @ x.mT).softmax(-1) @ x,
+    "shift": lambda x: x + F.pad(x[:, :-1], (0, 0, 1, 0)),
+    "padded": lambda x: F.pad(x, (0, 0, 1, -1)),
+    "places": lambda x: x * torch.arange(x.shape[1], device=x.device)[:, None],
+    "fourier": lambda x: torch.fft.fft(x, dim=1).real,
+    "pooling": lambda x: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "highest": lambda x: F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "median": lambda x: x - x.median(1, keepdim=True).values,
+    "range": lambda x: x / x.aminmax(dim=1, keepdim=True).max,
+    "deviation": lambda x: x / torch.std_mean(x, 1, keepdim=True)[0],
+    "split": lambda x: x.split([1, x.shape[1] - 1], 1)[1].sum() + x,
+    "windows": lambda x: x + F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).amax(-1),
+    "first": lambda x: x - x.unbind(1)[0].unsqueeze(1),
+    "kernel": lambda x: torch.ops.meshwright_test.next_token(x),
+}
+"""Ways in which a layer may see more than one token."""
+ALONE: dict[str, Callable[[Tensor], Tensor]] = {
+    "features": lambda x: x * x.sum(-1, keepdim=True).softmax(-1) + x.flatten(0, 1).view_as(x),
+    "fourier": lambda x: torch.fft.fft(x, dim=-1).real,
+    "pooling": lambda x: F.avg_pool1d(x, 3, 1, 1),
+    "median": lambda x: x - x.median(-1, keepdim=True).values + torch.std_mean(x, -1, keepdim=True)[0],
+    "gate": lambda x: F.glu(torch.cat([x, x.flip(-1)], -1)) + F.rms_norm(x, (8,)) + F.pad(x, (1, -1)),
+    "heads": lambda x: x.unflatten(-1, (2, 4)).repeat_interleave(2, 2).flatten(2).chunk(2, -1)[0].bfloat16().float(),
+    "groups": lambda x: F.layer_norm(x.reshape(-1, 4), (4,)).view_as(x) + x.clone().clamp_(-1, 1),
+    "chosen": lambda x: x.new_zeros(x.shape).scatter(-1, x.topk(2, -1).indices, 1.0) * x,
+    "kernel": lambda x: torch.ops.meshwright_test.normalised(x),
+}
+"""Ways in which it does not."""
+
+
+class Mixer(nn.Module):
+    """A layer of one of these."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.kind, self.convolution = kind, nn.Conv1d(8, 8, 3, padding=1)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "convolution":
-            return self.convolution(x.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
-        if self.kind == "mean":
-            return x + x.mean(1, keepdim=True)
-        if self.kind == "scan":
-            return x.cumsum(1)
-        if self.kind == "attention":
-            return nn.functional.scaled_dot_product_attention(x, x, x)
-        if self.kind == "scores":
-            return (x @ x.mT).softmax(-1) @ x
-        if self.kind == "shift":
-            return x + nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
-        if self.kind == "places":
-            return x * torch.arange(x.shape[1], device=x.device)[:, None]
-        return x * x.sum(-1, keepdim=True).softmax(-1) + x.flatten(0, 1).view_as(x)  # each token by itself
+        return self.function(x)
 
 
 CORES = {"core": Core, "forgetful": ForgetfulCore}
 
 
-def own_model(plan: dict[str, str], *, core: str = "core", mixer: str | None = None) -> nn.Sequential:
+def own_model(plan: dict[str, str], *, core: str = "core", mixer: str = "", alone: str = "") -> nn.Sequential:
     """Embedding, attention, head."""
     layers = [("embedding", nn.Embedding(11, 8)), ("attention", Attention(CORES[core](), 0.1))]
-    layers += [] if mixer is None else [("mixer", Scaled() if mixer == "scaled" else Mixer(mixer))]
+    if mixer == "scaled":
+        layers.append(("mixer", Scaled()))
+    elif mixer or alone:
+        layers.append(("mixer", Mixer(MIXERS[mixer] if mixer else ALONE[alone])))
     model = nn.Sequential(OrderedDict([*layers, ("head", nn.Linear(8, 11))]))
     model.sharding_plan = plan
     return model
@@ -166,14 +215,18 @@ def test_what_is_refused(code: str, draw: Any) -> None:
     assert code in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("mixer", ["convolution", "mean", "scan", "attention", "scores", "shift", "places"])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_a_layer_that_mixes_tokens_is_refused_by_name(mixer: str) -> None:
     with pytest.raises(UserError, match=r"own_model: mixer.* mixes or counts the tokens.*MW-CP-009"):
         own(mixer=mixer)
-    own(mixer="none")
     with pytest.raises(UserError, match=r"mixer.*MW-CP-009"):  # shares of two tokens
         own({**PLAN}, {"cp": 16}, mixer=mixer)
-    own({**PLAN}, {"cp": 16}, mixer="none")
+
+
+@pytest.mark.parametrize("alone", ALONE)
+def test_a_layer_that_takes_each_token_by_itself_is_not(alone: str) -> None:
+    assert own(alone=alone).cut.share == LENGTH // 2
+    own({**PLAN}, {"cp": 16}, alone=alone)
 
 
 COUNTING = {
