@@ -133,7 +133,7 @@ class Group:
         Wire: 2 M (n-1)/n bytes.
         """
         if self.size == 1 or tensor.is_meta:
-            return CollectiveHandle()
+            return CollectiveHandle(finish=finish)
         assert tensor.is_contiguous(), "a sum into a copy would be lost"
         self._count("all_reduce", tensor_bytes(tensor))
         work = dist.all_reduce(tensor, REDUCTIONS[op], group=self.process_group, async_op=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from meshwright.errors import MeshError
+from meshwright.mesh.comm import Group
 from meshwright.mesh.device import ALLOCATOR_VARIABLES, RECORDER_VARIABLES, pick_device
 from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 from meshwright.system import host
@@ -35,6 +36,12 @@ def test_traffic_is_summed_by_group() -> None:
         traffic.add(group, operation, size, message_bytes)
     assert traffic.counts["dp", "all_gather"] == (2, 200.0)
     assert (traffic.counts["dp", "send"], traffic.counts["dp_shard", "all_gather"]) == ((1, 7.0), (1, 750.0))
+
+
+def test_a_sum_of_one_rank_is_finished_too() -> None:
+    done: list[str] = []
+    Group("dp", (0,), 0).all_reduce(torch.ones(2), finish=lambda: done.append("once")).wait()
+    assert done == ["once"]
 
 
 @pytest.fixture
