@@ -38,13 +38,13 @@ def shrink(options: dict[str, Any]) -> dict[str, Any]:
     heads = small.get("num_heads")
     hidden = small.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int):
-        kv_heads = small.get("num_kv_heads", heads)
+        kv_heads = small.get("num_kv_heads") or heads
         per_group = max(1, heads // kv_heads)
         new_kv = min(kv_heads, 4)
         new_heads = new_kv * min(per_group, 2)
         head_size = min(hidden // heads, 8)
         small["num_heads"] = new_heads
-        if "num_kv_heads" in small:
+        if small.get("num_kv_heads"):
             small["num_kv_heads"] = new_kv
         small["hidden_size"] = new_heads * head_size
         if isinstance(small.get("ffn_size"), int):

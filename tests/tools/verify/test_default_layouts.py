@@ -11,7 +11,15 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, load
 from meshwright.errors import UserError
-from meshwright.tools.verify import default_layouts, layout_config, make_small, run_twice, traits_of, turn_dropout_on
+from meshwright.tools.verify import (
+    default_layouts,
+    layout_config,
+    make_small,
+    run_twice,
+    shrink,
+    traits_of,
+    turn_dropout_on,
+)
 from meshwright.tools.verify.layouts import is_possible
 from meshwright.tools.verify.pairs import (
     FEATURES,
@@ -176,6 +184,13 @@ def test_verify_turns_dropout_on_and_makes_the_vocabulary_odd() -> None:
     on = turn_dropout_on(small.config)
     assert on.config.model.options["dropout"] == 0.1 and on.notes == ["dropout turned on: dropout 0 -> 0.1"]
     assert turn_dropout_on(on.config).config == on.config, "what is on stays as it is"
+
+
+def test_a_model_without_grouped_heads_is_made_small_as_one() -> None:
+    """Python can say None, which TOML cannot."""
+    options = {"num_heads": 16, "num_kv_heads": None, "hidden_size": 64}
+    assert shrink(options) == {"num_heads": 4, "num_kv_heads": None, "hidden_size": 16}
+    assert shrink({**options, "num_kv_heads": 8})["num_kv_heads"] == 4
 
 
 def test_dropout_modules_without_an_option_are_turned_on() -> None:
