@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from published import Row
 from rich.table import Table
 
 LEAST_ROWS = 3
+LEADS = (0.02, 0.04, 0.1, 0.2)
+"""Bounds of predicted leads, as shares of the slower time."""
 NOISE_SHARE = 0.01
 """Pairs whose published times differ by less are no evidence of an order."""
 
@@ -44,6 +46,8 @@ class Ranking(NamedTuple):
     """Published time of the run that is predicted to be the fastest, over that of the fastest, minus one."""
     place: int
     """Place of the fastest published run in the predicted order, from one."""
+    leads: tuple[tuple[float, bool], ...]
+    """Predicted lead of the faster run of each pair that differs by more than noise, and True: it was the faster."""
 
 
 def name_of(row: Row) -> str:
@@ -74,8 +78,15 @@ def _ranking(name: str, runs: Sequence[Run]) -> Ranking:
     errors = [abs(math.log(a.predicted / b.predicted) - math.log(a.published / b.published)) for a, b in pairs]
     best, chosen = min(runs, key=lambda run: run.published), min(runs, key=lambda run: run.predicted)
     place = 1 + sum(run.predicted < best.predicted for run in runs)
-    regret = chosen.published / best.published - 1
-    return Ranking(name, len(runs), spearman(runs), len(apart), ordered, sum(errors) / len(errors), regret, place)
+    regret, error = chosen.published / best.published - 1, sum(errors) / len(errors)
+    leads = tuple(
+        (
+            1 - min(a.predicted, b.predicted) / max(a.predicted, b.predicted),
+            (a.published < b.published) == (a.predicted < b.predicted),
+        )
+        for a, b in apart
+    )
+    return Ranking(name, len(runs), spearman(runs), len(apart), ordered, error, regret, place, leads)
 
 
 def spearman(runs: Sequence[Run]) -> float:
@@ -107,4 +118,19 @@ def table(rankings: Sequence[Ranking]) -> Table:
         within = sum(each.place <= LEAST_ROWS for each in rankings)
         figures = (f"{means[0]:.2f}", pairs, f"{means[1]:.1%}", f"{means[2]:.1%}", f"{within} of {count} within 3")
         shown.add_row("all, families alike", f"{total('rows'):.0f}", *figures)
+    return shown
+
+
+def lead_table(rankings: Sequence[Ranking]) -> Table:
+    """Return how often the run with a predicted lead was the faster one, by the lead."""
+    shown, bounds = Table("predicted lead"), (0.0, *LEADS, 1.0)
+    counts, shares = [], []
+    for low, high in pairwise(bounds):
+        name = f"below {high:.0%}" if not low else f"above {low:.0%}" if high == 1 else f"{low:.0%} to {high:.0%}"
+        shown.add_column(name, justify="right")
+        right = [is_right for each in rankings for lead, is_right in each.leads if low <= lead < high]
+        counts.append(str(len(right)))
+        shares.append(f"{sum(right) / len(right):.0%}" if right else "")
+    shown.add_row("pairs", *counts)
+    shown.add_row("faster one predicted", *shares)
     return shown

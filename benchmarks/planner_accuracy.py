@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from families import rank, table
+from families import lead_table, rank, table
 from published import DATA, Bench, Case, case, memory_bytes, memory_is_comparable, read, step_s
 from pydantic import ValidationError
 from report import conclude, environment
@@ -371,6 +371,7 @@ def main() -> int:
     rankings = rank([(row.case.row, one.predicted_s) for row, one in zip(rows, scored, strict=True)])
     if rankings:
         console.print(table(rankings))
+        console.print(lead_table(rankings))
     missed = [line["source"] for line in lines if not line["met"] and not line["guessed"]]
     report = {
         "environment": environment("python benchmarks/planner_accuracy.py " + " ".join(sys.argv[1:])),

@@ -23,12 +23,18 @@ def state_names(optimizer: FlatOptimizer, index: int) -> tuple[str, ...]:
 
 
 def read_states(optimizer: FlatOptimizer, index: int) -> tuple[dict[str, Tensor], int]:
-    """Return (states of shard ``index`` by name, (numel,) each; steps taken). Before the first step they are zero."""
+    """Return (states of shard ``index`` by name, (numel,) each; steps taken). Before the first step they are zero.
+
+    Raises:
+        KeyError: after a step the optimizer has no such state, and a checkpoint would hold zeros in its place.
+    """
     inner, parameter, weights = optimizer.inner, optimizer.parameters[index], optimizer.shards[index].weights
     if isinstance(inner, AdamW8bit) and optimizer.shards[index].in_blocks:
         return inner.moments(parameter), optimizer.num_steps
     kept = inner.state.get(parameter, {})
     found = {name: kept.get(_key(optimizer, name)) for name in state_names(optimizer, index)}
+    if kept and (missing := [name for name, state in found.items() if state is None]):
+        raise KeyError(f"{type(inner).__name__} has states {sorted(kept)}, and none for {missing} (IN_TORCH)")
     states = {n: torch.zeros_like(weights) if t is None else t.to(weights.dtype) for n, t in found.items()}
     if isinstance(inner, ShardedScheduleFree):
         states[GRADIENT_POINT] = weights

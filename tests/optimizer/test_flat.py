@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from meshwright.config import Optimizer
 from meshwright.optimizer import read_states, restore_states
-from meshwright.optimizer.choice import STATES
+from meshwright.optimizer.choice import IN_TORCH, STATES
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard, clip_factor
 
@@ -197,3 +197,13 @@ def test_the_optimizer_that_is_configured(name: str, kind: type[torch.optim.Opti
         CONFIG.model_copy(update={"name": name, "block_size": 32}),
     )
     assert type(ours.inner) is kind
+
+
+def test_a_state_under_another_name_is_not_saved_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, gradient = drawn(4, seed=0), drawn(4, seed=1)
+    optimizer = FlatOptimizer([shard(weights, gradient, True, True)], SGD)
+    optimizer.step(1e-2, 1.0)
+    assert read_states(optimizer, 0)[0]["momentum"].all()
+    monkeypatch.setitem(IN_TORCH, "momentum", "velocity")
+    with pytest.raises(KeyError, match=r"SGD has states \['momentum_buffer'\], and none for \['momentum'\]"):
+        read_states(optimizer, 0)
