@@ -182,7 +182,7 @@ def default_world_size(config: RunConfig, num_devices: int) -> int:
         num_devices: Number of accelerators that this run may use; 0 on CPU.
 
     Raises:
-        ConfigError: There are more ranks than devices.
+        ConfigError: There are more ranks than devices, without ``launch.share_devices``.
     """
     dp, one, named = config.parallel.known_dp, config.parallel.ranks_per_batch, config.parallel.named_ranks
     if config.launch.processes != "auto":
@@ -191,11 +191,12 @@ def default_world_size(config: RunConfig, num_devices: int) -> int:
         size, source = dp * one, f"dp {dp} x {named}"
     else:
         size, source = max(1, num_devices // one) * one, named
-    if 0 < num_devices < size:
+    if 0 < num_devices < size and not config.launch.share_devices:
         raise ConfigError(
             "MW-CONFIG-007",
             f"{source} = {size} ranks, but this machine has {num_devices} device{'s' * (num_devices > 1)}: lower a "
-            f'degree, start more machines with torchrun or srun, or run on CPU with train.device = "cpu"',
+            f'degree, start more machines with torchrun or srun, run on CPU with train.device = "cpu", or let ranks '
+            f"share devices to try a layout: launch.share_devices = true",
         )
     return size
 

@@ -141,11 +141,13 @@ def _shard_factor(config: RunConfig) -> str | None:
 
 
 def _reduce(config: RunConfig) -> str | None:
-    if config.parallel.reduce != "microbatch" or config.parallel.zero >= 2:
+    parallel = config.parallel
+    if parallel.reduce != "microbatch" or (parallel.zero >= 2 and parallel.shard_factor != 1):
         return None
+    keeps = "shard_factor = 1" if parallel.zero >= 2 else f"zero = {parallel.zero}"
     return (
-        f'parallel.reduce = "microbatch" saves nothing with parallel.zero = {config.parallel.zero}, which keeps the '
-        f"whole gradient: set parallel.zero = 2, or leave it out"
+        f'parallel.reduce = "microbatch" saves nothing with parallel.{keeps}, which keeps the whole gradient: set '
+        f"parallel.zero = 2 with two shards or more, or leave it out"
     )
 
 
@@ -162,6 +164,7 @@ _MUON, _ADAMW = ("muon",), ("adamw", "adamw8bit", "schedule_free_adamw", "muon")
 READ_BY = {
     **dict.fromkeys(("muon_momentum", "nesterov", "ns_steps", "scale"), _MUON),
     **dict.fromkeys(("beta2_decay", "clip_threshold"), ("adafactor",)),
+    "momentum": ("sgd",),
     **{"betas": (*_ADAMW, "lion"), "eps": (*_ADAMW, "lion", "adafactor"), "block_size": ("adamw8bit",)},
 }
 """Key that only some optimizers read -> names of these optimizers."""

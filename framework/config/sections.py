@@ -267,7 +267,7 @@ class Pipeline(Section):
     """Measure that balances the stages; or the number of layers of each stage, first to last."""
     recompute: Literal["none", "pointwise", "selective", "full"] = "none"
     """Activation checkpointing (recompute) of nothing, norms and pointwise operations, listed modules, or layers."""
-    recompute_layers: list[str] = Field(default_factory=lambda: ["*"])
+    recompute_layers: list[str] = Field(default_factory=lambda: ["*"], min_length=1)
     """Name patterns of the layers to recompute, such as ``block1?``."""
     offload_activations: list[str] = Field(default_factory=list)
     """Name patterns of the layers whose tensors saved for backward lie in host memory meanwhile, such as ``block*``."""

@@ -197,7 +197,7 @@ class Launch(Section):
 
     processes: Count | Literal["auto"] = "auto"
     """Number of local ranks. auto: dp x pp x cp x tp; with dp = "auto" one per device (on CPU pp x cp x tp)."""
-    devices: Annotated[str, Field(pattern=r"^(\d+(,\d+)*)?$")] = ""
+    devices: Annotated[str, Field(pattern=r"^([0-9]+(,[0-9]+)*)?$")] = ""
     """GPUs: "2,0" gives local rank 0 the first, by nvidia-smi or position in CUDA_VISIBLE_DEVICES. "": all, by bus."""
     share_devices: bool = False
     """Let several ranks share a GPU, which take the GPUs in turns and communicate through host memory: for tests."""

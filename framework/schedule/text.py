@@ -11,9 +11,11 @@ from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Item, Kin
 from meshwright.system.bounded import read_text
 
 _HEADER = re.compile(
-    r"# (?P<name>\S+) pp=(?P<pp>\d+) num_stages=(?P<num_stages>\d+) chunks=(?P<chunks>\d+) placement=(?P<placement>\w+)"
+    r"# (?P<name>\S+) pp=(?P<pp>\d{1,9}) num_stages=(?P<num_stages>\d{1,9}) chunks=(?P<chunks>\d{1,9}) "
+    r"placement=(?P<placement>\w+)",
+    re.ASCII,
 )
-_ACTION = re.compile(r"(?P<stage>\d+)?(?P<kind>[A-Z]+(?:_[A-Z])?)(?P<microbatch>\d+)?", re.ASCII)
+_ACTION = re.compile(r"(?P<stage>\d{1,9})?(?P<kind>[A-Z]+(?:_[A-Z])?)(?P<microbatch>\d{1,9})?", re.ASCII)
 _HAS_STAGE = frozenset(Kind) - {Kind.STEP}
 _HAS_MICROBATCH = COMPUTE | COMMUNICATION
 

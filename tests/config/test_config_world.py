@@ -236,6 +236,12 @@ def test_more_ranks_than_devices(launch: int | str, parallel: dict[str, Any], sa
         default_world_size(make(TWO, launch, **parallel), 4)
 
 
+def test_ranks_may_share_devices() -> None:
+    config = make(TWO, 8)
+    shared = config.model_copy(update={"launch": config.launch.model_copy(update={"share_devices": True})})
+    assert default_world_size(shared, 1) == 8
+
+
 @pytest.mark.parametrize(
     ("dp", "given_bytes", "on_cpu", "on_gpu"),
     [

@@ -25,6 +25,11 @@ DEMO = "configs/demo.toml"
         (["--optimizer.name=sgd", "--optimizer.eps=1e-6"], "MW-CONFIG-068"),
         (["--optimizer.block_size=64"], "MW-CONFIG-068"),
         (["--optimizer.nesterov=false"], "MW-CONFIG-068"),
+        (["--optimizer.momentum=0.5"], "MW-CONFIG-068"),
+        (["--optimizer.name=lion", "--optimizer.momentum=0.5"], "MW-CONFIG-068"),
+        (["--optimizer.name=muon", "--optimizer.momentum=0.5"], "MW-CONFIG-073"),
+        (["--pipeline.recompute=full", "--pipeline.recompute_layers=[]"], "pipeline.recompute_layers"),
+        (["--parallel.zero=3", "--parallel.shard_factor=1", "--parallel.reduce=microbatch"], "MW-CONFIG-042"),
     ],
 )
 def test_refused(words: list[str], code: str) -> None:
@@ -39,6 +44,8 @@ def test_refused(words: list[str], code: str) -> None:
         ["--optimizer.name=muon", "--optimizer.betas=[0.8,0.9]", "--optimizer.eps=1e-6"],
         ["--optimizer.name=adamw8bit", "--optimizer.block_size=64"],
         ["--optimizer.name=adafactor", "--optimizer.eps=1e-6"],
+        ["--optimizer.name=sgd", "--optimizer.momentum=0.5"],
+        ["--parallel.zero=3", "--parallel.shard_factor=2", "--parallel.reduce=microbatch"],
         ["--adapter.rank=3", "--adapter.targets=['block*']", "--adapter.alpha=3", "--adapter.dropout=0.1"],
     ],
 )

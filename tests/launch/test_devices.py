@@ -66,7 +66,13 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "said"),
-    [("0,0", "names device 0 twice"), ("0,,1", "launch.devices"), ("gpu1", "launch.devices"), ("-1", "launch.devices")],
+    [
+        ("0,0", "names device 0 twice"),
+        ("0,,1", "launch.devices"),
+        ("gpu1", "launch.devices"),
+        ("-1", "launch.devices"),
+        ("\uff12", "launch.devices"),
+    ],
 )
 def test_what_is_no_list_of_devices(devices: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):

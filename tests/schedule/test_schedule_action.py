@@ -64,7 +64,13 @@ def test_text_of_actions() -> None:
     assert [len(actions_of(item)) for item in row] == [1, 1, 2, 1, 1]
 
 
-@pytest.mark.parametrize("word", ["0X0", "F0", "0F", "0F0x", "0REDUCE1", "0STEP", "{0SEND_F0", "{0F0}", "{}", "0F-1"])
+MANY_DIGITS = "0" * 5000
+"""More than int() reads."""
+
+
+@pytest.mark.parametrize(
+    "word", ["0X0", "F0", "0F", "0F0x", "0REDUCE1", "0STEP", "{0SEND_F0", "{0F0}", "{}", "0F-1", "0F" + MANY_DIGITS]
+)
 def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
     with pytest.raises(ScheduleError, match="line 2") as caught:
         parse_schedule(HEADER + f"0F0 {word} STEP")
@@ -83,6 +89,8 @@ def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
         "# a pp=2 num_stages=3 chunks=1 placement=loop\n0F0\n1F0\n",
         "# a pp=2 num_stages=0 chunks=1 placement=loop\n0F0\n1F0\n",
         "# a pp=1 num_stages=1 chunks=1 placement=spiral\n0F0\n",
+        f"# a pp=1{MANY_DIGITS} num_stages=1 chunks=1 placement=loop\n0F0 0B0\n",
+        "# a pp=\uff11 num_stages=1 chunks=1 placement=loop\n0F0 0B0\n",  # a full-width digit
         "# a pp=1 num_stages=2000000 chunks=1 placement=loop\n0F0 0B0\n",
     ],
 )

@@ -137,16 +137,18 @@ def with_choice(base: RunConfig, choice: Choice) -> RunConfig:
         "shard_factor": choice.shard_factor if choice.zero and choice.shard_factor < choice.num_replicas else None,
         "sequence": choice.sequence,
         "offload": choice.offload,
+        "offload_directory": base.parallel.offload_directory if choice.offload else None,
         "reduce": None,
         "tp_across_nodes": False,
         **context_keys(base, choice.cp, choice.exchange, choice.order),
     }
+    layers = ["*"] if choice.recompute == "none" else base.pipeline.recompute_layers
     pipeline = {
         "schedule": choice.schedule,
         "schedule_file": None,
         "interleave": choice.interleave if choice.schedule == "interleaved_1f1b" or ":" in choice.schedule else None,
         "recompute": "full" if choice.recompute == "half" else choice.recompute,
-        "recompute_layers": [EVERY_SECOND] if choice.recompute == "half" else base.pipeline.recompute_layers,
+        "recompute_layers": [EVERY_SECOND] if choice.recompute == "half" else layers,
         "balance": base.pipeline.balance if isinstance(base.pipeline.balance, str) else "time",
     }
     batch = {"micro_batch_size": choice.micro_batch_size, "chunks": choice.chunks}

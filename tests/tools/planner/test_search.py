@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pkgutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshwright.blueprint import draw_blueprint
-from meshwright.config import RunConfig, resolve
+from meshwright.config import RunConfig, load, resolve, to_toml
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis import peak_activations
 from meshwright.tools.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
@@ -61,6 +62,25 @@ def test_every_layout_that_is_offered_can_be_run(kind: str) -> None:
     assert "the first beats the second by" in describe(bench, plan)
     if kind == "plain":
         assert {each.choice.tp for each in plan.best} == {1}  # no plan says how to split it
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"parallel": {"offload": True, "offload_directory": "fast"}},
+        {"pipeline": {"recompute": "full", "recompute_layers": ["block0"]}},
+    ],
+)
+def test_a_chosen_layout_keeps_no_key_of_another(section: dict[str, dict[str, object]], tmp_path: Path) -> None:
+    """What `plan --out` writes is a configuration that `train` takes."""
+    bench = cache()
+    base = bench.config.replace(**section)
+    offered = [each for each in choices(bench, hardware(devices_per_node=2), 1) if isinstance(each, Choice)]
+    plain = next(each for each in offered if each.recompute == "none")
+    for choice in (plain, plain._replace(offload=True)):
+        file = tmp_path / "plan.toml"
+        file.write_text(to_toml(with_choice(base, choice)))
+        assert load(str(file), []).parallel.offload == choice.offload
 
 
 @pytest.fixture(scope="module")
