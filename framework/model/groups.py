@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 from pydantic import ValidationError
 from torch import nn
 
+from meshwright.adapters.attach import is_adapter
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import error_place, find_function
 from meshwright.errors import ModelError
@@ -54,12 +55,14 @@ def assign_groups(
 def find_groups(layers: nn.Sequential, canonical: Callable[[str], str], config: RunConfig) -> dict[str, ParameterGroup]:
     """Return canonical parameter name -> its group, merged from the configuration and the model's attribute.
 
-    Factors multiply. Other settings are the configuration's, or the model's if the configuration leaves them out.
+    Factors multiply. Other settings are the configuration's, or the model's if the configuration leaves them out. The
+    model's are of its own parameters, not of adapters that have been attached.
     """
     shapes = {name: tuple(p.shape) for name, p in layers.named_parameters() if canonical(name) == name}
     declared = getattr(layers, "parameter_groups", None) or []
     try:
-        own = assign_groups(shapes, [ParameterGroup.model_validate(group) for group in declared], _ATTRIBUTE)
+        of_model = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
+        own = assign_groups(of_model, [ParameterGroup.model_validate(group) for group in declared], _ATTRIBUTE)
     except (TypeError, ValidationError) as error:
         why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise ModelError("MW-MODEL-035", f"{_ATTRIBUTE} = {declared!r} is no list of groups: {why}") from error

@@ -70,6 +70,16 @@ def test_numbers_of_one_plain_process(
     assert row.passed, "\n".join(row.problems)
 
 
+@pytest.mark.parametrize("layout", ["dp1", "cp2,tp2,sequence"])
+def test_on_linears_in_float8(layout: str, pool: RankPool, references: References) -> None:
+    """The plain run multiplies by the base in float8 too."""
+    config, global_batch = decomposed("llama", layout, BLOCKS)
+    config = config.replace(train={"linear": "fp8", "fp8_keep": ["head"]})
+    chosen = parse_layout(layout)
+    row = prove(config, chosen, pool, references, global_batch=global_batch, steps=2, dtype="float64", twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
 def norm_of_the_shard(patch: pytest.MonkeyPatch) -> None:
     """The norm of a row is that of the columns which a rank holds."""
     patch.setattr(meshwright.tensor_parallel.layers.RowLinear, "whole_sums", lambda self, sums: sums)

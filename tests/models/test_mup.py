@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import meshwright
 from meshwright.checkpoint import TensorKind, open_checkpoint
-from meshwright.config import RunConfig
+from meshwright.config import ParameterGroup, RunConfig
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import configured_model
@@ -76,6 +76,17 @@ def test_initial_weights_and_factors_follow_the_table(form: str) -> None:
         assert (name in found) is is_scaled
     settings = {(group.learning_rate_factor, group.eps_factor, group.weight_decay) for group in found.values()}
     assert settings == {(1 / M, 1 / M, None)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_adapters_have_no_factor_of_their_matrix(form: str) -> None:
+    """Their fan-in or fan-out is the rank; the user's own groups match them."""
+    adapter = {"rank": 2, "targets": ["block*.attention.*", "block*.mlp.*"]}
+    chosen = [ParameterGroup(names=["block0.mlp.*.lora_b.weight"], learning_rate_factor=16.0)]
+    config = config_of(form).replace(adapter=adapter)
+    groups = configured_model(config.replace(model={"parameter_groups": chosen})).groups
+    ours = {name: group.learning_rate_factor for name, group in groups.items() if "lora" in name}
+    assert ours and all(".lora_b." in name and factor == 16.0 for name, factor in ours.items())
 
 
 def folded(form: str, model: nn.Sequential) -> nn.Sequential:

@@ -1,6 +1,6 @@
 """Check of layouts for models with running buffers, which a training forward changes.
 
-step sums                  any layout: forward adds to them, and they are summed over the ranks once per step
+step sums                  any layout: forward adds sums over tokens, and they are summed over the ranks once per step
 statistics (BatchNorm)     any pipeline and number of replicas: each stage runs the micro-batches in one order, and the
                            replicas' statistics are combined in the order of their samples
 any other buffer           one replica, no recompute: nothing combines two replicas' values, and a forward that runs

@@ -48,7 +48,8 @@ def _linear(scale: float, module: Any, args: tuple[Tensor], y: Tensor) -> Tensor
         return y + low
     whole = (module.weight + scale * module.lora_b.weight @ module.lora_a.weight).detach()
     lengths = module.weight.norm(dim=1) + module.lora_magnitude
-    y = (F.linear(args[0], module.weight) + low) * (lengths / whole.norm(dim=1))
+    base = y if module.bias is None else y - module.bias  # in float8 where the linear is
+    y = (base + low) * (lengths / whole.norm(dim=1))
     return y if module.bias is None else y + module.bias
 
 
