@@ -64,13 +64,15 @@ class HostCopies:
         if device.type == "cuda":
             self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.on_allocate: Callable[[Tensor], object] = lambda memory: None
-        """Function called with each new host tensor."""
+        """Function called with each new host tensor, whose bytes are those that torch takes from the host."""
         self._free: dict[int, list[Tensor]] = {}
-        """Number of bytes -> host tensors to reuse. Only with CUDA."""
+        """Size class in bytes -> host tensors to reuse. Only with CUDA."""
 
     def post_out(self, stored: Sequence[StoredActivation]) -> None:
         """Post the copies of storages to the host. Does not block with CUDA."""
         leaving = [each for each in stored if each.host is None and each.device is not None]
+        if not leaving:
+            return
         sizes = [-(-each.num_bytes // _ALIGNMENT) * _ALIGNMENT for each in leaving]
         block, offset = self._host_block(sum(sizes)), 0
         with self._on(self._out):
@@ -129,17 +131,21 @@ class HostCopies:
             yield
 
     def _host_block(self, num_bytes: int) -> HostBlock:
-        """Return host memory (num_bytes,) uint8, pinned with a CUDA device.
+        """Return host memory of at least ``num_bytes``, uint8. With a CUDA device it is pinned, and a power of two.
 
-        NOTE [own blocks]: torch's cache of pinned memory rounds sizes up to powers of two. A block is free when
-        autograd has released its tensors. By then the compute stream has waited for their copies back, and each
-        new copy begins after that stream's work.
+        NOTE [own blocks]: a block is free when autograd has released its tensors. By then the compute stream has
+        waited for their copies back, and each new copy begins after that stream's work: no event has to be polled.
+        Powers of two are the size classes of torch's cache of pinned memory, which takes no fewer bytes for a smaller
+        request. The sizes of exchanged tokens vary, so blocks of exact sizes would seldom be reused. Free blocks stay
+        here: torch's cache would keep their memory as well.
         """
-        free = self._free.setdefault(num_bytes, [])
+        pins = self._out is not None
+        size = 1 << (num_bytes - 1).bit_length() if pins else num_bytes
+        free = self._free.setdefault(size, [])
         if free:
             memory = free.pop()
         else:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._out is not None)
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
             self.on_allocate(memory)
         return HostBlock(memory, self._give_back)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.pipeline.activation_offload import ActivationOffload
-from meshwright.pipeline.offload_copies import HostCopies
+from meshwright.pipeline.offload_copies import HostCopies, StoredActivation
 from meshwright.schedule.build import build as build_schedule
 from meshwright.step import take_step
 from meshwright.tools.dryrun.fake_step import profile_rank
@@ -183,6 +185,46 @@ def test_a_graph_that_is_dropped_releases_its_memory() -> None:
     assert members and all(each.host is not None for each in members)
     del members, out
     assert not offload._groups[0, 0].members
+
+
+class Idle:
+    """Stream on which nothing has to be waited for."""
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> str:
+        return "event"
+
+
+@pytest.mark.parametrize(("least", "most"), [(1848, 2248), (1, 1000), (700, 1400)])
+def test_pinned_memory_is_bounded_where_sizes_vary(least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts over ep receive other numbers of rows in each micro-batch; torch pins a power of two bytes."""
+    empty, draw, made, peak = torch.empty, random.Random(0), list[int](), 0
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **how: empty(*size, **how))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Idle())
+    copies = HostCopies(torch.device("cpu"))
+    copies._out = copies._in = Idle()  # as on CUDA
+    copies.on_allocate = lambda memory: made.append(memory.numel())
+    for _ in range(100):
+        layers = [[StoredActivation(torch.rand(draw.randint(least, most) * 64)) for _ in range(3)] for _ in range(4)]
+        before = [[each.device for each in layer] for layer in layers]
+        for layer in layers:
+            copies.post_out(layer)
+            copies.finish_out(layer)
+        blocks = {id(each.block): each.block.memory.numel() for layer in layers for each in layer if each.block}
+        assert len(blocks) == len(layers)
+        peak = max(peak, sum(blocks.values()))
+        for layer, saved in zip(layers, before, strict=True):
+            copies.post_in(layer)
+            copies.finish_in(layer)
+            for each, tensor in zip(layer, saved, strict=True):
+                assert tensor is not None and each.device is not None and torch.equal(each.device, tensor)
+        del layers, layer, each
+    assert sum(made) < 2 * peak, (len(made), peak)
+    assert all(size.bit_count() == 1 for size in made), "what is counted is what torch takes"
 
 
 def test_the_next_backward_returns_one_computation_ahead() -> None:

@@ -73,7 +73,8 @@ class RankProfile:
     host_bytes: int
     """Bytes at the peak that ``parallel.offload`` keeps in host memory; not part of ``peak_bytes``."""
     offloaded_bytes: int
-    """Largest number of bytes of saved tensors that ``pipeline.offload_activations`` keeps in host memory."""
+    """Largest number of bytes of saved tensors that ``pipeline.offload_activations`` keeps in host memory. On CUDA a
+    layer's block of pinned memory is rounded up to a power of two, which is not counted."""
     both_bytes: int
     """Largest number of live bytes on device and host together."""
     communication: list[CommunicationRecord] = field(default_factory=list)

@@ -216,7 +216,10 @@ def _forward(
 
 
 def offloaded_bytes(schedule: Schedule, pp_rank: int, footprints: Sequence[Footprint]) -> int:
-    """Return the largest number of bytes of saved tensors in host memory along a row."""
+    """Return the largest number of bytes of saved tensors in host memory along a row.
+
+    On CUDA a layer's block of pinned memory is rounded up to a power of two, which is not counted.
+    """
     most = live = 0
     for _, action in schedule.actions(pp_rank):
         if action.kind in (Kind.F, Kind.B, Kind.I):
