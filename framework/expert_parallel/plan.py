@@ -42,7 +42,8 @@ def apply(
     Call it after tensor parallelism is applied, which does not cut experts.
 
     Raises:
-        ModelError: the plan names no experts, or their parameters cannot be sliced along dim 0 or are tied to others.
+        ModelError: the plan names no experts, their parameters cannot be sliced along dim 0 or are tied to others, or
+            their buffers have a row for each expert.
     """
     found = dict(infos)
     if group.size == 1:
@@ -58,7 +59,7 @@ def apply(
     parameters: dict[int, nn.Parameter] = {}
     for name in names:
         plain = model.get_submodule(name)
-        _check_experts(builder, name, plain)
+        _check_experts(builder, name, plain, group.size)
         for path, whole in plain.named_parameters(remove_duplicate=False):
             part = _slice(builder, f"{name}.{path}", whole, group)
             info = found[f"{name}.{path}"]._replace(slice=part, sum_over_tp=False, over="ep")
@@ -94,7 +95,7 @@ def _slice(builder: str, name: str, whole: Tensor, group: Group) -> Slice:
     return Slice(0, group.rank * part, (group.rank + 1) * part, part)
 
 
-def _check_experts(builder: str, name: str, experts: nn.Module) -> None:
+def _check_experts(builder: str, name: str, experts: nn.Module, ep: int) -> None:
     counts = {path: whole.shape[0] for path, whole in experts.named_parameters()}
     if len(set(counts.values())) > 1:
         raise ModelError(
@@ -103,6 +104,15 @@ def _check_experts(builder: str, name: str, experts: nn.Module) -> None:
             f"{', '.join(f'{path} {count}' for path, count in counts.items())}: the expert is not dim 0 of all; use "
             f"parallel.ep = 1, or take the others out of the module",
         )
+    for path, buffer in experts.named_buffers():
+        if buffer.dim() and buffer.shape[0] in counts.values():
+            raise ModelError(
+                "MW-EP-011",
+                f"{builder}: the buffer {name}.{path} has dim 0 = {buffer.shape[0]}, the number of experts, and "
+                f"parallel.ep = {ep} cuts parameters alone: ids on a rank count its own experts from 0, so it would "
+                f"read the rows of others. Make it an nn.Parameter with requires_grad=False that reset_parameters() "
+                f"fills, hold it in the router, or use parallel.ep = 1",
+            )
 
 
 def _check_ties(builder: str, infos: Mapping[str, ParameterInfo], tied: Sequence[tuple[str, ...]]) -> None:

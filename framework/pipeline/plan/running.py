@@ -28,7 +28,7 @@ from meshwright.model.build import PlainModel
 from meshwright.schedule.action import Kind, Schedule
 
 WHOLE = ("router", "replicate", "experts")
-"""Kinds of the sharding plan that leave the features of a module's input whole."""
+"""Kinds of the sharding plan that leave the features of a module's input whole; with ep > 1 experts get other rows."""
 
 
 def check_running(
@@ -42,7 +42,7 @@ def check_running(
     for name in running:
         owner = owner_of(layers, name)
         if has_step_sums(owner):
-            _check_step_sums(model, owner, name.rpartition(".")[0])
+            _check_step_sums(model, owner, name.rpartition(".")[0], parallel.ep)
             continue
         layer_name, _, inside = name.partition(".")
         layer = f"layer {layer_name} ({type(layers.get_submodule(layer_name)).__name__})"
@@ -104,8 +104,8 @@ def _check_replicas(config: RunConfig, owner: nn.Module, what: str) -> None:
         )
 
 
-def _check_step_sums(model: PlainModel, owner: nn.Module, name: str) -> None:
-    """Raise :class:`ModelError` for step sums that are declared wrongly, or are inside a module that tp splits."""
+def _check_step_sums(model: PlainModel, owner: nn.Module, name: str, ep: int) -> None:
+    """Raise :class:`ModelError` for step sums that are declared wrongly, or inside a module that tp or ep splits."""
     problem = step_sum_problem(owner)
     if problem is not None:
         raise ModelError(
@@ -116,13 +116,18 @@ def _check_step_sums(model: PlainModel, owner: nn.Module, name: str) -> None:
     parts = name.split(".")
     around = [".".join(parts[:stop]) for stop in range(1, len(parts) + 1)]
     kinds = {part: kind for part in around for pattern, kind in model.plan.items() if fnmatchcase(part, pattern)}
-    split = next((part for part, kind in kinds.items() if kind not in WHOLE), None)
-    if split is not None:
-        raise ModelError(
-            "MW-PIPELINE-043",
-            f"{name} ({type(owner).__name__}) has step_sums, and sharding_plan splits {split}: each rank would add its "
-            f"own part of the features. Move the sums into a module that no pattern of the plan splits",
-        )
+    split = next((part for part, kind in kinds.items() if kind not in WHOLE or (kind == "experts" and ep > 1)), None)
+    if split is None:
+        return
+    if kinds[split] == "experts":
+        own = f"with parallel.ep = {ep} each rank would add rows of its own experts, whose ids it counts from 0"
+    else:
+        own = "each rank would add its own part of the features"
+    raise ModelError(
+        "MW-PIPELINE-043",
+        f"{name} ({type(owner).__name__}) has step_sums, and sharding_plan splits {split}: {own}. Move the sums into a "
+        f"module that no pattern of the plan splits",
+    )
 
 
 def _check_order(schedule: Schedule, what: str) -> None:
