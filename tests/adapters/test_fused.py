@@ -196,7 +196,12 @@ def rows(split: str) -> Rows:
 
 @pytest.mark.parametrize(
     ("changes", "code"),
-    [({"r": 3}, "MW-INTEROP-113"), ({"lora_bias": True}, "MW-INTEROP-104"), ({"name": "q"}, "MW-INTEROP-115")],
+    [
+        ({"r": 3}, "MW-INTEROP-113"),
+        ({"lora_bias": True}, "MW-INTEROP-104"),
+        ({"init_lora_weights": "pissa"}, "MW-INTEROP-104"),
+        ({"name": "q"}, "MW-INTEROP-115"),
+    ],
 )
 def test_files_that_do_not_fit_are_refused(base: Path, tmp_path: Path, changes: dict[str, Any], code: str) -> None:
     tensors = {name.replace("q_proj", "q" if "name" in changes else "q_proj"): t for name, t in drawn().items()}

@@ -15,9 +15,17 @@ from meshwright.config import RunConfig, resolve, to_toml, write_snapshot
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.adapters import CONFIG
 
-ONLY_VALUES: dict[str, Any] = {"bias": "none", "modules_to_save": None, "layer_replication": None}
-ONLY_VALUES |= {"rank_pattern": {}, "alpha_pattern": {}, "target_parameters": None, "lora_bias": False}
-"""Keys of adapter_config.json with the only value that is imported."""
+READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}
+OF_TARGETS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+"""Keys that choose the modules, or describe them; the names and shapes of the tensors hold the same."""
+OF_START = {"init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"}
+"""Keys of the initial values. ``init_lora_weights`` has a check of its own; peft's conversion leaves the others."""
+WITHOUT_EFFECT = {"base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version"}
+WITHOUT_EFFECT |= {"megatron_core", "qalora_group_size", "runtime_config", "merge_weights"}
+KNOWN = READ | OF_TARGETS | OF_START | WITHOUT_EFFECT
+"""Keys of adapter_config.json with any value. Others must be off, since they may make another model of the file."""
+SAME_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base as it is. PiSSA and others change its weights at the start."""
 
 
 class AdapterSettings(NamedTuple):
@@ -48,18 +56,23 @@ def settings_of(fields: Mapping[str, Any], source: Path) -> AdapterSettings:
     """Return the settings of adapters from the fields of peft's configuration in ``source``.
 
     Raises:
-        ModelError: the adapters are not plain LoRA.
+        ModelError: the adapters are not plain LoRA, or not those of the unchanged base.
     """
     problems = [f"peft_type = {json.dumps(fields.get('peft_type'))}"] if fields.get("peft_type") != "LORA" else []
-    for key, value in ONLY_VALUES.items():
-        if fields.get(key, value) != value and (fields[key] or value):
-            problems.append(f"{key} = {json.dumps(fields[key])}")
+    set_keys = [key for key, value in fields.items() if value and (key, value) != ("bias", "none")]
+    others = [key for key in set_keys if key not in KNOWN]
+    if fields.get("init_lora_weights") not in SAME_BASE:
+        others.append("init_lora_weights")
+    problems += [f"{key} = {json.dumps(fields[key])}" for key in others]
     rank, alpha, dropout = fields.get("r"), fields.get("lora_alpha"), fields.get("lora_dropout") or 0.0
     if not (isinstance(rank, int) and rank > 0 and isinstance(alpha, int | float) and alpha > 0):
         problems.append(f"r = {json.dumps(rank)} with lora_alpha = {json.dumps(alpha)}")
     if problems:
         raise ModelError(
-            "MW-INTEROP-104", f"{source / CONFIG}: {', '.join(problems)}: only LoRA of one rank and scale is imported"
+            "MW-INTEROP-104",
+            f"{source / CONFIG}: {', '.join(problems)}: only LoRA of one rank and scale on an unchanged base is "
+            f"imported; convert adapters of PiSSA and the like with peft (save_pretrained with "
+            f"path_initial_model_for_weight_conversion), or merge them there and import the model",
         )
     assert isinstance(rank, int) and isinstance(alpha, int | float)
     factor = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
