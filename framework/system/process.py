@@ -7,7 +7,8 @@ Slurm, a launcher or a user stops a run with a signal. All ranks save at the sam
     all ranks   save         further signals are ignored
     all ranks   leave        Preempted: exit code 85, "run the same command again"
 
-A signal that was ignored when the run was started (SIGHUP under nohup) stays ignored, in the launcher and in all ranks.
+SIGHUP and SIGINT that were ignored when the run was started (nohup, a shell's &) stay ignored, in the launcher and in
+all ranks. The others are handled all the same: torchrun's wrapper in a job script ignores USR1 and USR2 for itself.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from meshwright.terminal.output import tell
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a run to stop."""
+KEPT_IGNORED = (signal.SIGHUP, signal.SIGINT)
+"""Signals that stay ignored if this process inherits that."""
 LISTENING = "MESHWRIGHT_LISTENING"
 """Environment variable with a directory. A process that handles signals creates a file there, named by its id."""
 
@@ -83,8 +86,8 @@ def ignore_signals() -> None:
 
 
 def ignored_signals() -> list[signal.Signals]:
-    """Return the SIGNALS that this process ignores, inherited from its parent process."""
-    return [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_IGN]
+    """Return those of KEPT_IGNORED that this process ignores, inherited from its parent process."""
+    return [each for each in KEPT_IGNORED if signal.getsignal(each) is signal.SIG_IGN]
 
 
 class FileLock:

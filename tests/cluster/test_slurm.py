@@ -313,12 +313,23 @@ FAULTS: dict[str, tuple[Callable[[Slurm, str], None], int]] = {
 """What happens, and how often the job starts again because of it."""
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+SURVIVED: list[Any] = [
+    *(pytest.param(fault, (), id=fault) for fault in FAULTS),
+    pytest.param("scancel --signal=USR2", ("--torchrun",), id="scancel --signal=USR2, torchrun"),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), SURVIVED)
 def test_the_job_survives(
-    fault: str, idle: Slurm, plain: RunConfig, tmp_path: Path, record_property: Callable[[str, Any], None]
+    fault: str,
+    words: tuple[str, ...],
+    idle: Slurm,
+    plain: RunConfig,
+    tmp_path: Path,
+    record_property: Callable[[str, Any], None],
 ) -> None:
     config = changed(plain, run={"directory": str(tmp_path)}, checkpoint={"every": 10, "keep_last": 2})
-    job = submitted(idle, written(config, tmp_path))
+    job = submitted(idle, written(config, tmp_path), *words)
     until(lambda: steps_of(config) >= 25, "25 steps", LIMIT_S, 0.1)
     strike, restarts = FAULTS[fault]
     begin_s, before = time.monotonic(), steps_of(config)
@@ -330,7 +341,9 @@ def test_the_job_survives(
     assert int(idle.job(job)["Restarts"]) == restarts
     assert exact_losses(config) == exact_losses(plain)
     assert not differing(tensors(run_directory(config)), tensors(run_directory(plain)))
-    record_property("noted", f"{fault} {recovered_s:.0f}")
+    if strike is send_usr2:
+        assert json.loads((run_directory(config) / "starts.jsonl").read_text().splitlines()[1])["step"] > before
+    record_property("noted", f"{' '.join((fault, *words))} {recovered_s:.0f}")
 
 
 def test_the_job_survives_its_time_limit(

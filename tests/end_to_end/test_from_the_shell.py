@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -103,6 +104,38 @@ def test_the_same_under_torchrun(corpus: Path, tmp_path: Path, pool: RankPool, s
     assert done.stderr.count("launch.max_restarts has no effect here") == 1
     train(pool, same)
     assert exact_losses(config) == exact_losses(same)
+
+
+def ignore_as_the_job_script() -> None:
+    """What `trap "" USR1 USR2; exec torchrun` does to the processes that follow (launch/templates/job.sbatch.j2)."""
+    for each in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(each, signal.SIG_IGN)
+
+
+def test_a_signal_that_torchrun_ignores_is_for_its_ranks(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    """USR2 to all processes, as Slurm sends it before a time limit: the ranks save, and torchrun ends with its 1."""
+    keys: dict[str, Any] = {"parallel": layout("dp2"), "train": {"steps": 100000}, "checkpoint": {"every": 0}}
+    config = run_config(corpus, tmp_path, **keys)
+    metrics = run_directory(config) / "metrics.jsonl"
+    with shell.start(
+        [*TORCHRUN, "train", written(config, tmp_path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=ignore_as_the_job_script,
+    ) as process:
+        deadline_s = time.monotonic() + LIMIT_S
+        while not metrics.exists() or metrics.read_text().count("\n") < 2:
+            assert time.monotonic() < deadline_s and process.poll() is None
+            time.sleep(0.02)
+        for pid in shell.alive():
+            os.kill(pid, signal.SIGUSR2)
+        try:
+            _, said = process.communicate(timeout=LIMIT_S)
+        finally:
+            shell.end_all()
+    step = lines(config)[-1]["step"]
+    assert process.returncode == 1 and f"stopped by SIGUSR2 after step {step} of 100000; it is saved" in said, said
+    assert [checkpoint.step for checkpoint in find(run_directory(config))] == [step]
 
 
 @pytest.mark.torture

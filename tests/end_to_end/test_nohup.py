@@ -36,6 +36,19 @@ def test_what_is_ignored_stays_ignored() -> None:
             signal.signal(each, handler)
 
 
+@pytest.mark.parametrize("each", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_what_a_wrapper_ignores_for_itself_is_handled(each: signal.Signals) -> None:
+    """bash -c 'trap "" USR1 USR2; exec torchrun ...': its ranks inherit that, and must save before a time limit."""
+    before = signal.signal(each, signal.SIG_IGN)
+    try:
+        with StopRequest() as asked:
+            assert each not in ignored_signals()
+            signal.raise_signal(each)
+            assert asked.signal is each
+    finally:
+        signal.signal(each, before)
+
+
 @pytest.mark.slow
 @pytest.mark.torture
 @pytest.mark.parametrize("text", ["dp2", ""])
