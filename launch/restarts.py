@@ -1,7 +1,7 @@
 """Restarts of a failed run from its newest checkpoint, as long as the run makes progress.
 
     start -- rank 1 was ended by SIGKILL --> resuming from step 160, restart 1 of 5
-      |                                        with newer checkpoints: as often as launch.max_restarts allows
+      |                                        with new checkpoints: as often as launch.max_restarts allows
       |                                        none in three restarts in a row: given up, exit code 93
       |-- would recur: exit code 2, 17, ... ------------> no restart
       |-- ended on request, or done --------------------> no restart
@@ -15,7 +15,6 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from meshwright.errors import HangError, NonFiniteError, UserError
 from meshwright.launch.failure import RankFailed
@@ -26,7 +25,7 @@ RECURRING_EXIT_CODES = (UserError.exit_code, NonFiniteError.exit_code)
 TRANSIENT_EXIT_CODES = (1, 18, HangError.exit_code)
 """Exit codes of failures that a restart on this machine may get past; 18: drifted replicas (DriftError)."""
 MAX_FUTILE_RESTARTS = 3
-"""Number of restarts in a row without a newer checkpoint after which a run is given up."""
+"""Number of restarts in a row without a new checkpoint after which a run is given up."""
 
 
 def is_transient(failure: RankFailed) -> bool:
@@ -38,39 +37,39 @@ def is_transient(failure: RankFailed) -> bool:
     return failure.exit_code in TRANSIENT_EXIT_CODES and not failure.is_requested
 
 
-class LastCheckpoint(NamedTuple):
-    """Progress of a run: the last checkpoint that it has written."""
-
-    written_ns: int
-    """Time at which the checkpoint was written; 0 if there is none."""
-    step: int
-
-
-def find_stop_reason(reached: Sequence[LastCheckpoint], most: int) -> str | None:
+def find_stop_reason(seen: Sequence[frozenset[int]], most: int) -> str | None:
     """Return the reason not to restart the run, or None.
 
-    ``reached``: the last written checkpoint at the start of the run and after each of its failures.
+    ``seen``: steps of the run's checkpoints (:func:`find_steps`) at its start and after each of its failures.
     """
-    num_restarts = len(reached) - 2
+    num_restarts = len(seen) - 2
     futile = 0
-    while futile < num_restarts and reached[-1 - futile] <= reached[-2 - futile]:
+    while futile < num_restarts and seen[-1 - futile] <= seen[-2 - futile]:
         futile += 1
     if futile >= MAX_FUTILE_RESTARTS:
-        return f"{futile} restarts in a row never got past step {reached[-1].step}"
+        return f"{futile} restarts in a row never got past step {find_last_step(seen)}"
     if num_restarts >= most:
-        return f"launch.max_restarts = {most} is used up, at step {reached[-1].step}"
+        return f"launch.max_restarts = {most} is used up, at step {find_last_step(seen)}"
     return None
 
 
-def find_last_checkpoint(directory: Path) -> LastCheckpoint:
-    """Return the checkpoint written last, by time: one of a higher step may be a damaged one, older than a resume."""
+def find_steps(directory: Path) -> frozenset[int]:
+    """Return the steps of a run's checkpoints, damaged ones too."""
     from meshwright.checkpoint import find
 
-    found = [LastCheckpoint(0, 0)]
-    for candidate in find(directory):
-        with contextlib.suppress(OSError):
-            found.append(LastCheckpoint(candidate.path.stat().st_mtime_ns, candidate.step))
-    return max(found)
+    return frozenset(candidate.step for candidate in find(directory))
+
+
+def find_last_step(seen: Sequence[frozenset[int]]) -> int:
+    """Return the step of the checkpoint that was published last, or 0.
+
+    It is one that was not there before. Its step need not be the highest, because a damaged checkpoint that a resume
+    has skipped may have a higher one; its time need not be the latest, because a clock may have been set back.
+    """
+    for before, after in zip(seen[-2::-1], seen[:0:-1], strict=True):
+        if after - before:
+            return max(after - before)
+    return max(seen[0], default=0)
 
 
 def run_with_restarts(start: Callable[[], None], most: int, directory: Path, log: Callable[[str], object]) -> None:
@@ -82,7 +81,7 @@ def run_with_restarts(start: Callable[[], None], most: int, directory: Path, log
     if most == 0:
         start()
         return
-    reached = [find_last_checkpoint(directory)]
+    seen = [find_steps(directory)]
     while True:
         try:
             start()
@@ -91,15 +90,15 @@ def run_with_restarts(start: Callable[[], None], most: int, directory: Path, log
             if not is_transient(failure):
                 raise
             _log_failure(failure, directory)
-            reached.append(find_last_checkpoint(directory))
-            reason = find_stop_reason(reached, most)
+            seen.append(find_steps(directory))
+            reason = find_stop_reason(seen, most)
             if reason is not None:
-                count = len(reached) - 1
+                count = len(seen) - 1
                 times = f"{count} failure{'s' * (count > 1)}"
                 message = f"given up after {times}: {reason}. The last failure:\n{failure}"
                 raise RankFailed(message, failure.rank, GIVEN_UP_EXIT_CODE) from None
             first_line = str(failure).splitlines()[0]
-        log(f"{first_line}; resuming from step {reached[-1].step}, restart {len(reached) - 1} of {most}")
+        log(f"{first_line}; resuming from step {find_last_step(seen)}, restart {len(seen) - 1} of {most}")
 
 
 def _log_failure(failure: RankFailed, directory: Path) -> None:

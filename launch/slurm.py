@@ -7,7 +7,7 @@
 
 The last lines of the script decide what follows the end of the ranks. A run that saved on request (exit code 85) and a
 transient failure are requeued. A failure that would recur is not, nor a run after
-``meshwright.launch.restarts.MAX_FUTILE_RESTARTS`` restarts in a row without a newer checkpoint.
+``meshwright.launch.restarts.MAX_FUTILE_RESTARTS`` restarts in a row without a new checkpoint.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,6 @@ from meshwright.launch.failure import RankFailed, build_error, describe, write_f
 from meshwright.launch.failure import read_failures as notes
 from meshwright.launch.restarts import (
     GIVEN_UP_EXIT_CODE,
-    LastCheckpoint,
     find_stop_reason,
     is_transient,
     run_with_restarts,
@@ -62,15 +63,39 @@ def test_a_rank_that_was_killed_may_pass(tmp_path: Path) -> None:
     ],
 )
 def test_when_it_is_given_up(reached: list[int], most: int, said: str | None) -> None:
-    reason = find_stop_reason([LastCheckpoint(step, step) for step in reached], most)
+    reason = find_stop_reason([frozenset({step}) for step in reached], most)
     assert reason is None if said is None else said in (reason or "")
+
+
+@pytest.mark.parametrize("keep_last", [2, 9])
+def test_what_saves_below_a_damaged_checkpoint_goes_on(keep_last: int, tmp_path: Path) -> None:
+    """Step 300 has a flipped byte, and each start resumes from the newest sound one."""
+    (tmp_path / "checkpoints/step-00000200").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-00000300").mkdir()
+    (tmp_path / "logs").mkdir()
+    start, said = Starts(tmp_path, 220, 240, 260, 280, 300, 320, None), list[str]()
+    start.keep_last = keep_last
+    run_with_restarts(start, 9, tmp_path, said.append)
+    steps = [220, 240, 260, 280, 280, 320]  # the new 300 takes the place of the damaged one
+    assert [line.partition("resuming from step ")[2].partition(",")[0] for line in said] == list(map(str, steps))
+
+
+def test_a_clock_that_was_set_back_hides_nothing(tmp_path: Path) -> None:
+    """`checkpoint.keep_every` keeps step 100, whose time lies ahead of all that follow."""
+    kept = tmp_path / "checkpoints/step-00000100"
+    kept.mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    os.utime(kept, (time.time() + 3600,) * 2)
+    start = Starts(tmp_path, 120, 140, 160, 180, 200, None)
+    run_with_restarts(start, 9, tmp_path, lambda line: None)
+    assert start.count == 6
 
 
 class Starts:
     """A run of which it is written what each start comes to: a step that it saves before it fails, or its end."""
 
     def __init__(self, directory: Path, *saves: int | None) -> None:
-        self.directory, self.saves, self.count = directory, saves, 0
+        self.directory, self.saves, self.count, self.keep_last = directory, saves, 0, 9
 
     def __call__(self) -> None:
         step = self.saves[self.count]
@@ -78,6 +103,8 @@ class Starts:
         if step is None:
             return
         (self.directory / f"checkpoints/step-{step:08}").mkdir(parents=True, exist_ok=True)
+        for old in sorted((self.directory / "checkpoints").iterdir())[: -self.keep_last]:
+            old.rmdir()
         raise RankFailed(f"rank 1 was ended by SIGKILL\nin start {self.count}", 1)
 
 

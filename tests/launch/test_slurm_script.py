@@ -130,6 +130,50 @@ def test_the_lead_is_measured(tmp_path: Path) -> None:
     assert measure_lead(tmp_path) == (90 + SLURM_EARLY_S, "of late a step took up to 40 s (median 10) and a save 20 s")
 
 
+SRUN = """#!/bin/sh
+[ -z "$SAVES" ] || mkdir -p "runs/demo/checkpoints/$SAVES"
+exit "$ENDS"
+"""
+
+
+def ended(saves: int | None, code: int = 1) -> tuple[str, int]:
+    """Run the job's script, with ranks that save a step and end: its last line and exit code."""
+    srun = Path("bin/srun")
+    srun.parent.mkdir(exist_ok=True)
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    step = f"step-{saves:08}" if saves is not None else ""
+    place = {"PATH": f"{srun.parent.absolute()}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SAVES": step, "ENDS": str(code)}
+    done = subprocess.run(["/bin/bash", "runs/demo/slurm/job.sbatch"], env=place, capture_output=True, text=True)
+    assert not done.stderr
+    return done.stdout.splitlines()[-1], done.returncode
+
+
+def failed(step: int) -> tuple[str, int]:
+    return f"failed with 1 at step-{step:08}", 1
+
+
+def test_a_run_that_saves_below_a_damaged_checkpoint_is_not_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """Step 300 has a flipped byte; starts resume from step 200, and save step after step before they fail."""
+    script(capsys, "--no-requeue")
+    for step in (200, 300):
+        Path(f"runs/demo/checkpoints/step-{step:08}").mkdir(parents=True)
+    assert ended(None) == failed(300)
+    for step in (220, 240, 260, 280, 320):
+        assert ended(step) == failed(step)
+    assert ended(340, 85) == ("ended on request, saved step-00000340", 85)
+    assert [ended(None) for _ in range(3)] == [failed(340)] * 3
+    assert ended(360) == failed(360)
+    assert [ended(None) for _ in range(2)] == [failed(360)] * 2
+    assert ended(None) == ("given up: 3 restarts in a row never got past step-00000360", 93)
+
+
+def test_a_run_that_never_saves_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    script(capsys, "--no-requeue")
+    assert [ended(None) for _ in range(3)] == [("failed with 1 at the start", 1)] * 3
+    assert ended(None) == ("given up: 3 restarts in a row never got past the start", 93)
+
+
 def test_limits_as_slurm_reads_them() -> None:
     found = {text: seconds_of(text) for text in ("90", "90:30", "4:00:00", "2-12", "1-0:30", "1-1:1:1", "UNLIMITED")}
     assert found == {
