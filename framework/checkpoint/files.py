@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshwright.errors import CheckpointError, UnreadableError
+from meshwright.mesh import Grid
 from meshwright.system.atomic import sync
 
 Found = TypeVar("Found")
@@ -42,6 +43,19 @@ def temporary_directory(run_directory: Path, step: int, attempt: str) -> Path:
     """Return the directory that an attempt writes to. It is beside the final one, so that one rename publishes it."""
     assert re.fullmatch(r"[A-Za-z0-9]+", attempt), attempt
     return checkpoints_directory(run_directory) / f".tmp-{step_name(step)}-{attempt}"
+
+
+def shard_names(grid: Grid) -> list[str | None]:
+    """Return the name of the shard that each rank writes; None: other ranks write everything that it holds.
+
+    The ranks of the first replica write; the experts of a stage are written by its first ep ranks.
+    """
+    found: list[str | None] = []
+    for rank in range(grid.size):
+        at, in_stage = grid.coordinates(rank), rank % (grid.num_replicas * grid.tp)
+        of_experts = "" if in_stage < grid.tp else f"-ep{in_stage}"
+        found.append(f"pp{at.pp_rank}-tp{at.tp_rank}{of_experts}" if in_stage < max(grid.tp, grid.ep) else None)
+    return found
 
 
 @contextmanager

@@ -19,11 +19,12 @@ from typing import NamedTuple
 import torch
 
 from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, find, prune
+from meshwright.checkpoint.files import shard_names
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
-from meshwright.run.tensors import checkpoint_metadata, pieces, saved_running, shard_names
+from meshwright.run.tensors import checkpoint_metadata, pieces, saved_running
 from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3

@@ -18,7 +18,6 @@ from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.replica import Replica
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.errors import CheckpointError
-from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh
 from meshwright.model.buffers import is_saved
 from meshwright.optimizer import (
@@ -81,19 +80,6 @@ def checkpoint_metadata(
             **({FINGERPRINT: base} if base is not None else {}),
         },
     )
-
-
-def shard_names(grid: Grid) -> list[str | None]:
-    """Return the name of the shard that each rank writes; None: other ranks write everything that it holds.
-
-    The ranks of the first replica write; the experts of a stage are written by its first ep ranks.
-    """
-    found: list[str | None] = []
-    for rank in range(grid.size):
-        at, in_stage = grid.coordinates(rank), rank % (grid.num_replicas * grid.tp)
-        of_experts = "" if in_stage < grid.tp else f"-ep{in_stage}"
-        found.append(f"pp{at.pp_rank}-tp{at.tp_rank}{of_experts}" if in_stage < max(grid.tp, grid.ep) else None)
-    return found
 
 
 def load_weights(bucket: ShardedParameters, weights: Tensor, master: Tensor | None) -> None:

@@ -2,8 +2,8 @@
 
     source                 layout                      target
     pp0-tp0 |####|         draw_blueprint              pp0-tp0 |##|  pp0-tp1 |##|
-    pp1-tp0 |####|  read   for each tp rank:   write   pp1-tp0 |##|  pp1-tp1 |##|
-                    ---->  tensors per rank,   ---->   ...
+    pp1-tp0 |####|  read   for each tp and     write   pp1-tp0 |##|  pp1-tp1 |##|
+                    ---->  ep rank: tensors,   ---->   ...
                            and their slices            manifest: the same step, the new layout
 
 Resuming does not need it, since any layout reads any checkpoint. It is worthwhile for files that each rank of a layout
@@ -15,44 +15,36 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.adapters.attach import is_adapter
-from meshwright.blueprint import Blueprint, draw_blueprint
+from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import (
     CheckpointMetadata,
     CheckpointReader,
     Manifest,
     TensorKind,
-    TensorPiece,
     begin,
     find,
     open_checkpoint,
     publish,
     write_shard,
 )
-from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory
+from meshwright.checkpoint.files import MAX_FILE_BYTES, final_directory, shard_names
 from meshwright.config import (
     RunConfig,
-    bucket_bytes,
-    leaves_out_base,
     load_saved,
     parse,
     read_resolved,
     resolve,
     write_snapshot,
 )
-from meshwright.data_parallel.members import plan_buckets, stage_members
-from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.mesh.comm import Group
-from meshwright.model.buffers import is_saved
-from meshwright.optimizer import factor_infos, saved_states_of
-from meshwright.parameters import ParameterInfo
+from meshwright.mesh import Coordinates, Grid
 from meshwright.run import RunLock
 from meshwright.system.bounded import real_path
+from meshwright.tools.reshard_pieces import added_states, draw_blueprints, pieces, shard_tensors
 from meshwright.tools.trust import changed_keys, check_trusted
 
 MAY_CHANGE = ("parallel", "pipeline", "run")
@@ -95,10 +87,8 @@ def reshard(
         saved = checkpoint.manifest
         config = _config_for_layout(saved.config, out, overrides, f"{source}/manifest.json", trust_code)
         _check_free(out, saved.step, config)
-        parallel = config.parallel
-        blueprints = [
-            draw_blueprint(config, Group("tp", tuple(range(parallel.tp)), tp_rank)) for tp_rank in range(parallel.tp)
-        ]
+        grid = Grid(*config.parallel.degrees)
+        blueprints = draw_blueprints(config, grid)
         is_fresh = not saved.state.get("optimizer_steps") and not any(
             kind != TensorKind.WEIGHTS for kind in checkpoint.kinds()
         )
@@ -106,11 +96,13 @@ def reshard(
         out.mkdir(parents=True, exist_ok=True)
         open_files.enter_context(RunLock(out))  # keeps a job of that directory from saving into it meanwhile
         temporary = begin(out, saved.step, secrets.token_hex(4))
-        for pp_rank in range(parallel.pp):
-            for tp_rank, blueprint in enumerate(blueprints):
-                shard = pieces(checkpoint, blueprint, pp_rank, tp_rank, is_fresh)
-                write_shard(temporary, f"pp{pp_rank}-tp{tp_rank}", shard, max_file_bytes=max_file_bytes)
-                checkpoint.close()  # unmap the files that this shard was read from
+        for rank, name in enumerate(shard_names(grid)):
+            if name is None:
+                continue
+            blueprint = blueprints[rank % (grid.num_replicas * grid.tp)]
+            shard = pieces(checkpoint, blueprint, grid.coordinates(rank), is_fresh)
+            write_shard(temporary, name, shard, max_file_bytes=max_file_bytes)
+            checkpoint.close()  # unmap the files that this shard was read from
         head = CheckpointMetadata(
             step=saved.step,
             samples_seen=saved.samples_seen,
@@ -123,85 +115,6 @@ def reshard(
         manifest = publish(temporary, path, head)
         write_snapshot(out, config)  # last: with it but without a checkpoint, training would start from fresh weights
     return ReshardResult(path, manifest, config)
-
-
-class ShardTensor(NamedTuple):
-    """Tensor that one rank writes: its kind, name and slice."""
-
-    kind: TensorKind
-    info: ParameterInfo
-
-
-def shard_tensors(
-    blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool = False, added: Sequence[TensorKind] = ()
-) -> Iterator[ShardTensor]:
-    """Yield the tensors that the rank (pp_rank, dp 0, tp_rank) writes, in the order of ``run.tensors.pieces``.
-
-    Args:
-        blueprint: drawn for this tp rank.
-        is_fresh: the checkpoint is an imported model, with weights alone.
-        added: kinds of tensors that callbacks have added, such as ema.
-    """
-    stages, optimizer = blueprint.schedule.stages_of(pp_rank), blueprint.config.optimizer
-    if tp_rank == 0:
-        for stage in stages:
-            inside = {name for name, _ in blueprint.stage_layers(stage).named_children()}
-            for name in blueprint.running:
-                if name.partition(".")[0] in inside and is_saved(blueprint.model.layers, name):
-                    shape = tuple(blueprint.model.layers.get_buffer(name).shape)
-                    yield ShardTensor(TensorKind.WEIGHTS, ParameterInfo(name, shape))
-    for stage in stages:
-        members = _members(blueprint, stage)
-        for member in members:
-            if leaves_out_base(blueprint.config) and not is_adapter(member.info.name):
-                continue
-            if not member.parameter.requires_grad and member.kind.owns(tp_rank):
-                yield ShardTensor(TensorKind.WEIGHTS, member.info)
-        trained = [member for member in members if member.parameter.requires_grad]
-        for together in plan_buckets(trained, bucket_bytes(blueprint.config)):
-            if not together[0].kind.owns(tp_rank):
-                continue
-            dtype = together[0].parameter.dtype
-            names = saved_states_of(optimizer, is_matrix=together[0].kind.is_matrix)
-            kinds = [TensorKind.WEIGHTS, *map(TensorKind, names), *added]
-            if dtype != accumulation_dtype(dtype):
-                kinds.append(TensorKind.MASTER)
-            if is_fresh:
-                kinds = [TensorKind.WEIGHTS]
-            for of in kinds:
-                for member in together:
-                    yield ShardTensor(of, member.info)
-            for member in together if tp_rank == 0 and not is_fresh else ():
-                for name, info in factor_infos(optimizer, member.info.name, member.info.global_shape):
-                    yield ShardTensor(TensorKind(name), info)
-
-
-def pieces(
-    checkpoint: CheckpointReader, blueprint: Blueprint, pp_rank: int, tp_rank: int, is_fresh: bool
-) -> Iterator[TensorPiece]:
-    """Yield the tensors of :func:`shard_tensors` with their values, read one by one."""
-    added = added_states(checkpoint, blueprint)
-    for kind, info in shard_tensors(blueprint, pp_rank, tp_rank, is_fresh, added):
-        tensor = checkpoint.read(kind, info)
-        assert tensor is not None, (kind, info)  # guaranteed by _check_names
-        yield TensorPiece(kind, info, info.unpadded(tensor))
-
-
-def added_states(checkpoint: CheckpointReader, blueprint: Blueprint) -> list[TensorKind]:
-    """Return the kinds of tensors in a checkpoint that callbacks of its run have added, such as ema."""
-    own = {TensorKind.WEIGHTS, TensorKind.MASTER, *saved_states_of(blueprint.config.optimizer)}
-    return [kind for kind in checkpoint.kinds() if kind not in own]
-
-
-def _members(blueprint: Blueprint, stage: int) -> list[StageParameter]:
-    """Return the parameters of a stage, each once. Tied weights get a group of one rank: nothing is reduced here."""
-    stages_of = blueprint.stage_of_parameter()
-    tied = {name: Group("pp", (0,), 0) for name, stages in stages_of.items() if len(stages) > 1}
-    of_stage = stage, blueprint.stage_layers(stage), blueprint.infos, blueprint.model.canonical
-    found: dict[str, StageParameter] = {}
-    for member in stage_members(*of_stage, stages_of, tied):
-        found.setdefault(member.info.name, member)
-    return list(found.values())
 
 
 def _check_place(source: Path, out: Path) -> None:
@@ -285,7 +198,9 @@ def _check_names(checkpoint: CheckpointReader, blueprint: Blueprint, is_fresh: b
     expected = {
         kind.of(info.name)
         for pp_rank in range(blueprint.grid.pp)
-        for kind, info in shard_tensors(blueprint, pp_rank, 0, is_fresh, added_states(checkpoint, blueprint))
+        for kind, info in shard_tensors(
+            blueprint, Coordinates(pp_rank, 0, 0), is_fresh, added_states(checkpoint, blueprint)
+        )
     }
     stored = set(checkpoint.manifest.tensors)
     if expected == stored:

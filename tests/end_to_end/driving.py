@@ -59,6 +59,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "options": {**LLAMA, "num_kv_heads": 1},
     },
     "frozen": {"builder": "tests.end_to_end.builders:partly_frozen", "options": GPT2},
+    "mixture": {
+        "builder": "meshwright.models.llama:build",
+        "options": {**LLAMA, "moe": {"num_experts": 4, "top_k": 2, "balance": "bias"}},
+    },
 }
 LATER = partial(pytest.param, marks=pytest.mark.torture)
 """A variant of what others test shorter: of ``make torture``."""

@@ -35,7 +35,7 @@ from tests.end_to_end.driving import (
 
 def words(text: str, **more: object) -> list[str]:
     """``dp2,pp2`` -> the overrides that ask for it; what a layout does not say is as it is by default."""
-    keys = {"sequence": False, "zero": 1} | layout(text) | more
+    keys = {"ep": 1, "sequence": False, "zero": 1} | layout(text) | more
     return [f"--parallel.{name}={str(value).lower()}" for name, value in keys.items()]
 
 
@@ -56,6 +56,9 @@ def pieces_of(manifest: Manifest) -> dict[tuple[str, str], tuple[tuple[int, ...]
         LATER("llama", "pp2,tp2", "dp4", "bfloat16"),
         LATER("frozen", "tp2", "pp2,tp2", "float32"),
         LATER("adafactor", "dp2,tp2", "pp2,tp2", "bfloat16"),
+        ("mixture", "dp2,ep2", "dp2,tp2,ep4,sequence", "float32"),
+        LATER("mixture", "dp2,tp2,ep4,sequence", "dp2,pp2,ep2", "bfloat16"),
+        LATER("mixture", "", "dp2,ep2", "float64"),
     ],
 )
 def test_the_files_are_those_of_the_layout_itself(
