@@ -101,8 +101,9 @@ def shard_layout(bucket: ShardedParameters, holders: Group | None, seed: int) ->
         seed: seed of the run, for stochastic rounding of each element.
     """
     slots = tuple((slot.member.info, slot.start) for slot in bucket.slots)
-    among = holders_of(bucket, holders)
-    return ShardLayout(ShardPlace(slots, bucket.shard_range[0], seed), matrix_shard(bucket, among), among)
+    among, tie = holders_of(bucket, holders), bucket.kind.tied
+    place = ShardPlace(slots, bucket.shard_range[0], seed)
+    return ShardLayout(place, matrix_shard(bucket, among), among, None if tie is None else tie.ranks)
 
 
 def matrix_shard(bucket: ShardedParameters, among: Group | None) -> MatrixShard | None:

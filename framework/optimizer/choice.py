@@ -43,6 +43,8 @@ class ShardLayout(NamedTuple):
     """Matrices of the shard (Muon)."""
     holders: Group | None = None
     """Ranks with parts of the shard's weights (Adafactor)."""
+    tied: Group | None = None
+    """Ranks with copies of the shard's weight if it is tied across stages (Adafactor)."""
 
 
 def states_of(config: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
@@ -97,7 +99,8 @@ def build_optimizer(
         return ShardedMuon(groups, matrices, config)
     if config.name == "adafactor":
         holders = {parameter: layout.holders for parameter, layout in layouts.items() if layout.holders is not None}
-        return ShardedAdafactor(groups, config, places, holders)
+        tied = {parameter: layout.tied for parameter, layout in layouts.items() if layout.tied is not None}
+        return ShardedAdafactor(groups, config, places, holders, tied)
     if config.name == "lion":
         return ShardedLion(groups, config.betas)
     if config.name == "schedule_free_adamw":

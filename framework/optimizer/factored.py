@@ -13,7 +13,7 @@ vectors are whole on every holder: about a thousandth of a weight's bytes. The s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -179,6 +179,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
         config: Optimizer,
         places: Mapping[Tensor, ShardPlace],
         holders: Mapping[Tensor, Group],
+        tied: Mapping[Tensor, Group],
     ) -> None:
         """Build the optimizer. No communication.
 
@@ -186,9 +187,10 @@ class ShardedAdafactor(torch.optim.Optimizer):
             groups: each with "lr", "weight_decay" and "eps".
             places: place of each parameter in its bucket.
             holders: ranks with parts of each parameter's weights.
+            tied: ranks with copies of a parameter that is one tied weight; this rank alone may have several.
         """
         super().__init__(groups, {})
-        self._config, self.taken = config, 0
+        self._config, self.taken, self._tied = config, 0, tied
         self._group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         self._weights = {
             p: [_Weight(info, first, places[p], p) for info, first in places[p].slots] for p in self._group_of
@@ -196,7 +198,8 @@ class ShardedAdafactor(torch.optim.Optimizer):
         together: dict[str, list[Tensor]] = {}
         for parameter in self._group_of:
             together.setdefault(repr(holders[parameter]), []).append(parameter)
-        self._together = [(holders[parameters[0]], parameters) for parameters in together.values()]
+        groups = [(holders[parameters[0]], parameters) for parameters in together.values()]
+        self._together = sorted(groups, key=lambda each: each[0].size)  # one order on all stages, for the tied weights
 
     def factors(self, parameter: Tensor) -> Iterator[Factor]:
         """Yield the states of the weights of a shard."""
@@ -206,10 +209,10 @@ class ShardedAdafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step every parameter. Gradients are overwritten. Collective over the holders; blocks.
+        """Step every parameter. Gradients are overwritten. Collective over the holders and over tied ranks; blocks.
 
         Bytes on the wire per rank: 2 M (n-1)/n, M = 8 bytes for each row, column and element of a vector, and 16 for
-        each weight.
+        each weight; with n > 2, M (m-1)/m more of a weight tied over m pipeline ranks.
         """
         self.taken += 1
         for holders, parameters in self._together:
@@ -219,16 +222,20 @@ class ShardedAdafactor(torch.optim.Optimizer):
 
     def _step(self, holders: Group, weights: list[tuple[Tensor, _Weight]]) -> None:
         """Step the weights with the same holders."""
-        sizes = [[math.prod(state.shape) for state in weight.states.values()] for _, weight in weights]
-        flat = torch.zeros(sum(map(sum, sizes)) + len(weights), dtype=torch.float64, device=weights[0][0].device)
-        squares, *rest = torch.split(flat, [len(weights), *(size for each in sizes for size in each)])
-        remaining = iter(rest)
-        sums = [{name: next(remaining) for name in weight.states} for _, weight in weights]
+        sizes = [[1, *(math.prod(state.shape) for state in weight.states.values())] for _, weight in weights]
+        flat = torch.zeros(sum(map(sum, sizes)), dtype=torch.float64, device=weights[0][0].device)
+        parts = torch.split(flat, [sum(each) for each in sizes])
+        copies = self._copies(weights) if holders.size > 2 else []
+        sums = []
+        for (_, weight), part, each in zip(weights, parts, sizes, strict=True):
+            sums.append(dict(zip(weight.states, torch.split(part, each)[1:], strict=True)))
         for index, (parameter, weight) in enumerate(weights):
             assert parameter.grad is not None
             weight.add_squares(parameter.grad, sums[index])
-            squares[index] = _square_sum(weight.of(parameter))
+            parts[index][0] = _square_sum(weight.of(parameter))
         holders.all_reduce(flat).wait()
+        _take_first(copies, parts)
+        squares = torch.stack([part[0] for part in parts])
         numels = torch.cat([flat.new_full((1,), weight.numel) for _, weight in weights])  # filled without a host wait
         rms_of_weights, divided = squares.div(numels).sqrt_(), torch.zeros_like(squares)
         for index, (parameter, weight) in enumerate(weights):
@@ -236,6 +243,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
             weight.average(sums[index], self.taken**self._config.beta2_decay)
             divided[index] = weight.divide(parameter.grad, self._group_of[parameter]["eps"])
         holders.all_reduce(divided).wait()
+        _take_first(copies, divided.split(1))
         clip = divided.div_(numels).sqrt_().div_(self._config.clip_threshold).clamp_(min=1.0)
         factors = rms_of_weights.clamp_(min=SMALLEST_RMS).div_(clip)
         for index, (parameter, weight) in enumerate(weights):
@@ -244,6 +252,30 @@ class ShardedAdafactor(torch.optim.Optimizer):
             factor = factors[index].to(parameter.dtype) * min(rate, self.taken**-0.5)
             weight.of(parameter).mul_(1 - rate * decay)
             weight.of(parameter).addcmul_(weight.of(parameter.grad), factor, value=-1.0)
+
+    def _copies(self, weights: list[tuple[Tensor, _Weight]]) -> list[tuple[Group, list[int]]]:
+        """Return (ranks with copies, indices of this rank's copies) of each tied weight, by name."""
+        found: dict[str, tuple[Group, list[int]]] = {}
+        for index, (parameter, weight) in enumerate(weights):
+            if parameter in self._tied:
+                found.setdefault(weight.info.name, (self._tied[parameter], []))[1].append(index)
+        return [found[name] for name in sorted(found)]
+
+
+# NOTE [sums of tied weights] An all-reduce adds three and more addends in an order that depends on their place in the
+# message. A tied weight has another place on each stage, so its copies would drift apart by one bit. All take the
+# sums of the first copy. Two addends have one sum: no message is needed.
+
+
+def _take_first(copies: list[tuple[Group, list[int]]], sums: Sequence[Tensor]) -> None:
+    """Replace the sums of each copy of a tied weight by those of the first. Collective over the tied ranks; blocks.
+
+    ``sums``: of each weight, contiguous. The order is by name, the same on all ranks. See NOTE [sums of tied weights].
+    """
+    for ranks, (first, *others) in copies:
+        ranks.broadcast(sums[first]).wait()
+        for other in others:
+            sums[other].copy_(sums[first])
 
 
 def _square_sum(elements: Tensor) -> Tensor:
