@@ -7,6 +7,10 @@ A computation ends its turn between posting a message and waiting for it (:meth:
 model's forward, autograd's backward or a recompute: each has a thread of its own, and one of the two runs at a time.
 The order of turns depends only on the pauses, never on which messages have arrived. So ranks with equal computations
 issue their collectives in the same order.
+
+NOTE [backward on its own thread]: autograd has one thread per CUDA device. A backward that pauses there would block
+every other backward of the process, such as that of a forward that calls ``torch.autograd.grad``: a deadlock. So the
+second computation runs its backward nodes on its own thread, as on CPU.
 """
 
 from __future__ import annotations
@@ -80,7 +84,7 @@ class Turns:
         try:
             if not self._failed:
                 restore()
-                with on_stream(stream):
+                with on_stream(stream), torch.autograd.set_multithreading_enabled(False):
                     second()
         except Abandoned:
             pass

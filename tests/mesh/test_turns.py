@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.mesh.turns import Turns
+from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
 
 
 def keep() -> Callable[[], None]:
@@ -123,3 +128,18 @@ def test_backward_pauses_inside_autograd() -> None:
     turns.run(forward, y.backward, keep)
     assert said == ["f", "b", "f", "f"]  # forward, backward, forward, recompute
     assert torch.equal(x.grad, 2 * x.detach().cos())  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA: it has hooks of its own")
+def test_a_forward_may_take_a_gradient_on_cuda(tmp_path: Path) -> None:
+    """Autograd has one thread for the device, which a paused backward would keep."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.mesh.gradient_in_turns", str(compile_library(tmp_path))],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(Path(__file__).parents[2])])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["backward pauses", "forward has its gradient", "backward goes on"]
