@@ -189,9 +189,10 @@ class Callbacks(Observer):
 
 
 class StreamState(Observer):
-    """Position in a stream of samples after each step, saved in a checkpoint as the state of a callback.
+    """Position in a stream of samples, saved in a checkpoint as the state of a callback.
 
-    Only rank 0 keeps it: rank 0 reads samples on any layout, and writes the manifest.
+    Only rank 0 keeps it: rank 0 reads samples on any layout, and writes the manifest. It is taken in steps that save.
+    A checkpoint outside of these has an older position, from which the stream reads forward.
     """
 
     def __init__(self, source: StreamSource, rank: int) -> None:
@@ -199,8 +200,9 @@ class StreamState(Observer):
         self._state: Mapping[str, Any] = {}
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Store the position after the samples of the step; on rank 0 the source reads up to it."""
-        self._state = self._source.state_at(parts.state.samples_seen) if self._rank == 0 else {}
+        """Store the position after the samples of a step that saves; on rank 0 the source reads up to it."""
+        if event.is_saving and self._rank == 0:
+            self._state = self._source.state_at(parts.state.samples_seen)
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the position; {} on ranks other than 0."""
@@ -209,6 +211,7 @@ class StreamState(Observer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the position from a checkpoint."""
         self._source.restore(state)
+        self._state = state if self._rank == 0 else {}
 
 
 class CallbackErrors(Observer):

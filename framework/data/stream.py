@@ -8,8 +8,8 @@
 
 Sample i of the run is the i-th of the stream, epoch after epoch, so that the order is the same on any layout. Each
 replica reads the whole stream and keeps its own samples; only those reach ``data.collate``. A mark is a position from
-which the stream can be continued: one is kept at each global batch, and a checkpoint holds one. Before the first step
-a few samples are read twice, to test that the stream continues exactly from a mark.
+which the stream can be continued: one is kept at each global batch, with the sample after it, and a checkpoint holds
+one. Before the first step a few samples are read twice, to test that the stream continues exactly from a mark.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class Stream:
         self._lock = threading.RLock()
         self._begin = StreamMark(0, 0, 0, None)
         self._marks: dict[int, StreamMark] = {}
+        self._after: dict[int, Any] = {}
+        """Number of a mark -> the raw sample after it, once it is read: with read-ahead, before its checkpoint."""
         self._at = self._begin
         self._dataset: Any = None
         self._samples: Iterator[Any] | None = None
@@ -121,6 +123,8 @@ class Stream:
         with self._lock:
             if self._last is not None and self._last[0] == number:
                 return self._last[1]
+            if number in self._after:
+                return self._after[number]
             if number < self._at.number or self._samples is None:
                 self._begin_at(self._mark_before(number))
             while True:
@@ -176,10 +180,13 @@ class Stream:
         return max((mark for mark in self._marks.values() if mark.number <= number), default=self._begin)
 
     def _remember(self, mark: StreamMark) -> None:
-        self._marks.pop(mark.number, None)
+        for kept in (self._marks, self._after):
+            kept.pop(mark.number, None)
         self._marks[mark.number] = mark
         while len(self._marks) > MARKS:
-            del self._marks[next(iter(self._marks))]
+            oldest = next(iter(self._marks))
+            del self._marks[oldest]
+            self._after.pop(oldest, None)
 
     def _mark(self) -> StreamMark:
         """Return a mark at the present position.
@@ -249,6 +256,8 @@ class Stream:
             ) from error
         self._at = StreamMark(at.number + 1, at.epoch, at.read + 1, None)
         self._last = at.number, raw
+        if at.number in self._marks:
+            self._after[at.number] = raw
         expected = self._expected.pop(at.number, None)
         if expected is not None and sha256_of(self.collate.one(raw, at.number)) != expected:
             self._raise_inexact(at.number)

@@ -116,6 +116,34 @@ class Slow(Stateful):
             yield each
 
 
+class Counted(Stateful):
+    """Counts how often it is built, and the samples that are read, of all objects of this process."""
+
+    built = read = 0
+
+    def __init__(self) -> None:
+        super().__init__(1000)
+        Counted.built += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            Counted.read += 1
+            yield each
+
+
+class CountedPlain(Plain):
+    """The same without a state."""
+
+    def __init__(self) -> None:
+        super().__init__(1000)
+        Counted.built += 1
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            Counted.read += 1
+            yield each
+
+
 def once() -> Iterator[Any]:
     return (sample(number) for number in range(LENGTH))
 
@@ -124,6 +152,7 @@ KINDS = {
     "handles": Handles,
     "plain": Plain, "stateful": Stateful, "late": Late, "buffered": Buffered, "from": From, "large": Large,
     "binary": Binary, "noise": Noise, "breaks": Breaks, "slow": Slow, "once": once, "empty": lambda: Plain(0),
+    "counted": Counted, "counted plain": CountedPlain,
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from meshwright.data.sources import Source, describe_source, open_sources
 from meshwright.data.stream_source import StreamSource
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch.pool import RankPool
+from meshwright.launch.python import run_training
 from meshwright.run.directory import run_directory
 from meshwright.tools.verify import parse_layout, verify
 from tests.end_to_end.driving import GPT2, changed, differing, exact_losses, lines, tensors, train
@@ -90,6 +91,9 @@ def test_a_place_continues_elsewhere(tmp_path: Path, kind: str) -> None:
         other.restore(state := source.state_at(seen))
         assert state["number"] == seen and len(str(state)) < 250
         assert torch.equal(samples(other, seen, 2).labels, expected(kind, seen, 2))
+        later = opened(tmp_path, kind)
+        later.restore(state)  # of a checkpoint with an older position
+        assert torch.equal(samples(later, seen + 5, 2).labels, expected(kind, seen + 5, 2))
     assert torch.equal(samples(source, 31, 1).labels, expected(kind, 31, 1))
 
 
@@ -295,6 +299,32 @@ def test_a_run_continues_bit_equal_and_on_another_layout(pool: RankPool, tmp_pat
     train(pool, changed(whole, train={"steps": 8}))
     train(pool, changed(parts, train={"steps": 8}, parallel={"dp": 1, "pp": 2}, batch={"chunks": 8}))
     assert last(whole) == pytest.approx(last(parts), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["counted", "counted plain"])
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_a_run_reads_each_sample_once(tmp_path: Path, kind: str, workers: int) -> None:
+    """Also with threads that are ahead of the step that saves; and its checkpoints continue with the same samples."""
+
+    def config(name: str, steps: int) -> RunConfig:
+        sections: dict[str, dict[str, Any]] = {
+            "data": {"workers": workers} | base(kind),
+            "batch": {"micro_batch_size": 2, "chunks": 2, "global_batch": 4},
+            "parallel": {"dp": 1},
+            "train": {"steps": steps, "validate_every": 0},
+            "checkpoint": {"every": 3},
+        }
+        return config_of(tmp_path, kind, name, **sections)
+
+    streams.Counted.built = streams.Counted.read = 0
+    run_training(config("short", 5))
+    built, read = streams.Counted.built, streams.Counted.read
+    run_training(config("whole", 20))
+    assert streams.Counted.built - built == built, "the builder runs in each step, or each step that saves"
+    ahead = 2 * workers * 2  # samples: two micro-batches for each thread, of either run
+    assert streams.Counted.read - read <= read + 15 * 4 + 2 * ahead + 2
+    run_training(config("short", 20))
+    assert exact_losses(config("short", 20)) == exact_losses(config("whole", 20))
 
 
 def last(config: RunConfig) -> list[float]:
