@@ -44,6 +44,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import Coordinates, Grid
 from meshwright.run import RunLock
 from meshwright.system.bounded import real_path
+from meshwright.tools.inference.prompts import drop_unused_keys
 from meshwright.tools.reshard_pieces import added_states, draw_blueprints, pieces, shard_tensors
 from meshwright.tools.trust import changed_keys, check_trusted
 
@@ -165,6 +166,7 @@ def _config_for_layout(
     tree = before.model_dump(mode="json")
     tree["batch"]["chunks"] = None  # it follows from global_batch, which stays, and dp
     tree["launch"]["processes"] = "auto"
+    drop_unused_keys(tree["parallel"], changed)
     config = load_saved(tree, [f"--run.name={out.name}", f"--run.directory={out.parent}", *overrides], place)
     return resolve(config)
 

@@ -34,6 +34,7 @@ from meshwright.run.directory import RESOLVED, find_run, is_checkpoint
 from meshwright.run.resume import newest_sound
 from meshwright.schedule.analysis import links_of
 from meshwright.terminal.output import print_warning
+from meshwright.tools.inference.prompts import drop_unused_keys
 from meshwright.tools.trust import changed_keys, check_trusted
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 
@@ -133,8 +134,7 @@ def config_for(
     tree["batch"] |= {"chunks": None, "ramp": None}  # chunks follow from global_batch, which stays, and dp
     tree["train"]["compile"] = False
     tree["parallel"] |= {"zero": 1, "shard_factor": None, "reduce": None, "offload": False, "offload_directory": None}
-    if changed.get(("parallel", "tp")) == 1 and ("parallel", "sequence") not in changed:
-        tree["parallel"]["sequence"] = False
+    drop_unused_keys(tree["parallel"], changed_keys(saved, [*defaults, *overrides]))
     balance = tree["pipeline"]["balance"]
     tree["pipeline"] = {"schedule": "gpipe"} | ({} if isinstance(balance, list) else {"balance": balance})
     tree["launch"] |= {"processes": "auto", "max_restarts": 0}
