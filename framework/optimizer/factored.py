@@ -198,8 +198,8 @@ class ShardedAdafactor(torch.optim.Optimizer):
         together: dict[str, list[Tensor]] = {}
         for parameter in self._group_of:
             together.setdefault(repr(holders[parameter]), []).append(parameter)
-        groups = [(holders[parameters[0]], parameters) for parameters in together.values()]
-        self._together = sorted(groups, key=lambda each: each[0].size)  # one order on all stages, for the tied weights
+        by_holders = [(holders[parameters[0]], parameters) for parameters in together.values()]
+        self._together = sorted(by_holders, key=lambda each: each[0].size)  # one order on all stages, for tied weights
 
     def factors(self, parameter: Tensor) -> Iterator[Factor]:
         """Yield the states of the weights of a shard."""
@@ -243,7 +243,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
             weight.average(sums[index], self.taken**self._config.beta2_decay)
             divided[index] = weight.divide(parameter.grad, self._group_of[parameter]["eps"])
         holders.all_reduce(divided).wait()
-        _take_first(copies, divided.split(1))
+        _take_first(copies, torch.split(divided, 1))
         clip = divided.div_(numels).sqrt_().div_(self._config.clip_threshold).clamp_(min=1.0)
         factors = rms_of_weights.clamp_(min=SMALLEST_RMS).div_(clip)
         for index, (parameter, weight) in enumerate(weights):

@@ -19,14 +19,7 @@ from meshwright.tools.planner.model_cache import ModelCache
 
 SCHEDULES = (
     ("1f1b", 1),
-    ("interleaved_1f1b", 2),
-    ("interleaved_1f1b", 3),
-    ("interleaved_1f1b", 4),
-    ("interleaved_1f1b", 5),
-    ("interleaved_1f1b", 6),
-    ("interleaved_1f1b", 8),
-    ("interleaved_1f1b", 10),
-    ("interleaved_1f1b", 12),
+    *(("interleaved_1f1b", each) for each in (2, 3, 4, 5, 6, 8, 10, 12)),
     ("zb_h1", 1),
     ("zb_h2", 1),
     ("zb_v", 2),
