@@ -46,6 +46,9 @@ SAMPLED = "sampled bytes"
 LATER_STAGE = re.compile(r"from sample (\d+): ")
 """Prefix in the data fingerprint: a stage of the data, by its first sample. It may change until it has begun."""
 
+WEIGHT = re.compile(r"(?<=\(weight )[^)]+(?=\)$)")
+"""Weight of a mixture's corpus in the data fingerprint. Older checkpoints have six digits of it."""
+
 INTERCHANGEABLE = {"optimizer.name": ("adamw", "adamw8bit")}
 """Field -> values that may replace each other, because their checkpoints contain the same tensors."""
 
@@ -84,8 +87,9 @@ def check_compatible(
             differences.append(f"{path}: {_show(before)} -> {_show(after)}")
         else:
             problems.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")
-    for name in sorted(manifest.data_fingerprint.keys() | data_fingerprint.keys()) if not is_fresh else ():
-        before, after = manifest.data_fingerprint.get(name, _ABSENT), data_fingerprint.get(name, _ABSENT)
+    hashes = _saved_hashes(manifest, data_fingerprint)
+    for name in sorted(hashes.keys() | data_fingerprint.keys()) if not is_fresh else ():
+        before, after = hashes.get(name, _ABSENT), data_fingerprint.get(name, _ABSENT)
         stage = LATER_STAGE.match(name)
         if stage is not None and int(stage[1]) >= manifest.samples_seen:
             continue
@@ -113,6 +117,19 @@ def check_compatible(
 
 
 _ABSENT = object()
+
+
+def _saved_hashes(manifest: Manifest, data_fingerprint: Mapping[str, str]) -> dict[str, str]:
+    """Return the saved data fingerprint; weights that an older version rounded have all digits of its configuration."""
+    found = dict(manifest.data_fingerprint)
+    weights = re.findall(r'"weight": ([^,}]+)', json.dumps(manifest.config))
+    for name in data_fingerprint.keys() - found.keys():
+        exact = WEIGHT.search(name)
+        if exact is not None and exact[0] in weights:
+            rounded = WEIGHT.sub(f"{float(exact[0]):g}", name)
+            if rounded in found:
+                found[name] = found.pop(rounded)
+    return found
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,6 +24,12 @@ def hashes_of(corpus: Corpus) -> dict[str, str]:
     return hashes
 
 
+def weight_text(weight: float) -> str:
+    """Return a weight with six digits, or with all of them if it has more: the order of the samples depends on all."""
+    rounded = f"{weight:g}"
+    return rounded if float(rounded) == weight else repr(weight)
+
+
 def hashes_of_stages(blend: StageBlend) -> dict[str, str]:
     """Return the hashes of each stage; names of later stages begin with ``from sample N``, the start of the stage.
 
@@ -35,6 +41,6 @@ def hashes_of_stages(blend: StageBlend) -> dict[str, str]:
     for stage in blend.stages:
         begin = f"from sample {stage.first}: " if stage.first else ""
         for i, (index, weight) in enumerate(zip(stage.corpora, stage.weights, strict=True)):
-            where = f" of {stage.key}[{i}] (weight {weight:g})" if stage.is_mixture else ""
+            where = f" of {stage.key}[{i}] (weight {weight_text(weight)})" if stage.is_mixture else ""
             found |= {f"{begin}{name}{where or (begin and f' of {stage.key}')}": v for name, v in hashes[index].items()}
     return found

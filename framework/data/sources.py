@@ -16,7 +16,7 @@ from meshwright.data.blend import Blend
 from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.dataset import DatasetSource, open_dataset
-from meshwright.data.hashes import hashes_of, hashes_of_stages
+from meshwright.data.hashes import hashes_of, hashes_of_stages, weight_text
 from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder, whole_weights
 from meshwright.data.read_ahead import Steps
 from meshwright.data.span_corruption import SpanCorruptionSource, corrupt, lengths, open_corpus, spans_of
@@ -183,7 +183,7 @@ def data_fingerprint(source: Source) -> dict[str, str]:
     if isinstance(corpus, StageBlend):
         return hashes_of_stages(corpus)
     return {
-        f"{name} of data.train[{i}] (weight {weight:g})": value
+        f"{name} of data.train[{i}] (weight {weight_text(weight)})": value
         for i, (each, weight) in enumerate(zip(corpus.corpora, corpus.weights, strict=True))
         for name, value in hashes_of(each).items()
     }

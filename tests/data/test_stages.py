@@ -139,6 +139,38 @@ def test_a_stage_may_change_until_it_has_begun(corpora: Path) -> None:
     assert compare(staged, staged, 80) == []
 
 
+LONG = {"exact": 1234561.0, "same in six digits": 1234564.0, "six digits": 1234560.0}
+
+
+def mixtures(corpora: Path, weight: float) -> list[RunConfig]:
+    """A mixture from the first step on, and one from step 4."""
+    train, tree = [("a", weight), ("b", 765432)], config_of(corpora).model_dump()
+    tree["data"] |= {"train": _under(corpora, train)}
+    return [RunConfig.model_validate(tree), config_of(corpora, {"from_step": 4, "train": train})]
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["train", "stages"])
+def test_weights_are_compared_in_all_their_digits(corpora: Path, at: int) -> None:
+    exact, other, six = (mixtures(corpora, weight)[at] for weight in LONG.values())
+    assert compare(exact, exact, 80) == []
+    for before, after in ((exact, other), (other, exact), (exact, six), (six, exact)):
+        with pytest.raises(CheckpointError, match=r"\(weight 1\.?2345"):
+            compare(before, after, 80)
+    assert "(weight 1.23456e+06)" in " ".join(data_fingerprint(open_sources(six)[0])), "the name of older checkpoints"
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["train", "stages"])
+def test_a_checkpoint_with_rounded_weights_is_resumed(corpora: Path, at: int) -> None:
+    exact, other, _ = (mixtures(corpora, weight)[at] for weight in LONG.values())
+    tree, found = exact.model_dump(mode="json"), data_fingerprint(open_sources(exact)[0])
+    rounded = {name.replace("1234561.0", "1.23456e+06"): value for name, value in found.items()}
+    assert rounded.keys() != found.keys()
+    before = merge(CheckpointMetadata(10, 80, exact.run.seed, tree, rounded, {}), [])
+    assert check_compatible(before, tree, found) == []
+    with pytest.raises(CheckpointError, match="the samples seen so far were others"):
+        check_compatible(before, other.model_dump(mode="json"), data_fingerprint(open_sources(other)[0]))
+
+
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
