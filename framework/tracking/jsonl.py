@@ -99,6 +99,15 @@ def drop_records_after(path: Path, step: int) -> None:
         new_path.unlink()
 
 
+def num_repeated(run_directory: Path) -> int:
+    """Return the number of lines in ``metrics-again.jsonl``; 0 if it cannot be read."""
+    try:
+        with open_regular(run_directory / "metrics-again.jsonl") as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(MIB), b""))
+    except OSError:
+        return 0
+
+
 def _step_of(line: bytes) -> int | None:
     """Return the step of a line, or None if it is no record."""
     try:

@@ -8,7 +8,7 @@ uploads data that was not sent in time.
     this process, the sink's thread                          the child
     hello: id, project, mode, directory, config   ------->   wandb.init, within a time limit
                                       "ready"     <-------   (or the error: it is started again, offline)
-    step and metrics, a JSON line each            ------->   run.log
+    row and metrics, a JSON line each             ------->   run.log
     finish                                        ------->   run.finish; the pipe's end without it marks the run failed
 """
 
@@ -37,6 +37,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.system.atomic import write_atomic
 from meshwright.terminal.output import Warn
+from meshwright.tracking.jsonl import num_repeated
 from meshwright.tracking.record import StepRecord, metrics
 from meshwright.tracking.tracker import never_raising, warn_on_stderr
 
@@ -132,8 +133,8 @@ def run_id(run_directory: Path) -> str:
 
 
 class WandbSink:
-    """Sink that logs each record at its step. A resumed run continues under the same id, which is stored with the run.
-
+    """Sink that logs each record as a row. A resumed run continues under the same id, which is stored with the run.
+    A row's number is the step, plus the records of repeated steps before: unique, also over a run's offline files.
     ``config`` is uploaded as a whole. No environment variable, command line, host name or code is uploaded.
     ``init_limit_s`` bounds an online start, after which it starts offline. ``finish_limit_s`` bounds the end.
     """
@@ -154,6 +155,7 @@ class WandbSink:
         self.finish_limit_s = finish_limit_s
         self._warn = never_raising(warn)
         self._child: subprocess.Popen[bytes] | None = None
+        self._repeated: int | None = None
 
     @property
     def _upload_later(self) -> str:
@@ -186,7 +188,9 @@ class WandbSink:
         if self._child is None:
             return
         try:
-            self._send({"step": record.step, "metrics": metrics(record)})
+            if self._repeated is None:  # `open` may run before that of metrics.jsonl, which moves records
+                self._repeated = num_repeated(self.run_directory)
+            self._send({"row": record.step + self._repeated, "metrics": {"step": record.step} | metrics(record)})
         except BrokenPipeError as error:
             raise UserError(
                 "MW-TRACKING-007", f"wandb's process ended before step {record.step}; see {self.run_directory}/wandb"

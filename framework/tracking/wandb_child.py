@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 PARENT_CHECK_S = 1.0
+STEP, TOKENS = "step", "train/tokens"
+"""Metrics that are x axes of charts."""
 QUIET: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -37,20 +39,49 @@ def main() -> None:
     threading.Thread(target=_exit_with_parent, args=(parent, hello["finish_limit_s"]), daemon=True).start()
     try:
         run = start(hello)
-        for name in ("train/loss", "validation/*"):  # comparable over batch sizes; all else is drawn over steps
-            run.define_metric(name, step_metric="train/tokens")
     except BaseException as error:
         answers.write(f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode())
         os._exit(1)
     answers.write(b"ready\n")
     finish: dict[str, Any] = {"failed": True}  # without a finish message: the parent died
+    log = HistoryLog(run)
     for message in lines:
         if "finish" in message:
             finish = message["finish"]
             break
-        run.log(message["metrics"], step=message["step"])
+        log.write(message["row"], message["metrics"])
     _exit_within(hello["finish_limit_s"])
     run.finish(exit_code=int(finish["failed"]))
+
+
+class HistoryLog:
+    """History of a wandb run: one row per record, in the order of writing.
+
+    wandb drops a row whose number, its ``step``, is lower than one before. Steps that are repeated after a resume have
+    rows of their own therefore. The step is the metric ``step``, and the x axis of charts.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._next_row = run.starting_step  # online, after a resume: beyond the rows that the server has
+        self._defined: set[str] = set()
+
+    def write(self, row: int, metrics: dict[str, Any]) -> None:
+        """Log the metrics of one record as ``row``, or as the next free row if that one is taken."""
+        for name in sorted(metrics.keys() - self._defined):  # one by one: which of two globs applies is undefined
+            self._run.define_metric(name, step_metric=_axis_of(name))
+        self._defined |= metrics.keys()
+        row = max(row, self._next_row)
+        self._run.log(metrics, step=row)
+        self._next_row = row + 1
+
+
+def _axis_of(name: str) -> str | None:
+    """Return the metric that is the x axis of a chart; None for the step itself."""
+    if name == STEP:
+        return None
+    is_loss = name == "train/loss" or name.startswith("validation/")
+    return TOKENS if is_loss else STEP  # losses are comparable over batch sizes
 
 
 def start(hello: dict[str, Any]) -> Any:

@@ -118,7 +118,7 @@ def test_an_offline_run_reads_back(tmp_path, record, capfd, monkeypatch) -> None
     assert sorted(history) == [1, 2, 3]
     for each in records:
         row = {name: value for name, value in history[each.step].items() if not name.startswith("_")}
-        assert row == metrics(each)
+        assert row == {"step": each.step} | metrics(each)
     assert exit_code == 0
     assert warnings == [] and capfd.readouterr() == ("", "")
     for file in tmp_path.rglob("*"):
@@ -132,7 +132,7 @@ def test_entity_group_tags_notes_and_the_axis_of_a_loss(tmp_path, record) -> Non
     warnings: list[str] = []
     one = WandbSink(tmp_path, config, warn=warnings.append)
     one.open()
-    one.write(record(1))
+    one.write(record(1, validation_loss=2.5, extra={"validation/accuracy": 0.5}))
     one.close()
     found = list(wandb_records(offline_files(tmp_path)[0]))
     [run] = [each.run for each in found if each.HasField("run")][:1]
@@ -145,24 +145,49 @@ def test_entity_group_tags_notes_and_the_axis_of_a_loss(tmp_path, record) -> Non
     axes = {
         each.metric.name or each.metric.glob_name: each.metric.step_metric for each in found if each.HasField("metric")
     }
-    assert axes["train/loss"] == axes["validation/*"] == "train/tokens" and not axes.get("train/lr")
+    over_tokens = {"train/loss", "validation/loss", "validation/accuracy"}
+    assert {name for name, axis in axes.items() if axis == "train/tokens"} == over_tokens
+    assert axes["train/lr"] == axes["train/tokens"] == axes["perf/step_s"] == "step" and not axes["step"]
     assert warnings == []
 
 
-def test_a_resumed_run_goes_on_under_its_id(tmp_path, record) -> None:
+def test_a_resumed_run_goes_on_under_its_id_and_its_rows_are_used_once(tmp_path, record) -> None:
+    """wandb drops a row whose number is lower than one before: online, and of offline files synced to one run."""
     warnings: list[str] = []
-    for steps in ((1, 2), (3,)):
-        part = sink(tmp_path, WandbMode.OFFLINE, warnings)
-        part.open()
+    for resumed, steps in ((0, (1, 2, 3, 4)), (2, (3, 4, 5)), (4, (5,)), (5, (6,))):
+        parts = (
+            JsonlSink(tmp_path / "metrics.jsonl", resumed),
+            sink(tmp_path, WandbMode.OFFLINE, warnings, finish_limit_s=60.0),
+        )
+        for part in reversed(parts):  # the tracker opens wandb in a thread, perhaps first
+            part.open()
         for step in steps:
-            part.write(record(step))
-        part.close()
+            for part in parts:
+                part.write(record(step, loss=step + resumed / 10))
+        for part in parts:
+            part.close()
+        wait_until_gone(tmp_path)
+        time.sleep(1)  # wandb names a directory by the second
     kept = (tmp_path / "wandb_run_id").read_text().strip()
     files = offline_files(tmp_path)
-    assert [path.name for path in files] == [f"run-{kept}.wandb"] * len(files)
-    seen = [set(read_back(path)[1]) for path in files]
-    assert set().union(*seen) == {1, 2, 3}
+    assert [path.name for path in files] == [f"run-{kept}.wandb"] * 4
+    rows = [(row, each["step"], each["train/loss"]) for path in files for row, each in read_back(path)[1].items()]
+    steps, losses = [1, 2, 3, 4, 3, 4, 5, 5, 6], [1.0, 2.0, 3.0, 4.0, 3.2, 4.2, 5.2, 5.4, 6.5]
+    assert rows == list(zip(range(1, 10), steps, losses, strict=True))
     assert warnings == []
+
+
+def test_a_row_of_the_client_is_never_lower_than_one_before(tmp_path, record) -> None:
+    """The client continues a run online as one process does: it drops what has the number of an earlier row."""
+    one = sink(tmp_path, WandbMode.OFFLINE, [], finish_limit_s=60.0)
+    one.open()
+    for loss, step in enumerate((1, 2, 3, 4, 3, 4, 5)):
+        one.write(record(step, loss=float(loss)))
+    one.close()
+    history = read_back(offline_files(tmp_path)[0])[1]
+    assert [(each["step"], each["train/loss"]) for each in history.values()] == [
+        (1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0), (3, 4.0), (4, 5.0), (5, 6.0)
+    ]  # fmt: skip
 
 
 def test_non_finite_values_do_not_break_it(tmp_path, record) -> None:
