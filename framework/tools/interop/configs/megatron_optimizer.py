@@ -33,19 +33,12 @@ def learning_rate(draft: Draft, samples: int | None) -> float | None:
         return iterations
 
     total, end, warmup = in_steps("train"), in_steps("lr-decay"), in_steps("lr-warmup")
-    fraction = draft.number("lr-warmup-fraction")
     steps = int(total or max(100, end or 0, warmup or 0))
     if total:
         draft.put("train.steps", steps)
     else:
         draft.leave_open("train.steps", steps, draft.why_missing("train-iters", "train-samples"))
-    if fraction is not None and (end or total):
-        warmup = fraction * (end or steps)
-        draft.decide(f"optimizer.warmup_steps = {round(warmup)}: {fraction} of {end or steps:.0f} steps")
-    elif fraction is not None:
-        draft.leave_open("optimizer.warmup_steps", 0, f"{fraction} of the steps, which are not known")
-    if "optimizer.warmup_steps" not in draft.open:
-        draft.put("optimizer.warmup_steps", min(round(warmup or 0), steps))
+    _warmup(draft, steps, end or (total and steps), warmup)
     if draft.number("lr-warmup-init"):
         draft.refuse("lr-warmup-init", "warm-up starts at 1/warmup_steps of the peak rate")
     rate = draft.number("lr")
@@ -54,6 +47,22 @@ def learning_rate(draft: Draft, samples: int | None) -> float | None:
     _decay(draft, steps, end, in_steps("lr-wsd-decay"))
     _embedding_rate(draft, rate)
     return rate
+
+
+def _warmup(draft: Draft, steps: int, whole: float | None, warmup: float | None) -> None:
+    """Translate the warm-up. ``warmup``: its steps; ``whole``: the steps that a fraction is of, None: unknown."""
+    fraction = draft.number("lr-warmup-fraction")
+    name = "lr-warmup-iters" if draft.has("lr-warmup-iters") else "lr-warmup-samples"
+    if fraction is not None and not whole:
+        draft.leave_open("optimizer.warmup_steps", 0, f"{fraction} of the steps, which are not known")
+        return
+    if fraction is not None and whole:
+        name, warmup = "lr-warmup-fraction", fraction * whole
+        draft.decide(f"optimizer.warmup_steps = {round(warmup)}: {fraction} of {whole:.0f} steps")
+    given = round(warmup or 0)
+    draft.put("optimizer.warmup_steps", min(given, steps))
+    if given > steps > 0:
+        draft.refuse(name, f"the warm-up ends with the run here, after {steps} steps")
 
 
 def _steps_of(draft: Draft, num_samples: float, global_batch: int) -> float:

@@ -50,11 +50,14 @@ def _learning_rate(draft: Draft) -> None:
     draft.put("optimizer.learning_rate", rate)
     low = draft.number(f"{RATE}.min_decay_lr", rate)
     assert low is not None
-    warmup = min(draft.integer(f"{RATE}.lr_warmup_steps", 0) or 0, steps)
+    given = draft.integer(f"{RATE}.lr_warmup_steps", 0) or 0
+    warmup = min(given, steps)
     if (draft.text(f"{RATE}.lr_warmup_style", "linear")) == "constant":
         draft.put("optimizer.warmup_steps", 0, "lr_warmup_style constant starts at the peak rate")
     else:
         draft.put("optimizer.warmup_steps", warmup)
+        if given > steps:
+            draft.refuse(f"{RATE}.lr_warmup_steps", f"the warm-up ends with the run here, after {steps} steps")
     _decay(draft, steps, warmup, is_constant=low >= rate)
     if draft.tree["optimizer.schedule"] != "constant":
         draft.put("optimizer.min_learning_rate", low)

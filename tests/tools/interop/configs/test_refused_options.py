@@ -26,6 +26,8 @@ STAGES = samples.NANOTRON.replace(
 general:""",
 )
 RATE = "    lr_decay_style: cosine\n"
+COSINE = "--global-batch-size 2 --lr-decay-iters 40 " + FLAGS.replace("WSD", "cosine")
+LONG = "the warm-up ends with the run here, after {} steps"
 TITAN = samples.TORCHTITAN_PIPELINE
 
 FINAL = [
@@ -91,6 +93,10 @@ REFUSED = [
     ("a.sh", f"--optimizer soap {FLAGS}", "optimizer", "no such optimizer here, only adam"),
     ("a.sh", f"--weight-decay-incr-style cosine {FLAGS}", "weight-decay-incr-style", "the weight decay is constant"),
     ("a.sh", f"--lr-warmup-init 1e-5 {FLAGS}", "lr-warmup-init", "warm-up starts at 1/warmup_steps"),
+    *(("a.sh", f"--{key} {value} {COSINE}", key, LONG.format(10))
+      for key, value in (("lr-warmup-iters", 11), ("lr-warmup-samples", 30), ("lr-warmup-fraction", 0.5))),
+    ("a.yaml", samples.NANOTRON.replace("lr_warmup_steps: 2", "lr_warmup_steps: 1000"),
+     "optimizer.learning_rate_scheduler.lr_warmup_steps", LONG.format(15)),
     ("a.sh", FLAGS.replace("decay-style linear", "decay-style exponential"), "lr-wsd-decay-style", "exponential there"),
     ("a.sh", FLAGS.replace("WSD", "inverse-square-root"), "lr-decay-style", "no such decay here"),
     ("a.sh", f"--pretrained-checkpoint /x --finetune {FLAGS}", "pretrained-checkpoint",
@@ -131,6 +137,15 @@ def test_a_recipe_without_a_counterpart_is_refused_by_name(
     found = convert_file(path, without=others)
     left = {dropped.note for dropped in found.dropped if dropped.reason is DropReason.NONE}
     assert any(said in note and "left out by --without" in note for note in left) or key not in text
+
+
+def test_a_warm_up_as_long_as_the_run_is_imported(tmp_path: Path) -> None:
+    path, yaml = tmp_path / "a.sh", tmp_path / "a.yaml"
+    path.write_text(f"--lr-warmup-iters 10 {COSINE}")
+    assert convert_file(path).config.optimizer.warmup_steps == 10
+    constant = samples.NANOTRON.replace("lr_warmup_steps: 2", "lr_warmup_steps: 1000")
+    yaml.write_text(constant.replace("lr_warmup_style: linear", "lr_warmup_style: constant"))
+    assert convert_file(yaml).config.optimizer.warmup_steps == 0
 
 
 def test_all_of_them_are_named_at_once(tmp_path: Path) -> None:
