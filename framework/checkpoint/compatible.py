@@ -74,7 +74,7 @@ def check_compatible(
         saved["model.builder"] = current_name(builder)
     is_fresh = manifest.step == 0 and manifest.samples_seen == 0
     refused = {field: why for field, why in REFUSED.items() if field in REFUSED_AT_STEP_0 or not is_fresh}
-    problems, differences = [], []
+    problems, differences, hashes = [], [], _saved_hashes(manifest, data_fingerprint)
     for path in sorted(saved.keys() | now.keys()):
         before = saved[path] if path in saved else _default(path)
         after = now.get(path, _ABSENT)
@@ -87,7 +87,6 @@ def check_compatible(
             differences.append(f"{path}: {_show(before)} -> {_show(after)}")
         else:
             problems.append(f"{path} was {_show(before)} and is {_show(after)}: {reason}")
-    hashes = _saved_hashes(manifest, data_fingerprint)
     for name in sorted(hashes.keys() | data_fingerprint.keys()) if not is_fresh else ():
         before, after = hashes.get(name, _ABSENT), data_fingerprint.get(name, _ABSENT)
         stage = LATER_STAGE.match(name)
