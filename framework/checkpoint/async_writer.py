@@ -66,6 +66,10 @@ class AsyncWriter:
         """Reason why this rank's share could not be written, or on the first rank not be published."""
         self._published: SimpleQueue[tuple[Path, float]] = SimpleQueue()
         self._start_s = 0.0
+        self._done_s = 0.0
+        """Time at which the share was done."""
+        self._left: threading.Thread | None = None
+        """Thread of an earlier save that :meth:`leave` has left behind."""
         self.written_bytes = 0
         """Bytes of this rank's share written so far; progress indicator for a slow disk."""
 
@@ -87,7 +91,7 @@ class AsyncWriter:
             pieces: Host copies of this rank's pieces; emptied when written.
             is_first: True on the rank that publishes.
             before_publishing: Called on the first rank's thread before the checkpoint is published.
-            after_publishing: Called on the first rank's thread after it.
+            after_publishing: Called on the first rank's thread after it, unless the thread left behind is still alive.
         """
         assert self._thread is None, "one save at a time"
         for event in (self._share_done, self._abandoned):
@@ -111,9 +115,20 @@ class AsyncWriter:
         """Return True if this rank's share is written (first rank: the checkpoint is published) or has failed."""
         return self._thread is None or self._share_done.is_set()
 
-    def is_idle(self) -> bool:
-        """Return True if the thread has ended, ``after_publishing`` included."""
-        return self._thread is None or not self._thread.is_alive()
+    def is_idle(self, limit_s: float) -> bool:
+        """Return True if the thread has ended, ``after_publishing`` included, or its share is done for ``limit_s``."""
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        return self._share_done.is_set() and time.monotonic() - self._done_s > limit_s
+
+    def leave(self) -> bool:
+        """End the thread, whose share is done, without blocking. Return True if it is busy, and was left behind."""
+        thread, self._thread = self._thread, None
+        self.problem = None
+        if thread is None or not thread.is_alive():
+            return False
+        self._left = thread
+        return True
 
     def end(self) -> None:
         """Block until the thread has ended. On the first rank call `abandon` first if the save has failed."""
@@ -168,11 +183,12 @@ class AsyncWriter:
             self._record_problem(f"{type(error).__name__}: {error}")
             raise
         finally:
+            self._done_s = time.monotonic()
             self._share_done.set()
             if not done:
                 self._abandoned.wait()  # all ranks must see the failure before their directory is removed
                 remove_attempt(attempt)
-        if is_first and done:
+        if is_first and done and not (self._left is not None and self._left.is_alive()):
             after_publishing()
 
     def _count(self, num_bytes: int) -> None:

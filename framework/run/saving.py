@@ -93,10 +93,7 @@ class Saver:
             return
         names = shard_names(mesh.grid)
         self._attempt = SaveAttempt(
-            self.directory,
-            head,
-            result.attempt,
-            frozenset(name for name in names if name is not None),
+            self.directory, head, result.attempt, frozenset(name for name in names if name is not None)
         )
         checkpoint = parts.config.checkpoint
         self.writer.start(
@@ -123,7 +120,7 @@ class Saver:
     def finish(self, *, retention: bool = True) -> None:
         """Block until the save in progress is published or has failed. Collective over all ranks.
 
-        ``retention``: block also until older checkpoints are deleted.
+        ``retention``: block also until older checkpoints are deleted, for at most ``launch.timeout_s``.
 
         Raises:
             CheckpointError: on every rank; the save has failed, and ``checkpoint.on_failure`` is "fail" or the run has
@@ -139,8 +136,13 @@ class Saver:
             self._attempt = None
         self._report_published()
         if retention:
-            self._wait(writer.is_idle, to_the_end=True)
-            writer.end()
+            limit_s = self.parts.config.launch.timeout_s
+            self._wait(lambda: writer.is_idle(limit_s), to_the_end=True)
+            if writer.leave():
+                self._warn(
+                    f"old files in {self.directory}/checkpoints are still being deleted after {limit_s:g} s "
+                    f"(launch.timeout_s): check its file system. The run continues, and deletes no others until then"
+                )
 
     def take_save_s(self) -> float | None:
         """Return, on rank 0, the duration in seconds of the save published since the last call, or None."""
@@ -232,14 +234,14 @@ class Saver:
         limit_s, pause_s = parts.config.launch.timeout_s, 0.001
         before, since_s = -1.0, time.monotonic()
         while True:
-            stuck = time.monotonic() - since_s > limit_s
+            stuck = time.monotonic() - since_s > limit_s and not self.writer.is_share_done()
             own = [not done(), self.writer.failed(), stuck, self.writer.written_bytes]
             total = torch.tensor(own, dtype=torch.float64, device=mesh.device)
             mesh.world.all_reduce(total).wait()
             waiting, failed, stuck_ranks, written = total.tolist()
             if not waiting or (failed and not to_the_end):
                 return bool(failed)
-            if stuck_ranks and not to_the_end:
+            if stuck_ranks:
                 raise CheckpointError(
                     "MW-RUN-023",
                     f"a checkpoint is being written to {self.directory}, and no byte of it has been written for "
@@ -253,8 +255,7 @@ class Saver:
 
     def _problems(self) -> list[str]:
         """Return the problems by rank. Collective over all ranks."""
-        mesh = self.parts.mesh
-        problems = mesh.world.gather_objects(self.writer.problem)
+        problems = self.parts.mesh.world.gather_objects(self.writer.problem)
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
 
     def _give_up(self, attempt: SaveAttempt, problems: list[str]) -> None:

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.parts import NOT_WRITTEN, Parts
+from meshwright.run import saving
 from meshwright.run.directory import run_directory
 from meshwright.run.saving import Saver
 from meshwright.step import take_step
@@ -183,3 +185,41 @@ def test_one_rank_that_cannot_write_is_named_in_the_next_step(
     assert said.startswith(f"the checkpoint of step 2 could not be saved:\n  rank 1: {directory}") and not other
     assert f"(errno {errno.EFBIG})" in said
     assert [path.name for path in directory.iterdir()] == ["step-00000001"]
+
+
+def deletion_hangs(rank: int, world_size: int, config: RunConfig) -> list[Any]:
+    """Steps 1 to 3, while the first deletion of older checkpoints hangs; then step 4, when it no longer does."""
+    parts = opened(config, world_size)
+    warned: list[str] = []
+    num_hung, has_answered = [0], threading.Event()
+    saver = Saver(parts, run_directory(config), lambda text: None, warned.append)
+
+    def hang(*what: Any, **how: Any) -> None:
+        num_hung[0] += 1
+        has_answered.wait()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(saving, "prune", hang)
+        for _ in range(3):
+            step(parts, saver)
+            saver.start()
+        saver.finish_or_fail()
+    found: list[Any] = [saver.saved_step, num_hung[0], list(warned)]
+    has_answered.set()
+    parts.mesh.world.barrier()
+    time.sleep(0.5)  # the thread that hung ends
+    step(parts, saver)
+    saver.start()
+    saver.finish_or_fail()
+    close_mesh(parts.mesh)
+    return [*found, len(warned)]
+
+
+def test_a_deletion_that_hangs_does_not_stop_the_run(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    keys: dict[str, Any] = {"launch": {"timeout_s": 1.0}, "checkpoint": {"keep_last": 1}}
+    config = run_config(corpus, tmp_path, parallel=layout("dp2"), **keys)
+    first, second = pool.run(deletion_hangs, 2, config)
+    saved, num_hung, (said,), num_warned = first
+    assert (saved, num_hung, num_warned) == (3, 1, 1) and second == [3, 0, [], 0]
+    assert said.startswith(f"old files in {run_directory(config)}/checkpoints are still being deleted after 1 s")
+    assert [checkpoint.step for checkpoint in find(run_directory(config))] == [4]
