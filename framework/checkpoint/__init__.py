@@ -32,6 +32,7 @@ afterwards. There is no "latest" pointer that could dangle: the newest directory
 from meshwright.checkpoint.async_writer import AsyncWriter as AsyncWriter
 from meshwright.checkpoint.async_writer import SaveAttempt as SaveAttempt
 from meshwright.checkpoint.compatible import check_compatible as check_compatible
+from meshwright.checkpoint.files import shard_names as shard_names
 from meshwright.checkpoint.host_copy import HostSlab as HostSlab
 from meshwright.checkpoint.manifest import CheckpointMetadata as CheckpointMetadata
 from meshwright.checkpoint.manifest import Manifest as Manifest

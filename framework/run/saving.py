@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, find, prune
-from meshwright.checkpoint.files import shard_names
+from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, find, prune, shard_names
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
 from meshwright.run.base import fingerprint, saves_frozen
