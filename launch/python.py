@@ -68,6 +68,8 @@ class OpenRun:
         self._saver = Checkpoints(
             parts, files, StopRequest(), print_lines if parts.mesh.rank == 0 else _print_nothing
         ).saver
+        if self.step > 0:  # resumed from the checkpoint of this step
+            self._saver.saved_step = self.step
 
     @property
     def directory(self) -> Path:

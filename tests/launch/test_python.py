@@ -228,7 +228,7 @@ def test_steps_by_hand_are_those_of_the_command_and_resume(tmp_path: Path) -> No
         with pytest.raises(LockError), meshwright.open_run(config):
             pass
     with meshwright.open_run(config) as run:
-        assert run.step == 4
+        assert run.step == 4 and run.save() == saved
         second = [run.take_step().loss for _ in range(2)]
         last = run.save()
     assert first + second == whole
