@@ -25,6 +25,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from meshwright.checkpoint.manifest import FORMAT, KIND, VERSION, Manifest, PieceEntry, TensorEntry
+from meshwright.config import RunConfig
 from meshwright.errors import CheckpointError
 from meshwright.system.bounded import parse_json
 
@@ -73,7 +74,7 @@ def check(manifest: Manifest) -> list[str]:
 
     Return the problems.
     """
-    problems = contradictions(manifest)
+    problems = _no_tables(manifest.config) or contradictions(manifest)
     used: set[tuple[str, str]] = set()
     for name, entry in manifest.tensors.items():
         kind, _, parameter = name.partition("/")
@@ -187,6 +188,15 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constants(text: str) -> Any:
     raise ValueError(f"{text} is not allowed in a checkpoint")
+
+
+def _no_tables(config: Mapping[str, Any]) -> list[str]:
+    """Return the sections of the configuration that are no tables, one line each."""
+    return [
+        f"config.{name} = {reprlib.repr(config[name])}, which must be a table"
+        for name in RunConfig.model_fields
+        if name in config and not isinstance(config[name], Mapping)
+    ]
 
 
 def contradictions(manifest: Manifest) -> list[str]:

@@ -87,6 +87,9 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "nul": (rename_file("a\0.safetensors"), "should match pattern"),
     "pickle": (rename_file("weights.pkl"), "should match pattern"),
     "no size": (lambda m: m["files"].clear(), "no size and hash"),
+    "number as section": (lambda m: m["config"].update(model=5), r"config\.model = 5, which must be a table"),
+    "list as section": (lambda m: m["config"].update(adapter=[1]), r"config\.adapter = \[1\], which must be a table"),
+    "null as section": (lambda m: m["config"].update(batch=None), r"config\.batch = None, which must be a table"),
 }
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright.launch.cli import main
 from tests.checkpoint.conftest import KINDS, Fake
+from tests.checkpoint.test_checkpoint_hostile import forge
 
 
 @pytest.fixture
@@ -86,6 +88,28 @@ def test_show(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input(words: tuple[str, ...], message: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = said(capsys, *(word.replace("RUN", str(run)) for word in words))
     assert code == 2 and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("section", "value"), [("model", 5), ("parallel", 5), ("pipeline", "1f1b"), ("adapter", [1])])
+def test_a_section_that_is_no_table(
+    section: str, value: Any, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = run / "checkpoints" / "step-00000200"
+    forge(damaged, lambda manifest: manifest["config"].update({section: value}))
+    message = f"config.{section} = {value!r}, which must be a table"
+    code, out, _ = said(capsys, "list", run)
+    assert code == 0 and "DAMAGED" in out.splitlines()[2] and message in out.splitlines()[2]
+    assert said(capsys, "show", run, "--step", "100")[0] == 0
+    out_directory = str(tmp_path / "out")
+    for words in (
+        ["checkpoint", "show", str(run)],
+        ["checkpoint", "export", str(run), "--out", out_directory],
+        ["convert", str(run), "--to", "hf", out_directory],
+    ):
+        assert main(words) == 2, words
+        out, err = capsys.readouterr()
+        assert err.startswith("meshwright: error: ") and message in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_it_changes_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
