@@ -154,6 +154,38 @@ def test_a_collective_to_which_all_have_come_is_no_reason_to_wait() -> None:
     )
 
 
+def test_on_cuda_the_rank_that_has_posted_fewer_collectives() -> None:
+    """Handles do not block there: all other hosts wait for the device in STEP, and for no rank."""
+    beats = [beat(rank, "STEP", 630.0, world_1=42) for rank in range(8) if rank != 5]
+    reason, ranks = verdict(*beats, beat(5, "reading samples", 640.0, world_1=41), grid=Grid(1, 8, 1))
+    assert ranks == (5,)
+    assert reason == (
+        "rank 5 (pp0 dp5 tp0) has been reading samples for 640 s, and others have entered a collective that it has not"
+    )
+
+
+def test_on_cuda_ranks_that_wait_for_that_rank_are_not_named() -> None:
+    """Hosts of an expert group wait for each layer's counts, so they are behind in the world's collectives too."""
+    reason, ranks = verdict(
+        *(beat(rank, "STEP", 6.0, world_1=42, ep_1=80) for rank in (0, 1)),
+        beat(2, "0F3", 6.0, world_1=41, ep_2=71),
+        beat(3, "0F3", 6.0, world_1=41, ep_2=70),
+        grid=Grid(1, 4, 1),
+    )
+    assert ranks == (3,) and reason.startswith("rank 3 (pp0 dp3 tp0) has been computing F of micro-batch 3 for 6.0 s")
+
+
+def test_on_cuda_ranks_behind_each_other_are_all_named() -> None:
+    beats = [beat(0, "0F3", 6.0, world_1=41, dp_1=7), beat(1, "0F3", 6.0, world_1=40, dp_1=8)]
+    assert verdict(*beats, beat(2, "STEP", 6.0, world_1=42), grid=Grid(1, 3, 1))[1] == (0, 1)
+
+
+def test_a_rank_that_is_waited_for_is_named_although_another_one_is_behind() -> None:
+    """Also on CPU, where ranks post collectives before they wait for them."""
+    beats = [beat(0, "reading samples", 9.0), beat(1, "1RECV_F0", 9.0, receive(0, "1RECV_F0"), world_1=4)]
+    assert verdict(*beats, beat(2, "2F0", 6.0, world_1=3), grid=Grid(3, 1, 1))[1] == (0, 2)
+
+
 def test_a_rank_alone() -> None:
     assert verdict(beat(0, "saving a checkpoint", 6.0), grid=Grid()) == (
         "rank 0 (pp0 dp0 tp0) has been saving a checkpoint for 6.0 s",

@@ -11,6 +11,9 @@ graph are followed to their ends. The first of these cases that applies is repor
     different  ranks that are in different collectives with the same number
     busy       a rank that waits for no other rank and has been in one activity for long
     cycle      ranks that wait for each other (deadlock)
+
+NOTE [waits on CUDA]: there a handle's wait returns at once, and hosts wait for the device without an edge. All ranks of
+a hanging step look busy then. Those are named that have posted fewer collectives of a group than its other ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
     ends = [rank for rank in edges if not edges[rank]]
     weight = Counter(reached for rank in edges for reached in _reached(rank, edges) if not edges[reached])
     ends.sort(key=lambda rank: (-weight[rank], rank))
-    formatter = _VerdictFormatter(table, grid, edges)
+    behind = _behind(table)
+    formatter = _VerdictFormatter(table, grid, edges, behind)
 
     quiet = [rank for rank in ends if rank in silent]
     if quiet:
@@ -67,7 +71,8 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
         return formatter.different(*different)
     stuck = [rank for rank in ends if (beat := table[rank].beat) is not None and beat.for_s >= long_s]
     if stuck:
-        return formatter.ends(stuck, silent)
+        needed = [rank for rank in stuck if weight[rank] or rank in behind]
+        return formatter.ends(needed or stuck, silent)
     cycle = _cycle(edges)
     if cycle:
         return formatter.cycle(cycle)
@@ -128,6 +133,23 @@ def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
     return missing
 
 
+def _behind(table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
+    """Return the ranks that have posted fewer collectives of a group than another rank of it.
+
+    A rank that has itself posted more than another one of a group may wait for that one. Such ranks are left out,
+    unless all are of this kind.
+    """
+    posted = {rank: beat.posted for rank, (beat, _) in table.items() if beat is not None}
+    least: dict[str, int] = {}
+    most: dict[str, int] = {}
+    for of_rank in posted.values():
+        for key, number in of_rank.items():
+            least[key], most[key] = min(least.get(key, number), number), max(most.get(key, number), number)
+    behind = {rank for rank, of_rank in posted.items() if any(number < most[key] for key, number in of_rank.items())}
+    last = {rank for rank in behind if all(number == least[key] for key, number in posted[rank].items())}
+    return last or behind
+
+
 def _reached(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
     """Return all ranks that a rank waits for, directly or through others; itself only if it is in a cycle."""
     reached: set[int] = set()
@@ -174,11 +196,12 @@ def _cycle(edges: Mapping[int, set[int]]) -> list[int]:
 
 
 class _VerdictFormatter(NamedTuple):
-    """Formatter of verdicts, with the heartbeats and the wait-for graph."""
+    """Formatter of verdicts, with the heartbeats, the wait-for graph, and the ranks with fewer collectives."""
 
     table: Mapping[int, ReceivedHeartbeat]
     grid: Grid
     edges: Mapping[int, set[int]]
+    behind: set[int]
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({place(self.grid, rank)})"
@@ -189,7 +212,9 @@ class _VerdictFormatter(NamedTuple):
         for rank in named:
             what = self._silent(rank) if rank in silent else self._busy(rank)
             waiting = [other for other in self.edges if rank in self.edges[other]]
-            parts.append(f"{self._wait(waiting[0], rank)}, which {what}" if waiting else f"{self.name(rank)} {what}")
+            late = ", and others have entered a collective that it has not" if rank in self.behind else ""
+            alone = f"{self.name(rank)} {what}{late}"
+            parts.append(f"{self._wait(waiting[0], rank)}, which {what}" if waiting else alone)
         more = len(ranks) - len(named)
         return Verdict("; ".join(parts) + (f"; and {more} more ranks like these" if more else ""), named)
 
