@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +49,29 @@ def with_running_buffers(vocab_size: int = VOCAB_SIZE, width: int = 8) -> nn.Seq
         Normed(width),
         nn.Linear(width, width),
         nn.Linear(width, vocab_size),
+    )
+
+
+def double(x: Tensor) -> Tensor:
+    """The function that a test compiles."""
+    return x * 2
+
+
+class Doubling(nn.Module):
+    """Layer that calls a function, which may be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double: Callable[[Tensor], Tensor] = double
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.double(x)
+
+
+def with_a_compiled_function(vocab_size: int = VOCAB_SIZE, width: int = 8) -> nn.Sequential:
+    """Layers, one of which calls a function."""
+    return nn.Sequential(
+        nn.Embedding(vocab_size, width), nn.Linear(width, width), Doubling(), nn.Linear(width, vocab_size)
     )
 
 

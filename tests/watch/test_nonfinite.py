@@ -17,13 +17,14 @@ from meshwright.config import RunConfig, parse
 from meshwright.errors import NonFiniteError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.mesh import close_mesh
+from meshwright.mesh.mesh import close_mesh, open_mesh
 from meshwright.run.resume import resume
 from meshwright.step import take_step
 from meshwright.tracking.record import from_json, to_json
 from meshwright.watch.nonfinite.evidence import Evidence, EvidenceKind, broken, cause
 from meshwright.watch.ranks import numbers, ranks_at, samples_named
 from tests.end_to_end.driving import LATER, save
+from tests.watch.builders import Doubling, double
 from tests.watch.spoiling import (
     LIMIT_S,
     Spoil,
@@ -277,6 +278,43 @@ def test_rank_layer_and_samples_are_named(
         assert fits(message, expected), f"{spec}\n{message}\nand not\n{expected}"
         assert message.startswith("step 2: the loss is ") and "not taken on any rank" in message
         assert (ONCE in message) == (spec.times == 1), message
+
+
+def test_a_replay_runs_layers_alone_without_torch_compile() -> None:
+    """A compiled function within a layer stays compiled: attention by its plain code makes all scores, S x S."""
+    config = config_for("dp1", builder="tests.watch.builders:with_a_compiled_function").replace(train={"compile": True})
+    parts = parts_for(config, open_mesh(Grid(), "cpu"))
+    ran: list[str] = []
+
+    def backend(name: str) -> Any:
+        def compile_(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            def run(*values: Any) -> Any:
+                ran.append(name)
+                return graph(*values)
+
+            return run
+
+        return compile_
+
+    (stage,) = parts.executor.stages.values()
+    for layer in stage.layers:
+        layer.compile(backend=backend("layer"))
+    compiled = [layer._compiled_call_impl for layer in stage.layers]
+    for layer in stage.layers:
+        if isinstance(layer, Doubling):
+            layer.double = torch.compile(double, backend=backend("function"))
+    assert taken(parts) is None and set(ran) == {"layer"}
+    in_step = len(ran)  # torch leaves its own modules uncompiled
+    undo, _ = spoil(parts, Spoil("gradient", 0, "1.weight", 3, times=1)), ran.clear()
+    message = str(taken(parts))
+    undo()
+    torch._dynamo.reset()
+    assert ran == ["layer"] * in_step + ["function"] * in_step
+    assert [layer._compiled_call_impl for layer in stage.layers] == compiled
+    assert (
+        "It did not recur when the step was replayed, its layers without torch.compile: check the hardware of rank 0 "
+        "(pp0 dp0 tp0); if it happens again, set train.compile = false" in message
+    )
 
 
 def without_an_update(rank: int, world_size: int, config_json: str, saved: str) -> tuple[bool, bool, bool, str]:

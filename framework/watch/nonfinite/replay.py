@@ -2,6 +2,9 @@
 
 Hooks on all modules see outputs; hooks on all parameters see gradients. The index of a module call within one forward
 is the same on all ranks of a tensor-parallel group. Gradients are not reduced, and the optimizer does not step.
+
+Hooks are not called within compiled layers, so these run without torch.compile. Other compiled functions stay compiled:
+FlexAttention's plain code would make all scores, S x S for each head.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -48,6 +50,12 @@ def losses(parts: Parts, feed: Feed, result: RowResult, ranks: tuple[int, ...]) 
     return evidence
 
 
+def compiled_layers(parts: Parts) -> list[nn.Module]:
+    """Return this rank's layers to which torch.compile is applied."""
+    layers = [layer for stage in parts.executor.stages.values() for layer in stage.layers]
+    return [layer for layer in layers if layer._compiled_call_impl is not None]
+
+
 def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
     """Replay the step, forward and backward, and return the first values on this rank that are not finite.
 
@@ -57,8 +65,8 @@ def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
     executor = replace(parts.executor, replicas={}, run_pair=in_order)
     stages = [_StageChecks(parts, feed, stage) for stage in executor.stages.values()]
     with contextlib.ExitStack() as within:
-        if parts.config.train.compile is not False:  # hooks are not called within compiled layers
-            within.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer in compiled_layers(parts):
+            within.enter_context(_replaced(layer, "_compiled_call_impl", None))
         for checks in stages:
             within.enter_context(checks.installed())
         result = executor.run(feed)

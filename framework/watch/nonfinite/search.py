@@ -14,7 +14,8 @@ ranks in the same step. Copies of a gradient that the norm does not count are ch
 NaN and Inf spread to all later values, so the first finding is the cause. In forward that is the lowest stage, then the
 first call within one micro-batch. Tensor-parallel ranks make these calls in lockstep, so the rank of origin can be
 distinguished from ranks that received the value in a sum. In backward it is the highest stage, then the last parameter.
-If weights are not finite, the step is not replayed. If the replay is finite, the hardware is suspected.
+If weights are not finite, the step is not replayed. If the replay is finite, the hardware is suspected; compiled layers
+too, because they are replayed without torch.compile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from meshwright.parts import Parts
 from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.values import Feed
 from meshwright.watch.nonfinite.evidence import MAX_FINDINGS, Evidence, EvidenceKind, backward_order, broken, cause
-from meshwright.watch.nonfinite.replay import losses, positions_of, replay_step
+from meshwright.watch.nonfinite.replay import compiled_layers, losses, positions_of, replay_step
 from meshwright.watch.ranks import ranks_at
 
 
@@ -160,7 +161,10 @@ def find_cause(parts: Parts, feed: Feed, *, replay: bool) -> str:
         return replayed.text
     prefix = f"{first.text}. " if first is not None else ""
     suspects = ranks_at(grid, first.ranks if first is not None else range(grid.size))
-    return f"{prefix}It did not recur when the step was replayed: check the hardware of {suspects}"
+    how = advice = ""
+    if any(parts.mesh.world.gather_objects(bool(compiled_layers(parts)))):
+        how, advice = ", its layers without torch.compile", "; if it happens again, set train.compile = false"
+    return f"{prefix}It did not recur when the step was replayed{how}: check the hardware of {suspects}{advice}"
 
 
 def _gather(parts: Parts, own: list[Evidence]) -> list[Evidence]:
