@@ -108,10 +108,16 @@ def _window(draft: Draft) -> int | None:
 
 
 def _vocabulary(draft: Draft, form: DecoderForm) -> None:
-    """Translate the vocabulary: in the file, of a tokenizer with one version, or left open."""
+    """Translate the vocabulary: in the file, of a tokenizer with one version, or left open.
+
+    The NullTokenizer of Megatron-Bridge counts its end of document in.
+    """
     size = draft.optional_count("vocab-size")
     kind = draft.text("tokenizer-type") or ("GPT2BPETokenizer" if draft.has("merge-file") else None)
-    if size is not None:
+    if size is not None and kind == "NullTokenizer" and draft.framework == "Megatron-LM":
+        why = "--vocab-size and NullTokenizer's end of document; from megatron-core 0.18 on it is --vocab-size alone"
+        draft.put("model.options.vocab_size", size + 1, why)
+    elif size is not None:
         draft.put("model.options.vocab_size", size)
     elif kind in VOCABULARIES:
         draft.put("model.options.vocab_size", VOCABULARIES[kind], f"{kind}'s")

@@ -197,7 +197,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "tied": True,
     },
     "llama.sh": {
-        "vocab_size": 256,
+        "vocab_size": 257,  # and NullTokenizer's end of document
         "hidden_size": 64,
         "num_layers": 4,
         "num_heads": 4,

@@ -10,7 +10,7 @@ from meshwright.config import load
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.tools.interop.configs import ImportedConfig, convert_file, file_text, format_report
-from tests.tools.interop.configs import samples
+from tests.tools.interop.configs import dumps, samples
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 64 --micro-batch-size 2 --data-path /d/a "
@@ -74,6 +74,21 @@ def test_a_guess_that_does_no_harm_is_marked_on_its_line(tmp_path: Path) -> None
 def test_the_vocabulary_of_a_known_tokenizer_is_no_guess(tmp_path: Path) -> None:
     found = imported(tmp_path / "a.sh", without("--vocab-size") + "--tokenizer-type GPT2BPETokenizer")
     assert not found.open and found.config.model.options["vocab_size"] == 50257
+
+
+def test_the_null_tokenizer_adds_an_end_of_document(tmp_path: Path) -> None:
+    """Its id is --vocab-size itself: without a row of its own, the corpora that hold it would not be read."""
+    found = imported(tmp_path / "a.sh", f"{FLAGS} --tokenizer-type NullTokenizer")
+    assert found.config.model.options["vocab_size"] == 129
+    assert any("vocab_size = 129: --vocab-size and NullTokenizer's end of document" in note for note in found.decided)
+    theirs = pytest.importorskip("megatron.core.tokenizers.text.libraries.null_tokenizer").NullTokenizer(128)
+    assert (theirs.vocab_size, theirs.eod) == (129, 128)
+
+
+def test_the_null_tokenizer_of_megatron_bridge_holds_it_already(tmp_path: Path) -> None:
+    text = dumps.BRIDGE.replace("  vocab_size: 512\n  window_size", "  vocab_size: null\n  window_size")
+    assert text.count("vocab_size: 512") == 1
+    assert imported(tmp_path / "run_config.yaml", text).config.model.options["vocab_size"] == 512
 
 
 UNSET = r"""
