@@ -81,7 +81,7 @@ def test_a_settled_plan_holds_its_promises(settled: tuple[ModelCache, Plan]) -> 
     first = plan.best[0].time.total
     assert f"{first:.4g} ±{first * error_share(plan.hardware):.2g}" in text
     assert f"+{len(next(iter(plan.alike.values())))}" in text
-    assert "±: mean error of predicted times, 6.5%" in text
+    assert "±: mean error of predicted times, 6.2%" in text
 
 
 def test_the_reason_of_a_lead_a_tie_and_a_simpler_layout(settled: tuple[ModelCache, Plan]) -> None:
