@@ -38,8 +38,8 @@ from meshwright.terminal.output import print_lines
 from meshwright.tools.inference.evaluate import EvaluationJob, EvaluationResult
 from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
-from meshwright.tools.inference.prompts import WHOLE_SAMPLES
 from meshwright.tools.inference.sample import sample as sample_text
+from meshwright.tools.layout_keys import WHOLE_SAMPLES
 
 
 def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:

@@ -152,9 +152,7 @@ class _Search(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return any(tokens <= size < 2 * tokens and k > 1 for size, k in zip(first.shape[2:], kernel, strict=True))
         if name == "slice" or name in ALONG_DIMS:
             return self._along(name, first, args, outputs[0])
-        if name in NORMS or name == "native_layer_norm":
-            return name in NORMS or tokens in args[1]
-        return self._probe(func, args, kwargs, output)
+        return name in NORMS or self._probe(func, args, kwargs, output)
 
     def _probe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> bool:
         """Probe the operation, once for the same shapes."""

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 MOST_ELEMENTS = 2**27
 """Elements of all arguments above which an operation is not probed."""
-ALONE = ("_to_copy", "_unsafe_view", "copy", "fill", "zero", "set_", "record_stream")
-"""Operations that never mix tokens, and are frequent or no functions of their arguments' values."""
+ALONE = ("_to_copy", "_unsafe_view", "copy", "fill", "zero")
+"""Frequent aten operations that never mix tokens."""
 BY_INDEX = ("index", "gather", "scatter", "embedding", "take", "put", "bincount", "searchsorted", "nonzero")
-"""Parts of the names of operations whose result depends on indices, which random numbers do not stand for."""
+"""Parts of the names of aten operations whose result depends on indices, which random numbers do not stand for."""
 FACTORIES = ("empty", "new_", "_like")
-"""Parts of the names of operations that read a shape alone."""
+"""Parts of the names of aten operations that read a shape alone."""
 
 
 def holds_tokens(tensor: Tensor, tokens: int) -> bool:
@@ -32,17 +32,18 @@ def mixes_tokens(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 
     ``args``, ``kwargs``, ``output``: of a call on meta, in which a dim of ``tokens`` elements holds tokens.
     """
-    name = func.overloadpacket.__name__
-    if torch.Tag.pointwise in func.tags or name.rstrip("_") in ALONE or any(part in name for part in FACTORIES):
+    name = func.overloadpacket.__name__.rstrip("_") if func.namespace == "aten" else ""
+    by_index = any(part in name for part in BY_INDEX)
+    if torch.Tag.pointwise in func.tags or name in ALONE or any(part in name for part in FACTORIES):
         return False
     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not any(holds_tokens(each, tokens) for each in outputs):
-        return bool(outputs) and not any(part in name for part in BY_INDEX)
+        return bool(outputs) and not by_index
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if (
         func.is_view
+        or by_index
         or torch.Tag.nondeterministic_seeded in func.tags
-        or any(part in name for part in BY_INDEX)
         or any(tuple(each.shape).count(tokens) > 1 for each in tensors)
         or sum(each.numel() for each in tensors) > MOST_ELEMENTS
     ):

@@ -44,7 +44,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import Coordinates, Grid
 from meshwright.run import RunLock
 from meshwright.system.bounded import real_path
-from meshwright.tools.inference.prompts import drop_unused_keys
+from meshwright.tools.layout_keys import drop_unused_keys
 from meshwright.tools.reshard_pieces import added_states, draw_blueprints, pieces, shard_tensors
 from meshwright.tools.trust import changed_keys, check_trusted
 

@@ -57,8 +57,8 @@ def main() -> None:
 class HistoryLog:
     """History of a wandb run: one row per record, in the order of writing.
 
-    wandb drops a row whose number, its ``step``, is lower than one before. Steps that are repeated after a resume have
-    rows of their own therefore. The step is the metric ``step``, and the x axis of charts.
+    wandb drops a row whose number, its ``step``, is lower than one before. So steps that a resume repeats get rows of
+    their own. The step is the metric ``step``, and the x axis of charts.
     """
 
     def __init__(self, run: Any) -> None:

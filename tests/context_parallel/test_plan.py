@@ -51,7 +51,7 @@ class Attention(nn.Module):
         return x + self.core(q, k, v).transpose(1, 2).flatten(2)  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("meshwright_test::next_token", mutates_args=())
+@torch.library.custom_op("meshwright_test::compute_new_token", mutates_args=())
 def next_token(x: Tensor) -> Tensor:
     """A kernel of somebody's own."""
     return x.roll(-1, 1)
@@ -93,7 +93,7 @@ MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
     "split": lambda x: x.split([1, x.shape[1] - 1], 1)[1].sum() + x,
     "windows": lambda x: x + F.pad(x, (0, 0, 1, 0)).unfold(1, 2, 1).amax(-1),
     "first": lambda x: x - x.unbind(1)[0].unsqueeze(1),
-    "kernel": lambda x: torch.ops.meshwright_test.next_token(x),
+    "kernel": lambda x: torch.ops.meshwright_test.compute_new_token(x),
 }
 """Ways in which a layer may see more than one token."""
 ALONE: dict[str, Callable[[Tensor], Tensor]] = {

@@ -116,32 +116,23 @@ class Slow(Stateful):
             yield each
 
 
-class Counted(Stateful):
+class CountedPlain(Plain):
     """Counts how often it is built, and the samples that are read, of all objects of this process."""
 
     built = read = 0
 
     def __init__(self) -> None:
         super().__init__(1000)
-        Counted.built += 1
+        CountedPlain.built += 1
 
     def __iter__(self) -> Iterator[Any]:
         for each in super().__iter__():
-            Counted.read += 1
+            CountedPlain.read += 1
             yield each
 
 
-class CountedPlain(Plain):
-    """The same without a state."""
-
-    def __init__(self) -> None:
-        super().__init__(1000)
-        Counted.built += 1
-
-    def __iter__(self) -> Iterator[Any]:
-        for each in super().__iter__():
-            Counted.read += 1
-            yield each
+class Counted(CountedPlain, Stateful):
+    """The same with a state."""
 
 
 def once() -> Iterator[Any]:

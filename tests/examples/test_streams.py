@@ -316,13 +316,13 @@ def test_a_run_reads_each_sample_once(tmp_path: Path, kind: str, workers: int) -
         }
         return config_of(tmp_path, kind, name, **sections)
 
-    streams.Counted.built = streams.Counted.read = 0
+    streams.CountedPlain.built = streams.CountedPlain.read = 0
     run_training(config("short", 5))
-    built, read = streams.Counted.built, streams.Counted.read
+    built, read = streams.CountedPlain.built, streams.CountedPlain.read
     run_training(config("whole", 20))
-    assert streams.Counted.built - built == built, "the builder runs in each step, or each step that saves"
+    assert streams.CountedPlain.built - built == built, "the builder runs in each step, or each step that saves"
     ahead = 2 * workers * 2  # samples: two micro-batches for each thread, of either run
-    assert streams.Counted.read - read <= read + 15 * 4 + 2 * ahead + 2
+    assert streams.CountedPlain.read - read <= read + 15 * 4 + 2 * ahead + 2
     run_training(config("short", 20))
     assert exact_losses(config("short", 20)) == exact_losses(config("whole", 20))
 

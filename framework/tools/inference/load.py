@@ -34,7 +34,7 @@ from meshwright.run.directory import RESOLVED, find_run, is_checkpoint
 from meshwright.run.resume import newest_sound
 from meshwright.schedule.analysis import links_of
 from meshwright.terminal.output import print_warning
-from meshwright.tools.inference.prompts import drop_unused_keys
+from meshwright.tools.layout_keys import drop_unused_keys
 from meshwright.tools.trust import changed_keys, check_trusted
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S
 

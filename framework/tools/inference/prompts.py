@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -12,27 +10,6 @@ from torch import Tensor
 
 from meshwright.data.fingerprint import Fingerprint
 from meshwright.data.tokenizer import begin_id, ending_ids
-
-WHOLE_SAMPLES = ("--parallel.cp=1", "--parallel.ep=1")
-"""Overrides without context and expert parallelism: every rank has whole samples and all experts."""
-KEYS_OF_DEGREE = {
-    "tp": ("sequence", "tp_across_nodes"),
-    "cp": ("cp_order", "cp_exchange", "cp_head_groups"),
-    "ep": ("ep_across_nodes",),
-}
-"""Degree of ``[parallel]`` -> keys that have no effect, and are refused, where it is 1."""
-
-
-def drop_unused_keys(parallel: dict[str, Any], changed: Mapping[tuple[str, ...], Any]) -> None:
-    """Delete from a saved ``[parallel]`` the keys that an override has left without effect, in place.
-
-    ``changed``: the overrides by key. One that sets a degree to 1 leaves its keys to their defaults, unless the
-    overrides set these too.
-    """
-    for degree, keys in KEYS_OF_DEGREE.items():
-        for key in keys if changed.get(("parallel", degree)) == 1 else ():
-            if ("parallel", key) not in changed:
-                del parallel[key]
 
 
 def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:

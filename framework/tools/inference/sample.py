@@ -37,7 +37,8 @@ from meshwright.system.process import GiveUp, end_process
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size
 from meshwright.terminal.output import print_lines
 from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_inference_mesh, open_trained
-from meshwright.tools.inference.prompts import WHOLE_SAMPLES, encode_prompt, ends_of_document, with_starts
+from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, with_starts
+from meshwright.tools.layout_keys import WHOLE_SAMPLES
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""

@@ -23,7 +23,7 @@ MEASURED_ERROR_SHARE = 0.125
 """Mean error after ``calibrate`` (16 layouts on CPUs)."""
 TIE_SHARE = 0.02
 """Predicted lead below which the order of two layouts is hardly better than chance: right in 69 % of the pairs of
-published runs of one model on one cluster; 84 % from 2 to 4 %, 95 % from 4 to 10 %, 97 % beyond."""
+published runs of one model on one cluster; 84 % from 2 to 4 %, 95 % from 4 to 10 %, 96 % from 10 to 20 %."""
 SPLIT_SCHEDULES = ("zb_h1", "zb_h2", *V_SCHEDULES)
 
 

@@ -11,7 +11,7 @@ import meshwright.tools.reshard
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.tools.inference.load import ModelLocation, config_for
-from meshwright.tools.inference.prompts import WHOLE_SAMPLES
+from meshwright.tools.layout_keys import WHOLE_SAMPLES
 
 SAVED: dict[str, dict[str, Any]] = {
     "run": {"name": "saved"},
