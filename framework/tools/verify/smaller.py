@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +19,16 @@ from meshwright.tools.verify.reference import PlainRun
 DROPOUT = 0.1
 """Dropout probability where the configuration has dropout at 0."""
 WITH_DROPOUT = "meshwright.tools.verify.smaller:with_dropout"
+NUM_EXPERTS = 16
+"""Experts of a small mixture, where its groups allow it."""
 ODD_VOCABULARY = 499
 """Vocabulary size that no tp degree divides, so that every one of them has padded rows."""
 
 
 def shrink(options: dict[str, Any]) -> dict[str, Any]:
     """Return builder options with the same proportions at a small size: at most 4 layers, 8 heads of at most 8
-    elements, and an odd vocabulary below 1,000.
+    elements, about 16 experts, ranks of a latent attention in proportion to the hidden size, and an odd vocabulary
+    below 1,000.
 
     Options are recognised by their names in meshwright's own models; all other options stay unchanged.
     """
@@ -47,11 +50,48 @@ def shrink(options: dict[str, Any]) -> dict[str, Any]:
         if small.get("num_kv_heads"):
             small["num_kv_heads"] = new_kv
         small["hidden_size"] = new_heads * head_size
+        scale = small["hidden_size"] / hidden
         if isinstance(small.get("ffn_size"), int):
-            small["ffn_size"] = 8 * math.ceil(small["ffn_size"] / hidden * small["hidden_size"] / 8)
+            small["ffn_size"] = _scaled(small["ffn_size"], scale)
+        if isinstance(small.get("moe"), Mapping):
+            small["moe"] = _shrink_experts(small["moe"], scale)
+        if isinstance(small.get("mla"), Mapping):
+            small["mla"] = _shrink_latent(small["mla"], scale)
     vocab_size = small.get("vocab_size")
     if isinstance(vocab_size, int):
         small["vocab_size"] = ODD_VOCABULARY if vocab_size > 1000 else vocab_size - (vocab_size % 2 == 0)
+    return small
+
+
+def _scaled(width: int, scale: float) -> int:
+    """Return a width times ``scale``, rounded up to a multiple of 8."""
+    return 8 * math.ceil(width * scale / 8)
+
+
+def _shrink_experts(moe: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Return a small table ``moe``: about 16 experts, at least 2 in each group and for each token that had so many."""
+    small = dict(moe)
+    experts, top_k, num_groups = (small.get(key, 1) for key in ("num_experts", "top_k", "num_groups"))
+    if all(isinstance(value, int) and value > 0 for value in (experts, top_k, num_groups)):
+        small["num_experts"] = fewer = min(experts, num_groups * max(2, NUM_EXPERTS // num_groups))
+        small["top_k"] = min(top_k, max(2, round(top_k * fewer / experts)))
+    for key in ("expert_ffn_size", "shared_ffn_size"):
+        if isinstance(small.get(key), int):
+            small[key] = _scaled(small[key], scale)
+    if isinstance(small.get("first_dense"), int):
+        small["first_dense"] = min(small["first_dense"], 1)
+    return small
+
+
+def _shrink_latent(mla: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Return a small table ``mla``: heads of at most 8 elements and 4 rotated ones."""
+    small = dict(mla)
+    for key, most in (("nope_dim", 8), ("rope_dim", 4), ("v_dim", 8)):
+        if isinstance(small.get(key), int):
+            small[key] = min(small[key], most)
+    for key in ("kv_rank", "q_rank"):
+        if isinstance(small.get(key), int):
+            small[key] = min(small[key], _scaled(small[key], scale))
     return small
 
 
@@ -63,20 +103,29 @@ class PreparedModel(NamedTuple):
 
 
 def make_small(config: RunConfig, sequence_length: int) -> PreparedModel:
-    """Shrink model and samples. An odd vocabulary that the model refuses becomes even again."""
-    small = shrink(config.model.options)
-    even = {**small, "vocab_size": small["vocab_size"] + 1} if "vocab_size" in small else small
+    """Shrink model and samples. An odd vocabulary or a small table that the model refuses becomes as it was."""
+    options = config.model.options
     length = min(config.data.sequence_length, sequence_length)
     shorter = config.replace(data={"sequence_length": length})
-    if _refusal(_with_options(shorter, small)) and not _refusal(_with_options(shorter, even)):
-        small = even
-    changes = [
-        f"{name} {value} -> {small[name]}" for name, value in config.model.options.items() if small[name] != value
-    ]
+    smaller = shrink(options)
+    tables = {name: value for name, value in options.items() if isinstance(value, Mapping)}
+    even = {"vocab_size": smaller["vocab_size"] + 1} if "vocab_size" in smaller else {}
+    candidates = [{**smaller, **kept, **vocabulary} for kept in ({}, tables) for vocabulary in ({}, even)]
+    small = next((each for each in candidates if not _refusal(_with_options(shorter, each))), smaller)
+    changes = list(_changes(options, small))
     if length != config.data.sequence_length:
         changes.append(f"sequence_length {config.data.sequence_length} -> {length}")
     note = f"shrunk for this machine, on random tokens (--whole for full size): {', '.join(changes) or 'nothing'}"
     return PreparedModel(_with_options(shorter, small), [note])
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Yield what changed, option by option, those of tables with their table's name."""
+    for name, value in before.items():
+        if isinstance(value, Mapping):
+            yield from _changes(value, after[name], f"{place}{name}.")
+        elif after[name] != value:
+            yield f"{place}{name} {value} -> {after[name]}"
 
 
 def _with_options(config: RunConfig, options: dict[str, Any]) -> RunConfig:

@@ -15,13 +15,17 @@ DENSE = {"moe": None, "mla": None}
 """Options of a decoder without experts and latent attention."""
 
 
-def read_common(settings: Settings, *, length: int, kv_heads: int | None = None) -> dict[str, Any]:
-    """Convert the fields that all four families share, with the defaults of transformers' config classes.
+def read_common(
+    settings: Settings, *, length: int, kv_heads: int | None = None, norm_eps: float = 1e-6, theta: float = 10_000.0
+) -> dict[str, Any]:
+    """Convert the fields that all decoders share, with the defaults of transformers' config classes.
 
     Args:
         settings: the config.json.
         length: the class's default of ``max_position_embeddings``, in tokens.
         kv_heads: the class's default of ``num_key_value_heads``; None: the number of heads.
+        norm_eps: the class's default of ``rms_norm_eps``.
+        theta: the class's default of ``rope_theta``.
     """
     settings.must_be("hidden_act", "silu", "swish")
     settings.must_be("partial_rotary_factor", 1.0)
@@ -38,10 +42,10 @@ def read_common(settings: Settings, *, length: int, kv_heads: int | None = None)
         "num_kv_heads": settings.number("num_key_value_heads", kv_heads, maximum=MAX_WIDTH),
         "ffn_size": settings.number("intermediate_size", maximum=MAX_WIDTH),
         "max_sequence_length": settings.number("max_position_embeddings", length),
-        "norm_eps": settings.real("rms_norm_eps", 1e-6),
+        "norm_eps": settings.real("rms_norm_eps", norm_eps),
         "tied": settings.flag("tie_word_embeddings", False),
         "dropout": 0.0,
-        **read_rope(settings),
+        **read_rope(settings, theta),
     }
     if settings.real("attention_dropout", 0.0, maximum=1.0):
         settings.notes.append(
@@ -74,11 +78,11 @@ def read_mistral(settings: Settings) -> dict[str, Any]:
     window = settings.get("sliding_window") if "sliding_window" in settings.fields else 4096
     if window is not None:
         options["sliding_window"] = settings.number("sliding_window", 4096)
-    settings.must_be("layer_types", *_layer_types(options["num_layers"], sliding=window is not None))
+    settings.must_be("layer_types", *layer_types(options["num_layers"], sliding=window is not None))
     return options
 
 
-def _layer_types(num_layers: int, *, sliding: bool) -> list[Any]:
+def layer_types(num_layers: int, *, sliding: bool) -> list[Any]:
     """Return the supported values of ``layer_types``: missing, or the same type for every layer."""
     kind = "sliding_attention" if sliding else "full_attention"
     return [None, [kind] * num_layers]
@@ -93,10 +97,10 @@ def read_qwen(settings: Settings) -> dict[str, Any]:
     layers = options["num_layers"]
     if not settings.flag("use_sliding_window", False):
         settings.get("sliding_window")
-        settings.must_be("layer_types", *_layer_types(layers, sliding=False))
+        settings.must_be("layer_types", *layer_types(layers, sliding=False))
         return options
     if "sliding_window" in settings.fields and settings.get("sliding_window") is None:
-        settings.must_be("layer_types", *_layer_types(layers, sliding=False))
+        settings.must_be("layer_types", *layer_types(layers, sliding=False))
         return options
     first = settings.number("max_window_layers", 28, minimum=0)
     types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]

@@ -111,7 +111,7 @@ def import_model(
     rules = family.rules(with_defaults(family.builder, config.model.options))
     shapes |= {rule.ours: buffers[rule.ours] for rule in rules if rule.ours in buffers}
     source = rename_tied_weights(source, rules)
-    check_tensors(source, family, rules, shapes)
+    check_tensors(source, family._replace(left_out=(*family.left_out, *settings.left_out)), rules, shapes)
     notes += dtype_notes(source, rules, config)
     resolved = resolve(config)
     num_bytes = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)

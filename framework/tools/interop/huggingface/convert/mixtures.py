@@ -10,10 +10,10 @@ from typing import Any
 
 from meshwright.tools.interop.huggingface.convert.decoders import (
     LLAMA,
+    layer_types,
     misfit,
     other_bias,
     read_common,
-    read_qwen,
     write_common,
     write_qwen3,
 )
@@ -37,8 +37,6 @@ DEEPSEEK: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
     "rope_interleave": (True,),
     "attention_bias": (False,),
-    "num_mtp_layers": (0,),
-    "num_nextn_predict_layers": (0,),
 }
 """Field -> its supported values, the default first."""
 
@@ -54,7 +52,7 @@ def _read_loss(settings: Settings) -> None:
 
 def read_mixtral(settings: Settings) -> dict[str, Any]:
     """Convert a MixtralConfig to model.options."""
-    options = read_common(settings, length=4096 * 32, kv_heads=8)
+    options = read_common(settings, length=4096 * 32, kv_heads=8, norm_eps=1e-5, theta=1_000_000.0)
     if settings.get("sliding_window") is not None:
         options["sliding_window"] = settings.number("sliding_window")
     settings.must_be("router_jitter_noise", 0.0)
@@ -72,7 +70,7 @@ def write_mixtral(options: Options) -> dict[str, Any]:
 
 def read_olmoe(settings: Settings) -> dict[str, Any]:
     """Convert an OlmoeConfig to model.options."""
-    options = read_common(settings, length=4096) | {"qk_norm": "whole"}
+    options = read_common(settings, length=4096, norm_eps=1e-5) | {"qk_norm": "whole"}
     settings.must_be("clip_qkv", None)
     settings.must_be("attention_bias", False)
     _read_loss(settings)
@@ -107,8 +105,16 @@ def _write_routing(options: Options) -> dict[str, Any]:
 
 
 def read_qwen3_moe(settings: Settings) -> dict[str, Any]:
-    """Convert a Qwen3MoeConfig to model.options: the first blocks may be dense, all others have experts."""
-    options = read_qwen(settings) | {"qk_norm": True}
+    """Convert a Qwen3MoeConfig to model.options: the first blocks may be dense, all others have experts.
+
+    A sliding window is that of all layers, whatever ``max_window_layers`` is.
+    """
+    options = read_common(settings, length=32768, kv_heads=4) | {"qk_norm": True}
+    has_window = settings.flag("use_sliding_window", False)
+    has_window = has_window and settings.fields.get("sliding_window", 0) is not None  # null is none, missing is 4096
+    if has_window:
+        options["sliding_window"] = settings.number("sliding_window", 4096)
+    settings.must_be("layer_types", *layer_types(options["num_layers"], sliding=has_window))
     if settings.flag("attention_bias", False):
         options |= {"qkv_bias": True, "out_bias": True}
     settings.must_be("decoder_sparse_step", 1)
@@ -148,6 +154,7 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
         settings.must_be(name, *values)
     for name in ("ep_size", "aux_loss_alpha", "seq_aux", "qk_head_dim"):
         settings.get(name)
+    _leave_out_modules(settings, options["num_layers"])
     mla: dict[str, Any] = {
         "kv_rank": settings.number("kv_lora_rank", 512, maximum=MAX_WIDTH),
         "nope_dim": settings.number("qk_nope_head_dim", 128, maximum=MAX_WIDTH),
@@ -174,6 +181,17 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
     return options | {"mla": mla} | _sizes(options["ffn_size"], moe, size, dense)
 
 
+def _leave_out_modules(settings: Settings, num_layers: int) -> None:
+    """Leave out modules of multi-token prediction, stored as layers beyond the last: transformers' class has none."""
+    modules = settings.number("num_nextn_predict_layers", 0, minimum=0, maximum=MAX_LAYERS)
+    if modules:
+        settings.left_out += [f"model.layers.{num_layers + i}.*" for i in range(modules)]
+        settings.notes.append(
+            f"{settings.place}: num_nextn_predict_layers = {modules}: modules of multi-token prediction are left out, "
+            f"as by {DEEPSEEK_V3.architecture}"
+        )
+
+
 def write_deepseek(options: Options) -> dict[str, Any]:
     """Convert model.options to a DeepseekV3Config."""
     moe, mla = with_defaults_of(options["moe"]), options["mla"]
@@ -183,6 +201,7 @@ def write_deepseek(options: Options) -> dict[str, Any]:
         **fields,
         **sizes,
         **{name: values[0] for name, values in DEEPSEEK.items()},
+        **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), 0),
         "kv_lora_rank": mla["kv_rank"],
         "q_lora_rank": mla.get("q_rank"),
         "qk_nope_head_dim": mla["nope_dim"],
@@ -267,7 +286,7 @@ QWEN3_MOE = OLMOE._replace(
 DEEPSEEK_V3 = OLMOE._replace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
-    aliases={"num_local_experts": "n_routed_experts"},
+    aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     read=read_deepseek,
     write=write_deepseek,
     holds=_holds_deepseek,

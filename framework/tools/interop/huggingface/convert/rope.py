@@ -14,9 +14,9 @@ MIN_THETA = 1e-3
 """Lower limit of ``rope_theta``: powers of smaller values leave the range of float32."""
 
 
-def read_rope(settings: Settings) -> dict[str, Any]:
+def read_rope(settings: Settings, default_theta: float) -> dict[str, Any]:
     """Convert the rotary embedding: ``rope_theta`` with ``rope_scaling``, or ``rope_parameters`` that holds both."""
-    theta = settings.get("rope_theta", 10_000.0)
+    theta = settings.get("rope_theta", default_theta)
     outer = settings.get("rope_parameters")
     rope = settings.get("rope_scaling") or outer or {}
     if not isinstance(rope, dict):

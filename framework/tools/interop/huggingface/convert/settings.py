@@ -101,6 +101,8 @@ class Settings:
         self.place = place
         self.problems: list[str] = []
         self.notes: list[str] = []
+        self.left_out: list[str] = []
+        """Name patterns of tensors without a counterpart in the model, which an import ignores."""
         self.read_fields: set[str] = set()
         for alias, name in (aliases or {}).items():
             if alias in self.fields:
