@@ -73,9 +73,9 @@ def hang(how: str) -> None:
     if how == "collective more":
         dist.all_reduce(torch.ones(1))
     if how == "message less":
-        exchange = Group.exchange
-        Group.exchange = lambda group, transfers, what: exchange(  # type: ignore[method-assign]
-            group, [transfer for transfer in transfers if not transfer.sends], what
+        transfer = Group.transfer
+        Group.transfer = lambda group, tensors, peer, sends, what: (  # type: ignore[method-assign]
+            None if sends else transfer(group, tensors, peer, sends, what)
         )
     if how == "collective less":
         all_reduce = Group.all_reduce
