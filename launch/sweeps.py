@@ -10,7 +10,7 @@ from meshwright.terminal.output import put
 from meshwright.tools.page.render import svg_of
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache
-from meshwright.tools.planner.standing import error_share
+from meshwright.tools.planner.ranking import error_share
 from meshwright.tools.planner.sweep import sweep, sweep_figure, sweep_table
 
 MAX_POINTS = 64

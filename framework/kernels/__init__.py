@@ -36,13 +36,13 @@ def has_tools() -> bool:
 
 
 def device_kind(tensor: Tensor) -> str:
-    """Return ``tensor.device.type``, or for CPU tensors the type set by :func:`taking_cpu_as`."""
+    """Return ``tensor.device.type``, or for CPU tensors the type set by :func:`treat_cpu_as`."""
     kind = tensor.device.type
     return _of_cpu if kind == "cpu" else kind
 
 
 @contextmanager
-def taking_cpu_as(kind: str) -> Iterator[None]:
+def treat_cpu_as(kind: str) -> Iterator[None]:
     """Make CPU tensors take the code paths of device type ``kind`` inside the context, for dry runs."""
     global _of_cpu
     before, _of_cpu = _of_cpu, kind

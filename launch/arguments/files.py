@@ -216,10 +216,11 @@ def convert(added: Added) -> None:
         "convert",
         "conversion:run_conversion",
         "import or export a model in Hugging Face format",
-        "GPT-2, Llama (2, 3, 3.1), Mistral, Qwen2, Qwen3 and T5. --from writes a new run directory for `meshwright "
-        "train`, on any layout, and `meshwright sample`; configuration keys may follow. --to exports the newest "
-        "checkpoint of a run, or the one of --step, for transformers, vLLM and lm-eval. Converts one tensor at a time, "
-        "bit for bit in both directions; needs no network, and unpickles nothing.",
+        "GPT-2, Llama 2 and 3, Mistral, Qwen2, Qwen3, Mixtral, OLMoE, Qwen3-MoE, DeepSeek-V3, T5, and peft adapters. "
+        "--from writes a new run directory for `meshwright train`, on any layout, and `meshwright sample`; "
+        "configuration keys may follow. --to exports the newest checkpoint of a run, or the one of --step, for "
+        "transformers, vLLM and lm-eval, also of a run of an hf: model. Converts one tensor at a time, bit for bit in "
+        "both directions; needs no network, and unpickles nothing.",
         "meshwright convert --from hf models/Llama-3.1-8B runs/llama --data.train=runs/data/mine/train\n"
         "  meshwright train runs/llama/config.toml --parallel.tp=8\n"
         "  meshwright convert runs/llama --to hf models/mine --dtype bfloat16",

@@ -128,7 +128,7 @@ def plan(added: Added) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="NAME|FILE", help="a100, h100, h200, b200, or a TOML file (see calibrate)"
     )
-    parser.add_argument("--nodes", type=count, required=True, metavar="N")
+    parser.add_argument("--nodes", type=count, required=True, metavar="N", help="number of nodes")
     parser.add_argument("--devices-per-node", type=count, metavar="M", help="default: as in the hardware file")
     parser.add_argument("--global-batch", type=count, metavar="N", help="samples of a step (default: as in CONFIG)")
     parser.add_argument("--best", type=count, metavar="N", help="number of layouts to list (default: 10)")

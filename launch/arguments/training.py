@@ -67,7 +67,7 @@ def slurm(added: Added) -> None:
         "meshwright slurm configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --time 4:00:00 --submit",
     )
     config_file(parser)
-    parser.add_argument("--nodes", type=count, required=True, metavar="N")
+    parser.add_argument("--nodes", type=count, required=True, metavar="N", help="number of nodes")
     parser.add_argument("--devices-per-node", type=count, required=True, metavar="M", help="ranks on each")
     parser.add_argument("--time", metavar="T", help="time limit, as for sbatch: minutes, h:mm:ss, days-hours")
     for name in ("partition", "account", "qos", "constraint", "exclude", "gres", "mem", "reservation"):
@@ -112,7 +112,7 @@ def kubernetes(added: Added) -> None:
         "meshwright kubernetes configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --image team/train:1 --claim runs",
     )
     config_file(parser)
-    parser.add_argument("--nodes", type=count, required=True, metavar="N")
+    parser.add_argument("--nodes", type=count, required=True, metavar="N", help="number of nodes")
     parser.add_argument("--devices-per-node", type=count, required=True, metavar="M", help="ranks on each")
     parser.add_argument("--image", required=True, metavar="IMAGE", help="container image with meshwright")
     parser.add_argument("--claim", metavar="NAME", help="PersistentVolumeClaim with the configuration, corpus and runs")
@@ -145,7 +145,11 @@ def verify(added: Added) -> None:
     )
     config_file(parser)
     parser.add_argument(
-        "--layouts", nargs="+", metavar="LAYOUT", help="such as dp2,pp2,tp2 (default: that of CONFIG and a selection)"
+        "--layouts",
+        nargs="+",
+        metavar="LAYOUT",
+        help="words joined by commas, such as dp2,pp2,tp2: dpN, ppN, tpN, cpN, epN, zero0 to zero3, mbsN, a schedule, "
+        "sequence, offload, ...; docs/verify.md lists them (default: the layout of CONFIG and a selection)",
     )
     parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps (default: 10)")
     parser.add_argument(

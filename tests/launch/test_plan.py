@@ -22,8 +22,8 @@ from meshwright.run.directory import run_directory
 from meshwright.tools.planner.calibrate import DeviceRates, build_hardware, to_toml
 from meshwright.tools.planner.choices import choice_of
 from meshwright.tools.planner.hardware import Link, Rate, read_hardware
+from meshwright.tools.planner.ranking import MEASURED_ERROR_SHARE, TIE_SHARE
 from meshwright.tools.planner.search import BEST
-from meshwright.tools.planner.standing import MEASURED_ERROR_SHARE, TIE_SHARE
 from meshwright.tracking.jsonl import read_records
 
 CONFIG = """

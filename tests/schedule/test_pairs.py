@@ -18,7 +18,7 @@ from meshwright.schedule.build import build
 from meshwright.schedule.load import format_schedule, parse_schedule
 from meshwright.schedule.lower import lower
 from meshwright.schedule.text import is_pair
-from meshwright.tools.planner.pace import pace
+from meshwright.tools.planner.fast_simulation import simulate_fast
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -59,7 +59,7 @@ def test_what_hides_in_a_pair() -> None:
     for name in ("zb_v", "dualpipe_v"):
         built = build(name, 4, 32, 2)
         spans = simulate(lower(built), costs).spans
-        assert [s for s in spans if s.action.kind in "FBIW"] == list(pace(built, [costs] * 8).spans)
+        assert [s for s in spans if s.action.kind in "FBIW"] == list(simulate_fast(built, [costs] * 8).spans)
         times[name] = max(span.end for span in spans)
     assert times["dualpipe_v"] < 0.8 * times["zb_v"]
     beside = [span for span in spans if span.beside is not None]

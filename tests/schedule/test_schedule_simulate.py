@@ -19,7 +19,7 @@ from meshwright.schedule.analysis.simulator import Channel
 from meshwright.schedule.build import build
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
-from meshwright.tools.planner.pace import pace
+from meshwright.tools.planner.fast_simulation import simulate_fast
 from tests.schedule.sizes import built
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bubbles.py"
@@ -38,13 +38,13 @@ def test_the_pace_is_that_of_the_lowered_schedule(schedule: Schedule, data: st.D
     seconds = st.floats(0, 3, allow_nan=False)
     costs = [Costs(*(data.draw(seconds) for _ in range(5))) for _ in range(schedule.num_stages)]
     lowered = simulate(lower(schedule), costs)
-    assert pace(schedule, costs).spans == tuple(span for span in lowered.spans if span.action.kind in COMPUTE)
+    assert simulate_fast(schedule, costs).spans == tuple(span for span in lowered.spans if span.action.kind in COMPUTE)
 
 
 def test_a_pace_that_nobody_can_keep_is_refused() -> None:
     hanging = parse_schedule("# mine pp=2 num_stages=2 chunks=1 placement=loop\n0B0 0F0\n1F0 1B0")
     with pytest.raises(ScheduleError, match="mine hangs"):
-        pace(hanging, [Costs()] * 2)
+        simulate_fast(hanging, [Costs()] * 2)
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda row: f"{row.table}-{row.model}-p{row.pp}-m{row.chunks}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
-from meshwright.kernels import taking_cpu_as
+from meshwright.kernels import treat_cpu_as
 from meshwright.model.meter import reference
 from meshwright.tools.planner.kernels import stand_for
 
@@ -34,7 +34,7 @@ def as_on_cuda() -> Iterator[None]:
     """
     torch.rms_norm = _rms_norm  # type: ignore[assignment]
     try:
-        with taking_cpu_as("cuda"):
+        with treat_cpu_as("cuda"):
             yield
     finally:
         torch.rms_norm = _torch_rms_norm

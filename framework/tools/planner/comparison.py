@@ -12,7 +12,7 @@ from meshwright.tools.planner.explanation import duration, parts
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.nearest import search_with_offload
 from meshwright.tools.planner.plan import Plan, RankedLayout, evaluate, usable_bytes
-from meshwright.tools.planner.standing import TIE_SHARE, complexity, is_tie
+from meshwright.tools.planner.ranking import TIE_SHARE, complexity, is_tie
 
 MAX_RULES = 5
 

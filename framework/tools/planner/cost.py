@@ -16,11 +16,11 @@ from meshwright.config import batch_numbers, expert_shard_factor, shard_factor
 from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, seconds_in_turns, simulate
 from meshwright.tools.planner.experts import AXIS, PAIRED
+from meshwright.tools.planner.fast_simulation import simulate_fast
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.links import GroupLink
 from meshwright.tools.planner.matrix_step import matrix_step_s
-from meshwright.tools.planner.pace import pace
 from meshwright.tools.planner.rates import OWN_BYTES, FrameworkTraits, PerformanceModel
 from meshwright.tools.planner.replica_time import replicas_s
 from meshwright.tools.planner.stage_time import StageTime, stages_by_rank
@@ -74,7 +74,7 @@ def step_time(
     costs, schedule = _costs(layout, stages, traits), layout.schedule
     timeline = Timeline(schedule.name, ())
     if simulated:
-        timeline = (simulate if schedule.rows[0][-1:] == (Action(Kind.STEP),) else pace)(schedule, costs)
+        timeline = (simulate if schedule.rows[0][-1:] == (Action(Kind.STEP),) else simulate_fast)(schedule, costs)
         pipeline = _pipeline_s(timeline, traits)
         if more_chunks := batch_numbers(layout.config).chunks - schedule.chunks:
             pipeline += more_chunks * seconds_per_micro_batch(timeline, schedule)

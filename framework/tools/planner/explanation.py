@@ -7,8 +7,8 @@ from meshwright.parameters import DTYPES
 from meshwright.terminal.format import format_size
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, usable_bytes
+from meshwright.tools.planner.ranking import TIE_SHARE, is_tie
 from meshwright.tools.planner.stage_time import stages_by_rank
-from meshwright.tools.planner.standing import TIE_SHARE, is_tie
 
 ALIKE_SHARE = 1e-4
 """Fraction of a step's time below which two layouts count as equally fast."""

@@ -13,7 +13,7 @@ from meshwright.tools.at_rest import Elements, StateWidths, held_at_rest, shards
 from meshwright.tools.planner.footprint import Footprint, offloaded_bytes
 from meshwright.tools.planner.layer_profile import LayerProfile
 from meshwright.tools.planner.matrix_step import MatrixCounts, temporary_bytes
-from meshwright.tools.planner.memory import ActionMemory, RankMemory, walk
+from meshwright.tools.planner.memory import ActionMemory, RankMemory, row_peak
 from meshwright.tools.planner.rates import OWN_TRAITS, FrameworkTraits
 from meshwright.tools.planner.reduction_buffers import Backend, ReductionBuffers
 
@@ -82,7 +82,7 @@ class LayoutModel:
             optimizer += table_bytes(self.config.train.dtype == "float64")
         host += offloaded_bytes(self.schedule, pp_rank, self.footprints)
         buffers = ReductionBuffers(self.config, backend, self.gathers_experts(own), widths.gradient)
-        peak = walk(self.schedule, pp_rank, self.footprints, buffers, frees_sent=traits.frees_sent_outputs)
+        peak = row_peak(self.schedule, pp_rank, self.footprints, buffers, frees_sent=traits.frees_sent_outputs)
         step = temporary_bytes(self.config, self.matrices_of(pp_rank)) + self._factored_step(pp_rank)
         if step > peak.total:
             peak = ActionMemory(0, 0, step, "STEP")

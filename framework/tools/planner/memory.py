@@ -100,7 +100,7 @@ class _Sends:
         return freed
 
 
-def walk(
+def row_peak(
     schedule: Schedule,
     pp_rank: int,
     footprints: Sequence[Footprint],

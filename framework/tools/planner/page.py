@@ -15,7 +15,7 @@ from meshwright.tools.planner.figures import memory_bars, trade_off
 from meshwright.tools.planner.memory import CATEGORIES
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, tokens_per_second, usable_bytes
-from meshwright.tools.planner.standing import error_share
+from meshwright.tools.planner.ranking import error_share
 from meshwright.tools.planner.text import memory_rows, notes
 
 TEMPLATE = Path(__file__).parent / "templates" / "plan.html.j2"

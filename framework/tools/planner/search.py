@@ -28,8 +28,8 @@ from meshwright.tools.planner.estimates import (
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, backend_of, evaluate, ranked_layout, usable_bytes
+from meshwright.tools.planner.ranking import choose_lines, complexity, group_alike, is_tie
 from meshwright.tools.planner.rates import PerformanceModel
-from meshwright.tools.planner.standing import complexity, fold, is_tie, settle
 
 BEST = 10
 MAX_EVALUATED = 40
@@ -65,7 +65,7 @@ def search(
     run = _Search(cache, hardware, plan, usable_bytes(hardware))
     run.estimate_all(offload)
     if settles:
-        lines = settle(run.rank(best, distinct=True), best, run.lowered)
+        lines = choose_lines(run.rank(best, distinct=True), best, run.lowered)
         plan.best = [line.layout for line in lines]
         plan.alike = {line.layout.choice: tuple(each.choice for each in line.alike) for line in lines if line.alike}
     else:
@@ -178,7 +178,9 @@ class _Search:
         fitting: dict[Shape, list[Choice]] = defaultdict(list)
         num_evaluated = 0
         while True:
-            best = [line.fastest_s for line in fold(ranked)] if distinct else [each.time.total for each in ranked]
+            best = (
+                [line.fastest_s for line in group_alike(ranked)] if distinct else [each.time.total for each in ranked]
+            )
             slowest = best[number - 1] if len(best) >= number else math.inf
             if waiting and waiting[0].seconds <= slowest and (num_evaluated < MAX_EVALUATED or not ranked):
                 choice = heapq.heappop(waiting).choice
@@ -199,7 +201,7 @@ class _Search:
         return ranked
 
     def _evaluate(self, choice: Choice) -> RankedLayout | None:
-        """Evaluate a layout: time from its computations, memory from a walk with approximate message positions.
+        """Evaluate a layout: time from its computations, memory from its row with approximate message positions.
 
         Returns None if it does not fit.
         """

@@ -12,7 +12,7 @@ from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.nearest import search_with_offload
 from meshwright.tools.planner.plan import RankedLayout, tokens_per_second
-from meshwright.tools.planner.standing import error_share
+from meshwright.tools.planner.ranking import error_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from meshwright.tools.planner.load import room_for_skew
 from meshwright.tools.planner.memory import CATEGORIES
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import HEADROOM_SHARE, Plan, RankedLayout, tokens_per_second, usable_bytes
-from meshwright.tools.planner.standing import TIE_SHARE, error_share
+from meshwright.tools.planner.ranking import TIE_SHARE, error_share
 
 MAX_RULES = 14
 WIDTH = 110

@@ -19,8 +19,8 @@ import torch
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
+from meshwright.tools.dryrun.cuda.call_site import HIDDEN
 from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
-from meshwright.tools.dryrun.cuda.places import HIDDEN
 from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
 from tests.tools.dryrun.cuda_documents import LENGTH
 from tests.tools.dryrun.jobs import configured

@@ -13,7 +13,7 @@ from meshwright.tools.dryrun.fake_step import grid_of
 from meshwright.tools.planner.footprint import BackwardPoint, Footprint, SharedWeight, footprint
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile, OutputTensor
-from meshwright.tools.planner.memory import ActionMemory, walk
+from meshwright.tools.planner.memory import ActionMemory, row_peak
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.rates import FrameworkTraits
 from meshwright.tools.planner.reduction_buffers import GLOO, NCCL, Backend, ReductionBuffers
@@ -48,7 +48,7 @@ def highest(
 ) -> ActionMemory:
     """Of a rank without replicas."""
     schedule = lower(build_schedule(name, pp, chunks, 1))
-    return walk(schedule, rank, footprints, ReductionBuffers(config(), by))
+    return row_peak(schedule, rank, footprints, ReductionBuffers(config(), by))
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -69,7 +69,7 @@ def test_what_is_sent_is_held_until_twice_as_many_as_ranks_are_on_their_way() ->
     schedule = lower(build_schedule("1f1b", 2, 6, 1))
     last = [alone(2)[0], alone(2)[1]._replace(input_gradients=70, inputs=0, outputs=0)]
     for backend in (GLOO, NCCL):
-        found = walk(schedule, 1, last, ReductionBuffers(config(), backend))
+        found = row_peak(schedule, 1, last, ReductionBuffers(config(), backend))
         assert found.messages == found.total - KEPT == 70 * 4
     assert any(action.kind is Kind.SEND_B for row in schedule.rows for item in row for action in _actions(item))
 
@@ -80,9 +80,9 @@ def test_a_receive_is_held_from_one_computation_before_its_use(name: str) -> Non
     built = build_schedule(name, 3, 6, 1)
     footprints = [each._replace(inputs=70) for each in alone(3)]
     buffers = ReductionBuffers(config(), NCCL)
-    found = walk(lower(built), 2, footprints, buffers)
+    found = row_peak(lower(built), 2, footprints, buffers)
     assert (found.messages, found.activations) == (70, KEPT + 70)
-    assert found == walk(built, 2, footprints, buffers)
+    assert found == row_peak(built, 2, footprints, buffers)
 
 
 def _actions(item: object) -> tuple[object, ...]:
@@ -168,7 +168,7 @@ def test_outputs_that_are_freed_once_sent_are_held_by_no_micro_batch() -> None:
     assert kept.sent_only == 0  # its own backward needs it
     schedule = lower(build_schedule("1f1b", 4, 8, 1))
     stages, buffers = [stage._replace(inputs=0)] * 3 + [ending], ReductionBuffers(config(), NCCL)
-    held, freed = (walk(schedule, 0, stages, buffers, frees_sent=flag) for flag in (False, True))
+    held, freed = (row_peak(schedule, 0, stages, buffers, frees_sent=flag) for flag in (False, True))
     assert held.activations - freed.activations == 4 * 9
 
 

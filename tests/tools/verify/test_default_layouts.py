@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from meshwright.tools.verify import (
     traits_of,
     turn_dropout_on,
 )
-from meshwright.tools.verify.layouts import is_possible
+from meshwright.tools.verify.layouts import LAYOUT_WORDS, Layout, is_possible, parse_layout
 from meshwright.tools.verify.pairs import (
     FEATURES,
     SHARED,
@@ -166,6 +167,19 @@ def test_samples_without_documents_say_so() -> None:
     traits = traits_of(CONFIGS["demo"]())
     assert traits.left_out() == ["cp in the order by documents: the samples have no document starts"]
     assert not any("cp documents" in pair for pair in wanted_pairs(traits))
+
+
+def test_the_page_lists_every_word_of_a_layout() -> None:
+    page = (ROOT / "docs/verify.md").read_text()
+    table = page.partition("## Words of --layouts")[2].partition("\n## ")[0]
+    words = [
+        word for row in table.splitlines() for word in re.findall(r"`([^`]+)`", row.split("|")[1] if "|" in row else "")
+    ]
+    words.remove("module:function")
+    usual = [word for word in words if parse_layout(word) == Layout()]
+    assert usual == ["1f1b", "zero1"]
+    listed = {re.sub(r"\d$", "N", word) if not word.startswith(("zero", "zb_h")) else word for word in words}
+    assert listed == set(re.findall(r"\w+", re.sub(r"\([^)]*\)| or ", " ", LAYOUT_WORDS)))
 
 
 def test_every_schedule_zero_stage_and_switch_is_run_twice() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.model.meter import Operation
-from meshwright.tools.dryrun.cuda.places import place
+from meshwright.tools.dryrun.cuda.call_site import call_site
 from meshwright.tools.dryrun.cuda.streams import Streams
 from meshwright.tools.dryrun.cuda.stubs import HostWaits
 from meshwright.tools.dryrun.recorder import StepRecorder
@@ -51,7 +51,7 @@ class CudaRecorder(StepRecorder):  # type: ignore[no-untyped-call]
             call = self.communication[-1].call
             self.streams.communication(operation, call, self._interceptor.communicator_of(operation.args))
             if any(tensor.device.type != "cuda" for tensor in operation.inputs):
-                self.off_device.append(f"{call.operation} of {call.num_bytes:,} bytes at {place()}")
+                self.off_device.append(f"{call.operation} of {call.num_bytes:,} bytes at {call_site()}")
             self.num_from_autograd += threading.get_ident() != self._main
 
 

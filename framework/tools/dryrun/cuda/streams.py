@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.mesh.fake import InterceptedOperation
 from meshwright.model.meter import Operation
-from meshwright.tools.dryrun.cuda.places import place
+from meshwright.tools.dryrun.cuda.call_site import call_site
 
 DEFAULT, HOST = 0, 1
 FACTORIES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "record_stream")
@@ -135,7 +135,7 @@ class Streams:
         """Note an operation on storages, and its races with earlier ones."""
         self._num_accesses += 1
         self.order.update_seq_num(stream, self._num_accesses)
-        now = Access(self._num_accesses, stream, f"{what} at {place()}")
+        now = Access(self._num_accesses, stream, f"{what} at {call_site()}")
         for storage in reads - writes:
             history = self._histories[storage]
             self._compare(now, history.write)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.tools.dryrun.cuda.places import place
+from meshwright.tools.dryrun.cuda.call_site import call_site
 from meshwright.tools.dryrun.cuda.streams import DEFAULT, Streams
 
 
@@ -29,7 +29,7 @@ class HostWaits:
 
     def note(self) -> None:
         """Note a wait at the caller's place."""
-        self.noted.append((self.now(), place()))
+        self.noted.append((self.now(), call_site()))
 
 
 def install(waits: HostWaits, streams: Streams) -> None:
@@ -102,7 +102,7 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
     class Stream:
         def __init__(self, device: object = None, priority: int = 0, number: int | None = None) -> None:
             self.device = torch.device("cuda", 0)
-            self.number = streams.new_stream(f"the stream made at {place()}") if number is None else number
+            self.number = streams.new_stream(f"the stream made at {call_site()}") if number is None else number
             self.cuda_stream = self.number
             made[self.number] = self
 

@@ -86,7 +86,7 @@ def write_json(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
 
 
-def copy_companions(source: Path, target: Path) -> list[str]:
+def copy_side_files(source: Path, target: Path) -> list[str]:
     """Copy the files of ``COMPANIONS`` that exist in ``source`` to ``target``, and return their names."""
     names = [name for name in COMPANIONS if (source / name).is_file()]
     target.mkdir(parents=True, exist_ok=True)

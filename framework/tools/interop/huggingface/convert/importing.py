@@ -44,7 +44,7 @@ from meshwright.tools.interop.huggingface.destination import (
     ignore_progress,
     published_directory,
 )
-from meshwright.tools.interop.huggingface.files import CONFIG, DTYPES, TOKENIZER, copy_companions, read_config
+from meshwright.tools.interop.huggingface.files import CONFIG, DTYPES, TOKENIZER, copy_side_files, read_config
 from meshwright.tools.interop.huggingface.rules import TensorMapping
 from meshwright.tools.interop.huggingface.source import SafetensorsDirectory
 
@@ -116,7 +116,7 @@ def import_model(
     resolved = resolve(config)
     num_bytes = sum(source.num_bytes(name) for rule in rules for name in rule.theirs)
     with published_directory(out, num_bytes) as temporary:
-        copied = copy_companions(source_path, temporary / side_files.DIRECTORY)
+        copied = copy_side_files(source_path, temporary / side_files.DIRECTORY)
         shutil.copyfile(source_path / CONFIG, temporary / side_files.DIRECTORY / CONFIG)
         manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes, on_bytes)
         write_snapshot(temporary, resolved)

@@ -21,7 +21,7 @@ from meshwright.tools.interop.huggingface.files import (
     GENERATION,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    copy_companions,
+    copy_side_files,
     read_json,
     write_json,
 )
@@ -99,7 +99,7 @@ def write(source: Path | None, target: Path, config: RunConfig) -> dict[str, Any
     Returns:
         Ids of the special tokens for config.json: ``bos_token_id`` and ``eos_token_id``, None if unknown.
     """
-    copied = [] if source is None else copy_companions(source, target)
+    copied = [] if source is None else copy_side_files(source, target)
     if TOKENIZER not in copied and config.data.tokenizer is not None and Path(config.data.tokenizer).is_file():
         shutil.copyfile(config.data.tokenizer, target / TOKENIZER)
         copied.append(TOKENIZER)

@@ -13,7 +13,7 @@ from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.export import ExportPlan
 from meshwright.tools.interop.huggingface.export import export as export_with
-from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, copy_companions, write_json
+from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, copy_side_files, write_json
 from meshwright.tools.interop.huggingface.restructure.directory import fields_of
 from meshwright.tools.interop.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
 from meshwright.tools.interop.huggingface.rules import unchanged
@@ -43,7 +43,7 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
 
     def write_files(directory: Path, dtype: str) -> list[str]:
         write_json(directory / CONFIG, _config(source, options, dtype))
-        _copy_companions(source, directory, config)
+        _copy_side_files(source, directory, config)
         return []
 
     return ExportPlan(builder, rules, f"{source / CONFIG} by now", write_files)
@@ -62,10 +62,10 @@ def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, A
     return raw | changed | {key: dtype for key in ("dtype", "torch_dtype") if key in raw or key == "dtype"}
 
 
-def _copy_companions(source: Path, target: Path, config: RunConfig) -> None:
+def _copy_side_files(source: Path, target: Path, config: RunConfig) -> None:
     """Copy the run's tokenizer; if it is that of the model directory ``source``, all side files of the directory."""
     own, theirs = config.data.tokenizer, source / TOKENIZER
     if own is None or (theirs.is_file() and theirs.read_bytes() == Path(own).read_bytes()):
-        copy_companions(source, target)
+        copy_side_files(source, target)
     elif Path(own).is_file():
         shutil.copyfile(own, target / TOKENIZER)

@@ -72,7 +72,7 @@ def is_tie(first_s: float, other_s: float) -> bool:
     return max(first_s, other_s) <= (1 + TIE_SHARE) * min(first_s, other_s)
 
 
-def fold(ranked: Sequence[RankedLayout], shown: RankedLayout | None = None) -> list[Line]:
+def group_alike(ranked: Sequence[RankedLayout], shown: RankedLayout | None = None) -> list[Line]:
     """Group near-duplicates into lines, each shown as its simplest layout, ordered by time; ``shown`` is never hidden.
 
     ``ranked``: ordered by time.
@@ -90,7 +90,7 @@ def fold(ranked: Sequence[RankedLayout], shown: RankedLayout | None = None) -> l
     return lines
 
 
-def settle(
+def choose_lines(
     ranked: Sequence[RankedLayout], number: int, lowered: Callable[[RankedLayout], RankedLayout | None]
 ) -> list[Line]:
     """Return up to ``number`` lines by time, but first the simplest that ties with the fastest.
@@ -104,7 +104,7 @@ def settle(
         first = simplest([each for each in left if is_tie(left[0].time.total, each.time.total)])
         whole = lowered(first)
         if whole is not None:
-            lines = fold(left, first)
+            lines = group_alike(left, first)
             (line,) = (line for line in lines if line.layout is first)
             return [line._replace(layout=whole), *(other for other in lines if other is not line)][:number]
         left.remove(first)

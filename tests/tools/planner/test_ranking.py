@@ -14,8 +14,16 @@ from meshwright.tools.planner.comparison import own_layout, verdict, why_not
 from meshwright.tools.planner.explanation import parts, why
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, usable_bytes
+from meshwright.tools.planner.ranking import (
+    TIE_SHARE,
+    choose_lines,
+    complexity,
+    error_share,
+    group_alike,
+    is_tie,
+    simplest,
+)
 from meshwright.tools.planner.search import search
-from meshwright.tools.planner.standing import TIE_SHARE, complexity, error_share, fold, is_tie, settle, simplest
 from meshwright.tools.planner.sweep import sweep, sweep_figure, sweep_table
 from meshwright.tools.planner.text import describe
 from tests.tools.planner.small import cache, hardware
@@ -38,9 +46,9 @@ def test_the_simplest_of_a_tie_comes_first(settled: tuple[ModelCache, Plan]) -> 
     pipeline = timed(like, 1.00, pp=2, dp=2, tp=1, interleave=4, schedule="interleaved_1f1b")
     plain = timed(like, 1.00 + 0.9 * TIE_SHARE, pp=1, dp=4, tp=1, zero=2)
     slow = timed(like, 1.01 + TIE_SHARE, pp=1, dp=4, tp=1, zero=1)  # simpler, and no tie with the fastest
-    lines = settle([pipeline, plain, slow], 3, lambda each: each)
+    lines = choose_lines([pipeline, plain, slow], 3, lambda each: each)
     assert [(line.layout, line.alike) for line in lines] == [(plain, (slow,)), (pipeline, ())]
-    unusable = settle([pipeline, plain, slow], 3, lambda each: None if each is plain else each)
+    unusable = choose_lines([pipeline, plain, slow], 3, lambda each: None if each is plain else each)
     assert unusable[0].layout is pipeline
 
 
@@ -48,7 +56,7 @@ def test_near_duplicates_are_one_line_of_the_simplest(settled: tuple[ModelCache,
     like = settled[1].best[0]
     many, few = (timed(like, 1.0 + n / 1000, pp=2, dp=2, tp=1, interleave=8 // n) for n in (1, 2))
     other = timed(like, 1.0015, pp=1, dp=4, tp=1)
-    lines = fold([many, other, few])
+    lines = group_alike([many, other, few])
     assert [(line.layout, line.alike) for line in lines] == [(few, (many,)), (other, ())]
     assert lines[0].fastest_s == many.time.total
 

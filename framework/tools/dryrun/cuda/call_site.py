@@ -1,4 +1,4 @@
-"""Place in the code from which an operation came."""
+"""Line of code from which an operation came."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ HIDDEN = (
     str(PACKAGE / "model" / "meter"),
     "<",
 )
-"""Prefixes of the file names of frames that :func:`place` skips."""
+"""Prefixes of the file names of frames that :func:`call_site` skips."""
 
 
-def place() -> str:
+def call_site() -> str:
     """Return file:line of the innermost code that is neither torch's nor a recorder's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(HIDDEN):

@@ -10,7 +10,7 @@ from meshwright.schedule.action import COMPUTE, Action, Kind, Schedule, actions_
 from meshwright.schedule.analysis import Costs, Span, Timeline, pair_spans
 
 
-def pace(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
+def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
     """Simulate a schedule with buffered sends; return its computations. Several times as fast as :func:`simulate`.
 
     ``schedule``: from ``build``, not lowered. Raises :class:`ScheduleError` if it hangs.
