@@ -35,10 +35,11 @@ def train(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch import devices, forking, local, restarts
     from meshwright.launch.environment import Launcher
     from meshwright.run import RunLock
-    from meshwright.run.directory import run_directory
+    from meshwright.run.directory import check_not_moved, run_directory
 
     routing = [] if options.routing is None else [f"--train.routing={options.routing}"]
     config, launcher = _load_config(options, [*overrides, *routing])
+    check_not_moved(config, options.config, overrides)
     if launcher is not Launcher.NONE:
         return _run_as_rank(config, launcher, _prepare_training)
     directory = run_directory(config)
@@ -183,8 +184,9 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     """Generate text with a trained model."""
     is_launched = _check_inference(options, example="texts.jsonl")
+    from meshwright.tools.inference.choice import SamplingRequest
     from meshwright.tools.inference.load import config_for, locate
-    from meshwright.tools.inference.sample import SAME_TEXT, Sampling, SamplingRequest, check
+    from meshwright.tools.inference.sample import SAME_TEXT, Sampling, check
 
     place = locate(options.place, options.step)._replace(weights=options.weights)
     defaults = list(SAME_TEXT)

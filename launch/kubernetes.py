@@ -25,6 +25,7 @@ from meshwright.launch.restarts import RECURRING_EXIT_CODES
 from meshwright.launch.slurm import resolve_for_nodes
 from meshwright.launch.slurm_values import check_lines
 from meshwright.mesh import Grid
+from meshwright.run.directory import check_not_moved
 from meshwright.system.host import JOBSET
 from meshwright.terminal.output import tell
 
@@ -53,6 +54,7 @@ def kubernetes(options: argparse.Namespace, overrides: list[str]) -> int:
         UserError: the degrees do not fill the nodes, or a value is not valid in Kubernetes.
     """
     config, _ = resolve_for_nodes(load(options.config, overrides), options.nodes, options.devices_per_node)
+    check_not_moved(config, options.config, overrides)
     print(render(config, overrides, options), end="")
     tell("`meshwright kubernetes ... | kubectl apply -f -` starts it; the image has meshwright and the files it reads")
     return 0

@@ -37,7 +37,7 @@ from meshwright.launch.slurm_values import (
     seconds_of,
 )
 from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
-from meshwright.run.directory import METRICS, run_directory
+from meshwright.run.directory import METRICS, VALIDATION_S, check_not_moved, run_directory
 from meshwright.terminal.output import put, tell
 from meshwright.tracking.jsonl import read_records
 
@@ -45,6 +45,8 @@ SIGNAL = "USR2"
 """Signal that makes the ranks of a job save; neither NCCL nor Slurm uses it."""
 SLURM_EARLY_S = 60
 """Time by which Slurm may send a signal too early; it is never late."""
+MAX_LEAD_S = 30 * 86_400.0
+"""Durations from here on, which no run has, are not measured."""
 UNKNOWN_LEAD_S = 300
 """Lead (see :func:`measure_lead`) of a run without measurements."""
 SEAL = "# as rendered, sha256 "
@@ -60,6 +62,7 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
         UserError: the degrees do not fill the nodes, an option cannot stand in a script, or sbatch refuses it.
     """
     config, picture = resolve_for_nodes(load(options.config, overrides), options.nodes, options.devices_per_node)
+    check_not_moved(config, options.config, overrides)
     script = render(config, overrides, options)
     script = sealed(script)
     place = write(script, config, replaces=options.force)
@@ -95,22 +98,29 @@ def resolve_for_nodes(config: RunConfig, num_nodes: int, per_node: int) -> tuple
 def measure_lead(run: Path) -> tuple[int, str]:
     """Return the lead of a job's signal before its time limit, in seconds, and the reason.
 
-    It is 1.5 x (slowest step + slowest save), plus ``SLURM_EARLY_S``.
+    It is 1.5 x (slowest step + slowest validation + 2 x slowest save), plus ``SLURM_EARLY_S``: a save in progress is
+    finished first.
     """
     steps: deque[float] = deque(maxlen=LAST)
     saves: deque[float] = deque(maxlen=LAST)
+    validations: deque[float] = deque([0.0], maxlen=LAST)
     metrics = run / METRICS
     if metrics.exists():
         for record in read_records(metrics):
-            steps.append(record.step_s)
-            if record.save_s is not None:
-                saves.append(record.save_s)
+            of_record = (steps, record.step_s), (saves, record.save_s), (validations, record.extra.get(VALIDATION_S))
+            for found, seconds in of_record:
+                if seconds is not None and 0 <= seconds < MAX_LEAD_S:
+                    found.append(seconds)
     if not steps or not saves:
         return UNKNOWN_LEAD_S, "this run has no measurements yet, submit again when it has saved twice"
-    step_s, save_s = max(steps), max(saves)
-    needed_s = math.ceil(1.5 * (step_s + save_s)) + SLURM_EARLY_S
+    step_s, save_s, validation_s = max(steps), max(saves), max(validations)
+    needed_s = math.ceil(1.5 * (step_s + validation_s + 2 * save_s)) + SLURM_EARLY_S
+    validation = f", a validation {validation_s:.3g} s" if validation_s else ""
     median_s = statistics.median(steps)
-    return needed_s, f"of late a step took up to {step_s:.3g} s (median {median_s:.3g}) and a save {save_s:.3g} s"
+    return (
+        needed_s,
+        f"of late a step took up to {step_s:.3g} s (median {median_s:.3g}){validation} and a save {save_s:.3g} s",
+    )
 
 
 def render(config: RunConfig, overrides: list[str], options: argparse.Namespace) -> str:
@@ -138,7 +148,7 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
         vars(options)
         | {
             "run_name": config.run.name,
-            "job_name": re.sub(r"[^\w.-]", "-", config.run.name),
+            "job_name": job_name(run, options.chain),
             "degrees": Grid(*config.parallel.degrees),
             "num_ranks": config.launch.processes,
             "gpus": config.train.device == "cuda" or (config.train.device == "auto" and may_have_gpus()),
@@ -161,6 +171,13 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
             "recurring": RECURRING_EXIT_CODES,
         },
     )
+
+
+def job_name(run: Path, chain: int) -> str:
+    """Return the name of a run's job. That of a chain has a hash of the run's directory: Slurm orders the jobs of one
+    name, and the end of the run cancels all that wait."""
+    name = re.sub(r"[^\w.-]", "-", run.name)
+    return name if chain == 1 else f"{name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
 
 
 def may_have_gpus() -> bool:

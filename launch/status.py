@@ -16,6 +16,8 @@ from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import StepRecord
 from meshwright.watch.hang.status import Status, describe_ranks, read_status, run_state
 
+MAX_LEFT_S = 1e9
+"""Time left from which on, 31 years, no date is printed."""
 LAST_STEPS = 20
 """Number of latest steps whose median is the time per step."""
 
@@ -63,7 +65,7 @@ def _measure(run: Path, status: Status, is_live: bool) -> tuple[str, str]:
     step_s = median(record.step_s for record in last)
     step_time = f", {step_s:.3g} s each (median of the last {len(last)})"
     left_s = (status.steps - status.step) * step_s
-    if is_live and left_s > 0:
+    if is_live and 0 < left_s < MAX_LEFT_S:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left_s))
         step_time += f", {format_duration(left_s)} left, until about {until}"
     return step_time, straggler

@@ -24,8 +24,8 @@ def base_sum(tensors: Iterable[tuple[ParameterInfo, Tensor]]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64)
     for info, local in tensors:
         matrix, shape, dim = info.unpadded(local), info.global_shape, 0 if info.slice is None else info.slice.dim
-        if len(shape) < 2:  # a vector is one row
-            matrix, shape, dim = matrix.reshape(1, -1), (1, *shape), dim + 1
+        if len(shape) < 2:  # a vector or a single number is one row
+            matrix, shape, dim = matrix.reshape(1, -1), (1, *(shape or (1,))), dim + 1
         ranges = ((0, shape[dim]),) if info.slice is None else info.slice.ranges
         held = torch.cat([torch.arange(start, stop) for start, stop in ranges])
         rows = held if dim == 0 else torch.arange(len(matrix))

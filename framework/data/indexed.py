@@ -47,6 +47,8 @@ class Index(NamedTuple):
     num_sequences: int
     num_documents: int
     num_tokens: int
+    one_each: bool
+    """True if every document is one sequence."""
 
 
 def bin_path(prefix: Path) -> Path:
@@ -81,7 +83,7 @@ def inspect(prefix: Path) -> Index:
     try:
         dtype, num_sequences, num_ends = _read_header(index_file)
         num_tokens = _check_sequences(index_file, num_sequences, dtype)
-        _check_documents(index_file, num_sequences, num_ends)
+        one_each = _check_documents(index_file, num_sequences, num_ends)
         tokens_bytes = tokens_file.stat().st_size
     except OSError as error:
         raise DataError("MW-DATA-027", f"cannot read the corpus {prefix}: {error}") from error
@@ -97,7 +99,7 @@ def inspect(prefix: Path) -> Index:
             "MW-DATA-029",
             f"the corpus {prefix} is empty: {num_ends - 1} documents, 0 tokens. Prepare it from other text",
         )
-    return Index(prefix, dtype, num_sequences, num_ends - 1, num_tokens)
+    return Index(prefix, dtype, num_sequences, num_ends - 1, num_tokens, one_each)
 
 
 def _read_header(index_file: Path) -> tuple[np.dtype[Any], int, int]:
@@ -230,7 +232,8 @@ def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any])
     return next_byte // dtype.itemsize
 
 
-def _check_documents(index_file: Path, num_sequences: int, num_ends: int) -> None:
+def _check_documents(index_file: Path, num_sequences: int, num_ends: int) -> bool:
+    """Check the document ends; return True if every document is one sequence."""
     ends = np.fromfile(index_file, np.int64, num_ends, offset=HEADER.size + 12 * num_sequences)
     if num_ends == 0 or ends[0] != 0 or ends[-1] != num_sequences or bool(np.any(np.diff(ends) < 0)):
         raise DataError(
@@ -238,3 +241,4 @@ def _check_documents(index_file: Path, num_sequences: int, num_ends: int) -> Non
             f"{index_file}: the {num_ends} document ends do not rise from 0 to the {num_sequences} sequences: "
             f"the index is damaged. Next: {RESTORE}",
         )
+    return bool((np.diff(ends) == 1).all())

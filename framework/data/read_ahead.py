@@ -15,11 +15,13 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from meshwright.config import Batch, phases
+from meshwright.errors import DataError
 
 Samples = tuple[Any, Tensor]
 Start = Callable[[], Callable[[Any], Samples]]
@@ -114,7 +116,10 @@ class ReadAhead:
             threading.Thread(target=self._serve, name=f"data-{number}", daemon=True).start()
 
     def _serve(self) -> None:
-        finish = self._finish if self._start_process is None else self._start_process()
+        try:
+            finish = self._finish if self._start_process is None else self._start_process()
+        except BaseException as error:
+            finish = partial(_fail, error)
         while True:
             with self._in_order:
                 wanted, future = self._jobs.get()
@@ -127,3 +132,8 @@ class ReadAhead:
                 future.set_result(finish(gathered))
             except BaseException as error:
                 future.set_exception(error)
+
+
+def _fail(error: BaseException, _: Any) -> Samples:
+    """Raise the error with which the process of a thread could not be started."""
+    raise DataError("MW-DATA-121", f"a process of data.processes cannot be started: {error}") from error

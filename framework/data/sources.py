@@ -19,6 +19,7 @@ from meshwright.data.dataset import DatasetSource, open_dataset
 from meshwright.data.hashes import hashes_of, hashes_of_stages, weight_text
 from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder, whole_weights
 from meshwright.data.read_ahead import Steps
+from meshwright.data.same_tokens import check_same_tokens
 from meshwright.data.span_corruption import SpanCorruptionSource, corrupt, lengths, open_corpus, spans_of
 from meshwright.data.stages import StageBlend, open_stages
 from meshwright.data.stream import Stream
@@ -51,6 +52,8 @@ def open_sources(config: RunConfig) -> tuple[AnySource, AnySource | None]:
     assert training is not None
     if config.data.builder is not None and validation is not None:
         _check_like(training, validation)
+    prefixes = [corpus.prefix for source in (training, validation) for corpus in _corpora(source)]
+    check_same_tokens(prefixes, config.data.tokenizer)
     if isinstance(training, DatasetSource | StreamSource) and config.data.workers:
         start = partial(WorkerProcess, config) if config.data.processes else None
         training = training.with_workers(config.data.workers, Steps(config.batch), start)

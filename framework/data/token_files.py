@@ -63,7 +63,7 @@ class Documents:
 def documents(index: Index) -> Documents:
     """Open the document boundaries of a corpus checked by :func:`inspect`."""
     n, file = index.num_sequences, idx_path(index.prefix)
-    if index.num_documents == n:
+    if index.one_each:
         return Documents(index, FileReader(file), index.dtype.itemsize)
     offsets = np.fromfile(file, np.int64, n, offset=HEADER.size + 4 * n)
     firsts = np.fromfile(file, np.int64, index.num_documents, offset=HEADER.size + 12 * n)

@@ -50,21 +50,26 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """Read a Hugging Face ``tokenizer.json``."""
+    """Read a Hugging Face ``tokenizer.json``. Dropout of merges is turned off: a text has one encoding."""
     if not path.is_file():
         raise DataError(
             "MW-DATA-095", f"there is no tokenizer at {path}: point data.tokenizer at a Hugging Face tokenizer.json"
         )
     try:
-        return Tokenizer.from_str(read_text(path))
+        tokenizer = Tokenizer.from_str(read_text(path))
     except OSError as error:
         raise DataError(
             "MW-DATA-096", f"{path}: cannot be read ({error.strerror or error}): prepare it again"
         ) from error
-    except Exception as error:  # the library raises a bare Exception
+    except BaseException as error:  # the library raises a bare Exception, or a panic that is none
+        if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+            raise
         raise DataError(
             "MW-DATA-097", f"{path} is no Hugging Face tokenizer.json ({error}): prepare it again"
         ) from error
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def end_of_document_id(tokenizer: Tokenizer) -> int | None:
@@ -87,7 +92,7 @@ def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
     """
     ids = {end_of_document_id(tokenizer)}
     end_ids = _read_json_file(path.with_name("generation_config.json")).get("eos_token_id")
-    ids |= {end_ids} if isinstance(end_ids, int) else set(end_ids) if isinstance(end_ids, list) else set()
+    ids |= {each for each in (end_ids if isinstance(end_ids, list) else [end_ids]) if type(each) is int}
     token = _read_json_file(path.with_name("tokenizer_config.json")).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     ids |= {tokenizer.token_to_id(token)} if isinstance(token, str) else set()

@@ -9,8 +9,8 @@ state, and x follows from y and z. Validation replaces y by x and then restores 
 differ by a rounding, and training would depend on when it validates. A checkpoint holds x as its weights and masters,
 because evaluation, sampling and export read those; y is a state of its own there, from which a resume is exact.
 
-A step's weight in the average is the square of its learning rate over the peak. It depends on the index of the step and
-on ``optimizer.warmup_steps`` alone: there is nothing to save.
+A step's weight in the average is the square of its learning rate over the peak. Both depend on the number of steps
+taken (skipped ones are not counted) and on ``optimizer.warmup_steps`` alone: there is nothing to save.
 """
 
 from __future__ import annotations

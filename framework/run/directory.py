@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, given_keys
 from meshwright.errors import ConfigError, DataError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, read_text, real_path
 from meshwright.terminal.output import abridge
@@ -19,6 +20,8 @@ METRICS, METRICS_AGAIN = "metrics.jsonl", "metrics-again.jsonl"
 """Records of the steps that count, and of the steps that a resume has repeated."""
 STARTS, PLACEMENT = "starts.jsonl", "placement.txt"
 """Log of the run's starts, and the nodes and ranks of the last one."""
+VALIDATION_S = "perf/validation_s"
+"""Metric with the seconds of a validation, in the record of its step."""
 PEAKS = "memory.json"
 """Peak memory of every rank."""
 STATUS = "status.json"
@@ -32,6 +35,39 @@ RUNS = Path("runs")
 def run_directory(config: RunConfig) -> Path:
     """Return the directory that holds all files of a run."""
     return Path(config.run.directory) / config.run.name
+
+
+def check_written_place(config: RunConfig, directory: Path) -> None:
+    """Check that a run that is written into ``directory`` trains there, by its own configuration.
+
+    Raises:
+        ConfigError: ``run.name`` or ``run.directory`` names another place, where it would train from fresh weights.
+    """
+    own = run_directory(config)
+    if real_path(own) != real_path(directory):
+        raise ConfigError(
+            "MW-RUN-036",
+            f"the run is written to {directory}, and run.name and run.directory name {own}, where training would not "
+            f"find it: leave them out, or name {own} as the directory to write",
+        )
+
+
+def check_not_moved(config: RunConfig, file: str, overrides: Sequence[str]) -> None:
+    """Check that a configuration that lies in a run's directory is of that run, or that overrides name another one.
+
+    Raises:
+        ConfigError: the directory was moved, copied or renamed: its checkpoints would be ignored, without a message.
+    """
+    folder, own = real_path(file).parent, run_directory(config)
+    named = {("run", "name"), ("run", "directory")} & {key[:2] for key in given_keys(overrides)}
+    if named or not is_run(folder) or real_path(own) == folder:
+        return
+    raise ConfigError(
+        "MW-RUN-037",
+        f"{file} lies in the run {folder}, and names {own} as its run: it was moved, copied or renamed, or the working "
+        f"directory is another. To continue the run that it lies in, add --run.directory={folder.parent} "
+        f"--run.name={folder.name}; for that in {own}, add --run.name={config.run.name}",
+    )
 
 
 class Peaks(BaseModel):

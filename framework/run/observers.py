@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,7 @@ from meshwright.optimizer import evaluating
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, ForwardParts, Observer, Parts, StepEvent
 from meshwright.pipeline.values import Feed
 from meshwright.run.collector import StepCollector as StepCollector
-from meshwright.run.directory import PEAKS, Peaks
+from meshwright.run.directory import PEAKS, VALIDATION_S, Peaks
 from meshwright.run.files import RunFiles
 from meshwright.run.saving import Saver
 from meshwright.system.atomic import write_atomic
@@ -65,9 +66,11 @@ class Validation(Observer):
         every = parts.config.train.validate_every
         is_due = event.is_last or (every > 0 and parts.state.step % every == 0)
         if is_due and not event.is_stopping and parts.validation is not None:
+            start_s = time.perf_counter()
             with parts.mesh.activity.during("validating"):
                 event.validation_loss = self._last = validate(parts)
             event.metrics |= model_metrics(parts.validation_metrics, "validation/")
+            event.metrics[VALIDATION_S] = time.perf_counter() - start_s
 
     def after_training(self, parts: Parts) -> None:
         """Report the last validation loss."""

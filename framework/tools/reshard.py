@@ -43,6 +43,7 @@ from meshwright.config import (
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import Coordinates, Grid
 from meshwright.run import RunLock
+from meshwright.run.directory import check_written_place
 from meshwright.system.bounded import real_path
 from meshwright.tools.layout_keys import drop_unused_keys
 from meshwright.tools.reshard_pieces import added_states, draw_blueprints, pieces, shard_tensors
@@ -159,8 +160,8 @@ def _config_for_layout(
     if refused:
         raise ConfigError(
             "MW-RESHARD-005",
-            f"{', '.join(refused)}: resharding changes only the layout; only parallel.*, pipeline.*, run.name and "
-            f"run.directory may be set. `meshwright train` accepts the others",
+            f"{', '.join(refused)}: resharding changes only the layout; only parallel.* and pipeline.* may be set. "
+            f"`meshwright train` accepts the others",
         )
     check_trusted(before, place, overrides, trust_code=trust_code)
     tree = before.model_dump(mode="json")
@@ -168,6 +169,7 @@ def _config_for_layout(
     tree["launch"]["processes"] = "auto"
     drop_unused_keys(tree["parallel"], changed)
     config = load_saved(tree, [f"--run.name={out.name}", f"--run.directory={out.parent}", *overrides], place)
+    check_written_place(config, out)
     return resolve(config)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,12 @@ def test_every_refused_field_is_one_of_the_configuration() -> None:
     for field in REFUSED:
         section, key = field.split(".")
         assert key in config[section], field
+
+
+def test_the_page_names_every_refused_field() -> None:
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    (rule,) = re.findall(r"^- The run: .*?(?=\n\n)", page, re.MULTILINE | re.DOTALL)
+    assert set(REFUSED) - set(re.findall(r"`([a-z]+\.[a-z_]+)`", rule)) == set()
 
 
 def test_all_problems_come_at_once(manifest: Manifest) -> None:

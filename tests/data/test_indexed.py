@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 from meshwright.data import indexed
 from meshwright.data.indexed import inspect
-from meshwright.data.token_files import TokenStream
+from meshwright.data.token_files import TokenStream, documents
 from meshwright.errors import DataError
 
 DOCUMENTS = [np.array([5, 6, 7, 0]), np.array([0]), np.arange(100, 120)]
@@ -59,6 +59,22 @@ def test_documents_of_several_sequences_open(tmp_path: Path) -> None:
     builder.finalize(str(tmp_path / "c.idx"))
     index = inspect(tmp_path / "c")
     assert (index.num_documents, index.num_sequences, index.num_tokens) == (2, 3, 12)
+
+
+@pytest.mark.parametrize(
+    ("of_documents", "starts"),
+    [([[5, 4], []], [0, 9, 9]), ([[5, 4], [], [3]], [0, 9, 9, 12]), ([[], [2, 7]], [0, 0, 9]), ([[5], [4]], [0, 5, 9])],
+)
+def test_documents_are_no_sequences(of_documents: list[list[int]], starts: list[int], tmp_path: Path) -> None:
+    """As many documents as sequences, and still not one in each: --split-sentences of texts that may be empty."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "c.bin"), dtype=np.int32)
+    for lengths in of_documents:
+        builder.add_document(np.arange(sum(lengths)), lengths)
+    builder.finalize(str(tmp_path / "c.idx"))
+    index = inspect(tmp_path / "c")
+    assert index.num_documents == index.num_sequences == len(starts) - 1
+    assert documents(index).all_starts().tolist() == starts
+    assert [documents(index).start(number) for number in range(len(starts))] == starts
 
 
 def test_a_large_index_is_checked_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,12 @@ from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.run.directory import run_directory
 from meshwright.terminal.output import visible
+from meshwright.tools.inference.choice import SamplingRequest
 from meshwright.tools.inference.corpora import with_corpus
 from meshwright.tools.inference.evaluate import EvaluationJob
 from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
-from meshwright.tools.inference.sample import SAME_TEXT, Sampling, SamplingRequest, generate, sample
+from meshwright.tools.inference.sample import SAME_TEXT, Sampling, generate, sample
 from meshwright.tools.inference.sample import check as check_sampling
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
@@ -111,10 +112,11 @@ def test_the_loss_of_the_training_is_the_same_number(trained: RunConfig, tmp_pat
         assert found == {"loss": loss, "batches": 2, "logged": loss}
 
 
-@pytest.mark.parametrize("of", ["tp2", "pp2,tp2"])
+@pytest.mark.parametrize(("of", "schedule"), [("tp2", "gpipe"), ("pp2,tp2", "gpipe"), ("pp2", "zb_v")])
 def test_the_likeliest_text_is_that_of_the_plain_model(
-    trained: RunConfig, tmp_path: Path, pool: RankPool, of: str
+    trained: RunConfig, tmp_path: Path, pool: RankPool, of: str, schedule: str
 ) -> None:
+    """In a V the last stage is on the first pipeline rank."""
     config, plain = load_plain(run_directory(trained))
     assert config.data.tokenizer is not None
     tokenizer = Tokenizer.from_file(config.data.tokenizer)
@@ -127,7 +129,8 @@ def test_the_likeliest_text_is_that_of_the_plain_model(
         expected.append(tokenizer.decode(ids))
     assert [sample(run_directory(trained), prompt, 24, temperature=0) for prompt in PROMPTS] == expected
     place = locate(run_directory(trained), None)
-    asked = config_for(place, keys(of), "sample", defaults=SAME_TEXT)
+    words = [*keys(of), f"--pipeline.schedule={schedule}"]
+    asked = config_for(place, words, "sample", defaults=SAME_TEXT)
     checked = check_sampling(asked, default_world_size(asked, 0), len(PROMPTS))
     out = tmp_path / "texts.jsonl"
     work = Sampling(place, SamplingRequest(PROMPTS, 24, temperature=0), out)

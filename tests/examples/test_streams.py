@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import Batch, RunConfig, load, samples_after, to_toml
 from meshwright.data.dataset import DatasetSource
-from meshwright.data.read_ahead import Steps
+from meshwright.data.read_ahead import ReadAhead, Steps
 from meshwright.data.sources import Source, describe_source, open_sources
 from meshwright.data.stream_source import StreamSource
 from meshwright.errors import ConfigError, DataError
@@ -235,6 +237,17 @@ def test_workers_read_ahead_and_no_further(tmp_path: Path) -> None:
         samples(source, first, 1)
         assert len(source.ahead._ahead) <= 4 + 2
     assert threading.active_count() == before + 1
+
+
+def test_a_process_that_cannot_be_started_ends_the_read() -> None:
+    def start() -> Callable[[Any], Any]:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    batch = Batch(micro_batch_size=1, chunks=2, global_batch=2)
+    ahead = ReadAhead(lambda indices: indices, lambda gathered: gathered, 2, Steps(batch), start)
+    for first in (0, 1):
+        with pytest.raises(DataError, match=r"cannot be started: .*temporarily unavailable.*MW-DATA-121"):
+            ahead.read([first])
 
 
 @pytest.mark.parametrize("ramp", [None, (4, 4, 24)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.cli import main
-from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, measure_lead
+from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, job_name, measure_lead
 from meshwright.launch.slurm_values import seconds_of
+from meshwright.run.directory import VALIDATION_S
 from meshwright.tracking.jsonl import JsonlSink
-from meshwright.tracking.record import StepRecord
+from meshwright.tracking.record import StepRecord, to_json
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -127,7 +129,22 @@ def test_the_lead_is_measured(tmp_path: Path) -> None:
         step_s, save_s = 40.0 if step == 3 else 10.0, 20.0 if step % 2 else None
         sink.write(StepRecord(step, 8, 8, 1.0, 1.0, 1e-3, step_s, 0.0, 1.0, 1, 1, save_s=save_s))
     sink.close()
-    assert measure_lead(tmp_path) == (90 + SLURM_EARLY_S, "of late a step took up to 40 s (median 10) and a save 20 s")
+    assert measure_lead(tmp_path) == (120 + SLURM_EARLY_S, "of late a step took up to 40 s (median 10) and a save 20 s")
+    for step, seconds in ((7, 60.0), (8, float("inf"))):  # a damaged line counts as none
+        record = StepRecord(step, 8, 8, 1.0, 1.0, 1e-3, 10.0, 0.0, 1.0, 1, 1, extra={VALIDATION_S: seconds})
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(to_json(record).replace('"perf/step_s": 10.0', f'"perf/step_s": {seconds / 6}') + "\n")
+    assert measure_lead(tmp_path) == (
+        math.ceil(1.5 * (40 + 60 + 2 * 20)) + SLURM_EARLY_S,
+        "of late a step took up to 40 s (median 10), a validation 60 s and a save 20 s",
+    )
+
+
+def test_chains_of_runs_with_one_name_are_apart() -> None:
+    """The end of a chain cancels the waiting jobs of its name."""
+    assert job_name(Path("/a/demo"), 1) == job_name(Path("/b/demo"), 1) == "demo"
+    first, second = job_name(Path("/a/de mo"), 3), job_name(Path("/b/de mo"), 3)
+    assert first != second and first.startswith("de-mo-") and re.fullmatch(r"[\w.-]+", first)
 
 
 SRUN = """#!/bin/sh

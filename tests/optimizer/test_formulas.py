@@ -11,13 +11,21 @@ from torch import Tensor, nn
 
 import meshwright.optimizer.factored
 import meshwright.optimizer.pieces
+from meshwright.build import build
 from meshwright.config import Optimizer
 from meshwright.mesh.comm import Group
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.mesh import open_mesh
 from meshwright.optimizer import ShardLayout, ShardPlace, evaluating, factors_of, read_states
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.schedule_free import average_weight
 from meshwright.parameters import ParameterInfo
+from meshwright.step import take_step
+from meshwright.tools.verify.layouts import layout_config, parse_layout
 from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
+from meshwright.tools.verify.rank import open_verify_source
+from tests.end_to_end.driving import GPT2
+from tests.tools.verify.cases import config_of
 
 CONFIG = Optimizer(name="lion", learning_rate=1e-2, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
 
@@ -121,6 +129,21 @@ def test_schedule_free_is_its_authors_formula(cut: int, monkeypatch: pytest.Monk
             assert not torch.allclose(weights, kept, rtol=1e-4) or step == 0
         assert torch.equal(weights, kept)
         assert torch.equal(read_states(ours, 0)[0]["y"], weights[:cut])
+
+
+@pytest.mark.parametrize(("name", "counts_skipped"), [("schedule_free_adamw", False), ("adamw", True)])
+def test_the_rate_after_skipped_steps(name: str, counts_skipped: bool) -> None:
+    """The average of schedule-free AdamW weighs a step by its rate: both count the steps that were taken."""
+    config = config_of("meshwright.models.gpt2:build", GPT2, 8).replace(
+        optimizer={"name": name, "schedule": "constant", "learning_rate": 1e-2, "warmup_steps": 10}
+    )
+    config = layout_config(config, parse_layout(""), 4, "float64")
+    parts = build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, True), None))
+    assert take_step(parts).learning_rate == pytest.approx(1e-3)
+    parts.state.step += 3  # as after three skipped ones
+    stats = take_step(parts)
+    assert stats.learning_rate == pytest.approx(5e-3 if counts_skipped else 2e-3)
+    assert (parts.state.step, parts.state.optimizer_steps) == (5, 2)
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4])

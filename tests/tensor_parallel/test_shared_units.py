@@ -66,6 +66,16 @@ def test_every_row_lies_on_one_rank(num_kv_heads: int, tp: int, name: str) -> No
     assert torch.equal(fingerprint, base_sum([(ParameterInfo(name, shape), full)]))
 
 
+def test_a_single_number_has_a_fingerprint() -> None:
+    """A learned scale of a frozen base: every kind of value has its own."""
+    sums = {int(base_sum([(ParameterInfo(name, ()), torch.tensor(value))])) for name in "ab" for value in (1.0, 2.0)}
+    assert len(sums) == 4 and 0 not in sums
+    both = base_sum([(ParameterInfo("a", ()), torch.tensor(1.0)), (ParameterInfo("v", (3,)), torch.ones(3))])
+    assert both == base_sum([(ParameterInfo("a", ()), torch.tensor(1.0))]) + base_sum(
+        [(ParameterInfo("v", (3,)), torch.ones(3))]
+    )
+
+
 def test_counts_within_a_unit_are_those_of_a_rank() -> None:
     model, _ = on_rank(0, 8, 2)
     attention, mlp = model.get_submodule("block0.attention"), model.get_submodule("block0.mlp")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +76,7 @@ class Encoder:
         counts: list[NDArray[np.uint8]] = []
         lengths = np.zeros(len(records), dtype=np.int64)
         text_bytes = 0
-        documents = self._encode([record.pieces for record in records])
+        documents = self._encode([record.pieces for record in records], self.files[block.first.file].path)
         for number, (record, ids) in enumerate(zip(records, documents, strict=True)):
             if not record.pieces:
                 continue
@@ -120,12 +121,18 @@ class Encoder:
         flags, lengths = zip(*runs, strict=True)
         return tokens, np.repeat(np.array(flags, dtype=np.uint8), lengths)
 
-    def _encode(self, documents: list[list[DocumentPiece]]) -> Iterator[list[list[int]]]:
-        """Yield the ids of each piece of each document; texts are encoded in batches."""
+    def _encode(self, documents: list[list[DocumentPiece]], file: Path) -> Iterator[list[list[int]]]:
+        """Yield the ids of each piece of each document; texts are encoded in batches. ``file``: for the error."""
         for start in range(0, len(documents), _TEXTS_PER_BATCH):
             batch = documents[start : start + _TEXTS_PER_BATCH]
             texts = [piece.text for pieces in batch for piece in pieces]
-            encodings = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            try:
+                encodings = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            except Exception as error:  # the library raises a bare Exception
+                raise DataError(
+                    "MW-DATA-122",
+                    f"{file}: the tokenizer cannot encode a text ({error}): give it an unknown token, or name another",
+                ) from error
             for pieces in batch:
                 yield [next(encodings).ids for _ in pieces]
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Request
@@ -29,7 +30,7 @@ from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
 from meshwright.data.prepare.publish import publish
 from meshwright.data.prepare.readers import ReadPosition, RecordBlock
 from meshwright.data.prepare.records import Form, columns_of
-from meshwright.data.prepare.tokenizer_files import open_tokenizer
+from meshwright.data.prepare.tokenizer_files import drops_characters, open_tokenizer
 from meshwright.data.prepare.work_folder import WorkFolder, remove_leftovers, requested_files
 from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import SPLITS, split_of
@@ -123,7 +124,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
         raise DataError(
             "MW-DATA-047", f"cannot write the corpus {out}: {error}. Finished work is kept: the same command resumes"
         ) from error
-    return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made))
+    return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made, known.tokenizer))
 
 
 def _check_shares(options: Options) -> None:
@@ -239,9 +240,12 @@ def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, l
     return f"{file.path}:{first_line + line + 1}"
 
 
-def _notes(options: Options, made: Fingerprint) -> list[str]:
+def _notes(options: Options, made: Fingerprint, tokenizer: Tokenizer) -> list[str]:
     shares = {"validation": options.validation_share, "test": options.test_share}
-    return [
+    dropped = (
+        f"{options.tokenizer} has no token for unknown characters: those without a token of their own are left out"
+    )
+    return [dropped] * drops_characters(tokenizer) + [
         f"{name} got no document, with a share of {share:g} of {made.source.documents:,}: choose a larger share, or "
         f"another --seed"
         for name, share in shares.items()

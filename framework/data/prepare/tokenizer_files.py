@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,8 @@ from meshwright.errors import DataError
 from meshwright.system.bounded import parse_json, read_bytes
 
 CONFIG_FILE = "tokenizer_config.json"
+MAX_TOKEN_ID = 2**31 - 1
+"""Upper limit of token ids: a corpus holds int32."""
 SIDE_FILES = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
 """Hugging Face files beside a ``tokenizer.json``, copied with it."""
 
@@ -52,6 +55,8 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if not ids:
         raise DataError("MW-DATA-099", f"{path} has no tokens: name another tokenizer")
+    if max(ids.values()) >= MAX_TOKEN_ID:
+        raise DataError("MW-DATA-123", f"{path} has the token id {max(ids.values()):,}: at most {MAX_TOKEN_ID - 1:,}")
     end_token = end_token or _end_token(path, ids)
     for option, token in (("--eod", end_token), ("--bos", begin_token)):
         if token is not None and token not in ids:
@@ -61,6 +66,14 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
     begin = None if begin_token is None else ids[begin_token]
     digest = sha256(read_bytes(path)).hexdigest()
     return KnownTokenizer(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
+
+
+def drops_characters(tokenizer: Tokenizer) -> bool:
+    """Return True for a BPE model that leaves out the characters it has no token for."""
+    parts: dict[str, Any] = parse_json(tokenizer.to_str().encode())
+    model, before = parts["model"], json.dumps([parts.get("normalizer"), parts.get("pre_tokenizer")])
+    is_total = model.get("unk_token") is not None or model.get("byte_fallback") or '"ByteLevel"' in before
+    return model["type"] == "BPE" and not is_total
 
 
 def _end_token(path: Path, ids: dict[str, int]) -> str:

@@ -1,6 +1,6 @@
 """Text generation with a trained model, in one process or on the ranks of any layout; greedy text is the same on all.
 
-    prompts -> ids (B, L), padded at the end -> stages -> logits of each row's last token, whole, on the last pp rank
+    prompts -> ids (B, L), padded at the end -> stages -> logits of each row's last token, whole, on the last stage
                  ^                                              | chosen there, broadcast to all ranks
                  +----------------- one token more -------------+
 
@@ -31,34 +31,26 @@ from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
 from meshwright.parts import ForwardParts
 from meshwright.pipeline.plan import describe_boundaries
 from meshwright.pipeline.values import Microbatch, ValueSpec
-from meshwright.seeding import derive
 from meshwright.system.atomic import write_out
 from meshwright.system.process import GiveUp, end_process
 from meshwright.tensor_parallel.cross_entropy import split_vocab_size
 from meshwright.terminal.output import print_lines
+from meshwright.tools.inference.choice import SamplingRequest, choose, make_generators
 from meshwright.tools.inference.load import ModelLocation, config_for, locate, open_inference_mesh, open_trained
 from meshwright.tools.inference.prompts import encode_prompt, ends_of_document, with_starts
 from meshwright.tools.layout_keys import WHOLE_SAMPLES
 
 SHORTEST = 16
 """Tokens of the shortest window; each longer one is twice as long, up to data.sequence_length."""
-SAME_TEXT = ("--train.dtype=float32", "--parallel.dp=1", "--parallel.sequence=false", *WHOLE_SAMPLES)
+SAME_TEXT = (
+    "--train.dtype=float32",
+    "--train.linear=dtype",
+    "--train.fp8_keep=none",
+    "--parallel.dp=1",
+    "--parallel.sequence=false",
+    *WHOLE_SAMPLES,
+)
 """Overrides with which greedy text is the same on any layout: rounding in bfloat16 would change the chosen tokens."""
-
-
-class SamplingRequest(NamedTuple):
-    """Request: the prompts, and the way to choose a token."""
-
-    prompts: tuple[str, ...]
-    num_tokens: int = 100
-    temperature: float = 0.8
-    """Softmax temperature; 0: greedy decoding."""
-    top_k: int = 40
-    """Number of most probable tokens to draw from; 0: all."""
-    top_p: float = 1.0
-    """Probability mass of the most probable tokens to draw from (nucleus sampling)."""
-    seed: int | None = None
-    """Seed of the draws; None: the run's seed."""
 
 
 class Continuation(NamedTuple):
@@ -169,14 +161,16 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: Sampl
     ended = [False] * len(rows)
     begin = begin_id(known, tokenizer)
     input_function = partial(with_starts, ends=ends, begin=begin) if config.data.document_boundaries else None
-    generators = _generators(request, config.run.seed)
+    generators = make_generators(request, config.run.seed)
+    schedule = blueprint.schedule  # in a V the last stage is on the first pp rank
+    chooser = mesh.grid.rank(Coordinates(schedule.rank_of(schedule.num_stages - 1), 0, 0))
     with torch.inference_mode():
         for _ in range(request.num_tokens):
             _run_forward(forward, rows, windows, logits, input_function)
             chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
             if logits.values is not None and mesh.at.tp_rank == 0:
                 chosen.copy_(choose(logits.values, request, generators))
-            mesh.world.broadcast(chosen, mesh.grid.rank(Coordinates(mesh.grid.pp - 1, 0, 0))).wait()
+            mesh.world.broadcast(chosen, chooser).wait()
             for index, token in enumerate(chosen.tolist()):
                 ended[index] = ended[index] or token in ends
                 if not ended[index]:
@@ -187,20 +181,6 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: Sampl
         Continuation(prompt, str(tokenizer.decode(row)), tuple(row[first:]), is_over)
         for prompt, row, first, is_over in zip(request.prompts, rows, prompt_lengths, ended, strict=True)
     ]
-
-
-def choose(logits: Tensor, request: SamplingRequest, generators: Sequence[torch.Generator]) -> Tensor:
-    """Choose a token per row: (B, V) logits -> (B,) int64 on CPU, each row with its own generator."""
-    logits = logits.float().cpu()
-    if request.temperature <= 0:
-        return logits.argmax(-1)
-    count = min(request.top_k or logits.shape[-1], logits.shape[-1])
-    values, tokens = logits.topk(count)  # likeliest first
-    shares = torch.softmax(values / request.temperature, dim=-1)
-    before = shares.cumsum(-1) - shares
-    shares = shares.masked_fill(before >= request.top_p, 0.0)  # the likeliest token is always kept
-    picked = [torch.multinomial(row, 1, generator=generator) for row, generator in zip(shares, generators, strict=True)]
-    return tokens.gather(-1, torch.stack(picked))[:, 0]
 
 
 @dataclass
@@ -287,14 +267,3 @@ def _windows(blueprint: Blueprint, num_rows: int) -> dict[int, list[ValueSpec]]:
         inputs = {"tokens": ids, "starts": ids.bool()} if blueprint.config.data.document_boundaries else ids
         found[length] = describe_boundaries(blueprint.model.layers, blueprint.stages, inputs)[0]
     return found
-
-
-def _generators(request: SamplingRequest, seed: int) -> list[torch.Generator]:
-    """Return a generator per prompt: a text is independent of other prompts, and a repeated prompt draws anew."""
-    chosen = seed if request.seed is None else request.seed
-    generators = []
-    for index, prompt in enumerate(request.prompts):
-        again = request.prompts[:index].count(prompt)
-        key = derive(chosen, "sample", prompt, again) if again else derive(chosen, "sample", prompt)
-        generators.append(torch.Generator().manual_seed(key))
-    return generators

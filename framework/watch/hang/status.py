@@ -41,7 +41,7 @@ class Status(StatusModel):
 
     format: Literal["meshwright status 1"] = "meshwright status 1"
     run: str
-    at_s: NonNegativeFloat
+    at_s: Annotated[float, Field(ge=0, le=1e11)]
     tick_s: PositiveFloat
     grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=5)]
     """Degrees (pp, dp, tp, cp, ep); older files may lack the last ones."""

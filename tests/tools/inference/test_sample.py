@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
+from meshwright.data.tokenizer import ending_ids
+from meshwright.tools.inference.choice import SamplingRequest, choose
 from meshwright.tools.inference.prompts import encode_prompt, with_starts
-from meshwright.tools.inference.sample import SamplingRequest, choose
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
 
 LOGITS = torch.tensor([[0.5, 0.3, 0.15, 0.04, 0.01]]).log()
@@ -55,6 +57,17 @@ def test_only_the_likeliest_are_drawn(top_k: int, top_p: float, kept: set[int]) 
     assert set(drawn(SamplingRequest(("x",), temperature=1, top_k=top_k, top_p=top_p))) == kept
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e-30, 1e-12])
+def test_a_tiny_temperature_takes_the_likeliest(temperature: float) -> None:
+    logits = LOGITS.flip(-1) * 100 + torch.arange(5)
+    assert drawn(SamplingRequest(("x",), temperature=temperature, top_k=0), 20, logits) == {int(logits.argmax()): 20}
+
+
+@pytest.mark.parametrize("top_p", [1e-320, 1e-45, 1e-9])
+def test_a_tiny_share_keeps_the_likeliest(top_p: float) -> None:
+    assert drawn(SamplingRequest(("x",), temperature=1, top_k=0, top_p=top_p), 20) == {0: 20}
+
+
 def test_each_row_draws_by_itself() -> None:
     """A prompt among others gets what it gets alone."""
     ask = SamplingRequest(("x", "y"), temperature=1)
@@ -69,6 +82,18 @@ def test_a_document_begins_after_each_end() -> None:
     assert inputs["starts"].tolist() == [[True, False, True, False], [True, True, True, False]]
     same = with_starts(torch.tensor([[0, 5, 0, 6]]), {0}, begin=0)
     assert same["starts"].tolist() == [[True, False, False, True]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "found"),
+    [([[1]], set()), ([{"a": 1}, 7, "8", None, True, 2.0], {7}), (7, {7}), ({"7": 1}, set()), (True, set())],
+)
+def test_other_files_of_a_tokenizer_are_data(ids: object, found: set[int], tmp_path: Path) -> None:
+    """A downloaded generation_config.json may hold anything."""
+    path = bytes_tokenizer(tmp_path / "tokenizer") / "tokenizer.json"
+    (path.parent / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    tokenizer = Tokenizer.from_file(str(path))
+    assert ending_ids(path, tokenizer) == found | {tokenizer.token_to_id(END)}
 
 
 def test_a_prompt_is_encoded_as_documents_were(tmp_path: Path) -> None:

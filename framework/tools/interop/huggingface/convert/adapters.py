@@ -29,6 +29,7 @@ from meshwright.config import RunConfig, given_keys, load_saved, parse, resolve
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
+from meshwright.run.directory import check_written_place
 from meshwright.tools.interop.huggingface.adapters import CONFIG, PREFIX, TENSORS
 from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.exporting import plan_export
@@ -156,7 +157,9 @@ def _config(
         "optimizer": {"learning_rate": 1e-4, "weight_decay": 0.0},
         "train": {"dtype": saved.train.dtype},
     }
-    return load_saved(tree, overrides, f"the run {out}")
+    config = load_saved(tree, overrides, f"the run {out}")
+    check_written_place(config, out)
+    return config
 
 
 def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
