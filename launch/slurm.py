@@ -37,7 +37,7 @@ from meshwright.launch.slurm_values import (
     seconds_of,
 )
 from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
-from meshwright.run.directory import METRICS, VALIDATION_S, check_not_moved, run_directory
+from meshwright.run.directory import METRICS, check_not_moved, run_directory
 from meshwright.terminal.output import put, tell
 from meshwright.tracking.jsonl import read_records
 
@@ -107,7 +107,7 @@ def measure_lead(run: Path) -> tuple[int, str]:
     metrics = run / METRICS
     if metrics.exists():
         for record in read_records(metrics):
-            of_record = (steps, record.step_s), (saves, record.save_s), (validations, record.extra.get(VALIDATION_S))
+            of_record = (steps, record.step_s), (saves, record.save_s), (validations, record.validation_s)
             for found, seconds in of_record:
                 if seconds is not None and 0 <= seconds < MAX_LEAD_S:
                     found.append(seconds)

@@ -37,15 +37,14 @@ class StepEvent:
     straggler: StragglerShare | None = None
     """Largest delay of the step; None: not measured in this step, or not on this rank."""
     validation_loss: float | None = None
+    validation_s: float | None = None
+    """Seconds of the validation; None: there was none."""
     metrics: dict[str, float] = field(default_factory=dict)
     """More metrics of the step, by name: a callback adds its own, and rank 0 records them."""
 
 
 class Observer:
-    """Callbacks of the training loop, all of them empty here.
-
-    Every rank has the same observers in the same order, so each may run collectives.
-    """
+    """Callbacks of the training loop, empty here. All ranks have the same in the same order: each may run collectives."""
 
     def setup(self, parts: Parts) -> None:
         """Run once, when the parts are built and before a checkpoint is loaded; add states here (``add_state``)."""

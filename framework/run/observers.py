@@ -18,7 +18,7 @@ from meshwright.optimizer import evaluating
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, ForwardParts, Observer, Parts, StepEvent
 from meshwright.pipeline.values import Feed
 from meshwright.run.collector import StepCollector as StepCollector
-from meshwright.run.directory import PEAKS, VALIDATION_S, Peaks
+from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles
 from meshwright.run.saving import Saver
 from meshwright.system.atomic import write_atomic
@@ -69,8 +69,8 @@ class Validation(Observer):
             start_s = time.perf_counter()
             with parts.mesh.activity.during("validating"):
                 event.validation_loss = self._last = validate(parts)
+            event.validation_s = time.perf_counter() - start_s
             event.metrics |= model_metrics(parts.validation_metrics, "validation/")
-            event.metrics[VALIDATION_S] = time.perf_counter() - start_s
 
     def after_training(self, parts: Parts) -> None:
         """Report the last validation loss."""

@@ -146,6 +146,7 @@ def record(parts: Parts, event: StepEvent) -> StepRecord:
         loss_scale=stats.loss_scale if config.train.dtype == "float16" else None,
         restarts=parts.restarts,
         save_s=event.save_s,
+        validation_s=event.validation_s,
         straggler=straggler.name if straggler is not None else None,
         straggler_rank=straggler.rank if straggler is not None and straggler.name else None,
         straggler_share=straggler.share if straggler is not None else None,

@@ -63,6 +63,8 @@ class StepRecord:
     """Number of starts of the run before the present one."""
     save_s: float | None = None
     """Seconds from the start of a save to its publication, in the first record after rank 0 saw it published."""
+    validation_s: float | None = None
+    """Seconds of the validation after this step."""
     straggler: str | None = None
     """Straggler since the last check; "": none; None: no check in this step."""
     straggler_rank: int | None = None
@@ -106,6 +108,7 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
     "perf/mfu_causal": lambda r: r.mfu_causal,
     "perf/bubble_share": lambda r: r.bubble_share,
     "perf/save_s": lambda r: r.save_s,
+    "perf/validation_s": lambda r: r.validation_s,
     "perf/straggler_rank": lambda r: r.straggler_rank,
     "perf/straggler_share": lambda r: r.straggler_share,
     "memory/peak_gib": lambda r: r.memory_bytes / GIB,
@@ -190,6 +193,7 @@ def _from_metrics(content: Mapping[str, Number | str]) -> StepRecord:
         skipped="train/skipped" in content,
         restarts=_count(content.get("train/restarts", 0)),
         save_s=optional("perf/save_s"),
+        validation_s=optional("perf/validation_s"),
         straggler=str(content["perf/straggler"]) if "perf/straggler" in content else None,
         straggler_rank=_count(content["perf/straggler_rank"]) if "perf/straggler_rank" in content else None,
         straggler_share=optional("perf/straggler_share"),

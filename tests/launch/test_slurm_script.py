@@ -12,7 +12,6 @@ import pytest
 from meshwright.launch.cli import main
 from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, job_name, measure_lead
 from meshwright.launch.slurm_values import seconds_of
-from meshwright.run.directory import VALIDATION_S
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord, to_json
 
@@ -131,7 +130,7 @@ def test_the_lead_is_measured(tmp_path: Path) -> None:
     sink.close()
     assert measure_lead(tmp_path) == (120 + SLURM_EARLY_S, "of late a step took up to 40 s (median 10) and a save 20 s")
     for step, seconds in ((7, 60.0), (8, float("inf"))):  # a damaged line counts as none
-        record = StepRecord(step, 8, 8, 1.0, 1.0, 1e-3, 10.0, 0.0, 1.0, 1, 1, extra={VALIDATION_S: seconds})
+        record = StepRecord(step, 8, 8, 1.0, 1.0, 1e-3, 10.0, 0.0, 1.0, 1, 1, validation_s=seconds)
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write(to_json(record).replace('"perf/step_s": 10.0', f'"perf/step_s": {seconds / 6}') + "\n")
     assert measure_lead(tmp_path) == (

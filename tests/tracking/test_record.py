@@ -33,6 +33,7 @@ NAMES = [
     "perf/mfu_causal",
     "perf/bubble_share",
     "perf/save_s",
+    "perf/validation_s",
     "perf/straggler_rank",
     "perf/straggler_share",
     "memory/peak_gib",
@@ -48,7 +49,7 @@ whole = st.integers(min_value=0, max_value=2**62)
 
 def test_names_are_the_ones_people_know(record) -> None:
     measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "validation_loss": 2.0, "save_s": 1.5}
-    measured["mfu_causal"] = 0.125
+    measured |= {"mfu_causal": 0.125, "validation_s": 0.75}
     measured["validation_perplexity"] = perplexity(2.0)
     whole_record = record(3, skipped=True, restarts=1, loss_scale=512.0, **measured, **STRAGGLER)
     found = metrics(whole_record)
@@ -67,7 +68,7 @@ def test_names_are_the_ones_people_know(record) -> None:
 def test_every_field_reaches_a_metric(record) -> None:
     """A field that no metric reads would be measured for nobody."""
     measured = {"tflops_per_device": 0.5, "mfu": 0.25, "bubble_share": 0.125, "save_s": 1.5, "loss_scale": 8.0}
-    measured["mfu_causal"] = 0.125
+    measured |= {"mfu_causal": 0.125, "validation_s": 0.75}
     plain = record(3, validation_loss=2.0, validation_perplexity=7.0, **measured, **STRAGGLER)
     assert from_json(to_json(plain)) == plain
     for field in dataclasses.fields(StepRecord):
