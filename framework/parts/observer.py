@@ -44,7 +44,7 @@ class StepEvent:
 
 
 class Observer:
-    """Callbacks of the training loop, empty here. All ranks have the same in the same order: each may run collectives."""
+    """Callbacks of the training loop, empty here. All ranks have the same in one order: each may run collectives."""
 
     def setup(self, parts: Parts) -> None:
         """Run once, when the parts are built and before a checkpoint is loaded; add states here (``add_state``)."""
