@@ -134,6 +134,19 @@ def _parts(shard: tuple[int, int, int] | None, dim: int) -> int:
     return shard[2] if shard is not None and shard[0] == dim else 1
 
 
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+"""Attributes of a module that hold its hooks; a module that replaces another takes them over."""
+
+
 class SeededDropout(nn.Module):
     """nn.Dropout whose mask is a function of (seed, layer name, call, sample, element). Identity in eval mode.
 
@@ -242,5 +255,7 @@ def seed_dropouts(model: nn.Module, seed: int) -> Draw:
         for child_name, child in list(module._modules.items()):
             if type(child) is nn.Dropout:
                 full_name = f"{name}.{child_name}" if name else child_name
-                setattr(module, child_name, SeededDropout(child.p, seed, full_name, draw).train(child.training))
+                seeded_dropout = SeededDropout(child.p, seed, full_name, draw).train(child.training)
+                vars(seeded_dropout).update({kind: vars(child)[kind] for kind in HOOKS})
+                setattr(module, child_name, seeded_dropout)
     return draw

@@ -79,6 +79,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         overrides.append(word)
-        if "=" not in word and rest and not rest[0].startswith("--") and not rest[0].endswith(".toml"):
+        is_flag = rest[:1] and rest[0].endswith(".toml") and not word.startswith("--launch.cluster")  # --a.b run.toml
+        if "=" not in word and rest and not rest[0].startswith("--") and not is_flag:
             overrides.append(rest.pop(0))
     return words, overrides

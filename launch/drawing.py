@@ -124,6 +124,10 @@ def write(out: Path, stem: str, formats: Sequence[Format], drawn: str, panels: S
         put(path)
 
 
+MAX_COST = 1e100
+"""Upper limit of the cost of a computation or a message: sums of them stay finite."""
+
+
 def parse_costs(words: str) -> Costs:
     """Parse ``f=1,b=2,comm=0.1``; costs that are not named keep the defaults of :class:`Costs`.
 
@@ -139,7 +143,7 @@ def parse_costs(words: str) -> Costs:
         except ValueError:
             cost = -1.0
         least = "above 0" if name in NONZERO_COSTS else "from 0 up"
-        if name not in known or not 0 <= cost < float("inf") or (name in NONZERO_COSTS and cost == 0):
+        if name not in known or not 0 <= cost < MAX_COST or (name in NONZERO_COSTS and cost == 0):
             advice = f"{name} needs a number {least}" if name in known else f"choose from {', '.join(known)}"
             raise ConfigError(
                 "MW-LAUNCH-017", f"--costs {words}: {word.strip()!r} is not a cost: {advice}, as in f=1,b=2,comm=0.1"

@@ -133,8 +133,11 @@ class Router(nn.Module):
         return ids.masked_fill(~is_kept, num_experts), weights * is_kept
 
     def end_step(self) -> None:
-        """Update the bias from the counts of the step, then reset the counts. Call it after each optimizer step."""
-        if self.bias is not None and self.balance is not None:
+        """Update the bias from the counts of the step, then reset the counts. Call it after each optimizer step.
+
+        The bias of a frozen router, such as one under adapters, stays as it is.
+        """
+        if self.bias is not None and self.balance is not None and self.weight.requires_grad:
             counts = self.counts.double()
             self.bias += (self.balance.bias_rate * (counts.mean() - counts).sign()).to(self.bias.dtype)
         for name in self.step_sums:

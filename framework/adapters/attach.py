@@ -56,6 +56,8 @@ class Adaptable(Protocol):
     draw: Draw
     seed: int
 
+    def canonical(self, name: str) -> str: ...
+
 
 class FirstFactor(nn.Module):
     """Owner of the initial value of one parameter of an adapter: its shape on meta, and the rule that fills it."""
@@ -126,7 +128,8 @@ def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
 def freeze_base(model: Adaptable, adapters: Mapping[str, object]) -> None:
     """Put every parameter outside ``adapters`` into a frozen group; do nothing without adapters."""
     if adapters:
-        names = [name for name, _ in model.layers.named_parameters() if name not in adapters]
+        named = model.layers.named_parameters(remove_duplicate=False)
+        names = {model.canonical(name) for name, _ in named if name not in adapters}
         model.groups |= {name: ParameterGroup(names=[name], frozen=True) for name in names}
 
 

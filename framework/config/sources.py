@@ -137,15 +137,15 @@ def toml_lines(text: str) -> dict[str, int]:
 def read_value(path: Path, text: str) -> Any:
     """Parse the value of an override as TOML, or else as bare text.
 
-    Two additions to TOML: a key that takes text takes ``2024`` as text, and ``none`` unsets a key of the file where the
-    key may be unset.
+    Three additions to TOML: a key that takes text takes ``2024`` as text, ``none`` unsets a key where it may be unset,
+    and an option in a table, such as ``model.options``, takes ``True`` and ``False``.
     """
     if path in KEYS and accepts_type(path, type(None)) and text.lower() in ("none", "null"):
         return None
     try:
         document = parse_toml(f"value = {text}")
     except ValueError:
-        return text
+        return text == "True" if path not in KEYS and text in ("True", "False") else text
     value = document["value"]
     only_text = path in KEYS and accepts_type(path, str) and not (accepts_type(path, list) and isinstance(value, list))
     if len(document) > 1 or (only_text and not isinstance(value, str)):

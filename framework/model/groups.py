@@ -58,7 +58,8 @@ def find_groups(layers: nn.Sequential, canonical: Callable[[str], str], config: 
     Factors multiply. Other settings are the configuration's, or the model's if the configuration leaves them out. The
     model's are of its own parameters, not of adapters that have been attached.
     """
-    shapes = {name: tuple(p.shape) for name, p in layers.named_parameters() if canonical(name) == name}
+    named = layers.named_parameters(remove_duplicate=False)
+    shapes = {name: tuple(p.shape) for name, p in named if canonical(name) == name}
     declared = getattr(layers, "parameter_groups", None) or []
     try:
         of_model = {name: shape for name, shape in shapes.items() if not is_adapter(name)}

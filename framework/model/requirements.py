@@ -64,7 +64,9 @@ def separate_repeated_layers(layers: nn.Sequential) -> None:
     for name, layer in list(layers._modules.items()):
         assert layer is not None
         if id(layer) in seen:
-            layers._modules[name] = copy.deepcopy(layer, {id(p): p for p in layer.parameters()})
+            layers._modules[name] = copied = copy.deepcopy(layer, {id(p): p for p in layer.parameters()})
+            for each in (*layer.modules(), *copied.modules()):
+                setattr(each, REPEATED, True)
         seen.add(id(layer))
 
 
@@ -79,6 +81,8 @@ def check_sparse(layers: nn.Sequential) -> None:
             )
 
 
+REPEATED = "_is_repeated"
+"""Attribute of the modules of a layer that occurs twice in the Sequential."""
 HAS_HOOKS = "_had_hooks"
 """Attribute of a meta parameter whose original had hooks."""
 CLASS = "_was_class"
@@ -228,7 +232,8 @@ def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
 
     A set as declared keeps its order. Merged sets follow the model's order.
     """
-    shapes = {name: tuple(p.shape) for name, p in layers.named_parameters(remove_duplicate=False)}
+    parameters = dict(layers.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     sets: list[tuple[str, ...]] = []
     for declared in getattr(layers, "tied_weights", []):
         if isinstance(declared, str):
@@ -253,6 +258,13 @@ def tied_sets(path: str, layers: nn.Sequential) -> list[tuple[str, ...]]:
         if len({shapes[name] for name in names}) > 1:
             found = ", ".join(f"{name} is {shapes[name]}" for name in names)
             raise ModelError("MW-MODEL-024", f"{path}: tied weights are one weight and have one shape, but {found}")
+        frozen = [name for name in names if not parameters[name].requires_grad]
+        if frozen and len(frozen) < len(names):
+            raise ModelError(
+                "MW-MODEL-047",
+                f"{path}: tied weights are one weight, but of {', '.join(names)} only {', '.join(frozen)} has "
+                f"requires_grad = False: freeze all of them, or none",
+            )
     return sets
 
 

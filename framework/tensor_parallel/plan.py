@@ -25,12 +25,13 @@ from torch import nn
 
 from meshwright.mesh.comm import Group
 from meshwright.parameters import ParameterInfo, Slice
+from meshwright.seeding import HOOKS
 from meshwright.tensor_parallel.check import SPLITTING, PlannedModule, ShardingKind, check_plan
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.own_rule import Rule, check_ties, split_by_rule
 from meshwright.tensor_parallel.own_rule import SplitLayer as SplitLayer
 from meshwright.tensor_parallel.shared_units import SharedColumnLinear, share_counts
-from meshwright.tensor_parallel.unsplit import fit_unsplit, has_partial_gradient, kind_of
+from meshwright.tensor_parallel.unsplit import check_tied_gradients, fit_unsplit, has_partial_gradient, kind_of
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding, WholeColumnLinear, WholeRowLinear
 
 COLUMNS = {
@@ -40,8 +41,8 @@ COLUMNS = {
 }
 ROWS = {ShardingKind.ROW: RowLinear, ShardingKind.ROW_WHOLE: WholeRowLinear}
 
-CARRIED = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-"""Attributes that the new module takes over from the replaced one: adapters, and hooks of context parallelism."""
+CARRIED = ("_modules", *HOOKS)
+"""Attributes that the new module takes over from the replaced one: adapters and hooks."""
 
 Slices = dict[str, Slice | None]
 """Parameter name -> slice that this rank holds; None: it holds the whole parameter."""
@@ -79,6 +80,7 @@ def apply(
     for name, shape in shapes.items():
         part = slices.get(name)
         infos[name] = ParameterInfo(name, shape, part, part is None and has_partial_gradient(kinds[name], sequence))
+    check_tied_gradients(infos, kinds, tied)
     return infos
 
 

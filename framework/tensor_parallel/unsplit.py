@@ -22,13 +22,15 @@ Kinds for other axes, which tensor parallelism ignores:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from meshwright.errors import ModelError
 from meshwright.mesh.comm import Group, share_router_tokens
+from meshwright.parameters import ParameterInfo
 from meshwright.seeding import SeededDropout
 from meshwright.tensor_parallel.check import PlannedModule, ShardingKind
 from meshwright.tensor_parallel.own_rule import change_first
@@ -72,6 +74,24 @@ def kind_of(name: str, placements: Mapping[str, PlannedModule]) -> ShardingKind:
 def has_partial_gradient(kind: ShardingKind, sequence: bool) -> bool:
     """Return whether a replicated parameter's gradient is a partial sum, of this rank's tokens or heads."""
     return kind is not ShardingKind.UNCUT and (sequence or kind in (*ON_HEADS, ShardingKind.OWN))
+
+
+def check_tied_gradients(
+    infos: Mapping[str, ParameterInfo], kinds: Mapping[str, ShardingKind], tied: Sequence[tuple[str, ...]]
+) -> None:
+    """Refuse a tied weight whose gradient is a partial sum at one of its places, and whole at another.
+
+    Raises:
+        ModelError: names the weights and the kinds of their modules.
+    """
+    for names in tied:
+        if len({infos[name].sum_over_tp for name in names}) > 1:
+            found = ", ".join(f"{name} is {kinds[name]}" for name in names)
+            raise ModelError(
+                "MW-TP-008",
+                f"tied weights have one gradient, which for some kinds of the sharding_plan is a part on each tp rank, "
+                f"but {found}: give their modules the same kind",
+            )
 
 
 def _cut_output(group: Group, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:

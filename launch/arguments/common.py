@@ -151,7 +151,7 @@ def size(text: str) -> int:
     """Parse a number of bytes, such as 500MB, 5GB or 2GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     num_bytes = 0
-    if match:
+    if match and len(match[1]) < 20:
         base = 1024 if match[3] else 1000
         num_bytes = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
     if num_bytes < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config import given_keys
+from meshwright.errors import ConfigError
+from meshwright.launch.arguments.common import size
 from meshwright.launch.cli import main, split_overrides
+from meshwright.launch.drawing import parse_costs
 from tests.data.corpora import bytes_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -192,3 +197,31 @@ def test_a_name_that_is_no_text_can_be_printed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert b"corpus prepared caf\\udce9" in done.stdout
+
+
+@pytest.mark.parametrize(("text", "value"), [("True", True), ("False", False), ("true", True), ('"False"', "False")])
+def test_options_of_a_table_take_the_words_of_python(text: str, value: object) -> None:
+    """``"False"`` would be true for the function that gets it."""
+    assert given_keys([f"--model.options.tied={text}", f"--optimizer.options.nesterov={text}"]) == {
+        ("model", "options", "tied"): value,
+        ("optimizer", "options", "nesterov"): value,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        (["--launch.cluster", "mine.toml", "run.toml"], ["--launch.cluster", "mine.toml"]),
+        (["--train.compile", "run.toml"], ["--train.compile"]),
+    ],
+)
+def test_a_file_after_a_key(words: list[str], overrides: list[str]) -> None:
+    assert split_overrides(["train", *words]) == (["train", "run.toml"], overrides)
+
+
+def test_sizes_and_costs_beyond_all_bounds() -> None:
+    for text in (f"{'9' * 400}GB", "1e308"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+            size(text)
+    with pytest.raises(ConfigError, match=r"--costs .* is not a cost"):
+        parse_costs("f=1e308,comm=1e308")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.model.buffers.step_state import has_step_sums
 from meshwright.model.build import meta_copy
+from meshwright.model.requirements import REPEATED
 
 INSTEAD = (
     "use a layer without running state (GroupNorm, LayerNorm, RMSNorm), or BatchNorm with track_running_stats=False, "
@@ -80,6 +81,12 @@ def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
 def owner_of(layers: nn.Module, name: str) -> nn.Module:
     """Return the module that has the buffer ``name``."""
     return layers.get_submodule(name.rpartition(".")[0])
+
+
+def is_at_several_places(layers: nn.Module, name: str) -> bool:
+    """Return whether the module with the buffer ``name`` is used at several places of the model."""
+    buffer, named = layers.get_buffer(name), layers.named_buffers(remove_duplicate=False)
+    return hasattr(owner_of(layers, name), REPEATED) or sum(each is buffer for _, each in named) > 1
 
 
 def cast_model(layers: nn.Sequential, running: Iterable[str], dtype: torch.dtype) -> None:

@@ -64,7 +64,7 @@ class Hardware(Section):
     """Memory of a node's host for ``parallel.offload``."""
     host_memory_bytes_per_s: PositiveFloat = 200e9
     """Memory bandwidth of a node's host, shared by its devices (half of two sockets' data sheet)."""
-    processors: PositiveInt
+    processors: int = Field(gt=0, le=2**20)
     """Processors (SMs) of a device, each on one tile of a product. CPU: cores of a node, shared by its ranks."""
     memory_bytes_per_s: PositiveFloat
     flops_per_s: dict[str, PositiveFloat]

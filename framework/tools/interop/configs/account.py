@@ -11,7 +11,7 @@ from meshwright.tools.interop.configs.convert import NAMES, ImportedConfig
 from meshwright.tools.interop.configs.source_keys import DroppedKey, DropReason
 
 WIDTH = 118
-ORDER = (DropReason.BY_HAND, DropReason.DIFFERS, DropReason.NONE)
+ORDER = (DropReason.UNKNOWN, DropReason.BY_HAND, DropReason.DIFFERS, DropReason.NONE)
 """Order of the reasons in the report: keys that the user has to act on come first."""
 
 

@@ -61,6 +61,9 @@ def translate(draft: Draft, ranks: int | None) -> None:
         kind = "bf16" if "bf16" in precision.value else "fp16" if "fp16" in precision.value else "mixed_precision"
         draft.items.setdefault(kind, precision._replace(value=True))
         draft.read.add("mixed_precision")
+    if draft.value("optimizer.decoupled_weight_decay") is False and not is_off(draft.value("weight-decay")):
+        why = "the decay is part of the gradient there (Adam), and apart from it here (AdamW)"
+        draft.refuse("optimizer.decoupled_weight_decay", why)
     _skip_usual(draft)
     for key, why in REFUSED.items():
         if draft.has(key) and key not in draft.read:

@@ -30,6 +30,7 @@ OF_MODEL = """
 FLAGS = {
     **{f"model.{name}": name.replace("_", "-") for name in OF_MODEL.split()},
     "model.layernorm_epsilon": "norm-epsilon",
+    "optimizer.apply_wd_to_qk_layernorm": "apply-wd-to-qk-layernorm",
     "model.num_moe_experts": "num-experts",
     "model.seq_len_interpolation_factor": "rotary-seq-len-interpolation-factor",
     "model.virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank",

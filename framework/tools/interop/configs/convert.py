@@ -120,6 +120,8 @@ def _translate(draft: Draft, translate: Callable[[Draft, int | None], None], ran
         translate(draft, ranks)
     except ConfigError as error:
         problems = list(error.problems)
+    except (OverflowError, ValueError, ZeroDivisionError) as error:
+        problems = [ConfigError("MW-INTEROP-139", f"a number of the file is beyond all that can be computed: {error}")]
     refused = [*draft.refused, *problems]
     if refused:
         raise ConfigError.join(refused)

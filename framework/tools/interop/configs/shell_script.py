@@ -3,7 +3,11 @@
 NAME=value, ARRAY=( ... ), ARRAY+=( ... )    stored, with the line of each word
 $NAME ${NAME:-default} ${ARRAY[@]} $((A*B))  expanded; names that the file does not define stay as written, `$NAME`
 if [[ "$A" == "b" ]]; then ... else ... fi   followed if the condition can be evaluated; else its flags are skipped
+[ "$A" = b ] && NAME=value                   the same
 for, while, case, functions, $(...)          not run
+
+A variable that is assigned where it is not known whether the script comes by has no known value from there on: it stays
+as written, like one that the file does not define.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.shell_values import compute, evaluate_condition
+from meshwright.tools.interop.configs.shell_values import both, compute, evaluate_condition, opposite, succeeds
 from meshwright.tools.interop.configs.shell_words import QuotedPart, Token, split_words, tokens
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
@@ -48,40 +52,63 @@ class Script:
         self.lines = text.splitlines()
         self.rest = tokens(text, path)
         self.arrays: set[str] = set()
+        self.unknown: set[str] = set()
+        """Names with a value that depends on what the script finds when it runs."""
         self._expanded = 0
         self._statements(live=True, until=())
 
     # -- statements
 
-    def _statements(self, *, live: bool, until: tuple[str, ...]) -> str:
+    def _statements(self, *, live: bool | None, until: tuple[str, ...]) -> str:
         """Consume statements up to and including one of the words ``until``, and return that word ("" at the end).
 
-        If not ``live``, commands and assignments only go to ``skipped``.
+        ``live``: whether they are run; None: unknown. Commands that may not run only go to ``skipped``.
         """
+        here, succeeded, negated = live, True if live else None, False
+        """Whether the next statement is run, whether the list before it has succeeded, and whether `!` precedes it."""
         while self.rest:
             token = self.rest[0]
             word = token.keyword
             if word in until:
                 self.rest.pop(0)
                 return word
-            if token.operator and token.operator != ">":
+            if token.operator in ("&&", "||"):
                 self.rest.pop(0)
+                wanted = token.operator == "&&"
+                here = both(live, None if succeeded is None else succeeded is wanted)
+            elif token.operator and token.operator != ">":
+                self.rest.pop(0)
+                here, succeeded = live, True if live else None
             elif word == "if":
                 self.rest.pop(0)
-                self._if(live)
+                self._if(here)
             elif word == "function":
                 del self.rest[:2]
-                self._statements(live=False, until=("}",))
+                self._function()
             elif word in LOOPS:
                 self.rest.pop(0)
-                self._statements(live=False, until=(LOOPS[word],))
+                self._statements(live=both(here, None), until=(LOOPS[word],))
+            elif word == "{" and here is not live:
+                self.rest.pop(0)
+                self._statements(live=here, until=("}",))
             elif word in ("{", "}", "do", "then", "!", "time", "exec"):
                 self.rest.pop(0)
+                negated = word == "!"
             else:
-                self._command(live)
+                found = self._command(live, here)
+                succeeded = succeeded if here is False else opposite(found) if negated else found
+                succeeded, negated = None if here is None else succeeded, False
         return ""
 
-    def _if(self, live: bool) -> None:
+    def _function(self) -> None:
+        """Skip the body of a function."""
+        while self.rest and (self.rest[0].operator or self.rest[0].keyword == "{"):
+            opens = self.rest.pop(0).keyword == "{"
+            if opens:
+                break
+        self._statements(live=False, until=("}",))
+
+    def _if(self, live: bool | None) -> None:
         taken: bool | None = False
         while True:
             condition: list[Token] = []
@@ -90,27 +117,30 @@ class Script:
             self.rest[:1] = []
             words = [token.operator or "".join(map(self._substitute, token.parts)) for token in condition]
             met = evaluate_condition([word for word in words if word not in (";", "\n")])
-            follow = live and taken is False and met is True
-            ended = self._statements(live=follow, until=("elif", "else", "fi"))
+            ended = self._statements(live=both(live, both(opposite(taken), met)), until=("elif", "else", "fi"))
             taken = True if met or taken else None if met is None or taken is None else False
             if ended == "else":
-                self._statements(live=live and taken is False, until=("fi",))
+                self._statements(live=both(live, opposite(taken)), until=("fi",))
                 return
             if ended != "elif":
                 return
 
-    def _command(self, live: bool) -> None:
+    def _command(self, live: bool | None, here: bool | None) -> bool | None:
+        """Consume a command; return whether it succeeds, None: unknown.
+
+        ``live``: whether its list is run; ``here``: whether it is, after the ``&&`` and ``||`` before it.
+        """
         line: list[Token] = []
         while self.rest:
             token = self.rest[0]
             if token.operator == ">":
                 del self.rest[:2]
             elif token.operator == "(" and line and ASSIGNMENT.fullmatch(line[-1].bare):
-                self._array(line.pop(), live)
+                self._array(line.pop(), here)
             elif token.operator == "(" and len(line) == 1 and len(self.rest) > 1 and self.rest[1].operator == ")":
                 del self.rest[:2]  # name() { ... }: not run
-                self._statements(live=False, until=("}",))
-                return
+                self._function()
+                return True
             elif token.operator:
                 break
             else:
@@ -118,29 +148,41 @@ class Script:
         while line and line[0].keyword in DECLARE:
             line.pop(0)
         while line and not line[0].keyword.startswith("-") and ASSIGNMENT.match(line[0].bare):
-            self._assign(line.pop(0), live)
+            self._assign(line.pop(0), here)
         if not line:
-            return
+            return True
         words = [word for token in line for word in self._expand(token)]
-        if live:
+        if live and here is not False:
             self.commands.append(words)
         else:
             self.skipped.append(words)
+        return succeeds([word.text for word in words])
 
-    def _assign(self, token: Token, live: bool) -> None:
+    def _assign(self, token: Token, live: bool | None) -> None:
         name, plus = ASSIGNMENT.match(token.bare).groups()  # type: ignore[union-attr]
         cut = len(name) + len(plus) + 1
         first = QuotedPart(token.parts[0].text[cut:], token.parts[0].quote)
         text = "".join(self._substitute(part) for part in (first, *token.parts[1:]))
         if not live:
             self.skipped.append([Word(each, token.line) for each in text.split()])
+            self._forget(name, live)
             return
         before = " ".join(word.text for word in self.variables.get(name, [])) if plus else ""
         self._count_expanded(len(before))
+        if name in self.unknown and plus:
+            return
         self.variables[name] = [Word(before + text, token.line)]
         self.arrays.discard(name)
+        self.unknown.discard(name)
 
-    def _array(self, head: Token, live: bool) -> None:
+    def _forget(self, name: str, live: bool | None) -> None:
+        """Drop the value of a variable that is assigned where it is unknown (None) whether the script comes by."""
+        if live is None:
+            self.variables.pop(name, None)
+            self.arrays.discard(name)
+            self.unknown.add(name)
+
+    def _array(self, head: Token, live: bool | None) -> None:
         name, plus = ASSIGNMENT.fullmatch(head.bare).groups()  # type: ignore[union-attr]
         self.rest.pop(0)
         words: list[Word] = []
@@ -152,7 +194,11 @@ class Script:
         self.rest.pop(0)
         if not live:
             self.skipped.append(words)
+            self._forget(name, live)
             return
+        if name in self.unknown and plus:
+            return
+        self.unknown.discard(name)
         self.variables[name] = [*(self.variables.get(name, []) if plus else []), *words]
         self.arrays.add(name)
 
@@ -197,6 +243,8 @@ class Script:
         if reference is None:
             return match[0]
         contents, default = self._contents(reference[1]), reference[2]
+        if reference[1] in self.unknown:
+            return match[0]
         if contents is None:
             return match[0] if default is None else VARIABLE.sub(self._value, default.strip("\"'"))
         return contents

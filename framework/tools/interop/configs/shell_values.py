@@ -83,3 +83,42 @@ def compute(node: ast.expr) -> int:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return OPERATORS[type(op)](compute(left), compute(right))
     raise ValueError("not arithmetic of whole numbers")
+
+
+SUCCEED = (
+    ":",
+    "true",
+    "cd",
+    "pushd",
+    "popd",
+    "mkdir",
+    "source",
+    ".",
+    "echo",
+    "set",
+    "module",
+    "ulimit",
+    "rm",
+    "cp",
+    "touch",
+)
+"""Commands that are taken to succeed."""
+
+
+def both(one: bool | None, other: bool | None) -> bool | None:
+    """Return whether both hold; None: unknown."""
+    return False if False in (one, other) else None if None in (one, other) else True
+
+
+def opposite(value: bool | None) -> bool | None:
+    """Return the opposite of a truth value; None: unknown."""
+    return None if value is None else not value
+
+
+def succeeds(words: list[str]) -> bool | None:
+    """Return whether a command succeeds, a test or one of ``SUCCEED``; None: unknown."""
+    if words[0] in ("[", "[["):
+        return evaluate_condition(words)
+    if words[0] == "test":
+        return evaluate_test(words[1:])
+    return True if words[0] in SUCCEED else False if words[0] == "false" else None

@@ -13,6 +13,7 @@ from meshwright.config.sources import is_secret_name
 class DropReason(StrEnum):
     """Reason why a key was not carried over."""
 
+    UNKNOWN = "unknown here, and may change the training"
     BY_HAND = "set by hand"
     DIFFERS = "differs in meaning"
     NONE = "no counterpart"

@@ -230,7 +230,7 @@ class Draft:
         for name in [name for name in self.items if name not in self.read]:
             row = next((row for row in rest if row.matches(name)), None)
             if row is None and self.items[name].value is not None:
-                self.drop(name, DropReason.NONE, f"unknown key of {self.framework}")
+                self.drop(name, DropReason.UNKNOWN, f"unknown key of {self.framework}")
             elif (
                 row is None
                 or is_off(self.items[name].value)

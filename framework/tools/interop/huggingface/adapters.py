@@ -160,6 +160,13 @@ def _config(config: RunConfig, plan: ExportPlan, names: list[str]) -> dict[str, 
     }
 
 
+def base_parameters(model: PlainModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters beside adapters, each tied weight once, by canonical name."""
+    for name, parameter in model.layers.named_parameters(remove_duplicate=False):
+        if not is_adapter(name) and model.canonical(name) == name:
+            yield name, parameter
+
+
 class BaseWeights:
     """Frozen base weights of a checkpoint with adapters: read from it, or from the model's directory if it omits them.
 
@@ -174,8 +181,7 @@ class BaseWeights:
 
     def _sum(self, dtype: torch.dtype) -> Tensor:
         """Return the fingerprint sum of the directory's weights in the training dtype. Reads them one at a time."""
-        named = self._model.layers.named_parameters()
-        infos = [ParameterInfo(name, tuple(p.shape)) for name, p in named if not is_adapter(name)]
+        infos = [ParameterInfo(name, tuple(p.shape)) for name, p in base_parameters(self._model)]
         return base_sum((info, self._model.initial(info.name).to(dtype)) for info in infos)
 
     def read(self, name: str) -> Tensor:
@@ -203,10 +209,12 @@ class MergedWeights:
         entries = checkpoint.manifest.tensors
         any_adapter = entries[TensorKind.WEIGHTS.of(f"{min(self._targets)}.lora_a.weight")]
         tensors: dict[str, TensorEntry] = {}
-        for name, parameter in self._model.layers.named_parameters():
-            if not is_adapter(name) and self._model.canonical(name) == name:
-                key = TensorKind.WEIGHTS.of(name)
-                tensors[key] = entries.get(key, any_adapter.model_copy(update={"shape": tuple(parameter.shape)}))
+        for name, parameter in base_parameters(self._model):
+            key = TensorKind.WEIGHTS.of(name)
+            tensors[key] = entries.get(key, any_adapter.model_copy(update={"shape": tuple(parameter.shape)}))
+        for name, _ in self._model.layers.named_buffers():  # such as the bias of a router
+            if (key := TensorKind.WEIGHTS.of(name)) in entries:
+                tensors[key] = entries[key]
         self._base = BaseWeights(checkpoint, config, self._model)
         self.manifest: Manifest = checkpoint.manifest.model_copy(update={"tensors": tensors})
 

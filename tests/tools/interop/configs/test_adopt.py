@@ -273,7 +273,7 @@ LEFT: dict[str, dict[str, tuple[DropReason, int]]] = {
         "--data-path $2": (DropReason.BY_HAND, 40),
         "--num-workers $i": (DropReason.BY_HAND, 43),
     },
-    "flags.txt": {"--no-such-flag-there-is": (DropReason.NONE, 4)},
+    "flags.txt": {"--no-such-flag-there-is": (DropReason.UNKNOWN, 4)},
 }
 
 

@@ -38,6 +38,29 @@ VALUES = [
 ]
 
 
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", f"--lr-warmup-fraction 1e308 {samples.MEGATRON_FLAGS}"),
+        ("a.sh", f"--use-mup --softmax-scale 1e200 {samples.MEGATRON_FLAGS}"),
+        ("a.sh", f"--use-mup --mup-attn-scale-power 1000 {samples.MEGATRON_FLAGS}"),
+        ("a.sh", f"--window-size {HUGE},0 {samples.MEGATRON_FLAGS}"),
+        ("a.sh", f"--rampup-batch-size 16 16 {HUGE} --global-batch-size 64 {samples.MEGATRON_FLAGS}"),
+        ("a.sh", samples.MEGATRON_LLAMA.replace("torchrun", "torchrun --nproc_per_node \u00b2")),
+        ("a.yaml", samples.NANOTRON.replace("parallelism:", "parallelism:\n  ddp_bucket_cap_mb: 1.0e308")),
+        ("a.toml", samples.TORCHTITAN_PIPELINE + "\n[lr_scheduler]\ndecay_ratio = 1e308\n"),
+    ],
+)
+def test_numbers_beyond_all_bounds(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with contextlib.suppress(ConfigError):
+        convert_file(path)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PIECES, max_size=25).map(" ".join))
 def test_any_script(text: str) -> None:

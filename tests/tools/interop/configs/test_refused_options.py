@@ -10,7 +10,7 @@ from meshwright.config import load
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.tools.interop.configs import DropReason, convert_file, file_text
-from tests.tools.interop.configs import samples
+from tests.tools.interop.configs import dumps, samples
 
 FLAGS = samples.MEGATRON_FLAGS
 LLAMA = samples.MEGATRON_LLAMA
@@ -88,6 +88,10 @@ REFUSED = [
     ("a.sh", f"--decoupled-lr 5e-4 --decoupled-min-lr 1e-5 {FLAGS}", "decoupled-lr",
      "a factor here, on --lr and --min-lr alike"),
     ("a.sh", f"--fim-data {FLAGS}", "fim-data", "filling in the middle"),
+    ("run_config.yaml", dumps.BRIDGE.replace("optimizer:\n", "optimizer:\n  decoupled_weight_decay: false\n"),
+     "optimizer.decoupled_weight_decay", "the decay is part of the gradient there"),
+    ("run_config.yaml", dumps.BRIDGE.replace("optimizer:\n", "optimizer:\n  apply_wd_to_qk_layernorm: true\n"),
+     "apply-wd-to-qk-layernorm", "norm"),
     ("a.sh", f"--sft {FLAGS}", "sft", "conversation"),
     ("a.sh", f"--optimizer lion {FLAGS}", "optimizer", 'then set optimizer.name = "lion" and its keys'),
     ("a.sh", f"--optimizer soap {FLAGS}", "optimizer", "no such optimizer here, only adam"),
