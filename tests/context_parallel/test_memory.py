@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from meshwright.launch.pool import RankPool
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "long_sample.py"
 
 
 @pytest.mark.torture
-def test_a_rank_has_its_share(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    found = importlib.import_module("long_sample").compare(pool, 4096, 4, 512)
-    assert found["problems"] == [], found
+def test_a_rank_has_its_share(tmp_path: Path) -> None:
+    options = ["--length", "4096", "--cp", "4", "--document", "512", "--out", str(tmp_path / "found.json")]
+    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["rows"]) > 2 and found["problems"] == []

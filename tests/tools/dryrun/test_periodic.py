@@ -37,7 +37,7 @@ SCALARS = 128
 )
 def test_a_lengthened_step_equals_the_whole_dry_run(parallel: dict[str, Any]) -> None:
     reported: list[str] = []
-    chunks = 19 if "pp" in parallel else 8
+    chunks = 25 if "pp" in parallel else 8
     config = configured(chunks=chunks, **parallel)
     job = dry_run_job(config, reported.append)
     assert not any("runs all micro-batches" in line for line in reported)
