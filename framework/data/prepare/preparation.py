@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Request
@@ -124,7 +123,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
         raise DataError(
             "MW-DATA-047", f"cannot write the corpus {out}: {error}. Finished work is kept: the same command resumes"
         ) from error
-    return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made, known.tokenizer))
+    return Outcome(out, built=True, fingerprint=made, notes=_notes(options, made, known.path))
 
 
 def _check_shares(options: Options) -> None:
@@ -240,7 +239,7 @@ def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, l
     return f"{file.path}:{first_line + line + 1}"
 
 
-def _notes(options: Options, made: Fingerprint, tokenizer: Tokenizer) -> list[str]:
+def _notes(options: Options, made: Fingerprint, tokenizer: Path) -> list[str]:
     shares = {"validation": options.validation_share, "test": options.test_share}
     dropped = (
         f"{options.tokenizer} has no token for unknown characters: those without a token of their own are left out"

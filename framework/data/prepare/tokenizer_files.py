@@ -68,12 +68,12 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
     return KnownTokenizer(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
 
 
-def drops_characters(tokenizer: Tokenizer) -> bool:
-    """Return True for a BPE model that leaves out the characters it has no token for."""
-    parts: dict[str, Any] = parse_json(tokenizer.to_str().encode())
+def drops_characters(path: Path) -> bool:
+    """Return True for a ``tokenizer.json`` with a BPE model that leaves out the characters it has no token for."""
+    parts: dict[str, Any] = parse_json(read_bytes(path))
     model, before = parts["model"], json.dumps([parts.get("normalizer"), parts.get("pre_tokenizer")])
     is_total = model.get("unk_token") is not None or model.get("byte_fallback") or '"ByteLevel"' in before
-    return model["type"] == "BPE" and not is_total
+    return model.get("type", "BPE") == "BPE" and not is_total
 
 
 def _end_token(path: Path, ids: dict[str, int]) -> str:
