@@ -76,8 +76,9 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
     grad_norm = math.sqrt(sums.square_norm) * factor
-    steps = parts.state.optimizer_steps if config.optimizer.name == "schedule_free_adamw" else parts.state.step
-    rate = learning_rate(config.optimizer, steps, config.train.steps)
+    skips = config.optimizer.name == "schedule_free_adamw"  # skipped steps count neither in its average nor here
+    index = parts.state.optimizer_steps if skips else parts.state.step
+    rate = learning_rate(config.optimizer, index, config.train.steps)
     stats = StepStats(
         loss=sums.loss_sum / counted,
         grad_norm=grad_norm,
@@ -116,7 +117,8 @@ class StepSums(NamedTuple):
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     """Sum tied-weight gradients, then all-reduce the step's scalars: float64, 8 of :class:`StepSums`, 2 per metric.
 
-    The sums of the step state come last. Does not wait for the device; on CUDA the times are those of the step before.
+    The message ends with the sums of the step state (running buffers). Does not wait for the device: the sums stay
+    there, and on CUDA the times are those of the step before.
     """
     mesh, optimizer = parts.mesh, parts.optimizer
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)

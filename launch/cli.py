@@ -79,7 +79,16 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         overrides.append(word)
-        is_flag = rest[:1] and rest[0].endswith(".toml") and not word.startswith("--launch.cluster")  # --a.b run.toml
-        if "=" not in word and rest and not rest[0].startswith("--") and not is_flag:
+        if "=" not in word and rest and not rest[0].startswith("--") and not _ends_before(word, rest[0]):
             overrides.append(rest.pop(0))
     return words, overrides
+
+
+def _ends_before(word: str, following: str) -> bool:
+    """Return whether an override is a flag without a value, and the word after it the configuration's file."""
+    if not following.endswith(".toml"):
+        return False
+    from meshwright.config.keys import KEYS, accepts_type
+
+    key = tuple(word[2:].split("."))
+    return key not in KEYS or accepts_type(key, bool)

@@ -46,7 +46,7 @@ SIGNAL = "USR2"
 SLURM_EARLY_S = 60
 """Time by which Slurm may send a signal too early; it is never late."""
 MAX_LEAD_S = 30 * 86_400.0
-"""Durations from here on, which no run has, are not measured."""
+"""Upper limit of a duration in the records; longer ones are taken as damaged."""
 UNKNOWN_LEAD_S = 300
 """Lead (see :func:`measure_lead`) of a run without measurements."""
 SEAL = "# as rendered, sha256 "
@@ -174,8 +174,11 @@ def render(config: RunConfig, overrides: list[str], options: argparse.Namespace)
 
 
 def job_name(run: Path, chain: int) -> str:
-    """Return the name of a run's job. That of a chain has a hash of the run's directory: Slurm orders the jobs of one
-    name, and the end of the run cancels all that wait."""
+    """Return the name of a run's job.
+
+    The name of a chain ends in a hash of the run's directory: Slurm runs the jobs of one name one at a time, and the
+    end of a run cancels those that wait.
+    """
     name = re.sub(r"[^\w.-]", "-", run.name)
     return name if chain == 1 else f"{name}-{hashlib.sha256(str(run).encode()).hexdigest()[:8]}"
 

@@ -17,7 +17,7 @@ from meshwright.tracking.record import StepRecord
 from meshwright.watch.hang.status import Status, describe_ranks, read_status, run_state
 
 MAX_LEFT_S = 1e9
-"""Time left from which on, 31 years, no date is printed."""
+"""Upper limit, 31 years, of the time left for which a date is printed."""
 LAST_STEPS = 20
 """Number of latest steps whose median is the time per step."""
 

@@ -56,7 +56,8 @@ class Adaptable(Protocol):
     draw: Draw
     seed: int
 
-    def canonical(self, name: str) -> str: ...
+    def canonical(self, name: str) -> str:
+        """Return the canonical name of a parameter: of a tied weight, that of its first copy."""
 
 
 class FirstFactor(nn.Module):
@@ -129,7 +130,7 @@ def freeze_base(model: Adaptable, adapters: Mapping[str, object]) -> None:
     """Put every parameter outside ``adapters`` into a frozen group; do nothing without adapters."""
     if adapters:
         named = model.layers.named_parameters(remove_duplicate=False)
-        names = {model.canonical(name) for name, _ in named if name not in adapters}
+        names = dict.fromkeys(model.canonical(name) for name, _ in named if name not in adapters)
         model.groups |= {name: ParameterGroup(names=[name], frozen=True) for name in names}
 
 

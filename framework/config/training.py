@@ -68,7 +68,7 @@ class Optimizer(Section):
     clip_threshold: float = Field(default=1.0, ge=1)
     """Adafactor: root mean square of a weight's update above which it is scaled down."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay of weights with 2 or more dims, also biases of experts. A parameter group may decay vectors."""
+    """Weight decay of matrices, and of biases of experts. Other biases and norms: only by a parameter group."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the global gradient norm; 0 turns clipping off."""
 

@@ -44,7 +44,10 @@ class StepEvent:
 
 
 class Observer:
-    """Callbacks of the training loop, empty here. All ranks have the same in one order: each may run collectives."""
+    """Callbacks of the training loop, all of them empty here.
+
+    Every rank has the same observers in the same order, so each may run collectives.
+    """
 
     def setup(self, parts: Parts) -> None:
         """Run once, when the parts are built and before a checkpoint is loaded; add states here (``add_state``)."""

@@ -35,8 +35,8 @@ def run_directory(config: RunConfig) -> Path:
     return Path(config.run.directory) / config.run.name
 
 
-def check_written_place(config: RunConfig, directory: Path) -> None:
-    """Check that a run that is written into ``directory`` trains there, by its own configuration.
+def check_own_directory(config: RunConfig, directory: Path) -> None:
+    """Check that ``directory``, into which a command writes a run, is the one that its configuration names.
 
     Raises:
         ConfigError: ``run.name`` or ``run.directory`` names another place, where it would train from fresh weights.

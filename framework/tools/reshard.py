@@ -43,7 +43,7 @@ from meshwright.config import (
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import Coordinates, Grid
 from meshwright.run import RunLock
-from meshwright.run.directory import check_written_place
+from meshwright.run.directory import check_own_directory
 from meshwright.system.bounded import real_path
 from meshwright.tools.layout_keys import drop_unused_keys
 from meshwright.tools.reshard_pieces import added_states, draw_blueprints, pieces, shard_tensors
@@ -169,7 +169,7 @@ def _config_for_layout(
     tree["launch"]["processes"] = "auto"
     drop_unused_keys(tree["parallel"], changed)
     config = load_saved(tree, [f"--run.name={out.name}", f"--run.directory={out.parent}", *overrides], place)
-    check_written_place(config, out)
+    check_own_directory(config, out)
     return resolve(config)
 
 

@@ -20,6 +20,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.launch.work import work
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from tests.tools.interop.huggingface import theirs as mixtures
 from tests.tools.interop.huggingface.architectures import directory
 
 pytest.importorskip("transformers")
@@ -223,3 +224,20 @@ def test_another_model_and_a_base_with_adapters_are_refused(base: Path, tmp_path
         convert_onto(tmp_path / "tuned", tmp_path / "x", ("peft", str(adapter)), [])
     with pytest.raises(UserError, match="MW-LAUNCH-084"):
         convert_onto(base, tmp_path / "x", ("hf", str(adapter)), [])
+
+
+def test_adapters_of_a_mixture_are_merged_beside_its_biases(tmp_path: Path) -> None:
+    """DeepSeek-V3's routers have a bias, a buffer, which the merged files hold too."""
+    base, name = tmp_path / "theirs", f"{PREFIX}.layers.0.mlp.down_proj"
+    mixtures.write("deepseek_v3", base)
+    convert(tmp_path / "base", ("hf", str(base)), None, DATA, None, None, None)
+    shape = load_file(base / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].shape
+    factors = {f"{name}.lora_A.weight": torch.ones(RANK, shape[1]), f"{name}.lora_B.weight": torch.ones(shape[0], RANK)}
+    adapter = peft_files(tmp_path / "peft", factors)
+    convert_onto(tmp_path / "base", tmp_path / "tuned", ("peft", str(adapter)), [])
+    expected = merged(base, adapter)
+    assert any(each.endswith("e_score_correction_bias") for each in expected)
+    convert(tmp_path / "tuned", None, ("merged", str(tmp_path / "out")), [], None, "float64", None)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all((found[each] - weight).abs().max() <= 1e-12 * weight.abs().max() for each, weight in expected.items())

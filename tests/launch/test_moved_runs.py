@@ -16,7 +16,7 @@ from meshwright.config import resolve, to_toml, write_snapshot
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch.cli import main
 from meshwright.launch.status import describe
-from meshwright.run.directory import STATUS, check_not_moved, check_written_place
+from meshwright.run.directory import STATUS, check_not_moved, check_own_directory
 from meshwright.tracking.record import StepRecord, to_json
 from meshwright.watch.hang.heartbeat import Heartbeat
 from meshwright.watch.hang.status import RankStatus, Status
@@ -67,9 +67,9 @@ def test_a_copy_is_refused_a_link_and_a_named_run_are_not(run: Path, tmp_path: P
 @pytest.mark.parametrize("keys", [{"name": "two"}, {"directory": "/scratch"}])
 def test_a_run_is_written_where_it_trains(keys: dict[str, Any], tmp_path: Path) -> None:
     config = run_config(tmp_path / "corpus", tmp_path / "runs")
-    check_written_place(config, tmp_path / "runs" / "run")
+    check_own_directory(config, tmp_path / "runs" / "run")
     with pytest.raises(ConfigError, match=r"where training would not find it.*MW-RUN-036"):
-        check_written_place(config.replace(run=keys), tmp_path / "runs" / "run")
+        check_own_directory(config.replace(run=keys), tmp_path / "runs" / "run")
 
 
 def live_status(**keys: Any) -> str:

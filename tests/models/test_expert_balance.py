@@ -92,6 +92,17 @@ def test_the_bias_follows_the_counts_of_training_alone() -> None:
     assert balanced.counts.sum() == 0
 
 
+def test_the_bias_of_a_frozen_router_stays() -> None:
+    """Under adapters, or in a frozen group: its scores are those that the base was trained with."""
+    balanced = router(Balance(bias_rate=0.5, counts=True), has_bias=True)
+    balanced.weight.requires_grad_(False)
+    before = balanced.bias.clone()
+    balanced.train()(samples())
+    assert balanced.counts.sum() == B * S * K
+    balanced.end_step()
+    assert torch.equal(balanced.bias, before) and balanced.counts.sum() == 0
+
+
 def test_the_nearest_tie_of_a_choice() -> None:
     plain = router(None)
     x = samples()

@@ -83,8 +83,8 @@ def owner_of(layers: nn.Module, name: str) -> nn.Module:
     return layers.get_submodule(name.rpartition(".")[0])
 
 
-def is_at_several_places(layers: nn.Module, name: str) -> bool:
-    """Return whether the module with the buffer ``name`` is used at several places of the model."""
+def is_reused(layers: nn.Module, name: str) -> bool:
+    """Return whether the module with the buffer ``name`` is used more than once in the model."""
     buffer, named = layers.get_buffer(name), layers.named_buffers(remove_duplicate=False)
     return hasattr(owner_of(layers, name), REPEATED) or sum(each is buffer for _, each in named) > 1
 

@@ -20,7 +20,7 @@ from meshwright.model.buffers import (
     INSTEAD,
     has_statistics,
     has_step_sums,
-    is_at_several_places,
+    is_reused,
     keeps_statistics,
     owner_of,
     step_sum_problem,
@@ -42,7 +42,7 @@ def check_running(
     layers, parallel, dtype = model.layers, config.parallel, config.train.dtype
     for name in running:
         owner = owner_of(layers, name)
-        if is_at_several_places(layers, name):
+        if is_reused(layers, name):
             raise ModelError(
                 "MW-PIPELINE-044",
                 f"{name} changes in forward, and its module is at several places of the model: each stage would keep "

@@ -163,14 +163,14 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: Sampl
     input_function = partial(with_starts, ends=ends, begin=begin) if config.data.document_boundaries else None
     generators = make_generators(request, config.run.seed)
     schedule = blueprint.schedule  # in a V the last stage is on the first pp rank
-    chooser = mesh.grid.rank(Coordinates(schedule.rank_of(schedule.num_stages - 1), 0, 0))
+    last_rank = mesh.grid.rank(Coordinates(schedule.rank_of(schedule.num_stages - 1), 0, 0))
     with torch.inference_mode():
         for _ in range(request.num_tokens):
             _run_forward(forward, rows, windows, logits, input_function)
             chosen = torch.zeros(len(rows), dtype=torch.int64, device=mesh.device)
             if logits.values is not None and mesh.at.tp_rank == 0:
                 chosen.copy_(choose(logits.values, request, generators))
-            mesh.world.broadcast(chosen, chooser).wait()
+            mesh.world.broadcast(chosen, last_rank).wait()
             for index, token in enumerate(chosen.tolist()):
                 ended[index] = ended[index] or token in ends
                 if not ended[index]:

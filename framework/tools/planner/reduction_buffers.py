@@ -38,14 +38,14 @@ class ReductionBuffers(NamedTuple):
         return expert_shard_factor(self.config) > 1 and not self.gathers_experts
 
     @property
-    def compute_size(self) -> int:
+    def itemsize(self) -> int:
         """Bytes per element of the compute dtype."""
         return DTYPES[self.config.train.dtype].itemsize
 
     @property
-    def gradient_size(self) -> int:
+    def reduced_itemsize(self) -> int:
         """Bytes per element of a gradient that is reduced."""
-        return max(self.gradient_bytes, self.compute_size)
+        return max(self.gradient_bytes, self.itemsize)
 
     def at(
         self,
@@ -84,14 +84,14 @@ class ReductionBuffers(NamedTuple):
             before: elements whose gradients exist. ``whole``: elements of the stage. ``is_end``: no layer is left.
             waits: True if no gradient of the layer exists yet at its peak.
         """
-        gradient_bytes, bucket = before * self.gradient_size, bucket_bytes(self.config)
+        gradient_bytes, bucket = before * self.reduced_itemsize, bucket_bytes(self.config)
         copies = 1 if self.backend.copies_reduce_scatter else 0
         if self.config.parallel.zero >= 2 and reduces_each_microbatch(self.config):
             # a whole bucket is allocated at its first gradient
             num_buckets = 2 if gradient_bytes or in_halves else 0 if waits else 1
-            allocated = min(whole * self.gradient_size, num_buckets * bucket)
+            allocated = min(whole * self.reduced_itemsize, num_buckets * bucket)
             is_complete = gradient_bytes >= bucket or is_end
-            return allocated + (min(whole * self.gradient_size, bucket) * copies if is_complete else 0)
+            return allocated + (min(whole * self.reduced_itemsize, bucket) * copies if is_complete else 0)
         return (gradient_bytes if is_end else gradient_bytes // bucket * bucket) * copies
 
     def _fully_sharded(
@@ -108,10 +108,10 @@ class ReductionBuffers(NamedTuple):
         experts = point.experts if self.gathers_experts else 0
         if in_halves:
             before = point.experts_before if self.gathers_experts else 0
-            return self.compute_size * (point.elements_before + before + point.elements + experts) + held
+            return self.itemsize * (point.elements_before + before + point.elements + experts) + held
         prefetched = points[index + 1].gathered if index + 1 < len(points) else 0
-        in_flight = self.gradient_size * points[index - 1].elements if index and reduces else held
-        return self.compute_size * (point.gathered + experts + prefetched) + in_flight
+        in_flight = self.reduced_itemsize * points[index - 1].elements if index and reduces else held
+        return self.itemsize * (point.gathered + experts + prefetched) + in_flight
 
     def held(self, of: Footprint, backward: Action) -> int:
         """Return the bytes that a stage's backward leaves in flight: under ZeRO-3 until its next one, under ZeRO-2
@@ -123,9 +123,9 @@ class ReductionBuffers(NamedTuple):
         """
         if shard_factor(self.config) == 1 or self.config.parallel.zero < 2:
             return 0
-        first_layer = self.gradient_size * of.backward[-2].elements
+        first_layer = self.reduced_itemsize * of.backward[-2].elements
         if self.config.parallel.zero == 3:
-            return self.gradient_size * of.backward[0].elements if backward.kind is Kind.W else first_layer
+            return self.reduced_itemsize * of.backward[0].elements if backward.kind is Kind.W else first_layer
         is_in_flight = backward.stage == 0 and reduces_each_microbatch(self.config)
         return (2 if self.backend.copies_reduce_scatter else 1) * first_layer if is_in_flight else 0
 
@@ -142,7 +142,7 @@ class ReductionBuffers(NamedTuple):
     def forward(self, of: Footprint) -> int:
         """Return the temporary bytes in a forward: gathered weights of ZeRO-3, of a layer and the prefetched next."""
         gathers = shard_factor(self.config) > 1 and self.config.parallel.zero == 3
-        return self.compute_size * (of.forward_elements + of.forward_experts * self.gathers_experts) if gathers else 0
+        return self.itemsize * (of.forward_elements + of.forward_experts * self.gathers_experts) if gathers else 0
 
     def after(self, end: BackwardPoint) -> int:
         """Return the temporary bytes between the last backward and REDUCE, for the gradients at its ``end``."""
@@ -151,4 +151,4 @@ class ReductionBuffers(NamedTuple):
         if self.config.parallel.zero >= 2 and reduces_each_microbatch(self.config):
             return 0
         dense = 0 if self.config.parallel.zero == 3 else end.elements_before
-        return (dense + (end.experts_before if self.sums_experts else 0)) * self.gradient_size
+        return (dense + (end.experts_before if self.sums_experts else 0)) * self.reduced_itemsize

@@ -121,7 +121,7 @@ def _translate(draft: Draft, translate: Callable[[Draft, int | None], None], ran
     except ConfigError as error:
         problems = list(error.problems)
     except (OverflowError, ValueError, ZeroDivisionError) as error:
-        problems = [ConfigError("MW-INTEROP-139", f"a number of the file is beyond all that can be computed: {error}")]
+        problems = [ConfigError("MW-INTEROP-139", f"a number in the file is out of range: {error}")]
     refused = [*draft.refused, *problems]
     if refused:
         raise ConfigError.join(refused)

@@ -13,7 +13,7 @@ RAMP, SCHEDULE = "rampup-batch-size", "step-batch-size-schedule"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = r"(\d{1,18}(?:\.\d{1,18})?)([KMBT]?)"
 _ENTRY = re.compile(f"{_NUMBER}:{_NUMBER}", re.ASCII)
-_IN_A_RAMP = "the learning rate follows steps here and samples there: with a decay it is another one until that ends"
+_IN_A_RAMP = "the learning rate follows steps here and samples there: with a decay, the two differ until it ends"
 
 
 def batch(draft: Draft) -> int | None:

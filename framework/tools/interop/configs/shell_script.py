@@ -6,8 +6,8 @@ if [[ "$A" == "b" ]]; then ... else ... fi   followed if the condition can be ev
 [ "$A" = b ] && NAME=value                   the same
 for, while, case, functions, $(...)          not run
 
-A variable that is assigned where it is not known whether the script comes by has no known value from there on: it stays
-as written, like one that the file does not define.
+A variable that is assigned in a branch that may or may not run has no known value from there on. It stays as written,
+like one that the file does not define.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Script:
         self.rest = tokens(text, path)
         self.arrays: set[str] = set()
         self.unknown: set[str] = set()
-        """Names with a value that depends on what the script finds when it runs."""
+        """Variables whose value is known only when the script runs."""
         self._expanded = 0
         self._statements(live=True, until=())
 
@@ -82,15 +82,18 @@ class Script:
             elif word == "if":
                 self.rest.pop(0)
                 self._if(here)
+                succeeded = None
             elif word == "function":
                 del self.rest[:2]
                 self._function()
             elif word in LOOPS:
                 self.rest.pop(0)
                 self._statements(live=both(here, None), until=(LOOPS[word],))
+                succeeded = None
             elif word == "{" and here is not live:
                 self.rest.pop(0)
                 self._statements(live=here, until=("}",))
+                succeeded = None
             elif word in ("{", "}", "do", "then", "!", "time", "exec"):
                 self.rest.pop(0)
                 negated = word == "!"
@@ -176,7 +179,7 @@ class Script:
         self.unknown.discard(name)
 
     def _forget(self, name: str, live: bool | None) -> None:
-        """Drop the value of a variable that is assigned where it is unknown (None) whether the script comes by."""
+        """Drop the value of a variable, if it is unknown whether its assignment runs (``live`` = None)."""
         if live is None:
             self.variables.pop(name, None)
             self.arrays.discard(name)

@@ -97,8 +97,10 @@ def export_adapter(plan_export: PlanExport, source: Path, out: Path, *, dtype: s
             tensors |= dict(_theirs(target, rules, down, up, is_table))
             if base is not None:
                 added = read_factor(checkpoint, f"{target}.{MAGNITUDE}")
-                lengths = row_lengths(base.read(f"{target}.weight")) + added.double()
-                tensors |= dict(_magnitudes(rules[f"{target}.weight"], lengths.to(added.dtype)))
+                weight = f"{target}.weight"
+                shape = tuple(model.layers.get_parameter(weight).shape)
+                lengths = row_lengths(base.read(ParameterInfo(weight, shape))) + added.double()
+                tensors |= dict(_magnitudes(rules[weight], lengths.to(added.dtype)))
     tensors = {name: tensor.to(chosen or tensor.dtype).contiguous() for name, tensor in tensors.items()}
     with published_directory(out, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
         save_file(tensors, temporary / TENSORS, {"format": "pt"})
@@ -184,13 +186,12 @@ class BaseWeights:
         infos = [ParameterInfo(name, tuple(p.shape)) for name, p in base_parameters(self._model)]
         return base_sum((info, self._model.initial(info.name).to(dtype)) for info in infos)
 
-    def read(self, name: str) -> Tensor:
-        """Read a whole weight."""
-        kind = TensorKind.WEIGHTS
-        if kind.of(name) not in self._checkpoint.manifest.tensors:
-            return self._model.initial(name)
-        found = self._checkpoint.read(kind, ParameterInfo(name, self._checkpoint.shape(kind, name)))
-        assert found is not None, name
+    def read(self, info: ParameterInfo) -> Tensor:
+        """Read a weight, or the slice of it that ``info`` names, such as one expert."""
+        if TensorKind.WEIGHTS.of(info.name) not in self._checkpoint.manifest.tensors:
+            return info.take(self._model.initial(info.name))
+        found = self._checkpoint.read(TensorKind.WEIGHTS, info)
+        assert found is not None, info.name
         return found
 
 
@@ -228,8 +229,8 @@ class MergedWeights:
         return self.manifest.tensors[kind.of(parameter)].shape
 
     def read(self, kind: TensorKind, info: ParameterInfo) -> Tensor:
-        """Read a whole weight: of the checkpoint, or of the model's directory; with its adapter, if it has one."""
-        weight = self._base.read(info.name)
+        """Read a weight, of the checkpoint or of the model's directory; a whole one with its adapter, if it has one."""
+        weight = self._base.read(info)
         target = info.name.removesuffix(".weight")
         if target not in self._targets or target == info.name:
             return weight

@@ -49,6 +49,7 @@ def found(text: str) -> tuple[str, str]:
         ("[ $A = b ] && LR=9e-9; LR=7e-7", ("7e-7", "1")),
         ("[ $A = b ] && LR=9; LR+=7", ("$LR", "1")),
         ("set -e\ncd dir && LR=1e-5", ("1e-5", "1")),
+        ("if [ $A = b ]; then TP=1; fi && LR=1e-5", ("$LR", "${TP:-2}")),
         ("! false && LR=1e-5", ("1e-5", "1")),
         ("! grep x file && LR=1e-5", ("$LR", "1")),
         ("setup() {\n LR=1e-5\n}\nTP=4", ("3e-4", "4")),

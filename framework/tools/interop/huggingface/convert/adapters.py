@@ -29,7 +29,7 @@ from meshwright.config import RunConfig, given_keys, load_saved, parse, resolve
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo
-from meshwright.run.directory import check_written_place
+from meshwright.run.directory import check_own_directory
 from meshwright.tools.interop.huggingface.adapters import CONFIG, PREFIX, TENSORS
 from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.exporting import plan_export
@@ -158,7 +158,7 @@ def _config(
         "train": {"dtype": saved.train.dtype},
     }
     config = load_saved(tree, overrides, f"the run {out}")
-    check_written_place(config, out)
+    check_own_directory(config, out)
     return config
 
 

@@ -25,7 +25,7 @@ from meshwright.config import RunConfig, given_keys, load_saved, resolve, to_tom
 from meshwright.errors import ConfigError, ModelError
 from meshwright.model.build import build_model
 from meshwright.parameters import ParameterInfo, Slice
-from meshwright.run.directory import check_written_place
+from meshwright.run.directory import check_own_directory
 from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.families import family_of_type, with_defaults
 from meshwright.tools.interop.huggingface.convert.family import Family
@@ -152,7 +152,7 @@ def _config(
     if ("data", "builder") in overridden:
         tree["data"] = {}
     config = load_saved(tree, overrides, f"the run {out}")
-    check_written_place(config, out)
+    check_own_directory(config, out)
     return config
 
 

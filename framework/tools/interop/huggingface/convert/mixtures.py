@@ -110,8 +110,7 @@ def read_qwen3_moe(settings: Settings) -> dict[str, Any]:
     A sliding window is that of all layers, whatever ``max_window_layers`` is.
     """
     options = read_common(settings, length=32768, kv_heads=4) | {"qk_norm": True}
-    has_window = settings.flag("use_sliding_window", False)
-    has_window = has_window and settings.fields.get("sliding_window", 0) is not None  # null is none, missing is 4096
+    has_window = settings.flag("use_sliding_window", False) and settings.fields.get("sliding_window", 4096) is not None
     if has_window:
         options["sliding_window"] = settings.number("sliding_window", 4096)
     settings.must_be("layer_types", *layer_types(options["num_layers"], sliding=has_window))

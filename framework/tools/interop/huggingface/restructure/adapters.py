@@ -21,7 +21,7 @@ from meshwright.config import given_keys, load_saved, resolve
 from meshwright.errors import ConfigError, ModelError
 from meshwright.model.build import build_model, configured_model
 from meshwright.parameters import ParameterInfo
-from meshwright.run.directory import check_written_place
+from meshwright.run.directory import check_own_directory
 from meshwright.tools.interop.huggingface.adapters import CONFIG, PREFIX, TENSORS
 from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
 from meshwright.tools.interop.huggingface.files import read_json
@@ -50,7 +50,7 @@ def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> Im
         raise ModelError("MW-INTEROP-102", f"{source / TENSORS} is missing: the adapters themselves")
     tree = _tree(fields, settings, source, out, overrides)
     base = load_saved(tree, overrides, f"the run {out}")
-    check_written_place(base, out)
+    check_own_directory(base, out)
     model = build_model(base.model.builder, base.model.options, base.run.seed)
     ours = {
         theirs.removesuffix(".weight"): n.removesuffix(".weight")
