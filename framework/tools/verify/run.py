@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +31,8 @@ from meshwright.tools.verify.traits import probe_coupling, traits_of
 
 RESCALED = 1.25
 """Loss factor of the float64 runs that measure rounding; not a power of two, so that every product rounds anew."""
+NEIGHBOURS_APART = 2.0**-7
+"""Largest relative distance of neighbouring bfloat16 numbers."""
 MIN_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
 """Time limit of a layout: this many times the plain run's time, but at least two minutes."""
 
@@ -102,9 +104,24 @@ def reference_of(
     rounding, noise = {}, {}
     if dtype == "float32":
         rounding = rounding_errors(steps, lambda run: run.weights)
+        if plain.optimizer.state_dtype == "bfloat16":
+            other = other_rounding_of_a_moment(found.weights, plain.optimizer.learning_rate)
+            rounding = {name: max(error, other[name]) for name, error in rounding.items()}
     if dtype in ("bfloat16", "float16"):  # two gradients of step 1 may lie apart by twice their rounding error
         noise = {name: 2.0 * error for name, error in rounding_errors(1, lambda run: run.gradients).items()}
     return Reference(found, rounding, noise, duration_s)
+
+
+def other_rounding_of_a_moment(weights: Mapping[str, Tensor], learning_rate: float) -> dict[str, float]:
+    """Return, per parameter, the relative distance of weights of which one had its moment rounded the other way.
+
+    Where a float32 moment lies at the border that its random bits set, two orders of summation round it to different
+    neighbours in bfloat16. The weight's next update then differs by their distance, as a share of ``learning_rate``.
+    """
+    moved = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in weights.items()}
+    for tensor in moved.values():
+        tensor.view(-1)[:1] += NEIGHBOURS_APART * learning_rate
+    return relative_distances(moved, weights)
 
 
 class Rounding(NamedTuple):
