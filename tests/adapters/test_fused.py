@@ -241,3 +241,57 @@ def test_adapters_of_a_mixture_are_merged_beside_its_biases(tmp_path: Path) -> N
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all((found[each] - weight).abs().max() <= 1e-12 * weight.abs().max() for each, weight in expected.items())
+
+
+@pytest.fixture(scope="module")
+def mixture(place: Path) -> Path:
+    """The run directory of a Mixtral."""
+    mixtures.write("mixtral", place / "mixtral")
+    convert(place / "of_mixtral", ("hf", str(place / "mixtral")), None, DATA, None, None, None)
+    return place / "of_mixtral"
+
+
+@pytest.mark.parametrize("name", ["gate", "experts.0.w1"])
+def test_routers_and_experts_have_no_adapters(mixture: Path, tmp_path: Path, name: str) -> None:
+    rows = {"gate": 6, "experts.0.w1": 40}[name]
+    key = f"{PREFIX}.layers.0.block_sparse_moe.{name}"
+    factors = {f"{key}.lora_A.weight": torch.ones(RANK, 32), f"{key}.lora_B.weight": torch.ones(rows, RANK)}
+    with pytest.raises(UserError, match=r"MW-INTEROP-(123|115)"):
+        convert_onto(mixture, tmp_path / "x", ("peft", str(peft_files(tmp_path / "peft", factors))), [])
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "code"),
+    [
+        ("lora_A.weight", torch.ones(RANK), "MW-INTEROP-113"),
+        ("lora_A.weight", torch.ones(RANK, 32, 1), "MW-INTEROP-113"),
+        ("lora_B.weight", torch.ones(32, RANK).to(torch.float8_e4m3fn), "MW-INTEROP-124"),
+        ("lora_magnitude_vector", torch.ones(1), "MW-INTEROP-114"),
+        ("lora_magnitude_vector", torch.ones(32, 1), "MW-INTEROP-113"),
+    ],
+)
+def test_tensors_of_other_shapes_are_refused(base: Path, tmp_path: Path, name: str, tensor: Tensor, code: str) -> None:
+    tensors = drawn(dora=True) | {f"{PREFIX}.layers.0.self_attn.q_proj.{name}": tensor}
+    adapter = peft_files(tmp_path / "peft", tensors, use_dora=True)
+    with pytest.raises(UserError, match=code):
+        convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_factors_of_two_precisions_keep_the_larger_one(theirs: Path, base: Path, tmp_path: Path) -> None:
+    """B of q in float64 was rounded to the bfloat16 of its A, and k's A to that of q."""
+    tensors = drawn()
+    for name in tensors:
+        if "q_proj.lora_A" in name:
+            tensors[name] = tensors[name].bfloat16()
+    adapter = peft_files(tmp_path / "peft", tensors)
+    convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
+    equals(tmp_path / "tuned", merged_exactly(theirs, adapter), tmp_path / "merged")
+
+
+def merged_exactly(theirs: Path, adapter: Path) -> dict[str, Tensor]:
+    """As :func:`merged`, of factors in float64."""
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: tensor.double() for name, tensor in load_file(file).items()}, file)
+    return merged(theirs, adapter)

@@ -110,10 +110,8 @@ class GroupViews:
             self._extents[group] = _extent(self._grid, group)
         extent, at = self._extents[group], self._grid.coordinates(rank)
         dp_shift = at.dp_rank
-        if extent.dp_step == 1:  # one contiguous run of dp ranks
-            dp_shift -= at.dp_rank % extent.num_dp
-        elif extent.dp_step:  # the same position in each run
-            dp_shift %= extent.dp_step
+        if extent.dp_step:  # back to the first member
+            dp_shift -= at.dp_rank // extent.dp_step % extent.num_dp * extent.dp_step
         key = (group, at._replace(dp_rank=dp_shift, tp_rank=0 if extent.along_tp else at.tp_rank))
         if key not in self._moved_groups:
             self._moved_groups[key] = tuple(

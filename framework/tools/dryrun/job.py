@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.blueprint import Blueprint
 from meshwright.config import RunConfig, batch_numbers
+from meshwright.errors import UserError
 from meshwright.mesh import Grid
 from meshwright.pipeline.plan import outline_of
 from meshwright.schedule.action import Schedule
@@ -26,6 +27,7 @@ from meshwright.tools.dryrun.progress import ReportingRecorder
 from meshwright.tools.dryrun.rank_profile import RankProfile
 from meshwright.tools.dryrun.replay import replay
 from meshwright.tools.dryrun.templates import CHUNKS, ReplayError, build_templates
+from meshwright.tools.planner.matrix_step import MatrixCounts, count_sizes, fullest_rank, sizes_of
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Job:
     grid: Grid
     blueprint: Blueprint
     profiles: list[RankProfile]
-    """Profile of each pipeline rank's first rank, valid for all its ranks."""
+    """Profile of one rank of each pipeline rank (:func:`profiled_rank`), valid for all its ranks."""
     representatives: list[int]
     """First pipeline rank with equal stages, for each pipeline rank."""
     own_profiles: dict[int, RankProfile] = field(default_factory=dict)
@@ -52,8 +54,9 @@ class Job:
 
     @property
     def short_config(self) -> RunConfig:
-        """Configuration with at most CHUNKS micro-batches, in which every kind of action occurs."""
-        return _with_few_chunks(self.config) if batch_numbers(self.config).chunks > CHUNKS else self.config
+        """Configuration with at most CHUNKS micro-batches, in which every kind of action occurs, if there is one."""
+        short = _with_few_chunks(self.config) if batch_numbers(self.config).chunks > CHUNKS else None
+        return self.config if short is None else short[0]
 
 
 def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: None) -> Job:
@@ -63,40 +66,54 @@ def dry_run_job(config: RunConfig, report: Callable[[str], None] = lambda text: 
     every few seconds.
     """
     grid, shared = grid_of(config), share_blueprint(config)
-    blueprint, pp, per_stage = shared.blueprint, grid.pp, grid.num_replicas * grid.tp
+    blueprint, pp = shared.blueprint, grid.pp
+    profiled = [profiled_rank(config, blueprint, pp_rank) for pp_rank in range(pp)]
     kinds = [_kind(blueprint, pp_rank) for pp_rank in range(pp)]
     representatives = [kinds.index(kind) for kind in kinds]
     profiles: dict[int, RankProfile] = {}
-    if batch_numbers(config).chunks > CHUNKS and config.pipeline.offload_activations:
-        report("all ranks run all micro-batches, without a replay: saved tensors leave and return by the schedule")
-    elif batch_numbers(config).chunks > CHUNKS:
-        short = _with_few_chunks(config)
-        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedules=[draw_schedule(short)]))
+    few = _with_few_chunks(config) if batch_numbers(config).chunks > CHUNKS else None
+    if few is not None and not config.pipeline.offload_activations:  # by the schedule, saved tensors leave and return
+        short, schedule = few
+        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedules=[schedule]))
         for first in dict.fromkeys(representatives):
             try:
-                run = record_step(short, first * per_stage, shared_short, ReportingRecorder(report, first, grid.pp))
+                run = record_step(short, profiled[first], shared_short, ReportingRecorder(report, first, grid.pp))
                 templates = build_templates(run, shared_short.blueprint.schedule, first)
                 for pp_rank in [r for r in range(pp) if representatives[r] == first]:
-                    profiles[pp_rank] = replay(templates, config, pp_rank * per_stage, shared, blueprint.schedule)
+                    profiles[pp_rank] = replay(templates, config, profiled[pp_rank], shared, blueprint.schedule)
             except ReplayError:
                 pass  # some storages outlive their micro-batch: profiled below, without templates
             gc.collect()
     for pp_rank in range(pp):
         if pp_rank not in profiles:
-            profiles[pp_rank] = _profile_steps(config, pp_rank, shared, report)
+            profiles[pp_rank] = _profile_steps(config, profiled[pp_rank], shared, report)
     return Job(config, grid, blueprint, [profiles[pp_rank] for pp_rank in range(pp)], representatives)
 
 
-def _profile_steps(
-    config: RunConfig, pp_rank: int, shared: SharedBlueprint, report: Callable[[str], None]
-) -> RankProfile:
-    """Profile a pipeline rank with few micro-batches and lengthen the result, or run all of them if that fails."""
+def matrices_of_rank(blueprint: Blueprint, pp_rank: int) -> list[MatrixCounts]:
+    """Return the sizes of Muon's matrices in each stage of a pipeline rank, on one tp and ep rank."""
+    return [
+        count_sizes(size for name, _ in layers.named_parameters() for size in sizes_of(blueprint.infos[name]))
+        for layers in map(blueprint.stage_layers, blueprint.schedule.stages_of(pp_rank))
+    ]
+
+
+def profiled_rank(config: RunConfig, blueprint: Blueprint, pp_rank: int) -> int:
+    """Return the rank whose profile is that of its pipeline rank: the first one; with Muon the fullest in STEP."""
+    is_muon = config.optimizer.name == "muon" and config.optimizer.builder is None
+    home = fullest_rank(config, matrices_of_rank(blueprint, pp_rank)) if is_muon else 0
+    return pp_rank * config.parallel.num_replicas * config.parallel.tp + home
+
+
+def _profile_steps(config: RunConfig, rank: int, shared: SharedBlueprint, report: Callable[[str], None]) -> RankProfile:
+    """Profile a rank with few micro-batches and lengthen the result, or run all of them if that fails."""
     blueprint, grid = shared.blueprint, grid_of(config)
-    schedule, rank = blueprint.schedule, pp_rank * grid.num_replicas * grid.tp
+    schedule, pp_rank = blueprint.schedule, grid.coordinates(rank).pp_rank
     few = few_chunks(schedule)
-    if few < schedule.chunks:
-        short = _with_few_chunks(config, few)
-        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedules=[draw_schedule(short)]))
+    of_few = _with_few_chunks(config, few) if few < schedule.chunks else None
+    if of_few is not None:
+        short, short_schedule = of_few
+        shared_short = shared._replace(blueprint=replace(blueprint, config=short, schedules=[short_schedule]))
         profile = profile_rank(short, rank, shared_short, ReportingRecorder(report, pp_rank, grid.pp))
         try:
             return lengthen(profile, schedule, schedule.chunks - few)
@@ -105,10 +122,18 @@ def _profile_steps(
     return profile_rank(config, rank, shared, ReportingRecorder(report, pp_rank, grid.pp))
 
 
-def _with_few_chunks(config: RunConfig, chunks: int = CHUNKS) -> RunConfig:
+def _with_few_chunks(config: RunConfig, chunks: int = CHUNKS) -> tuple[RunConfig, Schedule] | None:
+    """Return the configuration with few micro-batches, and its schedule; None if a user's schedule cannot be so short.
+
+    A file has one number of micro-batches, and a function may refuse some.
+    """
     batch = batch_numbers(config)
     few = {"chunks": chunks, "global_batch": chunks * batch.global_batch // batch.chunks, "ramp": None}
-    return config.replace(batch=few)
+    short = config.replace(batch=few)
+    try:
+        return short, draw_schedule(short)
+    except UserError:
+        return None
 
 
 def _kind(blueprint: Blueprint, pp_rank: int) -> Any:

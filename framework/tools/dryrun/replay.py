@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.blueprint import Blueprint
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.mesh import Grid
 from meshwright.mesh.fake import fake_mesh
@@ -226,11 +227,14 @@ class ReplayedReplica:
 class _Feed:
     """Feed of a step with samples of the right shape."""
 
-    def __init__(self, source: FakeSource, config: RunConfig) -> None:
-        self._source, self._size = source, batch_numbers(config).micro_batch_size
+    def __init__(self, blueprint: Blueprint, config: RunConfig) -> None:
+        self._source, self._cut = FakeSource(blueprint.example), blueprint.cut
+        self._size = batch_numbers(config).micro_batch_size
 
     def microbatch(self, m: int) -> Microbatch:
-        return Microbatch(*self._source.read(range(self._size)), self.sample_indices(m))
+        inputs, labels = self._source.read(range(self._size))
+        tokens = self._cut.tokens_of(inputs, torch.device("cpu"))
+        return Microbatch(inputs, self._cut.take_labels(labels, tokens), self.sample_indices(m), tokens)
 
     def sample_indices(self, m: int) -> Tensor:
         return torch.zeros(self._size, dtype=torch.int64)
@@ -244,7 +248,7 @@ def replay(
     recorder = StepRecorder(1 + max(life.number for life in templates.run.recorder.lives))
     with fake_mesh(grid, rank, recorder.begin_activity) as mesh:
         links = mesh.open_links(links_of([schedule]))
-        with FakeTensorMode(), recorder:
+        with FakeTensorMode(allow_non_fake_inputs=True), recorder:
             player = TemplatePlayer(templates, recorder, grid, mesh.at.pp_rank, schedule)
             stages: Mapping[int, Any] = {
                 index: ReplayedStage(
@@ -259,6 +263,6 @@ def replay(
             }
             replicas = {index: ReplayedReplica(player, index) for index in stages}
             executor = Executor(schedule, links, dict(stages), mesh.device, replicas=replicas)
-            executor.run(_Feed(FakeSource(blueprint.example), config), lambda result: player.play(Action(Kind.STEP)))
+            executor.run(_Feed(blueprint, config), lambda result: player.play(Action(Kind.STEP)))
             recorder.activities.insert(0, ActivityStart(0, "before"))
             return build_profile(recorder, rank, mesh.at.pp_rank, 0, templates.run.roles, templates.run.host_categories)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.config import batch_numbers
@@ -11,10 +13,10 @@ from meshwright.schedule.action import COMPUTE
 from meshwright.schedule.analysis import Costs, Timeline, bubble_share, simulate
 from meshwright.terminal.format import format_size, format_table
 from meshwright.tools.dryrun.agreement import Disagreement
-from meshwright.tools.dryrun.groups import axis_of
-from meshwright.tools.dryrun.job import Job
+from meshwright.tools.dryrun.groups import GroupViews, axis_of
+from meshwright.tools.dryrun.job import Job, matrices_of_rank
 from meshwright.tools.dryrun.rank_profile import Category, RankProfile
-from meshwright.tools.planner.matrix_step import count_sizes, newton_schulz_flops, sizes_of
+from meshwright.tools.planner.matrix_step import newton_schulz_flops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,20 +46,32 @@ class WireTraffic(NamedTuple):
 
 
 def wire_bytes(job: Job, profile: RankProfile, nodes: Sequence[str]) -> dict[str, WireTraffic]:
-    """Return the bytes that a rank sends, by axis.
+    """Return the bytes that a rank sends, by axis: the mean of all ranks of its pipeline rank.
 
     A ring visits its group in order, so the share of bytes between nodes is the share of ring links between nodes.
     """
     num_bytes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    crossing: dict[tuple[int, ...], float] = {}
+    views, crossing = GroupViews(job), dict[tuple[int, ...], float]()
+    ranks = [rank for rank in range(job.grid.size) if job.profile_of(rank) is profile] or [profile.rank]
+
+    def crosses(group: tuple[int, ...]) -> float:
+        if group not in crossing:
+            ring = zip(group, group[1:] + group[:1], strict=True)
+            crossing[group] = sum(nodes[a] != nodes[b] for a, b in ring) / len(group)
+        return crossing[group]
+
+    @functools.cache
+    def share_between(group: tuple[int, ...], peer: int | None) -> float:
+        if peer is not None:
+            apart = job.grid.coordinates(peer).pp_rank - profile.pp_rank
+            step = apart * (job.grid.size // job.grid.pp)
+            return fmean(nodes[rank] != nodes[rank + step] for rank in ranks)
+        if len(group) == job.grid.size:
+            return crosses(group)
+        return fmean(crosses(views.group(group, profile, rank)) for rank in ranks)
+
     for _, call in profile.communication:
-        if call.peer is not None:
-            share = float(nodes[profile.rank] != nodes[call.peer])
-        else:
-            if call.group not in crossing:
-                ring = zip(call.group, call.group[1:] + call.group[:1], strict=True)
-                crossing[call.group] = sum(nodes[a] != nodes[b] for a, b in ring) / len(call.group)
-            share = crossing[call.group]
+        share = share_between(call.group if call.peer is None else (), call.peer)
         both = num_bytes[axis_of(job.grid, call.group, to_peer=call.peer is not None, name=call.name)]
         both[0] += call.wire_bytes * (1 - share)
         both[1] += call.wire_bytes * share
@@ -93,12 +107,8 @@ def flops_of(job: Job, pp_rank: int) -> float:
     stages = job.blueprint.schedule.stages_of(pp_rank)
     costs = [job.blueprint.layer_costs[index] for stage in stages for index in job.blueprint.stages[stage]]
     flops = sum(cost.forward.flops + cost.backward.flops for cost in costs)
-    matrices = [
-        count_sizes(size for name, _ in layers.named_parameters() for size in sizes_of(job.blueprint.infos[name]))
-        for layers in map(job.blueprint.stage_layers, stages)
-    ]
     products = flops * batch_numbers(job.config).chunks / (job.grid.tp * job.grid.cp)
-    return products + newton_schulz_flops(job.config, matrices)
+    return products + newton_schulz_flops(job.config, matrices_of_rank(job.blueprint, pp_rank))
 
 
 def num_parameters(job: Job, pp_rank: int) -> int:

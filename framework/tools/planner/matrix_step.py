@@ -1,6 +1,7 @@
 """Muon's step on one pipeline rank: time and temporary memory of the fullest home of its matrices.
 
-holders       ranks with parts of a matrix: a shard group of replicas, times tp where tp cuts the weight
+holders       ranks with parts of a matrix: a shard group of replicas, times tp where tp cuts the weight; with
+              parallel.ep > 1 those of an expert are a shard group of its own replicas
 home          the holder that runs its Newton-Schulz: costliest first, each on the least busy (optimizer/matrix_plan.py)
 seconds       the all-to-all to the homes, Newton-Schulz of the busiest home, its all-to-all back
 temporaries   the message to the homes, the matrices at home, and the largest matrix in its iterations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.config import RunConfig, shard_factor
+from meshwright.config import RunConfig, expert_shard_factor, shard_factor
 from meshwright.optimizer import batch_size, find_homes, iteration_flops, matrices_of
 from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.tools.planner.operations import Work, WorkKind
@@ -56,6 +57,27 @@ class Exchange(NamedTuple):
     """Elements of all matrices."""
     homes: tuple[MatrixCounts, ...]
     """Matrices at each home; homes with equal matrices are listed once."""
+    home_of: tuple[int, ...]
+    """Holder -> index of its matrices in ``homes``."""
+
+
+class Holders(NamedTuple):
+    """Ranks that hold parts of the same matrices, of which each takes some home."""
+
+    num: int
+    stride: int
+    """Distance in ranks between two holders."""
+
+
+class HolderGroups(NamedTuple):
+    """Holders of a stage's matrices, by kind."""
+
+    whole: Holders
+    """Holders of matrices that tp does not cut."""
+    cut: Holders
+    """Holders of those that tp cuts."""
+    of_expert: Holders | None
+    """Holders of experts' matrices, with ``parallel.ep`` > 1; None: as others."""
 
 
 def sizes_of(info: ParameterInfo) -> tuple[MatrixSize, ...]:
@@ -73,27 +95,33 @@ def count_sizes(sizes: Iterable[MatrixSize]) -> MatrixCounts:
 
 
 @lru_cache(maxsize=4096)
-def plan_exchanges(stages: tuple[MatrixCounts, ...], shards: int, tp: int) -> tuple[Exchange, ...]:
+def plan_exchanges(stages: tuple[MatrixCounts, ...], groups: HolderGroups) -> tuple[Exchange, ...]:
     """Return the exchanges of a pipeline rank with these stages, as its optimizer plans them."""
-    found = []
-    for is_over_tp in (False, True):
-        sizes = [size for stage in stages for size, number in stage for _ in range(number)]
-        sizes = [size for size in sizes if (size.is_cut and tp > 1) == is_over_tp]
-        if sizes:
-            num_holders = shards * tp if is_over_tp else shards
-            at_home: list[list[MatrixSize]] = [[] for _ in range(num_holders)]
-            homes = find_homes([iteration_flops(size.rows, size.columns) for size in sizes], num_holders)
-            for size, home in zip(sizes, homes, strict=True):
-                at_home[home].append(size)
-            unlike = tuple(dict.fromkeys(map(count_sizes, at_home)))
-            numel = sum(size.numel for size in sizes)
-            found.append(Exchange(num_holders, 1 if is_over_tp or tp == 1 else tp, numel, unlike))
-    return tuple(found)
+    together: dict[tuple[Holders, bool], list[MatrixSize]] = {}
+    for size in (size for stage in stages for size, number in stage for _ in range(number)):
+        apart = size.is_of_expert and groups.of_expert is not None
+        holders = groups.of_expert if apart else groups.cut if size.is_cut else groups.whole
+        assert holders is not None
+        together.setdefault((holders, apart), []).append(size)
+    return tuple(_exchange(holders, sizes) for (holders, _), sizes in together.items())
+
+
+def _exchange(holders: Holders, sizes: Sequence[MatrixSize]) -> Exchange:
+    at_home: list[list[MatrixSize]] = [[] for _ in range(holders.num)]
+    homes = find_homes([iteration_flops(size.rows, size.columns) for size in sizes], holders.num)
+    for size, home in zip(sizes, homes, strict=True):
+        at_home[home].append(size)
+    counts = list(map(count_sizes, at_home))
+    unlike = {each: index for index, each in enumerate(dict.fromkeys(counts))}
+    home_of = tuple(unlike[each] for each in counts)
+    return Exchange(*holders, sum(size.numel for size in sizes), tuple(unlike), home_of)
 
 
 def exchanges_of(config: RunConfig, stages: Sequence[MatrixCounts]) -> tuple[Exchange, ...]:
     """Return the exchanges of a pipeline rank with these stages; none unless it has matrices."""
-    return plan_exchanges(tuple(stages), shard_factor(config), config.parallel.tp)
+    shards, tp, ep = shard_factor(config), config.parallel.tp, config.parallel.ep
+    of_expert = Holders(expert_shard_factor(config), ep) if ep > 1 else None
+    return plan_exchanges(tuple(stages), HolderGroups(Holders(shards, tp), Holders(shards * tp, 1), of_expert))
 
 
 def itemsize_of(config: RunConfig) -> int:
@@ -106,8 +134,31 @@ def temporary_bytes(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
 
     Newton-Schulz of a matrix of m x n elements, m <= n: it, two iterates, and two products of m x m. Experts: a batch.
     """
+    return _temporary_bytes(config, exchanges_of(config, stages))
+
+
+def fullest_rank(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
+    """Return the rank of a pipeline rank's ranks, counted from 0, whose matrices take most memory in a step.
+
+    Homes are even in FLOPs, not in elements. Only ranks with tp, cp and ep rank 0 are considered.
+    """
+    parallel, exchanges = config.parallel, exchanges_of(config, stages)
+
+    def num_bytes(rank: int) -> int:
+        own = []
+        for each in exchanges:
+            home = each.homes[each.home_of[rank // each.stride % each.num_holders]]
+            own.append(each._replace(homes=(home,)))
+        return _temporary_bytes(config, own)
+
+    together = parallel.cp * parallel.tp
+    ranks = range(0, parallel.num_replicas * parallel.tp, together)
+    return max((rank for rank in ranks if rank % parallel.ep == 0), key=num_bytes)
+
+
+def _temporary_bytes(config: RunConfig, exchanges: Sequence[Exchange]) -> int:
     elements = largest = 0
-    for exchange in exchanges_of(config, stages):
+    for exchange in exchanges:
         at_home = max(_numel(home) for home in exchange.homes)
         elements += exchange.numel // exchange.num_holders + (at_home if exchange.num_holders > 1 else 0)
         for size, number in (each for home in exchange.homes for each in home):

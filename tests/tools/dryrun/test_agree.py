@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from meshwright.mesh import Grid, nodes_of
 from meshwright.mesh.fake import InterceptedOperation
+from meshwright.schedule.load import draw_schedule, format_schedule
 from meshwright.tools.dryrun.agreement import disagreements
-from meshwright.tools.dryrun.groups import axis_of
+from meshwright.tools.dryrun.fake_step import profile_rank
+from meshwright.tools.dryrun.groups import GroupViews, axis_of
 from meshwright.tools.dryrun.job import Job, dry_run_job, set_rank_schedule
 from meshwright.tools.dryrun.rank_profile import CommunicationRecord
 from meshwright.tools.dryrun.report import describe, wire_bytes
@@ -136,3 +139,36 @@ def test_the_report_names_what_matters(job: Job) -> None:
     assert "all ranks    agree" in text
     job.missing_members.append(("dp", 6))
     assert "DO NOT AGREE" in describe(job, nodes_of(2, 8), disagreements(job))
+
+
+def test_experts_whose_replicas_share_shards_are_told_apart() -> None:
+    """The shard groups of an expert are (0, 2), (4, 6): rank 4 was taken for a member of the first."""
+    config = configured(model="llama", dp=8, ep=2, zero=2, shard_factor=2)
+    job = dry_run_job(config.replace(model={"options": config.model.options | {"moe": {"num_experts": 4, "top_k": 2}}}))
+    assert disagreements(job) == []
+    views, profile = GroupViews(job), job.profile_of(4)
+    own = {views.group(group, profile, 4) for group in views.groups_of[id(profile)]}
+    assert all(4 in group for group in own)
+    of_rank = {record.call.group for record in profile_rank(job.config, 4).communication}
+    assert own == of_rank and (4, 6) in own
+
+
+def test_bytes_between_nodes_are_the_mean_of_a_stage_s_ranks() -> None:
+    """pp 2 x dp 6 on nodes of 8: ranks 0 and 1 have their stage's neighbour in the node, ranks 2 to 5 have not."""
+    job = dry_run_job(configured(pp=2, dp=6, num_layers=2))
+    sent = wire_bytes(job, job.profiles[0], nodes_of(2, 8))["pp"]
+    assert sent.between == pytest.approx(2 * sent.inside)
+    assert "pp between" in describe(job, nodes_of(2, 8), [])
+
+
+def test_a_schedule_that_has_one_number_of_micro_batches_runs_whole(tmp_path: Path) -> None:
+    """Dry runs of more than 4 micro-batches drew a short schedule, which a file has not."""
+    config = configured(chunks=6, pp=2, num_layers=2)
+    built = dry_run_job(config)
+    (tmp_path / "own.txt").write_text(format_schedule(draw_schedule(config)))
+    reported: list[str] = []
+    job = dry_run_job(config.replace(pipeline={"schedule_file": str(tmp_path / "own.txt")}), reported.append)
+    assert not reported and job.short_config is job.config
+    for read, drawn in zip(job.profiles, built.profiles, strict=True):
+        assert read.peak_bytes == drawn.peak_bytes
+        assert [each.call for each in read.communication] == [each.call for each in drawn.communication]

@@ -126,6 +126,11 @@ def test_a_replayed_step_equals_the_whole_dry_run(planned: Planned) -> None:
     same_as_whole(planned.job, 2)
 
 
+def test_a_replayed_step_of_ranks_that_share_samples_has_their_labels_alone() -> None:
+    job = dry_run_job(configured(chunks=6, pp=2, cp=2, num_layers=2))
+    same_as_whole(job, 1)
+
+
 @pytest.mark.torture
 def test_two_stages_of_a_rank_are_replayed_too() -> None:
     reported: list[str] = []

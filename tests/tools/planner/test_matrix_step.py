@@ -10,16 +10,20 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.config import RunConfig
+from meshwright.config import RunConfig, resolve
 from meshwright.optimizer.matrix import newton_schulz
+from meshwright.schedule.action import Kind
 from meshwright.tools.at_rest import held_at_rest
-from meshwright.tools.dryrun.fake_step import grid_of, share_blueprint
-from meshwright.tools.dryrun.job import Job
+from meshwright.tools.dryrun.fake_step import grid_of, profile_rank, share_blueprint
+from meshwright.tools.dryrun.job import Job, dry_run_job, matrices_of_rank
+from meshwright.tools.dryrun.rank_profile import RankProfile
 from meshwright.tools.dryrun.report import flops_of
 from meshwright.tools.planner.choices import with_choice
 from meshwright.tools.planner.cost import step_time
 from meshwright.tools.planner.matrix_step import (
     ELEMENT_BYTES,
+    HolderGroups,
+    Holders,
     MatrixSize,
     count_sizes,
     matrix_step_s,
@@ -78,12 +82,12 @@ def declared() -> nn.Sequential:
 
 def test_homes_are_among_the_ranks_that_hold_parts() -> None:
     stage = count_sizes([LARGE] * 6 + [SMALL] * 3)
-    over_dp, over_both = plan_exchanges((stage,), 2, 4)
+    over_dp, over_both = plan_exchanges((stage,), HolderGroups(Holders(2, 4), Holders(8, 1), None))
     assert (over_dp.num_holders, over_dp.stride, over_dp.numel) == (2, 4, 3 * 64 * 64)
     assert (over_both.num_holders, over_both.stride, over_both.numel) == (8, 1, 6 * 64 * 256)
     assert set(over_dp.homes) == {((SMALL, 2),), ((SMALL, 1),)}
     assert set(over_both.homes) == {((LARGE, 1),), ()}
-    [alone] = plan_exchanges((stage, stage), 1, 1)
+    [alone] = plan_exchanges((stage, stage), HolderGroups(Holders(1, 1), Holders(1, 1), None))
     assert (alone.num_holders, alone.homes) == (1, (((SMALL, 6), (LARGE, 12)),))
 
 
@@ -157,3 +161,45 @@ def test_the_step_is_as_much_longer_as_its_exchange() -> None:
     )
     more = step_time(muon, IDEAL_DEVICE).optimizer - step_time(adamw, IDEAL_DEVICE).optimizer
     assert more == pytest.approx(matrix_step_s(muon.config, muon.matrices_of(0), IDEAL_DEVICE)) and more > 0
+
+
+MOE = {"num_experts": 8, "top_k": 2}
+UNEVEN = {"dp": 3}
+"""Degrees of which another rank than the first is home of more elements."""
+LLAMA = {"vocab_size": 96, "num_layers": 1, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 48}
+
+
+def mixture(**parallel: Any) -> RunConfig:
+    """A Llama with 8 experts in its block and Muon."""
+    tree = {
+        "model": {"builder": "meshwright.models.llama:build", "options": LLAMA | {"moe": MOE}},
+        "data": {"train": "random", "sequence_length": 16},
+        "batch": {"micro_batch_size": 1, "chunks": 1},
+        "parallel": {"zero": 1} | parallel,
+        "optimizer": {"name": "muon"},
+        "train": {"dtype": "float32"},
+    }
+    return resolve(RunConfig.model_validate(tree))
+
+
+def in_step(profile: RankProfile) -> int:
+    """Return the peak of STEP."""
+    return max(each.num_bytes for each in profile.peaks if getattr(each.activity, "kind", None) is Kind.STEP)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [{"dp": 2}, UNEVEN, {"dp": 4, "ep": 4}, {"dp": 2, "tp": 2, "ep": 4, "sequence": True}, {"dp": 4, "ep": 2}],
+    ids=str,
+)
+def test_plan_and_dry_run_have_the_homes_of_every_rank(parallel: dict[str, Any]) -> None:
+    """Holders of an expert's matrices are its own replicas: a plan had divided them by all, 43 % too little memory."""
+    config = mixture(**parallel)
+    job, ranks = dry_run_job(config), range(grid_of(config).size)
+    found = [profile_rank(config, rank) for rank in ranks]
+    steps = [in_step(each) for each in found]
+    assert (steps[0] < max(steps)) == (parallel == UNEVEN)
+    assert in_step(job.profiles[0]) == max(steps)
+    matrices = matrices_of_rank(job.blueprint, 0)
+    at_rest = sum(found[0].at_rest.values())
+    assert temporary_bytes(config, matrices) == pytest.approx(max(steps) - at_rest, rel=0.1)

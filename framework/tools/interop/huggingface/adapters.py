@@ -31,7 +31,7 @@ from meshwright.tools.interop.huggingface.destination import check_output_direct
 from meshwright.tools.interop.huggingface.export import ExportPlan, ExportResult, open_verified
 from meshwright.tools.interop.huggingface.files import write_json
 from meshwright.tools.interop.huggingface.rules import TensorMapping
-from meshwright.tools.interop.huggingface.writing import DTYPE_NAMES, parse_dtype
+from meshwright.tools.interop.huggingface.writing import DTYPE_NAMES, narrowed, parse_dtype
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -101,7 +101,7 @@ def export_adapter(plan_export: PlanExport, source: Path, out: Path, *, dtype: s
                 shape = tuple(model.layers.get_parameter(weight).shape)
                 lengths = row_lengths(base.read(ParameterInfo(weight, shape))) + added.double()
                 tensors |= dict(_magnitudes(rules[weight], lengths.to(added.dtype)))
-    tensors = {name: tensor.to(chosen or tensor.dtype).contiguous() for name, tensor in tensors.items()}
+    tensors = {name: narrowed(each, chosen or each.dtype, name).contiguous() for name, each in tensors.items()}
     with published_directory(out, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
         save_file(tensors, temporary / TENSORS, {"format": "pt"})
         write_json(temporary / CONFIG, _config(config, plan, sorted(tensors)))
@@ -128,7 +128,7 @@ def _theirs(
     if is_table:
         name = PREFIX + rule.theirs[0].removesuffix(".weight")
         yield f"{name}.lora_embedding_A", down.t()
-        yield f"{name}.lora_embedding_B", up
+        yield f"{name}.lora_embedding_B", up * rule.factors[0] if rule.factors else up
         return
     for theirs, part in rule._replace(transposed=False).split(up):
         name = PREFIX + theirs.removesuffix(".weight")

@@ -71,7 +71,15 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError("MW-INTEROP-047", f"{path} is missing: {why}")
     try:
-        fields = parse_json(read_bytes(path))
+        text = read_bytes(path)
+        fields = parse_json(text)
+        if b"\\u" in text:
+            json.dumps(fields, ensure_ascii=False).encode()  # raises for half a surrogate pair
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end].encode("unicode_escape").decode()
+        raise ModelError(
+            "MW-INTEROP-126", f"{path}: {half} is half a character, which no file can hold; get the file again"
+        ) from None
     except ValueError as error:
         raise ModelError("MW-INTEROP-048", f"{path}: not valid JSON: {error}; get the file again") from None
     except OSError as error:
@@ -83,12 +91,26 @@ def read_json(path: Path, why: str) -> dict[str, Any]:
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
     """Write a JSON object in the format of transformers: indented by two spaces, a newline at the end."""
-    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def copy_side_files(source: Path, target: Path) -> list[str]:
-    """Copy the files of ``COMPANIONS`` that exist in ``source`` to ``target``, and return their names."""
+    """Copy the files of ``COMPANIONS`` that exist in ``source`` to ``target``, and return their names.
+
+    Raises:
+        ModelError: one is a link out of the directory, so that a run and its exports would hold a file of this machine.
+    """
     names = [name for name in COMPANIONS if (source / name).is_file()]
+    home = source.resolve()
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    """The cache of the hub has snapshots/REVISION/FILE -> ../../blobs/HASH."""
+    for name in names:
+        end = (source / name).resolve()
+        if not any(end.is_relative_to(each) for each in homes):
+            raise ModelError(
+                "MW-INTEROP-127",
+                f"{source / name} is a link to {end}, outside of the directory: put the file there, or remove it",
+            )
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         shutil.copyfile(source / name, target / name)

@@ -208,6 +208,22 @@ def _write_in_order(
             assert (name, tuple(tensor.shape)) == (each.name, each.shape), (name, tuple(tensor.shape), each)
             file.seek(8 + len(text) + places[name])
             for part in torch.split(tensor.reshape(-1), BYTES_AT_ONCE // each.dtype.itemsize):
-                file.write(part.to(each.dtype).view(torch.uint8).numpy().data)
+                file.write(narrowed(part, each.dtype, each.name).view(torch.uint8).numpy().data)
             on_tensor(each)
     return 8 + len(text) + start
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Return a tensor in another element type. ``name``: of the tensor, for the error message.
+
+    Raises:
+        CheckpointError: a finite number lies beyond the largest one of ``dtype``.
+    """
+    found = tensor.to(dtype)
+    if found.dtype != tensor.dtype and bool((found.isinf() & tensor.isfinite()).any()):
+        raise CheckpointError(
+            "MW-INTEROP-125",
+            f"{name} has numbers up to {float(tensor.abs().max()):.3g}, beyond {DTYPE_NAMES[dtype]}, whose largest is "
+            f"{torch.finfo(dtype).max:.3g}: export with --dtype bfloat16 or float32",
+        )
+    return found

@@ -330,3 +330,42 @@ def test_released_configurations_of_windows_and_biases() -> None:
     assert "head_dim" not in options(read_llama, head_dim=8)
     assert options(read_llama)["rope_theta"] == 10_000.0
     assert options(read_llama, attention_bias=True)["out_bias"]
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json"])
+def test_a_side_file_that_is_a_link_out_of_the_directory(source: Path, name: str) -> None:
+    """The run and its exports would hold a copy of a file of this machine."""
+    (source.parent / "secret").write_text("{}")
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(source.parent / "secret")
+    said = refused(source)
+    assert f"{source / name} is a link to {source.parent / 'secret'}, outside of the directory" in said
+
+
+def test_links_of_the_hub_s_cache_are_followed(source: Path) -> None:
+    home = source.parent / "models--x"
+    (home / "snapshots").mkdir(parents=True)
+    source = source.rename(home / "snapshots" / "abc")
+    (home / "blobs").mkdir()
+    (source / "merges.txt").unlink(missing_ok=True)
+    (home / "blobs" / "1f").write_text("a b")
+    (source / "merges.txt").symlink_to("../../blobs/1f")
+    import_model(source, home / "run")
+    assert (home / "run" / "huggingface" / "merges.txt").read_text() == "a b"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_half_a_character(source: Path, name: str) -> None:
+    """Python's JSON reads it, and no export could write it."""
+    (source / name).write_text(json.dumps(json.loads((source / "config.json").read_text()) | {"x": "\ud800"}))
+    assert rf"{source / name}: \ud800 is half a character" in refused(source)
+
+
+def test_numbers_beyond_the_element_type_of_an_export(written: Write, tmp_path: Path) -> None:
+    shutil.copytree(written("llama 2")[0], tmp_path / "theirs")
+    change_file(tmp_path / "theirs", NORM, lambda tensors: tensors[NORM].fill_(-1e5))
+    done = import_model(tmp_path / "theirs", tmp_path / "run", ["--train.dtype=float32"])
+    with pytest.raises(UserError, match=rf"{NORM} has numbers up to 1e\+05, beyond float16, whose largest is"):
+        export_checkpoint(done.path, tmp_path / "out", dtype="float16")
+    assert not (tmp_path / "out").exists()
+    export_checkpoint(done.path, tmp_path / "out", dtype="bfloat16")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.convert.families import FAMILIES
 from meshwright.tools.interop.huggingface.convert.family import Family
 from meshwright.tools.interop.huggingface.convert.importing import import_model
@@ -101,6 +102,38 @@ def test_modules_of_multi_token_prediction_are_left_out(
     assert [note.partition(": ")[2] for note in brought.notes] == [
         "num_nextn_predict_layers = 1: modules of multi-token prediction are left out, as by DeepseekV3ForCausalLM"
     ]
+    ids = torch.randint(1, theirs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+    _, layers = load_plain(tmp_path / "run")
+    assert (theirs.our_logits(layers, ids, False) - theirs.logits(model, ids)).abs().max() < 1e-5
+
+
+def of_kind(kind: str, **fields: Any) -> dict[str, Any]:
+    """Options of a model of ``kind`` with these fields."""
+    family = next(family for family in FAMILIES if family.model_type == kind)
+    return options_of(family, GIVEN.get(kind, SIZES) | fields)
+
+
+def test_null_is_false_where_transformers_tests_for_truth() -> None:
+    """Read as the default, DeepSeek-V3's logits were 2.3 off with ``norm_topk_prob`` and 7 with ``rope_interleave``."""
+    assert of_kind("deepseek_v3", norm_topk_prob=None) == of_kind("deepseek_v3", norm_topk_prob=False)
+    assert of_kind("t5", tie_word_embeddings=None)["tied"], "its class asks for `is not False`"
+    for kind, name in (("deepseek_v3", "rope_interleave"), ("mistral", "is_causal"), ("gpt2", "is_causal")):
+        with pytest.raises(ModelError, match=f"{name} = null counts as false"):
+            of_kind(kind, **{name: None})
+
+
+@pytest.mark.parametrize("value", [5, True, [1]])
+def test_dense_layers_of_qwen3_moe_are_a_list_from_0_on(value: Any) -> None:
+    with pytest.raises(ModelError, match=r"mlp_only_layers = .* is not supported"):
+        of_kind("qwen3_moe", mlp_only_layers=value)
+
+
+def test_a_deepseek_without_shared_experts(tmp_path: Path) -> None:
+    """Its class saves a shared network without features."""
+    case = theirs.CASES["deepseek_v3"]
+    model = theirs.build(case._replace(settings=case.settings | {"n_shared_experts": 0}))
+    model.save_pretrained(tmp_path / "theirs")
+    assert import_model(tmp_path / "theirs", tmp_path / "run").config.model.options["moe"]["shared_ffn_size"] == 0
     ids = torch.randint(1, theirs.VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
     _, layers = load_plain(tmp_path / "run")
     assert (theirs.our_logits(layers, ids, False) - theirs.logits(model, ids)).abs().max() < 1e-5

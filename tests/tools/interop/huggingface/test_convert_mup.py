@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import meshwright
+from meshwright.checkpoint import TensorKind, find, open_checkpoint
 from meshwright.errors import ConfigError
+from meshwright.launch.conversion import convert
+from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import import_model
 from tests.launch.test_python import made
@@ -56,3 +60,27 @@ def test_imported_weights_have_no_multipliers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="mup_base_size = 16: the imported weights were trained without") as caught:
         import_model(tmp_path / "out", tmp_path / "back", ["--model.options.mup_base_size=16"])
     assert caught.value.code == "MW-INTEROP-098"
+
+
+def test_adapters_of_an_embedding_have_its_multiplier(tmp_path: Path) -> None:
+    """The exported base has it: W + B A of the files for peft is the merged export."""
+    options = LLAMA | MUP | {"tied": False, "moe": "none"}
+    model = {"builder": "meshwright.models.llama:build", "options": options}
+    adapter = {"rank": 2, "targets": ["embedding.tokens", "head"]}
+    config = made(tmp_path, model=model, adapter=adapter, train={"dtype": "float32"}, optimizer={"learning_rate": 0.05})
+    with meshwright.open_run(config) as run:
+        for _ in range(2):
+            run.take_step()
+        run.save()
+    files = {}
+    for form in ("merged", "peft"):
+        convert(tmp_path / "own", None, (form, str(tmp_path / form)), [], None, "float64", None)
+        files[form] = load_file(next((tmp_path / form).glob("*.safetensors")))
+    factors, name = files["peft"], "base_model.model.model.embed_tokens.lora_embedding_"
+    change = (factors[f"{name}B"] @ factors[f"{name}A"]).t()
+    merged = files["merged"]["model.embed_tokens.weight"]
+    assert change.abs().max() > 1e-4
+    with open_checkpoint(find(tmp_path / "own")[0].path) as checkpoint:
+        base = checkpoint.read(TensorKind.WEIGHTS, ParameterInfo("embedding.tokens.weight", (64, 32)))
+    assert base is not None
+    torch.testing.assert_close(3 * base.double() + change, merged, rtol=0, atol=1e-6)

@@ -19,6 +19,7 @@ from meshwright.config import load
 from meshwright.errors import ConfigError, ModelError, UserError
 from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.restructure.blocks import merge_blocks
+from meshwright.tools.interop.huggingface.restructure.directory import configuration, fields_of, with_overrides
 from meshwright.tools.verify import layout_config, parse_layout
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
@@ -272,3 +273,41 @@ def test_an_entry_of_some_blocks_does_not_match_a_module_of_another() -> None:
     merged = {"block*.attention": "gather", "block*.dense": "row", "head": "vocab"}
     assert merge_blocks(both, layers) == merged
     assert merge_blocks({**both, "block0.mlp": "gather"}, layers) == {**merged, "block0.mlp": "gather"}
+
+
+def test_an_option_does_not_hide_tensors_that_the_model_lacks(tmp_path: Path) -> None:
+    """Files with biases under ``attention_bias = false`` lost them as soon as any option was given."""
+    path = directory("llama", tmp_path, weights=True, attention_bias=True)
+    changed(path, attention_bias=False)
+    message = "self_attn.k_proj.bias [16] is not of a LlamaForCausalLM"
+    assert message in said(path) and message in said(path, rms_norm_eps=1e-5)
+    changed(path, attention_bias=True)
+    assert len(build_model(f"hf:{path}", {"num_hidden_layers": 1}, 1).layers) == 4
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+OLDER = {"rope_theta": 5e5, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+"""Fields of files that transformers 4 wrote; a convert of ours writes them beside the newer ones."""
+NEWER = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+BOTH = {"rope_theta": 5e5, "rope_scaling": NEWER["rope_parameters"]} | NEWER
+
+
+@pytest.mark.parametrize("file", [OLDER, NEWER, BOTH], ids=["older", "newer", "both"])
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_a_rotary_table_replaces_the_file_s_in_either_form(tmp_path: Path, file: dict[str, Any], name: str) -> None:
+    path = tmp_path / "llama"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"model_type": "llama"} | file))
+    assert configuration(path, {name: LINEAR}).rope_parameters == LINEAR
+    without = {key: value for key, value in LINEAR.items() if key != "rope_theta"}
+    assert configuration(path, {name: without}).rope_parameters == LINEAR | {"rope_theta": 5e5}
+    assert configuration(path, {"rope_theta": 7e6}).rope_parameters["rope_theta"] == 7e6
+    export = with_overrides(fields_of(path), {name: LINEAR})
+    (path / "config.json").write_text(json.dumps(export))
+    assert configuration(path, {}).rope_parameters == LINEAR
+
+
+def test_a_base_of_nested_rotary_tables_is_refused(tmp_path: Path) -> None:
+    path = directory("gemma3_text", tmp_path)
+    with pytest.raises(ModelError, match=r"rope_theta = 5000.0 has no effect.*rope_parameters"):
+        configuration(path, {"rope_theta": 5e3})

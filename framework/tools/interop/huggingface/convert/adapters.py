@@ -11,6 +11,7 @@ that ``convert --from hf`` wrote.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.exporting import plan_export
 from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
 from meshwright.tools.interop.huggingface.export import open_verified
-from meshwright.tools.interop.huggingface.files import read_json
+from meshwright.tools.interop.huggingface.files import DTYPES, read_json
 from meshwright.tools.interop.huggingface.peft_files import (
     AdapterSettings,
     ImportedAdapter,
@@ -173,11 +174,17 @@ def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
         raise ModelError("MW-INTEROP-112", f"{source / TENSORS} is missing: the adapters themselves")
     factors: dict[str, dict[str, Tensor]] = {}
     for name in sorted(found.tensors):
+        if found.tensors[name].dtype not in DTYPES:
+            raise ModelError(
+                "MW-INTEROP-124",
+                f"{source / TENSORS}: {name} is of {found.tensors[name].dtype}: only {', '.join(DTYPES)} are read",
+            )
         module, _, which = name.removeprefix(PREFIX).partition(".lora_")
         which = which.removesuffix(".weight").removeprefix("embedding_")
         factors.setdefault(module, {})[which] = found.read(name)
     for module, each in factors.items():
-        if set(each) != settings.kinds or len(each["A"]) != settings.rank or each["B"].shape[1] != settings.rank:
+        fits = set(each) == settings.kinds and all(each[kind].dim() == (2 if kind in "AB" else 1) for kind in each)
+        if not fits or len(each["A"]) != settings.rank or each["B"].shape[1] != settings.rank:
             raise ModelError(
                 "MW-INTEROP-113",
                 f"{source / TENSORS}: {module} does not have A and B of rank {settings.rank}: is it the file that "
@@ -202,15 +209,25 @@ def _fused(
         if not present:
             continue
         target = rule.ours.removesuffix(".weight")
-        is_table = isinstance(layers.get_submodule(target), nn.Embedding)
+        module = None if rule.place is not None else layers.get_submodule(target)
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            raise ModelError(
+                "MW-INTEROP-123",
+                f"{source / TENSORS}: {min(present)} belongs to {rule.ours}; only linears and embeddings have "
+                f"adapters: merge it into the base with peft, or leave it out",
+            )
+        is_table = isinstance(module, nn.Embedding)
         rows, columns = shapes[rule.ours][::-1] if is_table else shapes[rule.ours]
         sizes = rule._replace(transposed=False).shapes((rows, 1))
-        for name, (down, up, *_) in present.items():
-            if (down.shape[1], up.shape[0]) != (columns, rows if is_table else sizes[f"{name}.weight"][0]):
+        for name, (down, up, *more) in present.items():
+            num_rows = rows if is_table else sizes[f"{name}.weight"][0]
+            num_magnitudes = [columns if is_table else num_rows for _ in more]
+            if (down.shape[1], up.shape[0], *map(len, more)) != (columns, num_rows, *num_magnitudes):
+                of_dora = "".join(f", magnitudes {list(each.shape)}" for each in more)
                 raise ModelError(
                     "MW-INTEROP-114",
-                    f"{source / TENSORS}: A {list(down.shape)} and B {list(up.shape)} of {name} do not fit {rule.ours} "
-                    f"{list(shapes[rule.ours])}: is it the model that they were trained on?",
+                    f"{source / TENSORS}: A {list(down.shape)} and B {list(up.shape)}{of_dora} of {name} do not fit "
+                    f"{rule.ours} {list(shapes[rule.ours])}: is it the model that they were trained on?",
                 )
         down, up = _joined(rule, present, rows)
         magnitudes = {f"{name}.weight": each for name, (_, _, *more) in present.items() for each in more}
@@ -225,13 +242,15 @@ def _joined(rule: TensorMapping, present: Pairs, rows: int) -> tuple[Tensor, Ten
     width, is_one = len(first), all(torch.equal(down, first) for down, *_ in present.values())
     downs = [first] if is_one else [down for down, *_ in present.values()]
     places = {name: 0 if is_one else index * width for index, name in enumerate(present)}
+    dtypes = [factor.dtype for down, up, *_ in present.values() for factor in (down, up)]
+    dtype = functools.reduce(torch.promote_types, dtypes)
     straight = rule._replace(transposed=False)
     shapes = straight.shapes((rows, len(downs) * width))
 
     def read(theirs: str) -> Tensor:
-        name, whole = theirs.removesuffix(".weight"), torch.zeros(shapes[theirs], dtype=first.dtype)
+        name, whole = theirs.removesuffix(".weight"), torch.zeros(shapes[theirs], dtype=dtype)
         if name in present:
             whole[:, places[name] : places[name] + width] = present[name][1]
         return whole
 
-    return torch.cat(downs), straight.join(read, (rows, len(downs) * width), first.dtype)
+    return torch.cat(downs).to(dtype), straight.join(read, (rows, len(downs) * width), dtype)

@@ -41,7 +41,8 @@ def with_defaults(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.default is not parameter.empty
     }
-    return defaults | dict(options)
+    complete = defaults | dict(options)
+    return complete | {"moe": None} if complete.get("moe") == "none" else complete
 
 
 def family_of_model(config: RunConfig, preferred: Any = None) -> Family:

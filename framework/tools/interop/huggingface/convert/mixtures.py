@@ -117,11 +117,12 @@ def read_qwen3_moe(settings: Settings) -> dict[str, Any]:
     if settings.flag("attention_bias", False):
         options |= {"qkv_bias": True, "out_bias": True}
     settings.must_be("decoder_sparse_step", 1)
-    dense = settings.get("mlp_only_layers") or []
-    settings.must_be("mlp_only_layers", None, list(range(len(dense))))
+    dense = settings.get("mlp_only_layers")
+    num_dense = len(dense) if isinstance(dense, list) else 0
+    settings.must_be("mlp_only_layers", None, list(range(num_dense)))
     _read_loss(settings)
     size = settings.number("moe_intermediate_size", 768, maximum=MAX_WIDTH)
-    return options | _sizes(options["ffn_size"], _read_routing(settings, options, num_experts=128), size, len(dense))
+    return options | _sizes(options["ffn_size"], _read_routing(settings, options, num_experts=128), size, num_dense)
 
 
 def write_qwen3_moe(options: Options) -> dict[str, Any]:
@@ -175,7 +176,10 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
         "balance": "bias",
     }
     size = settings.number("moe_intermediate_size", 2048, maximum=MAX_WIDTH)
-    moe["shared_ffn_size"] = size * settings.number("n_shared_experts", 1, minimum=0, maximum=MAX_EXPERTS)
+    num_shared = settings.number("n_shared_experts", 1, minimum=0, maximum=MAX_EXPERTS)
+    moe["shared_ffn_size"] = size * num_shared
+    if not num_shared:  # transformers saves a shared network without features
+        settings.left_out.append("model.layers.*.mlp.shared_experts.*")
     dense = settings.number("first_k_dense_replace", 3, minimum=0, maximum=MAX_LAYERS)
     return options | {"mla": mla} | _sizes(options["ffn_size"], moe, size, dense)
 

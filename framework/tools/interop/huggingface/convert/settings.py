@@ -143,17 +143,24 @@ class Settings:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a field that must be true or false."""
-        value = self.get(name, default)
-        if not isinstance(value, bool):
+        """Return a field that must be true or false. null counts as false, as in transformers' own conditions."""
+        self.read_fields.add(name)
+        value = self.fields.get(name, default)
+        if not isinstance(value, bool | None):
             self.problems.append(f"{name} = {json.dumps(value)}: true or false is needed")
             return default
-        return value
+        return bool(value)
 
     def must_be(self, name: str, *values: Any) -> None:
-        """Require one of the supported ``values`` of a field that changes outputs; the first is its default."""
+        """Require one of the supported ``values`` of a field that changes outputs; the first is its default.
+
+        null counts as false where true and false are meant, else as the default.
+        """
         value = self.get(name, values[0])
-        if value not in values:
+        is_null = isinstance(values[0], bool) and self.fields.get(name, value) is None
+        if is_null and False not in values:
+            self.problems.append(f"{name} = null counts as false, and is not supported, only true")
+        elif value not in values:
             allowed = " or ".join(map(json.dumps, values))
             self.problems.append(f"{name} = {json.dumps(value)} is not supported, only {allowed}")
 

@@ -76,7 +76,7 @@ def read(settings: Settings) -> dict[str, Any]:
         settings.must_be(name, value)
     for name in ("is_decoder", "n_positions"):
         settings.get(name)  # without effect
-    tied = settings.flag("tie_word_embeddings", True)
+    tied = settings.get("tie_word_embeddings") is None or settings.flag("tie_word_embeddings", True)
     num_layers = settings.number("num_layers", 6, maximum=MAX_LAYERS)
     padding_id = settings.number("pad_token_id", 0, minimum=-1, maximum=MAX_ROWS)
     return {

@@ -10,12 +10,17 @@ from typing import Any
 
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.files import CONFIG, read_config
+from meshwright.tools.interop.huggingface.restructure.experts import tables_of
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 
 FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Configuration keys that may hold the number of layers."""
 MAX_LAYERS = 10_000
+ROTARY = ("rope_scaling", "rope_parameters")
+"""Names of the table of the rotary embedding; of two tables transformers takes the first one."""
+OF_ROTARY = ("rope_theta", "partial_rotary_factor")
+"""Fields of that table, which older files hold beside it; those in the table count."""
 LEADING_TO_CODE = frozenset(
     {"auto_map", "custom_generate"}
     | {
@@ -58,6 +63,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         )
     kind_of_config = transformers.CONFIG_MAPPING[kind]
     known = {*vars(kind_of_config()), *raw, *getattr(kind_of_config, "attribute_map", {})} - LEADING_TO_CODE
+    known |= {*ROTARY, "rope_theta"} if "rope_parameters" in known else set()
     unknown = [name for name in overrides if name not in known]
     if unknown:
         close = difflib.get_close_matches(unknown[0], known, 1)
@@ -65,7 +71,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         raise ModelError(
             "MW-INTEROP-054", f"model.options.{unknown[0]}: the configuration of {kind} has no such key{hint}"
         )
-    merged = _with_floats(raw) | dict(overrides)
+    merged = with_overrides(_with_floats(raw), overrides)
     _check_decoder(merged, path)
     too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MAX_LAYERS]
     if too_many:
@@ -82,7 +88,41 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ModelError("MW-INTEROP-056", f"{path / CONFIG}: transformers rejects it: {reason}") from error
+    _check_rotary(config, overrides)
     return config
+
+
+def with_overrides(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json with ``overrides`` in place of its keys.
+
+    A rotary table replaces that of the file under either name, and a field of it replaces the one in the file's table.
+    """
+    fields = dict(raw)
+    tables = {name: raw[name] for name in ROTARY if isinstance(raw.get(name), dict) and raw[name]}
+    if any(name in overrides for name in ROTARY):
+        counts: Mapping[str, Any] = next(iter(tables.values()), {})
+        fields = {name: value for name, value in raw.items() if name not in ROTARY}
+        fields |= {name: counts[name] for name in OF_ROTARY if name in counts}
+    else:
+        for name, table in tables.items():
+            fields[name] = table | {key: overrides[key] for key in OF_ROTARY if key in overrides and key in table}
+    return fields | dict(overrides)
+
+
+def _check_rotary(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Check that the rotary table has the fields that ``overrides`` give.
+
+    Raises:
+        ModelError: transformers keeps another value.
+    """
+    for name in set(OF_ROTARY) & set(overrides):
+        values = [table[name] for table in tables_of(getattr(config, "rope_parameters", None) or {}) if name in table]
+        if values and overrides[name] not in values:
+            raise ModelError(
+                "MW-INTEROP-128",
+                f"model.options.{name} = {overrides[name]} has no effect, since the rotary embedding has tables of its "
+                f"own: give model.options.rope_parameters",
+            )
 
 
 def _check_decoder(merged: Mapping[str, Any], path: Path) -> None:

@@ -14,7 +14,7 @@ from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.export import ExportPlan
 from meshwright.tools.interop.huggingface.export import export as export_with
 from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, copy_side_files, write_json
-from meshwright.tools.interop.huggingface.restructure.directory import fields_of
+from meshwright.tools.interop.huggingface.restructure.directory import fields_of, with_overrides
 from meshwright.tools.interop.huggingface.restructure.layers import OWN_OPTIONS, names_in_transformers
 from meshwright.tools.interop.huggingface.rules import unchanged
 
@@ -59,7 +59,9 @@ def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, A
     changed = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     if "num_hidden_layers" in changed and isinstance(raw.get("layer_types"), list) and "layer_types" not in changed:
         changed["layer_types"] = raw["layer_types"][: changed["num_hidden_layers"]]
-    return raw | changed | {key: dtype for key in ("dtype", "torch_dtype") if key in raw or key == "dtype"}
+    return with_overrides(raw, changed) | {
+        key: dtype for key in ("dtype", "torch_dtype") if key in raw or key == "dtype"
+    }
 
 
 def _copy_side_files(source: Path, target: Path, config: RunConfig) -> None:

@@ -28,7 +28,7 @@ from meshwright.model.build import parameters_on_meta
 from meshwright.tools.interop.huggingface.files import CONFIG
 from meshwright.tools.interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
-from meshwright.tools.interop.huggingface.restructure.directory import configuration
+from meshwright.tools.interop.huggingface.restructure.directory import LAYERS, configuration
 from meshwright.tools.interop.huggingface.restructure.experts import (
     implementation,
     matrices_of_experts,
@@ -91,7 +91,7 @@ def build(
         source.check(
             {parameters[name]: tuple(parameter.shape) for name, parameter in layers.named_parameters()},
             {parameters[first]: [parameters[name] for name in others] for first, *others in tied},
-            lambda name: bool(overrides) or name.endswith(".inv_freq"),
+            lambda name: name.endswith(".inv_freq") or _is_left_out(name, config, overrides),
             type(model).__name__,
             f"leave model.options as they are in {CONFIG}, load and save_pretrained the model with transformers, or "
             f"{FRESH_WEIGHTS}",
@@ -118,6 +118,12 @@ def build(
     }
     vars(layers).update(attributes)
     return layers
+
+
+def _is_left_out(name: str, config: Any, overrides: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is of a layer beyond those that ``overrides`` ask for."""
+    layers = next((getattr(config, key) for key in LAYERS if key in overrides), None)
+    return layers is not None and any(part.isdecimal() and int(part) >= layers for part in name.split("."))
 
 
 def _skeleton(config: Any, place: str, attention: str | None) -> Any:
