@@ -98,7 +98,8 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
     """Copy the files of ``COMPANIONS`` that exist in ``source`` to ``target``, and return their names.
 
     Raises:
-        ModelError: one is a link out of the directory, so that a run and its exports would hold a file of this machine.
+        ModelError: one is a link to a file of another name outside of the directory: a run and its exports would hold a
+            private file of this machine.
     """
     names = [name for name in COMPANIONS if (source / name).is_file()]
     home = source.resolve()
@@ -106,10 +107,10 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
     """The cache of the hub has snapshots/REVISION/FILE -> ../../blobs/HASH."""
     for name in names:
         end = (source / name).resolve()
-        if not any(end.is_relative_to(each) for each in homes):
+        if end.name != name and not any(end.is_relative_to(each) for each in homes):
             raise ModelError(
                 "MW-INTEROP-127",
-                f"{source / name} is a link to {end}, outside of the directory: put the file there, or remove it",
+                f"{source / name} is a link to {end}, a file of another name: put the file itself there, or remove it",
             )
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
