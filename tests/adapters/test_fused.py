@@ -256,7 +256,7 @@ def test_routers_and_experts_have_no_adapters(mixture: Path, tmp_path: Path, nam
     rows = {"gate": 6, "experts.0.w1": 40}[name]
     key = f"{PREFIX}.layers.0.block_sparse_moe.{name}"
     factors = {f"{key}.lora_A.weight": torch.ones(RANK, 32), f"{key}.lora_B.weight": torch.ones(rows, RANK)}
-    with pytest.raises(UserError, match=r"MW-INTEROP-(123|115)"):
+    with pytest.raises(UserError, match="MW-INTEROP-123"):
         convert_onto(mixture, tmp_path / "x", ("peft", str(peft_files(tmp_path / "peft", factors))), [])
     assert not (tmp_path / "x").exists()
 

@@ -119,6 +119,8 @@ def _profile_steps(config: RunConfig, rank: int, shared: SharedBlueprint, report
             return lengthen(profile, schedule, schedule.chunks - few)
         except ReplayError as error:
             report(f"pipeline rank {pp_rank} runs all micro-batches: {error}")
+    elif few < schedule.chunks:
+        report(f"pipeline rank {pp_rank} runs all micro-batches: its schedule has no row with fewer")
     return profile_rank(config, rank, shared, ReportingRecorder(report, pp_rank, grid.pp))
 
 

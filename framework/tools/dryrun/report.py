@@ -45,14 +45,15 @@ class WireTraffic(NamedTuple):
     between: float
 
 
-def wire_bytes(job: Job, profile: RankProfile, nodes: Sequence[str]) -> dict[str, WireTraffic]:
+def wire_bytes(job: Job, views: GroupViews, profile: RankProfile, nodes: Sequence[str]) -> dict[str, WireTraffic]:
     """Return the bytes that a rank sends, by axis: the mean of all ranks of its pipeline rank.
 
     A ring visits its group in order, so the share of bytes between nodes is the share of ring links between nodes.
     """
     num_bytes: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    views, crossing = GroupViews(job), dict[tuple[int, ...], float]()
-    ranks = [rank for rank in range(job.grid.size) if job.profile_of(rank) is profile] or [profile.rank]
+    crossing: dict[tuple[int, ...], float] = {}
+    per_stage = job.grid.size // job.grid.pp
+    ranks = range(profile.pp_rank * per_stage, (profile.pp_rank + 1) * per_stage)
 
     def crosses(group: tuple[int, ...]) -> float:
         if group not in crossing:
@@ -63,9 +64,8 @@ def wire_bytes(job: Job, profile: RankProfile, nodes: Sequence[str]) -> dict[str
     @functools.cache
     def share_between(group: tuple[int, ...], peer: int | None) -> float:
         if peer is not None:
-            apart = job.grid.coordinates(peer).pp_rank - profile.pp_rank
-            step = apart * (job.grid.size // job.grid.pp)
-            return fmean(nodes[rank] != nodes[rank + step] for rank in ranks)
+            away = (job.grid.coordinates(peer).pp_rank - profile.pp_rank) * per_stage
+            return fmean(nodes[rank] != nodes[rank + away] for rank in ranks)
         if len(group) == job.grid.size:
             return crosses(group)
         return fmean(crosses(views.group(group, profile, rank)) for rank in ranks)
@@ -189,7 +189,8 @@ def _memory_rows(job: Job) -> list[tuple[str, ...]]:
 
 def _traffic_rows(job: Job, nodes: Sequence[str], busy: Sequence[float]) -> list[tuple[str, ...]]:
     """Format one row of FLOPs and bytes on the wire per pipeline rank, below a header; unused axes have no column."""
-    on_wire = [wire_bytes(job, profile, nodes) for profile in job.profiles]
+    views = GroupViews(job)
+    on_wire = [wire_bytes(job, views, profile, nodes) for profile in job.profiles]
     columns = {}
     for axis in ("tp", "cp", "ep", "pp", "dp", "tied", "world"):
         traffic = [each.get(axis, WireTraffic(0.0, 0.0)) for each in on_wire]

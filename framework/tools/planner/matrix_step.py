@@ -151,8 +151,7 @@ def fullest_rank(config: RunConfig, stages: Sequence[MatrixCounts]) -> int:
             own.append(each._replace(homes=(home,)))
         return _temporary_bytes(config, own)
 
-    together = parallel.cp * parallel.tp
-    ranks = range(0, parallel.num_replicas * parallel.tp, together)
+    ranks = range(0, parallel.num_replicas * parallel.tp, parallel.cp * parallel.tp)
     return max((rank for rank in ranks if rank % parallel.ep == 0), key=num_bytes)
 
 

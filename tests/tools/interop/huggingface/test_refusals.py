@@ -307,7 +307,7 @@ def test_a_rotary_table_replaces_the_file_s_in_either_form(tmp_path: Path, file:
     assert configuration(path, {}).rope_parameters == LINEAR
 
 
-def test_a_base_of_nested_rotary_tables_is_refused(tmp_path: Path) -> None:
+def test_one_rope_theta_for_several_rotary_tables_is_refused(tmp_path: Path) -> None:
     path = directory("gemma3_text", tmp_path)
     with pytest.raises(ModelError, match=r"rope_theta = 5000.0 has no effect.*rope_parameters"):
         configuration(path, {"rope_theta": 5e3})
