@@ -51,7 +51,7 @@ bench: $(VENV)/installed
 # runs that are killed, damaged, stopped, hung and poisoned, by seeded chance: `make torture SEED=7`; prints a table
 SEED ?= 0
 torture: $(VENV)/installed
-	$(BIN)/python -m pytest -m "torture or fault or long" --seed $(SEED)
+	$(BIN)/python -m pytest -m "torture or fault" --seed $(SEED)
 	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile random --hypothesis-seed $(SEED)
 
 # a real Slurm on emulated hosts: wants root and Debian's slurmctld slurmd slurm-client munge iproute2

@@ -23,6 +23,7 @@ settings.register_profile("repeatable", derandomize=True)  # a commit passes or 
 settings.register_profile("random")
 settings.load_profile("repeatable")
 
+LONG_MARKS = ("all_layouts", "long", "slurm", "torture")
 LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 
 
@@ -60,18 +61,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long (``all_layouts`` an hour) only who names its mark on the command line gets."""
+    """Leave out what takes long (``all_layouts`` an hour) unless the command line names one of its marks."""
     long = long_tests()
     for item in items:
         if item.nodeid in long:
             item.add_marker("long")
     part, parts = map(int, config.getoption("--part").split("/"))
-    hidden = [mark for mark in ("all_layouts", "long", "slurm", "torture") if mark not in config.option.markexpr]
-    left_out = [
-        item
-        for item in items
-        if any(item.get_closest_marker(mark) for mark in hidden) or crc32(item.nodeid.encode()) % parts != part - 1
-    ]
+    named = {mark for mark in (*LONG_MARKS, "fault") if mark in config.option.markexpr}
+    left_out = []
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        hidden = not marks.isdisjoint(LONG_MARKS) and marks.isdisjoint(named)
+        if hidden or crc32(item.nodeid.encode()) % parts != part - 1:
+            left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
