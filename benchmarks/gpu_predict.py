@@ -13,7 +13,7 @@ from gpu_contenders import CHUNKS, config_of, job_of
 from meshwright.blueprint import draw_blueprint
 from meshwright.launch.plans import execution_options
 from meshwright.tools.planner.calibrate_device import Sizes, measure_hardware
-from meshwright.tools.planner.choices import choice_of
+from meshwright.tools.planner.choice import choice_of
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import evaluate

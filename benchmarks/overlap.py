@@ -20,7 +20,7 @@ from meshwright.schedule.build import build
 from meshwright.schedule.lower import lower
 from meshwright.tools.picture.figure import figure, save
 from meshwright.tools.picture.panel import Panel
-from meshwright.tools.planner.choices import choice_of
+from meshwright.tools.planner.choice import choice_of
 from meshwright.tools.planner.explanation import parts
 from meshwright.tools.planner.hardware import read_hardware
 from meshwright.tools.planner.model_cache import ModelCache

@@ -42,7 +42,7 @@ from meshwright.mesh import Grid
 from meshwright.mesh.mesh import open_mesh
 from meshwright.step import take_step
 from meshwright.tools.planner.calibrate import build_hardware, cores
-from meshwright.tools.planner.choices import choice_of
+from meshwright.tools.planner.choice import choice_of
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.model_cache import ModelCache

@@ -8,7 +8,8 @@ from pathlib import Path
 from meshwright.config import RunConfig, load, resolve
 from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError, UserError
-from meshwright.tools.planner.choices import EFFORTS, SCHEDULES
+from meshwright.tools.planner.choice import EFFORTS
+from meshwright.tools.planner.choices import SCHEDULES
 from meshwright.tools.planner.comparison import own_layout, why_not
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan

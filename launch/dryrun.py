@@ -122,7 +122,7 @@ def _estimate(job: Job, hardware: Hardware, skew: float) -> StepTimeEstimate:
     """Return the predicted seconds and MFU of a job. ``skew``: rows of the busiest rank's experts over the mean."""
     from meshwright.launch.plans import execution_options
     from meshwright.tools.dryrun.report import StepTimeEstimate
-    from meshwright.tools.planner.choices import choice_of
+    from meshwright.tools.planner.choice import choice_of
     from meshwright.tools.planner.model_cache import ModelCache
     from meshwright.tools.planner.plan import evaluate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.nearest import nearest, search_with_offload
 from meshwright.tools.planner.page import page
 from meshwright.tools.planner.plan import Plan, usable_bytes
+from meshwright.tools.planner.requirements import has_batch_norm
 from meshwright.tools.planner.search import BEST
 from meshwright.tools.planner.text import chosen_config, describe
 
+AXES = ("pp", "dp", "cp", "tp", "ep")
 MAX_DEVICES = 2**20
 FREE_BATCH = ("--batch.micro_batch_size=1", "--batch.chunks=none", "--parallel.dp=auto")
 """Overrides that clear a configuration's own batch, so that it cannot contradict another number of samples."""
@@ -65,10 +67,12 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     _check_overrides(given, hardware, options.global_batch)
     config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
     config = remove_layout(config, nodes * hardware.devices_per_node, options.global_batch)
-    pins = {axis: degree for axis in ("pp", "dp", "cp", "tp", "ep") if (degree := getattr(options, axis)) is not None}
+    pins = {axis: degree for axis in AXES if (degree := getattr(options, axis)) is not None}
     if pins.get("ep", 1) > 1 and hardware.devices_per_node % pins["ep"]:
         config = config.replace(parallel={"ep_across_nodes": True})
     cache = ModelCache(config, execution_options(config, hardware), pins=pins, skew=options.skew)
+    if has_batch_norm(cache.model):
+        cache = cache.replaced(pins=pins | _own_micro_batch(options.config, given))
     check_skew(cache)
     warned = warn_of_alignment(cache, hardware, config)
     if options.sweep_nodes or options.sweep_batch:
@@ -157,6 +161,19 @@ def _load_config(path: str, overrides: Sequence[str], given: dict[str, Any], glo
     return load(path, [*overrides, *FREE_BATCH, "--batch.global_batch=1"]).replace(batch={"global_batch": None})
 
 
+def _own_micro_batch(path: str, overrides: Mapping[str, Any]) -> dict[str, int]:
+    """Return the configured samples of a micro-batch, which are part of a model with BatchNorm, as a pin.
+
+    Warns where the configuration does not set them.
+    """
+    given = {each.key: each.value for each in read_file(Path(path)).given} | dict(overrides)
+    size = given.get("batch.micro_batch_size")
+    if isinstance(size, int):
+        return {"micro_batch_size": size}
+    tell("warning: the model has BatchNorm, whose statistics are those of a micro-batch: set batch.micro_batch_size")
+    return {}
+
+
 def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:
     """Return the configuration on the cluster's device: it decides how stages are cut and where ``train`` will run."""
     if config.train.device == hardware.kind or (hardware.kind == "cuda" and config.train.device == "auto"):
@@ -214,7 +231,7 @@ def remove_layout(config: RunConfig, size: int, global_batch: int | None) -> Run
 def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan) -> str:
     """Return the text of the error: the layout closest to fitting, and options with which some layout fits."""
     where = f"{nodes:,} x {hardware.devices_per_node} {hardware.name}"
-    pins = " and ".join(f"--{axis} {degree}" for axis, degree in cache.pins.items())
+    pins = " and ".join(f"--{axis} {degree}" for axis, degree in cache.pins.items() if axis in AXES)
     where += f" with {pins}" if pins else ""
     if found.closest is None:
         broken = found.rejected[0].rule if found.rejected else "no degrees divide the devices"
@@ -227,7 +244,8 @@ def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan
             f"no layout fits {where}, even with recompute{on_host}: the closest, {choice}, needs "
             f"at least {format_size(needed)} of a device, and {format_size(usable_bytes(hardware))} may be used"
         )
-    works = nearest(cache, hardware, nodes, found)
-    return f"{problem}\n" + (
-        f"what works: {', or '.join(works)}" if works else f"leave out {pins}" if pins else "take a smaller model"
-    )
+    if works := nearest(cache, hardware, nodes, found):
+        return f"{problem}\nwhat works: {', or '.join(works)}"
+    if pins:
+        return f"{problem}\nleave out {pins}"
+    return problem if found.closest is None else f"{problem}\ntake a smaller model"

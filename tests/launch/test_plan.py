@@ -20,7 +20,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.launch.work import check, work
 from meshwright.run.directory import run_directory
 from meshwright.tools.planner.calibrate import DeviceRates, build_hardware, to_toml
-from meshwright.tools.planner.choices import choice_of
+from meshwright.tools.planner.choice import choice_of
 from meshwright.tools.planner.hardware import Link, Rate, read_hardware
 from meshwright.tools.planner.ranking import MEASURED_ERROR_SHARE, TIE_SHARE
 from meshwright.tools.planner.search import BEST

@@ -6,13 +6,14 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.schedule.action import Schedule
 from meshwright.terminal.format import format_size, format_table
-from meshwright.tools.planner.choices import Choice, choice_of
+from meshwright.tools.planner.choice import Choice, choice_of
 from meshwright.tools.planner.estimates import lowered_schedule
 from meshwright.tools.planner.explanation import duration, parts
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.nearest import search_with_offload
 from meshwright.tools.planner.plan import Plan, RankedLayout, evaluate, usable_bytes
 from meshwright.tools.planner.ranking import TIE_SHARE, complexity, is_tie
+from meshwright.tools.planner.requirements import check_requirements
 
 MAX_RULES = 5
 
@@ -66,6 +67,7 @@ def own_layout(cache: ModelCache, plan: Plan, config: RunConfig) -> list[str]:
     if listed is not None:
         return [f"your own layout is number {listed}: {choice}"]
     try:
+        check_requirements(cache, config)
         own = evaluate(cache, plan.hardware, config, choice, _schedule(cache, config, choice))
     except UserError as error:
         return [f"your own layout, {choice}, cannot run: {error.message.splitlines()[0]}"]

@@ -19,7 +19,7 @@ from meshwright.tools.planner.experts import AXIS, PAIRED
 from meshwright.tools.planner.fast_simulation import simulate_fast
 from meshwright.tools.planner.layer_time import LayerTime, layer_time
 from meshwright.tools.planner.layout_model import LayoutModel
-from meshwright.tools.planner.links import GroupLink
+from meshwright.tools.planner.links import GroupLink, leaves_node
 from meshwright.tools.planner.matrix_step import matrix_step_s
 from meshwright.tools.planner.rates import OWN_BYTES, FrameworkTraits, PerformanceModel
 from meshwright.tools.planner.replica_time import replicas_s
@@ -57,7 +57,8 @@ def step_time(
         simulated: False takes the schedule's time from a formula (:func:`formula_s`), good enough to rank layouts.
         results: cache of earlier times for the same model.
     """
-    hardware, fractions, traits = performance
+    performance = performance._replace(num_ranks=layout.grid.size)
+    hardware, fractions, traits = performance.hardware, performance.fractions, performance.traits
     pp, tp, replicas = layout.grid.pp, layout.grid.tp, layout.grid.num_replicas
     on_cpu = hardware.kind == "cpu"
     away = tuple(footprint.offloaded for footprint in layout.footprints)
@@ -200,8 +201,7 @@ def _message_s(layout: LayoutModel, stage: int, performance: PerformanceModel, t
     source, target = (placement.pp_rank(stage + offset, pp_degree) * ranks for offset in (0, 1))
     if source == target:
         return 0.0
-    near = performance.hardware.linked_devices
-    crosses = source // near != target // near
+    crosses = leaves_node(source, target, ranks, performance.hardware.linked_devices)
     pp, parallel, traits = performance.send_link(crosses), layout.config.parallel, performance.traits
     if traits.scatters_sends and parallel.tp > 1 and not parallel.sequence:
         return pp.seconds(sent / parallel.tp, kind="send") + tp.seconds(sent * (parallel.tp - 1) / parallel.tp)

@@ -19,7 +19,7 @@ from meshwright.schedule.analysis import peak_activations
 from meshwright.schedule.build import build
 from meshwright.schedule.load import lowered_schedule as build_lowered
 from meshwright.tools.at_rest import Elements, held_at_rest
-from meshwright.tools.planner.choices import Choice, with_choice
+from meshwright.tools.planner.choice import Choice, with_choice
 from meshwright.tools.planner.cost import step_time
 from meshwright.tools.planner.layout_model import LayoutModel
 from meshwright.tools.planner.model_cache import ModelCache

@@ -17,6 +17,7 @@ from meshwright.expert_parallel.plan import expert_names
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel
 from meshwright.tools.planner.layer_profile import GroupMessages
+from meshwright.tools.planner.links import spread_of
 from meshwright.tools.planner.rates import PerformanceModel
 
 AXIS = "ep"
@@ -110,7 +111,7 @@ def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupM
     other nodes over its network link. With measured links (CPU) an all-to-all takes as long as a reduce-scatter.
     """
     hardware, fractions = performance.hardware, performance.fractions
-    in_node = min(ep, hardware.linked_devices)
+    in_node = spread_of(ep, 1, hardware.linked_devices, performance.num_ranks).fewest
     far_share = (ep - in_node) / max(1, ep - 1)
     start_s = performance.group_link(2, 1).call_s
     seconds = 0.0

@@ -7,7 +7,9 @@ have rates by length, measured while all rings of that length run at once (``nod
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,6 +44,47 @@ class GroupLink(NamedTuple):
         if kind == "all_reduce":
             latency *= rounds(self.size)
         return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
+
+
+class Spread(NamedTuple):
+    """Spread of equal groups over nodes, or over domains of linked devices."""
+
+    fewest: int
+    """Fewest members of a group in one of its nodes; all of them if no group leaves its node."""
+    nodes: int
+    """Largest number of nodes of a group."""
+
+
+@lru_cache(maxsize=2**14)
+def spread_of(size: int, stride: int, linked: int, num_ranks: int | None = None) -> Spread:
+    """Return how groups of ``size`` ranks, ``stride`` ranks apart, spread over nodes of ``linked`` devices.
+
+    The groups tile all ``num_ranks`` ranks (None: any number), so that some begin inside a node. A ring waits for its
+    slowest link: of the groups that cross nodes, the one with the fewest members in a node counts.
+    """
+    period = math.lcm(size * stride, linked)
+    starts = range(0, period if num_ranks is None else min(period, max(num_ranks, 1)), size * stride)
+    if stride >= linked:
+        return Spread(1, size)
+    offsets, step, slots = range(stride), stride, linked
+    if linked % stride == 0:  # neighbours of an offset share a node or leave it together
+        offsets, starts, step, slots = range(1), range(0, len(starts) * size, size), 1, linked // stride
+    fewest, most = size, 1
+    for first in (start + offset for start in starts for offset in offsets):
+        if step == 1:
+            head, last = min(size, slots - first % slots), (first + size - 1) % slots + 1
+            members, nodes = min(head, last), (first + size - 1) // slots - first // slots + 1
+        else:
+            counts = Counter((first + index * step) // slots for index in range(size))
+            members, nodes = min(counts.values()), len(counts)
+        if nodes > 1:
+            fewest, most = min(fewest, members), max(most, nodes)
+    return Spread(fewest, most)
+
+
+def leaves_node(source: int, target: int, ranks: int, linked: int) -> bool:
+    """Return True if any of ``ranks`` messages, from rank ``source`` + i to ``target`` + i, goes to another node."""
+    return any((source + index) // linked != (target + index) // linked for index in range(min(ranks, linked)))
 
 
 def rounds(size: int) -> float:

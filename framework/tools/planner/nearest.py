@@ -11,7 +11,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from meshwright.errors import UserError
-from meshwright.tools.planner.choices import MAX_CHUNKS, MICRO_BATCH_SIZES, Choice, choices, divisors
+from meshwright.tools.planner.choice import Choice
+from meshwright.tools.planner.choices import MAX_CHUNKS, MICRO_BATCH_SIZES, choices, divisors
 from meshwright.tools.planner.hardware import Hardware, known, read_hardware
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.schedule.action import Schedule
-from meshwright.tools.planner.choices import Choice, Rejection
+from meshwright.tools.planner.choice import Choice, Rejection
 from meshwright.tools.planner.cost import StepTime, step_time
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.layout_model import LayoutModel

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from meshwright.config import V_SCHEDULES
-from meshwright.tools.planner.choices import Choice
+from meshwright.tools.planner.choice import Choice
 from meshwright.tools.planner.context import context_words
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.plan import RankedLayout

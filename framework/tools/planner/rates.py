@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 from meshwright.tools.planner.hardware import Hardware, Link, interpolated_seconds
-from meshwright.tools.planner.links import GroupLink, of_ring, ring_link
+from meshwright.tools.planner.links import GroupLink, of_ring, ring_link, spread_of
 from meshwright.tools.planner.operations import Work, WorkKind
 
 OWN_BYTES = {"sgd": -8.0, "adafactor": 24.0}
@@ -155,6 +155,8 @@ class PerformanceModel(NamedTuple):
     hardware: Hardware
     fractions: RateFractions = RateFractions()
     traits: FrameworkTraits = FrameworkTraits()
+    num_ranks: int | None = None
+    """Ranks of the job, which its groups tile; None: any number."""
 
     @classmethod
     def of(cls, hardware: Hardware) -> PerformanceModel:
@@ -218,13 +220,13 @@ class PerformanceModel(NamedTuple):
         """Return the links between ``size`` ranks at a distance of ``stride`` ranks.
 
         Ranks of one node use the node's link. Across nodes, each device has its own network link, so a group with
-        several ranks per node uses several of them. Measured rings replace both rates.
+        several ranks per node uses several of them: as many as the node with the fewest, of the groups that tile the
+        job's ranks (:func:`spread_of`). Measured rings replace both rates.
         """
         hardware, node, cluster = self.hardware, self.hardware.node_link, self.hardware.cluster_link
         node_share, cluster_share = self.fractions.node_link, self.fractions.cluster_link
         call_s = self.fractions.message_s if hardware.kind == "cuda" else 0.0
-        in_node = size if size * stride <= hardware.linked_devices else max(1, hardware.linked_devices // stride)
-        in_node = min(in_node, size)
+        in_node, crossings = spread_of(size, stride, hardware.linked_devices, self.num_ranks)
         if hardware.node_rings and in_node > 1:
             node, node_share = ring_link(hardware.node_rings, in_node), 1.0
         within = node.bytes_per_s * node_share
@@ -234,7 +236,6 @@ class PerformanceModel(NamedTuple):
                 usual = ring_link(hardware.node_rings, max(2, min(hardware.processors, hardware.devices_per_node)))
                 measured = of_ring(measured, node.bytes_per_s / usual.bytes_per_s)  # calibrate measured over `usual`
             return GroupLink(within, (size - 1) * node.latency_s, size, call_s, measured)
-        crossings = math.ceil(size / in_node)
         if hardware.cluster_rings:
             cluster, cluster_share = ring_link(hardware.cluster_rings, crossings), 1.0
         ring_s = crossings * cluster.latency_s + (size - crossings) * node.latency_s

@@ -17,7 +17,8 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 from meshwright.terminal.format import format_size
-from meshwright.tools.planner.choices import Choice, Degrees, Rejection, Shape, choices, with_choice
+from meshwright.tools.planner.choice import Choice, Degrees, Rejection, Shape, with_choice
+from meshwright.tools.planner.choices import choices
 from meshwright.tools.planner.estimates import (
     compute_schedule,
     estimate_bytes,

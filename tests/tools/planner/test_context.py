@@ -14,7 +14,8 @@ from meshwright.context_parallel.order import ORDERS, documents
 from meshwright.launch.plans import execution_options
 from meshwright.launch.pool import RankPool
 from meshwright.tools.planner import context
-from meshwright.tools.planner.choices import Choice, Rejection, choice_of, choices, with_choice
+from meshwright.tools.planner.choice import Choice, Rejection, choice_of, with_choice
+from meshwright.tools.planner.choices import choices
 from meshwright.tools.planner.hardware import Link, read_hardware
 from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.layer_profile import LayerProfile

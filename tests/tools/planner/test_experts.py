@@ -12,7 +12,8 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.tools.at_rest import Elements, held_at_rest
 from meshwright.tools.dryrun.job import dry_run_job
-from meshwright.tools.planner.choices import Choice, Rejection, choice_of, choices, with_choice
+from meshwright.tools.planner.choice import Choice, Rejection, choice_of, with_choice
+from meshwright.tools.planner.choices import choices
 from meshwright.tools.planner.experts import PAIRED, exchange_s
 from meshwright.tools.planner.explanation import parts
 from meshwright.tools.planner.kernels import ExecutionOptions

@@ -18,7 +18,7 @@ from meshwright.tools.dryrun.fake_step import grid_of, profile_rank, share_bluep
 from meshwright.tools.dryrun.job import Job, dry_run_job, matrices_of_rank
 from meshwright.tools.dryrun.rank_profile import RankProfile
 from meshwright.tools.dryrun.report import flops_of
-from meshwright.tools.planner.choices import with_choice
+from meshwright.tools.planner.choice import with_choice
 from meshwright.tools.planner.cost import step_time
 from meshwright.tools.planner.matrix_step import (
     ELEMENT_BYTES,

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.launch.plans import execution_options
-from meshwright.tools.planner.choices import Choice, choice_of, with_choice
+from meshwright.tools.planner.choice import Choice, choice_of, with_choice
 from meshwright.tools.planner.estimates import compute_schedule, lowered_schedule
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import evaluate

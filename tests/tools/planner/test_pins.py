@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.tools.planner.choices import Choice, choices
+from meshwright.tools.planner.choice import Choice
+from meshwright.tools.planner.choices import choices
 from meshwright.tools.planner.search import search
 from tests.tools.planner.small import cache, hardware
 

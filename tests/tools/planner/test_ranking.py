@@ -9,7 +9,7 @@ import pytest
 from meshwright.config import resolve
 from meshwright.errors import ConfigError
 from meshwright.launch.comparisons import read_wanted
-from meshwright.tools.planner.choices import Choice, choice_of, with_choice
+from meshwright.tools.planner.choice import Choice, choice_of, with_choice
 from meshwright.tools.planner.comparison import own_layout, verdict, why_not
 from meshwright.tools.planner.explanation import parts, why
 from meshwright.tools.planner.model_cache import ModelCache

@@ -13,7 +13,8 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, load, resolve, to_toml
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis import peak_activations
-from meshwright.tools.planner.choices import SCHEDULES, Choice, Rejection, choice_of, choices, divisors, with_choice
+from meshwright.tools.planner.choice import Choice, Rejection, choice_of, with_choice
+from meshwright.tools.planner.choices import SCHEDULES, choices, divisors
 from meshwright.tools.planner.estimates import compute_schedule, estimate_bytes, estimate_s, in_flight, lowered_schedule
 from meshwright.tools.planner.hardware import Hardware
 from meshwright.tools.planner.model_cache import ModelCache

@@ -1,0 +1,70 @@
+"""Spread of groups over nodes: equal to a count over all ranks of a job, and what it does to predicted times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.tools.planner.experts import exchange_s
+from meshwright.tools.planner.hardware import read_hardware
+from meshwright.tools.planner.layer_profile import GroupMessages
+from meshwright.tools.planner.links import Spread, leaves_node, spread_of
+from meshwright.tools.planner.rates import PerformanceModel
+
+
+def counted(size: int, stride: int, linked: int, num_ranks: int) -> Spread:
+    """Spread of all groups, rank by rank."""
+    fewest, nodes = size, 1
+    for start in range(0, num_ranks, size * stride):
+        for offset in range(stride):
+            members = Counter((start + offset + index * stride) // linked for index in range(size))
+            if len(members) > 1:
+                fewest, nodes = min(fewest, *members.values()), max(nodes, len(members))
+    return Spread(fewest, nodes)
+
+
+@given(
+    size=st.integers(1, 20),
+    stride=st.integers(1, 12),
+    linked=st.sampled_from([1, 2, 3, 4, 6, 8, 16, 72]),
+    groups=st.integers(1, 20),
+)
+def test_every_group_is_counted(size: int, stride: int, linked: int, groups: int) -> None:
+    num_ranks = size * stride * groups
+    assert spread_of(size, stride, linked, num_ranks) == counted(size, stride, linked, num_ranks)
+
+
+@given(source=st.integers(0, 40), shift=st.integers(0, 40), ranks=st.integers(1, 30), linked=st.integers(1, 16))
+def test_every_message_of_a_stage_is_counted(source: int, shift: int, ranks: int, linked: int) -> None:
+    expected = any((source + i) // linked != (source + shift + i) // linked for i in range(ranks))
+    assert leaves_node(source, source + shift, ranks, linked) == expected
+
+
+@pytest.mark.parametrize(
+    ("cluster", "size", "stride", "adapters"),
+    [("h100", 8, 1, None), ("h100", 3, 2, 1), ("h100", 12, 1, 4), ("h100", 24, 1, 8), ("gb200", 16, 4, 2)],
+)
+def test_a_ring_has_the_adapters_of_its_emptiest_node(cluster: str, size: int, stride: int, adapters: Any) -> None:
+    performance = PerformanceModel.of(read_hardware(cluster))
+    hardware, fractions = performance.hardware, performance.fractions
+    within = hardware.node_link.bytes_per_s * fractions.node_link
+    across = hardware.cluster_link.bytes_per_s * fractions.cluster_link * (adapters or 0)
+    found = performance.group_link(size, stride)
+    assert found.bytes_per_s == pytest.approx(within if adapters is None else min(within, across))
+
+
+def test_a_job_in_one_domain_leaves_it_nowhere() -> None:
+    performance = PerformanceModel.of(read_hardware("gb200"))
+    assert performance.hardware.linked_devices == 72
+    assert performance._replace(num_ranks=64).group_link(16, 1).bytes_per_s > performance.group_link(16, 1).bytes_per_s
+
+
+def test_experts_of_a_group_that_crosses_nodes_send_most_rows_away() -> None:
+    performance = PerformanceModel.of(read_hardware("h100"))
+    message = GroupMessages("all_to_all", 1, 2**30, "ep")
+    within, across = exchange_s(performance, 4, [message]), exchange_s(performance, 6, [message])
+    assert across > 3 * within  # ranks 6 to 11: two on one node, four on the next
