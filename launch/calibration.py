@@ -50,7 +50,7 @@ def calibrate(options: argparse.Namespace, _: list[str]) -> int:
     check_place(out, folder=False, example=EXAMPLE)
     if options.device == "cuda":
         return _calibrate_gpu(out)
-    with RankPool(max(2, ranks)) as pool:
+    with RankPool(max(2, min(cores(), ranks))) as pool:
         measured = pool.run(measure_core, min(cores(), ranks), timeout_s=600)
         links = pool.run(measure_all_links, max(2, min(cores(), ranks)), timeout_s=600)[0]
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

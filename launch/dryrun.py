@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import Pipeline, RunConfig, load, resolve
 from meshwright.errors import ConfigError, UserError
+from meshwright.launch.arguments.common import DEVICES_PER_NODE
 from meshwright.mesh import Axis, Grid, check_placement, nodes_of
 from meshwright.schedule.build import BUILDERS
 from meshwright.system.atomic import check_place, writing
@@ -30,7 +31,7 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     Raises:
         UserError: an impossible configuration, an invalid fault, or a picture that cannot be written.
     """
-    out, num_nodes, per_node = options.out, options.nodes, options.devices_per_node
+    out, num_nodes = options.out, options.nodes
     check_place(out, folder=False, example="job.svg")
     if out is not None and out.suffix not in SUFFIXES:
         raise ConfigError(
@@ -39,6 +40,8 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     if out is not None:
         require_matplotlib()
     config = load(options.config, overrides)
+    hardware = _hardware(config, options.cluster)
+    per_node = options.devices_per_node or (DEVICES_PER_NODE if hardware is None else hardware.devices_per_node)
     if num_nodes:
         _check_size(config, num_nodes, per_node)
     config = resolve(config, num_nodes * per_node if num_nodes else None)
@@ -46,7 +49,8 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
     nodes = nodes_of(-(-grid.size // per_node), per_node)[: grid.size]
     across = {key: getattr(config.parallel, key) for key in ("tp_across_nodes", "ep_across_nodes")}
     check_placement(grid, nodes, **across)
-    hardware = _hardware(config, options.cluster, per_node)
+    if hardware is not None:
+        hardware = hardware.model_copy(update={"devices_per_node": per_node})
     faults = options.seed_fault or []
     parsed = [parse_fault(fault, grid, config.pipeline) for fault in faults]
     from meshwright.tools.dryrun.agreement import disagreements
@@ -87,7 +91,7 @@ def _check_cuda(job: Job) -> list[str]:
     return [problem for step in steps for problem in step.problems]
 
 
-def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware | None:
+def _hardware(config: RunConfig, cluster: str | None) -> Hardware | None:
     """Read the hardware for predicted seconds and MFU; default: an H100 for a run on GPUs, None for a run on CPU.
 
     Called before the dry run, so that a wrong name is refused at once.
@@ -97,7 +101,7 @@ def _hardware(config: RunConfig, cluster: str | None, per_node: int) -> Hardware
 
     if cluster is None and not reference(config.train.device, config.train.dtype).fused:
         return None
-    hardware = read_hardware(cluster or "h100").model_copy(update={"devices_per_node": per_node})
+    hardware = read_hardware(cluster or "h100")
     hardware.check_dtype(config.train.dtype)
     return hardware
 

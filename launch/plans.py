@@ -56,13 +56,9 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     hardware = read_hardware(options.cluster)
     if options.devices_per_node is not None:
         hardware = hardware.model_copy(update={"devices_per_node": options.devices_per_node})
-    if nodes * hardware.devices_per_node > MAX_DEVICES:
-        most = max(1, MAX_DEVICES // hardware.devices_per_node)
-        raise ConfigError(
-            "MW-LAUNCH-037",
-            f"--nodes {nodes} of {hardware.devices_per_node:,} devices each: a plan is for {MAX_DEVICES:,} devices at "
-            f"most, such as --nodes {most}",
-        )
+    _check_devices("--nodes", nodes, hardware)
+    for each in options.sweep_nodes or ():
+        _check_devices("--sweep-nodes", each, hardware)
     given = {".".join(key): value for key, value in given_keys(overrides).items()}
     _check_overrides(given, hardware, options.global_batch)
     config = _on_device_of(hardware, _load_config(options.config, overrides, given, options.global_batch))
@@ -96,6 +92,17 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _check_devices(option: str, nodes: int, hardware: Hardware) -> None:
+    """Raise :class:`ConfigError` for more devices than a search takes."""
+    if nodes * hardware.devices_per_node > MAX_DEVICES:
+        most = max(1, MAX_DEVICES // hardware.devices_per_node)
+        raise ConfigError(
+            "MW-LAUNCH-037",
+            f"{option} {nodes} of {hardware.devices_per_node:,} devices each: a plan is for {MAX_DEVICES:,} devices at "
+            f"most, such as {option} {most}",
+        )
+
+
 def check_skew(cache: ModelCache) -> None:
     """Refuse ``--skew``, the load of experts, for a model without experts.
 
@@ -124,6 +131,14 @@ def _check_overrides(given: dict[str, Any], hardware: Hardware, global_batch: in
                 f"command line: {', '.join(searched)}: a plan gives each layout its own value, so this has no effect: "
                 f"leave {'it' if len(searched) == 1 else 'them'} out (--global-batch sets the samples of a step; "
                 f"`meshwright dryrun` examines one layout)",
+            )
+        )
+    if isinstance(given.get("pipeline.balance"), list):
+        problems.append(
+            ConfigError(
+                "MW-LAUNCH-092",
+                f"command line: pipeline.balance = {given['pipeline.balance']} is of one number of stages, and a plan "
+                f"has several: leave it out, or name a measure such as time",
             )
         )
     if given.get("train.device", "auto") not in ("auto", hardware.kind):

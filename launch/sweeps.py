@@ -20,8 +20,15 @@ def run_sweep(options: argparse.Namespace, cache: ModelCache, hardware: Hardware
     """Print the best layout of each number of nodes and global batch; with ``--out`` also draw them.
 
     Raises:
-        ConfigError: more points than are searched in a few minutes.
+        ConfigError: more points than are searched in a few minutes, or options of a single search.
     """
+    alone = [name for name, value in (("--why", options.why), ("--best", options.best)) if value is not None]
+    if alone:
+        raise ConfigError(
+            "MW-LAUNCH-091",
+            f"{' and '.join(alone)}: a sweep prints the best layout of each size alone: leave "
+            f"{'it' if len(alone) == 1 else 'them'} out, or the sweep",
+        )
     nodes = options.sweep_nodes or [options.nodes]
     batches = options.sweep_batch or [cache.config.batch.global_batch]
     if len(nodes) * len(batches) > MAX_POINTS:

@@ -30,6 +30,9 @@ class CommandParser(argparse.ArgumentParser):
         super().error(str(UserError("MW-LAUNCH-054", message)))
 
 
+DEVICES_PER_NODE = 8
+
+
 def command(
     added: Added,
     name: str,
@@ -73,10 +76,20 @@ def config_file(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"{parser.prog} CONFIG [options] [--section.key=value ...]"
 
 
-def nodes_of_job(parser: argparse.ArgumentParser) -> None:
-    """Add ``--nodes`` and ``--devices-per-node``, which default to 8 devices per node and as many nodes as needed."""
+def nodes_of_job(parser: argparse.ArgumentParser, *, of_cluster: bool = False) -> None:
+    """Add ``--nodes`` and ``--devices-per-node``, which default to 8 devices per node and as many nodes as needed.
+
+    ``of_cluster``: the devices default to those of the ``--cluster`` file; without one the option is None.
+    """
     parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: as the degrees need)")
-    parser.add_argument("--devices-per-node", type=count, default=8, metavar="M", help="ranks on each (default: 8)")
+    default = "as in the --cluster file, or 8" if of_cluster else "8"
+    parser.add_argument(
+        "--devices-per-node",
+        type=count,
+        default=None if of_cluster else DEVICES_PER_NODE,
+        metavar="M",
+        help=f"ranks on each (default: {default})",
+    )
 
 
 def run_or_checkpoint(parser: argparse.ArgumentParser) -> None:

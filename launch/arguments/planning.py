@@ -199,7 +199,7 @@ def dryrun(added: Added) -> None:
         "  meshwright dryrun configs/demo.toml --seed-fault schedule:4=gpipe",
     )
     config_file(parser)
-    nodes_of_job(parser)
+    nodes_of_job(parser, of_cluster=True)
     parser.add_argument(
         "--seed-fault",
         action="append",

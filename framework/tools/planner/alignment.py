@@ -51,7 +51,7 @@ def _misaligned(local: Tensor, full: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _line(config: RunConfig, local: int, whole: int, name: str) -> str:
-    parts = max(1, whole // local)
+    parts = config.parallel.tp if local != whole else 1  # a vocabulary is padded: its parts are rounded up
     keys = [key for key, value in config.model.options.items() if value == whole and not isinstance(value, bool)]
     what = f"model.options.{keys[0]} = {whole:,}" if keys else f"{name} has a dim of {whole:,}"
     on_rank = f", {local:,} on each of {parts} tp ranks" if parts > 1 else ""

@@ -234,11 +234,13 @@ def build_hardware(
         host_link=Link(bytes_per_s=copies[-1].per_s, latency_s=0.0),
         operation_s=median_high(each[first].operation_s for each in measured),
         products=products[first],
+        other_products={dtype: curve for dtype, curve in products.items() if dtype != first},
         copies=copies,
         messages=links,
     )
 
 
+LINKS = ("node_link", "cluster_link", "host_link", "node_send", "cluster_send")
 CORES = " # cores, which the ranks of a node share"
 
 
@@ -247,6 +249,9 @@ def device_lines(hardware: Hardware) -> list[str]:
     lines = [f"{key} = {getattr(hardware, key):.4g}" for key in ("product_share", "attention_share")]
     if (backward := hardware.attention_backward_share) is not None:
         lines.append(f"attention_backward_share = {backward:.4g}")
+    for key in ("devices_per_domain", "host_memory_bytes", "host_memory_bytes_per_s"):
+        if (value := getattr(hardware, key)) != Hardware.model_fields[key].default:
+            lines.append(f"{key} = {value}")
     return [f"reserved_bytes = {hardware.reserved_bytes}", *lines]
 
 
@@ -267,10 +272,13 @@ def to_toml(hardware: Hardware) -> str:
         "[flops_per_s]",
         *(f"{dtype} = {rate:.4g}" for dtype, rate in hardware.flops_per_s.items()),
     ]
-    links = {name: getattr(hardware, name) for name in ("node_link", "cluster_link", "host_link")}
+    links = {name: getattr(hardware, name) for name in LINKS if getattr(hardware, name) is not None}
     for name, link in (links | {f"messages.{name}": link for name, link in hardware.messages.items()}).items():
         lines += ["", f"[{name}]", f"bytes_per_s = {link.bytes_per_s:.4g}", f"latency_s = {link.latency_s:.4g}"]
     for name in ("products", "copies"):
         for rate in getattr(hardware, name):
             lines += ["", f"[[{name}]]", f"size = {rate.size:.6g}", f"per_s = {rate.per_s:.4g}"]
+    for dtype, curve in hardware.other_products.items():
+        for rate in curve:
+            lines += ["", f"[[other_products.{dtype}]]", f"size = {rate.size:.6g}", f"per_s = {rate.per_s:.4g}"]
     return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,20 @@ ROW = 4096
 """Elements of a row of the measured norm."""
 LATENCY_S = 10e-6
 """Assumed latency of a copy from host memory."""
+
+
+OF_SHEET = (
+    "node_link",
+    "cluster_link",
+    "node_send",
+    "cluster_send",
+    "node_rings",
+    "cluster_rings",
+    "devices_per_domain",
+    "host_memory_bytes",
+    "host_memory_bytes_per_s",
+)
+"""Fields of a data sheet that one process cannot measure."""
 
 
 class Sizes(NamedTuple):
@@ -166,6 +180,9 @@ def measure_hardware(device: torch.device, sizes: Sizes | None = None) -> Hardwa
     }
     peaks = rates if sheet is None else dict(sheet.flops_per_s)
     host = Link(bytes_per_s=host_rate(device, sizes), latency_s=LATENCY_S)
+    of_sheet: dict[str, Any] = {"node_link": host, "cluster_link": host}
+    if sheet is not None:  # what is not measured
+        of_sheet = {name: getattr(sheet, name) for name in OF_SHEET}
     found = Hardware(
         name=facts.name,
         kind=device.type,
@@ -176,9 +193,8 @@ def measure_hardware(device: torch.device, sizes: Sizes | None = None) -> Hardwa
         processors=facts.processors,
         memory_bytes_per_s=copy_rate(device, sizes),
         flops_per_s=peaks,
-        node_link=host if sheet is None else sheet.node_link,
-        cluster_link=host if sheet is None else sheet.cluster_link,
         host_link=host,
+        **of_sheet,
     )
     return found.model_copy(update=_shares(found, rates["bfloat16"] / peaks["bfloat16"], sizes, device))
 

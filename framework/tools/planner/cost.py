@@ -68,8 +68,10 @@ def step_time(
     if key not in results:
         results[key] = hardware, _stage_times(layout, performance)  # hardware is kept alive: no other gets its id
     stages: list[StageTime] = results[key][1]
+    num_nodes = max(layout.grid.size / hardware.devices_per_node, 1.0)
     # ranks that share a core slow each other down
-    sharing = max(1.0, replicas * tp / hardware.processors) if on_cpu else 1.0
+    on_node = min(replicas * tp, hardware.devices_per_node)
+    sharing = max(1.0, on_node / hardware.processors) if on_cpu else 1.0
     if sharing > 1:
         stages = [StageTime(*(seconds * sharing for seconds in stage)) for stage in stages]
     costs, schedule = _costs(layout, stages, traits), layout.schedule
@@ -84,11 +86,11 @@ def step_time(
     else:
         pipeline = formula_s(layout, costs, traits)
     if on_cpu and pp > 1:  # idle ranks leave their core to others, but the busy ones cannot use more than all cores
-        pipeline = max(pipeline, _all_cores_s(layout, stages, replicas * tp / sharing, hardware.processors))
+        num_cores = hardware.processors * math.ceil(num_nodes)
+        pipeline = max(pipeline, _all_cores_s(layout, stages, replicas * tp / sharing, num_cores))
     reduce, gather = replicas_s(layout, performance, stages)
     optimizer = max(_optimizer_s(layout, performance, rank) for rank in _ranks_by_elements(layout)) * sharing
     total = pipeline + (reduce + gather) * sharing + optimizer
-    num_nodes = max(layout.grid.size / hardware.devices_per_node, 1.0)
     total = total * (1 + fractions.waits * math.log2(num_nodes)) + fractions.step_s
     bubble = bubble_share(timeline) if simulated else 0.0
     hidden = _hidden_s(timeline, schedule, costs) * batch_numbers(layout.config).chunks if simulated else 0.0

@@ -17,7 +17,7 @@ from meshwright.expert_parallel.plan import expert_names
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel
 from meshwright.tools.planner.layer_profile import GroupMessages
-from meshwright.tools.planner.links import spread_of
+from meshwright.tools.planner.links import ring_link, spread_of
 from meshwright.tools.planner.rates import PerformanceModel
 
 AXIS = "ep"
@@ -108,12 +108,19 @@ def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupM
     """Return the seconds of the all-to-alls of ``ep`` neighbouring ranks.
 
     A rank sends equally many bytes to every other rank: to its own node over the node link and, at the same time, to
-    other nodes over its network link. With measured links (CPU) an all-to-all takes as long as a reduce-scatter.
+    other nodes over its network link. Measured rings replace
+    both rates. With measured links (CPU) an all-to-all takes as long as a reduce-scatter.
     """
     hardware, fractions = performance.hardware, performance.fractions
-    in_node = spread_of(ep, 1, hardware.linked_devices, performance.num_ranks).fewest
+    in_node, nodes = spread_of(ep, 1, hardware.linked_devices, performance.num_ranks)
+    near, far = hardware.node_link, hardware.cluster_link
+    near_share, far_rate = fractions.node_link, fractions.cluster_link
+    if hardware.node_rings and in_node > 1:
+        near, near_share = ring_link(hardware.node_rings, in_node), 1.0
+    if hardware.cluster_rings and nodes > 1:
+        far, far_rate = ring_link(hardware.cluster_rings, nodes), 1.0
     far_share = (ep - in_node) / max(1, ep - 1)
-    start_s = performance.group_link(2, 1).call_s
+    start_s = performance.group_link(ep, 1).call_s
     seconds = 0.0
     for message in messages:
         if message.axis != AXIS:
@@ -121,13 +128,8 @@ def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupM
         if hardware.messages:
             seconds += performance.group_link(ep, 1).seconds(message.wire_bytes, message.calls, "reduce_scatter")
             continue
-        near_s = message.wire_bytes * (1 - far_share) / (hardware.node_link.bytes_per_s * fractions.node_link)
-        far_s = (
-            message.wire_bytes
-            * far_share
-            * performance.traits.far_rows_share
-            / (hardware.cluster_link.bytes_per_s * fractions.cluster_link)
-        )
-        latency_s = hardware.cluster_link.latency_s if far_share else hardware.node_link.latency_s
+        near_s = message.wire_bytes * (1 - far_share) / (near.bytes_per_s * near_share)
+        far_s = message.wire_bytes * far_share * performance.traits.far_rows_share / (far.bytes_per_s * far_rate)
+        latency_s = far.latency_s if far_share else near.latency_s
         seconds += max(near_s, far_s) + message.calls * (latency_s + start_s)
     return seconds

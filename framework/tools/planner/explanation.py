@@ -5,11 +5,14 @@ from __future__ import annotations
 from meshwright.config import batch_numbers
 from meshwright.parameters import DTYPES
 from meshwright.terminal.format import format_size
+from meshwright.tools.at_rest import held_at_rest
 from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.planner.plan import Plan, RankedLayout, usable_bytes
 from meshwright.tools.planner.ranking import TIE_SHARE, is_tie
 from meshwright.tools.planner.stage_time import stages_by_rank
 
+NAMES = {"adamw": "AdamW", "adamw8bit": "AdamW in 8 bits", "sgd": "SGD", "muon": "Muon", "lion": "Lion"}
+NAMES |= {"schedule_free_adamw": "schedule-free AdamW", "adafactor": "Adafactor"}
 ALIKE_SHARE = 1e-4
 """Fraction of a step's time below which two layouts count as equally fast."""
 
@@ -19,10 +22,8 @@ def strategy(cache: ModelCache, plan: Plan) -> list[str]:
     hardware, room = plan.hardware, usable_bytes(plan.hardware)
     counts = cache.total_elements(1, False)
     elements, width = counts.trained, DTYPES[cache.config.train.dtype].itemsize
-    states = elements * (width + 4 + (12 if width == 2 else 8)) - 4 * counts.matrices
-    if counts.factors:
-        states += 4 * counts.factors - 8 * elements
-    name = "Muon" if counts.matrices else "Adafactor" if counts.factors else "AdamW"
+    states = sum(held_at_rest(cache.config, counts))
+    name = NAMES.get(cache.config.optimizer.name, cache.config.optimizer.name)
     layers = cache.split(1, False).parameters.values()
     largest_bytes = max(sum(parameter.num_elements for parameter in layer) for layer in layers) * (width + 4)
     lines = [

@@ -12,9 +12,9 @@ import difflib
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, Self, TypeAlias, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from meshwright.config import Section
 from meshwright.errors import ConfigError
@@ -22,13 +22,19 @@ from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 
 Message: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 """A kind of messages that ``calibrate`` measures."""
+PerSecond: TypeAlias = Annotated[float, Field(ge=1.0, le=1e21)]
+"""A rate of a device or link: finite times follow from any."""
+Seconds: TypeAlias = Annotated[float, Field(ge=0.0, le=3600.0)]
+Share: TypeAlias = Annotated[float, Field(ge=1e-9, le=1.0)]
+Bytes: TypeAlias = Annotated[int, Field(gt=0, le=2**60)]
+Devices: TypeAlias = Annotated[int, Field(gt=0, le=2**20)]
 
 
 class Link(Section):
     """Link of one device, in one direction."""
 
-    bytes_per_s: PositiveFloat
-    latency_s: float = Field(ge=0)
+    bytes_per_s: PerSecond
+    latency_s: Seconds
 
 
 class Ring(Link):
@@ -41,9 +47,9 @@ class Ring(Link):
 class Rate(Section):
     """Rate of operations of one size; times between sizes are interpolated linearly."""
 
-    size: PositiveFloat
+    size: PerSecond
     """FLOPs of a product, bytes of another operation."""
-    per_s: PositiveFloat
+    per_s: PerSecond
 
 
 class Hardware(Section):
@@ -53,29 +59,29 @@ class Hardware(Section):
     kind: str = Field(default="cuda", pattern="^(cuda|cpu)$")
     measured: bool = False
     """True if the rates were measured on the GPU itself, and are not those of a data sheet."""
-    devices_per_node: PositiveInt
-    devices_per_domain: PositiveInt | None = None
+    devices_per_node: Devices
+    devices_per_domain: Devices | None = None
     """Number of devices that ``node_link`` connects, of several nodes (an NVLink domain); None: those of one node."""
-    memory_bytes: PositiveInt
+    memory_bytes: Bytes
     """Memory of a device."""
     reserved_bytes: int = Field(default=0, ge=0)
     """Part of ``memory_bytes`` that is used before the first tensor."""
-    host_memory_bytes: PositiveInt = 2 * 2**40
+    host_memory_bytes: Bytes = 2 * 2**40
     """Memory of a node's host for ``parallel.offload``."""
-    host_memory_bytes_per_s: PositiveFloat = 200e9
+    host_memory_bytes_per_s: PerSecond = 200e9
     """Memory bandwidth of a node's host, shared by its devices (half of two sockets' data sheet)."""
-    processors: int = Field(gt=0, le=2**20)
+    processors: Devices
     """Processors (SMs) of a device, each on one tile of a product. CPU: cores of a node, shared by its ranks."""
-    memory_bytes_per_s: PositiveFloat
-    flops_per_s: dict[str, PositiveFloat]
+    memory_bytes_per_s: PerSecond
+    flops_per_s: dict[str, PerSecond]
     """Dense peak by dtype. Without float16: that of bfloat16."""
-    product_share: float = Field(default=1.0, gt=0, le=1)
+    product_share: Share = 1.0
     """Fraction of ``flops_per_s`` that the largest products reach."""
-    attention_share: float = Field(default=0.4, gt=0, le=1)
+    attention_share: Share = 0.4
     """Fraction of the peak that a fused attention kernel reaches in forward; causal attention has half the FLOPs."""
-    torch_attention_shares: tuple[PositiveFloat, PositiveFloat] | None = None
+    torch_attention_shares: tuple[Share, Share] | None = None
     """Fractions of the peak that torch's own attention reaches, in forward and backward; None: as the usual kernel."""
-    attention_backward_share: float | None = Field(default=None, gt=0, le=1)
+    attention_backward_share: Share | None = None
     """``attention_share`` of backward, if both were measured on the device; None: published rates, fitted constants."""
     node_link: Link
     cluster_link: Link
@@ -89,12 +95,14 @@ class Hardware(Section):
     """Measured rings across nodes, shortest first; empty: ``cluster_link`` whatever their length."""
     host_link: Link = Link(bytes_per_s=25e9, latency_s=10e-6)
     """Link to host memory, each way."""
-    operation_s: float = Field(default=0.0, ge=0)
+    operation_s: Seconds = 0.0
     """Overhead in seconds of each operation, where nothing hides it (CPU)."""
-    whole_share: float = Field(default=1.0, gt=0, le=1)
+    whole_share: Share = 1.0
     """Fraction of the measured rates (``products``, ``copies``) that a whole layer reaches."""
     products: list[Rate] = []
     """Measured products, smallest first; empty: the formula of ``PerformanceModel.product_share``."""
+    other_products: dict[str, list[Rate]] = {}
+    """Measured products of dtypes whose curve is another, by dtype."""
     copies: list[Rate] = []
     """Measured elementwise operations, smallest first; empty: ``memory_bytes_per_s``."""
     messages: dict[Message, Link] = {}
@@ -113,6 +121,26 @@ class Hardware(Section):
         if any(a >= b for a, b in pairwise(sizes)):
             raise ValueError(f"sizes have to rise, these are {', '.join(f'{size:g}' for size in sizes)}")
         return curve
+
+    @field_validator("other_products")
+    @classmethod
+    def _each_smallest_first(cls, curves: dict[str, list[Rate]]) -> dict[str, list[Rate]]:
+        for curve in curves.values():
+            cls._smallest_first(curve)
+        return {dtype: curve for dtype, curve in curves.items() if curve}
+
+    @model_validator(mode="after")
+    def _leaves_memory(self) -> Self:
+        if self.reserved_bytes >= self.memory_bytes:
+            raise ValueError(
+                f"reserved_bytes {self.reserved_bytes:,} leave nothing of memory_bytes {self.memory_bytes:,}"
+            )
+        return self
+
+    def attention_flops_per_s(self, dtype: str) -> float:
+        """Return the peak of attention kernels: for 16 bits that of bfloat16, where it is set."""
+        of_16_bits = dtype in ("bfloat16", "float16") and "bfloat16" in self.flops_per_s
+        return float(self.flops_per_s["bfloat16" if of_16_bits else dtype])
 
     @property
     def linked_devices(self) -> int:
@@ -212,6 +240,8 @@ def _key_problem(place: tuple[int | str, ...], kind: str, message: str) -> str:
     if place[-1:] == ("[key]",):
         place, kind = place[:-1], "extra_forbidden"
     key, last = ".".join(map(str, place)), str(place[-1]) if place else ""
+    if not key:
+        return message.removeprefix("Value error, ")
     if kind == "missing":
         return f"{key} is missing"
     if kind == "extra_forbidden":

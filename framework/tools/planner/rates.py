@@ -179,14 +179,14 @@ class PerformanceModel(NamedTuple):
         if work.kind is WorkKind.EMULATION and has_float8:
             return 0.0
         if hardware.products:
-            return _measured_s(work, hardware)
+            return _measured_s(work, hardware, dtype)
         memory_s = work.bytes / self.memory_bytes_per_s
         if work.kind in NOT_COMPUTED:
             return memory_s + operation_s
         if work.kind is WorkKind.ATTENTION:
             share = head_dim_share(work.shape[3], self.traits.attention_head_dims)
             share *= self.attention_share(work.shape[0] * work.shape[1], backward=backward)
-            peak = float(hardware.flops_per_s["bfloat16"])
+            peak = hardware.attention_flops_per_s(dtype)
         else:
             share, peak = self.product_share(work.shape), float(hardware.flops_per_s[dtype])
             if work.kind is WorkKind.FLOAT8 and has_float8:
@@ -229,6 +229,7 @@ class PerformanceModel(NamedTuple):
         in_node, crossings = spread_of(size, stride, hardware.linked_devices, self.num_ranks)
         if hardware.node_rings and in_node > 1:
             node, node_share = ring_link(hardware.node_rings, in_node), 1.0
+            call_s = 0.0  # measured with the latency of its hops
         within = node.bytes_per_s * node_share
         measured: tuple[tuple[str, Link], ...] = tuple(hardware.messages.items())
         if in_node == size:
@@ -237,7 +238,7 @@ class PerformanceModel(NamedTuple):
                 measured = of_ring(measured, node.bytes_per_s / usual.bytes_per_s)  # calibrate measured over `usual`
             return GroupLink(within, (size - 1) * node.latency_s, size, call_s, measured)
         if hardware.cluster_rings:
-            cluster, cluster_share = ring_link(hardware.cluster_rings, crossings), 1.0
+            cluster, cluster_share, call_s = ring_link(hardware.cluster_rings, crossings), 1.0, 0.0
         ring_s = crossings * cluster.latency_s + (size - crossings) * node.latency_s
         across = cluster.bytes_per_s * cluster_share * in_node
         return GroupLink(min(across, within), ring_s, size, call_s, measured)
@@ -255,11 +256,13 @@ def head_dim_share(head_dim: int, kernel_dims: tuple[int, ...]) -> float:
     return max((head_dim / dims for dims in kernel_dims if dims >= head_dim), default=1.0)
 
 
-def _measured_s(work: Work, hardware: Hardware) -> float:
-    """Return the seconds of one operation from measured curves."""
+def _measured_s(work: Work, hardware: Hardware, dtype: str) -> float:
+    """Return the seconds of one operation from measured curves. ``dtype``: that of products."""
     if hardware.copies:
         memory_s = interpolated_seconds(hardware.copies, work.bytes)
     else:
         memory_s = work.bytes / hardware.memory_bytes_per_s
-    product_s = 0.0 if work.kind in NOT_COMPUTED else interpolated_seconds(hardware.products, work.flops)
+    product_s = 0.0
+    if work.kind not in NOT_COMPUTED:
+        product_s = interpolated_seconds(hardware.other_products.get(dtype, hardware.products), work.flops)
     return max(product_s, memory_s) / hardware.whole_share + hardware.operation_s

@@ -19,6 +19,7 @@ import torch
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
+from meshwright.tools.dryrun.cuda import process
 from meshwright.tools.dryrun.cuda.call_site import HIDDEN
 from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
 from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
@@ -286,6 +287,19 @@ def test_a_wait_that_is_left_out_is_a_race(names: list[str], library: Path) -> N
         races = CudaStep(**json.loads(line)).races
         assert bool(races) == (name != "nothing"), (name, races)
         assert any(re.search(NAMED.get(name, ""), race) for race in races) or name == "nothing", (name, races)
+
+
+def test_a_model_may_print(library: Path) -> None:
+    config = on_cuda(configured(model="llama", num_layers=2))
+    noisy = config.replace(model={"builder": "tests.tools.dryrun.noisy:build"})
+    assert run_process(library, [(noisy, 0)]) == run_process(library, [(config, 0)])
+
+
+def test_a_rank_without_a_result_is_an_error(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = subprocess.CompletedProcess([], 0, "", "ended early")
+    monkeypatch.setattr(process, "_run", lambda *_: nothing)
+    with pytest.raises(UserError, match="the step of rank 3 fails on fake CUDA tensors: ended early"):
+        run_process(library, [(on_cuda(configured()), 3)])
 
 
 def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ def test_sizes_that_are_multiples_of_8_are_silent() -> None:
     [
         ({"vocab_size": 99}, 1, f"model.options.vocab_size = 99: {WITHOUT} 104"),
         ({"ffn_size": 72}, 2, f"model.options.ffn_size = 72, 36 on each of 2 tp ranks: {WITHOUT} 80"),
+        ({"vocab_size": 97}, 4, f"model.options.vocab_size = 97, 25 on each of 4 tp ranks: {WITHOUT} 128"),
         ({"ffn_size": 72}, 1, None),
         (
             {"hidden_size": 48, "num_heads": 4},

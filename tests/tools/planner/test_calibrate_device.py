@@ -55,3 +55,15 @@ def test_a_device_gets_the_peak_of_its_own_data_sheet() -> None:
     names = ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 PCIe", "NVIDIA L4")
     found = [sheet and sheet.name for sheet in map(data_sheet, names)]
     assert found == [*(read_hardware(each).name for each in ("h100", "h200", "a100")), None, None]
+
+
+def test_what_is_not_measured_comes_from_the_data_sheet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sheet = read_hardware("gb200")
+    monkeypatch.setattr(calibrate_device, "data_sheet", lambda _: sheet)
+    found = measure_hardware(torch.device("cpu"), SMALL).model_copy(update={"kind": "cuda"})
+    assert found.devices_per_domain == 72 and found.torch_attention_shares is None
+    file = tmp_path / "gpu.toml"
+    file.write_text(to_toml(found))
+    again = read_hardware(str(file))
+    for name in ("devices_per_domain", "node_link", "cluster_link", "host_memory_bytes"):
+        assert getattr(again, name) == getattr(sheet, name), name

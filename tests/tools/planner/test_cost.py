@@ -421,3 +421,12 @@ def test_no_device_is_thought_to_reach_more_than_any_was_seen_to(name: str) -> N
     weights = 8 * (8192 * 8192 * 2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 32000 * 8192
     flops = 2 * 4096 * (6 * weights + 12 * 8 * 8192 * 4096)
     assert 0.2 < flops / seconds / hardware.flops_per_s["bfloat16"] < (0.65 if name.startswith("h") else 0.8)
+
+
+def test_nodes_of_cores_share_no_core() -> None:
+    """Weak scaling over fast links: as many samples a rank on one node as on four."""
+    box = DEVICE.model_copy(update={"kind": "cpu", "devices_per_node": 2, "processors": 2})
+    one, four = (took(config(parallel={"dp": dp}), box, message_s=0.0, waits=0.0) for dp in (2, 8))
+    assert four.pipeline == pytest.approx(one.pipeline)
+    crowded = took(config(parallel={"dp": 8}), box.model_copy(update={"devices_per_node": 8}), message_s=0.0, waits=0.0)
+    assert crowded.pipeline == pytest.approx(4 * one.pipeline)

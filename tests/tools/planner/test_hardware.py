@@ -9,6 +9,8 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.tools.planner.calibrate import to_toml
 from meshwright.tools.planner.hardware import Link, Rate, interpolated_seconds, known, read_hardware
+from meshwright.tools.planner.operations import Work, WorkKind
+from meshwright.tools.planner.rates import PerformanceModel
 from tests.tools.planner.small import hardware
 
 CURVE = [Rate(size=1e3, per_s=1e9), Rate(size=1e6, per_s=1e10), Rate(size=1e9, per_s=4e10)]
@@ -109,3 +111,49 @@ def test_a_curve_is_met_where_it_was_measured_and_rises_between() -> None:
     assert times == sorted(times)
     assert times[0] == 1e-6  # of so little the time is to be started
     assert interpolated_seconds(CURVE, 4e9) == pytest.approx(0.1)  # at the rate of the last
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("memory_bytes_per_s = 3.35e+12", "memory_bytes_per_s = 1e-308", "memory_bytes_per_s"),
+        ("memory_bytes = 1073741824", f"memory_bytes = {10**400}", "memory_bytes"),
+        ("bfloat16 = 9.89e+14", "bfloat16 = 1e-308", "flops_per_s.bfloat16"),
+        ("product_share = 1", "product_share = 1e-320", "product_share"),
+        ("latency_s = 4e-06", "latency_s = 1e308", "node_link.latency_s"),
+        ("bytes_per_s = 4.5e+11", "bytes_per_s = 1e-300", "node_link.bytes_per_s"),
+        ("reserved_bytes = 0", "reserved_bytes = 1073741824", "reserved_bytes 1,073,741,824 leave nothing"),
+        ("devices_per_node = 4", "devices_per_node = 4294967296", "devices_per_node"),
+    ],
+)
+def test_numbers_that_give_no_finite_time_are_refused(tmp_path: Path, old: str, new: str, key: str) -> None:
+    file, text = written(tmp_path)
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    said = refused(str(file))
+    assert f"box.toml: {key}" in said and len(said) < 1000
+
+
+def test_a_file_keeps_a_domain_and_the_curves_of_each_dtype(tmp_path: Path) -> None:
+    slow = [Rate(size=1e3, per_s=1e8), Rate(size=1e9, per_s=4e9)]
+    other = {"devices_per_domain": 72, "host_memory_bytes": 2**39, "node_send": Link(bytes_per_s=2e9, latency_s=1e-4)}
+    file, _ = written(tmp_path, other_products={"bfloat16": slow}, **other)
+    assert read_hardware(str(file)) == hardware(products=CURVE, other_products={"bfloat16": slow}, **other)
+
+
+def test_a_product_takes_the_curve_of_its_dtype() -> None:
+    slow = [Rate(size=rate.size, per_s=rate.per_s / 10) for rate in CURVE]
+    model = PerformanceModel.of(hardware(kind="cpu", products=CURVE, other_products={"bfloat16": slow}))
+    work = Work(WorkKind.PRODUCT, 1e9, 1.0, (1, 1000, 1000, 500))
+    fast_s, slow_s = (model.work_s(work, dtype, backward=False) for dtype in ("float32", "bfloat16"))
+    assert slow_s == pytest.approx(10 * fast_s)
+
+
+def test_attention_has_the_peak_of_its_dtype() -> None:
+    work = Work(WorkKind.ATTENTION, 1e13, 1.0, (64, 4096, 4096, 128))
+    h100 = PerformanceModel.of(read_hardware("h100"))
+    rates = h100.hardware.flops_per_s
+    half_s, single_s = (h100.work_s(work, dtype, backward=False) for dtype in ("bfloat16", "float32"))
+    assert single_s / half_s == pytest.approx(rates["bfloat16"] / rates["float32"], rel=0.01)
+    v100 = PerformanceModel.of(hardware(flops_per_s={"float16": 1e14, "float32": 1.5e13}))
+    assert v100.work_s(work, "float32", backward=False) > v100.work_s(work, "float16", backward=False) > 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.tools.planner.experts import exchange_s
-from meshwright.tools.planner.hardware import read_hardware
+from meshwright.tools.planner.hardware import Ring, read_hardware
 from meshwright.tools.planner.layer_profile import GroupMessages
 from meshwright.tools.planner.links import Spread, leaves_node, spread_of
 from meshwright.tools.planner.rates import PerformanceModel
@@ -68,3 +68,14 @@ def test_experts_of_a_group_that_crosses_nodes_send_most_rows_away() -> None:
     message = GroupMessages("all_to_all", 1, 2**30, "ep")
     within, across = exchange_s(performance, 4, [message]), exchange_s(performance, 6, [message])
     assert across > 3 * within  # ranks 6 to 11: two on one node, four on the next
+
+
+def test_measured_rings_replace_the_links_of_experts_and_their_latency_is_counted_once() -> None:
+    h100 = read_hardware("h100")
+    slow = Ring(size=2, bytes_per_s=1e9, latency_s=1e-5)
+    measured = PerformanceModel.of(h100.model_copy(update={"node_rings": [slow], "cluster_rings": [slow]}))
+    message = GroupMessages("all_to_all", 1, 2**30, "ep")
+    assert exchange_s(measured, 8, [message]) == pytest.approx(2**30 / 1e9, rel=1e-3)
+    assert exchange_s(measured, 16, [message]) > 20 * exchange_s(PerformanceModel.of(h100), 16, [message])
+    assert measured.group_link(2, 1).seconds(0.0, 1, "all_gather") == pytest.approx(1e-5)
+    assert measured.group_link(2, 8).seconds(0.0, 1, "all_gather") == pytest.approx(2e-5)

@@ -56,21 +56,27 @@ def take_cuda_steps(config: RunConfig, ranks: Sequence[int]) -> list[CudaStep]:
 
 def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[CudaStep]:
     """Take the step of each (configuration, rank) in one process with this library; see :func:`take_cuda_steps`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "meshwright.tools.dryrun.cuda", str(library)],
+    with tempfile.TemporaryDirectory(prefix="meshwright-cuda-") as directory:
+        found = Path(directory) / "steps.jsonl"
+        found.touch()
+        done = _run(library, found, jobs)
+        steps = [CudaStep(**json.loads(line)) for line in found.read_text(encoding="utf-8").splitlines()]
+    if done.returncode or len(steps) != len(jobs):
+        last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
+        rank = jobs[min(len(steps), len(jobs) - 1)][1]
+        raise UserError("MW-DRYRUN-003", f"--device cuda: the step of rank {rank} fails on fake CUDA tensors: {last}")
+    return steps
+
+
+def _run(library: Path, found: Path, jobs: Sequence[tuple[RunConfig, int]]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "meshwright.tools.dryrun.cuda", str(library), str(found)],
         input="".join(f"{rank} {config.model_dump_json()}\n" for config, rank in jobs),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode:
-        last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
-        raise UserError(
-            "MW-DRYRUN-003", f"--device cuda: the step of rank {jobs[len(lines)][1]} fails on fake CUDA tensors: {last}"
-        )
-    return [CudaStep(**line) for line in lines]
 
 
 def describe_cuda_steps(steps: Sequence[CudaStep]) -> str:
