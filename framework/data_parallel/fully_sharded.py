@@ -230,8 +230,14 @@ class FullyShardedStage:
 
 
 def _check_dims(members: Iterable[StageParameter]) -> None:
-    """Raise :class:`ModelError` for a parameter without a first dim to shard."""
+    """Raise :class:`ModelError` for a parameter without a first dim to shard, or without elements."""
     for member in members:
+        if member.parameter.numel() == 0:
+            raise ModelError(
+                "MW-DP-002",
+                f"the parameter {member.info.name} of shape {tuple(member.parameter.shape)} has no elements, and torch "
+                f"shards none such under parallel.zero = 3: leave it out, or choose parallel.zero = 2",
+            )
         if member.parameter.dim() == 0:
             raise ModelError(
                 "MW-DP-001",

@@ -61,6 +61,34 @@ class Scale(nn.Module):
         return x * self.factor
 
 
+class Strided(nn.Module):
+    """A weight whose rows are not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, WIDTH).t())
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x @ self.weight)
+
+
+class Empty(nn.Module):
+    """A weight without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(0, WIDTH))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum(0)
+
+
 class Uncalled(nn.Module):
     """Takes the weight of a module for itself; all of the kind share one."""
 
@@ -72,7 +100,7 @@ class Uncalled(nn.Module):
         return x + torch.tanh(nn.functional.linear(x, self.linear.weight))
 
 
-KINDS = {each.__name__: each for each in (Sometimes, InPlace, PartlyFrozen, Scale, Uncalled)}
+KINDS = {each.__name__: each for each in (Sometimes, InPlace, PartlyFrozen, Scale, Strided, Empty, Uncalled)}
 
 
 def of_kind(kind: str, vocab_size: int = 17, depth: int = 2) -> nn.Sequential:

@@ -33,6 +33,8 @@ def of_kind(kind: str) -> RunConfig:
         ("Sometimes", "dp2,zero3,step", "bfloat16"),
         ("Sometimes", "dp4,pp2,zero3,shard2,zb_h1", "float64"),
         ("PartlyFrozen", "dp2,pp2,zero3,zb_h1", "float64"),
+        ("Strided", "dp2,zero3", "float64"),
+        ("Empty", "dp2,zero2", "float64"),
     ],
 )
 def test_gradients_that_only_some_have(kind: str, layout: str, dtype: str, pool: RankPool) -> None:
@@ -132,6 +134,7 @@ def built(rank: int, world_size: int, config_json: str, steps: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
+        ("Empty", "the parameter 1.weight of shape (0, 8) has no elements, and torch shards none such under parallel."),
         ("Scale", "the parameter 1.factor is a single number: parallel.zero = 3 cuts parameters along their first "),
         ("Uncalled", "layer 1 uses a weight that several modules share without calling its module: with parallel.ze"),
         ("InPlace", "layer 1 changes its input in place: with parallel.zero = 3 torch has a hook on the gradient "),

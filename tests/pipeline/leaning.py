@@ -114,6 +114,7 @@ class Remembering(Block):
         super().__init__()
         self.how = how
         self.calls = 0
+        self.count = torch.zeros(())
         self.before: Tensor | None = None
         self.mask: Tensor | None = None
 
@@ -122,6 +123,12 @@ class Remembering(Block):
         if self.how == "count":
             self.calls += 1
             return y / self.calls
+        if self.how == "count in a tensor":
+            self.calls += 1
+            return y * torch.tensor(float(self.calls))
+        if self.how == "tensor that counts":
+            self.count += 1
+            return y * self.count
         if self.how == "previous":
             y = y if self.before is None else y + self.before
             self.before = x.detach()

@@ -59,6 +59,8 @@ def test_a_layer_that_draws(how: str, source: str) -> None:
     ("how", "message"),
     [
         ("count", r"layer 1 \(Remembering\) does something else in each call for the same input"),
+        ("count in a tensor", r"layer 1 \(Remembering\) does something else in each call for the same input"),
+        ("tensor that counts", r"layer 1 \(Remembering\) does something else in each call for the same input"),
         ("generator of the module", r"layer 1 \(Remembering\) does something else in each call for the same input"),
         ("previous", r"uses a tensor of shape .* of layer 1 in an earlier forward that is not in its input"),
         ("caught", r"layer 1 \(Remembering\) draws from torch's random generator \(rand_like\)"),

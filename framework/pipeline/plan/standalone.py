@@ -11,9 +11,7 @@ from its input, its own parameters and buffers, and nothing else. One forward on
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
+from meshwright.pipeline.plan.generators import generator_states
 from meshwright.pipeline.plan.outline import Outline, outline_of
 
 CALLS_BEFORE = 2
@@ -30,6 +29,8 @@ PLAIN = (bool, int, float, str)
 OF_SHAPE = {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
 """Operations that use only shape, dtype and device of their argument."""
 OWN = {"torch", "meshwright"}
+COMPARED = 4096
+"""Elements of a tensor off the meta device that are compared between two calls."""
 BY_NAME = (
     "Use the module nn.Dropout itself (no subclass, no F.dropout), whose masks are drawn by name and sample; other "
     "noise belongs into the samples"
@@ -57,7 +58,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keep them.
         """
         self._trace: list[tuple[Any, ...]] = []
-        """Operations of one forward, with their plain arguments."""
+        """Operations of one forward, with their plain arguments and the numbers of tensors that are not on meta."""
         self._fault: ModelError | None = None
         """First error; kept, because the layer may catch it."""
         self._alive: dict[int, Any] = {}  # keeps storages alive, as a freed address could be reused
@@ -126,7 +127,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made |= dict.fromkeys(self._inputs, self._layer)
         self._trace = []
         places = {key: self._key(parameter) for key, parameter in layer.named_parameters()}
-        drawn = _generator_states(layer)
+        drawn = generator_states(layer)
         try:
             with self:
                 yield value
@@ -136,7 +137,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key, parameter in layer.named_parameters():
             if places.get(key) != self._key(parameter):
                 raise ModelError("MW-PIPELINE-022", self._writes(f"{self._layer}.{key}", ".data = ..."))
-        for source, state in _generator_states(layer).items():
+        for source, state in generator_states(layer).items():
             if drawn.get(source) != state:
                 raise ModelError("MW-PIPELINE-023", self._draws(source))
 
@@ -173,7 +174,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except ModelError as error:
             self._fault = self._fault or error
             raise
-        self._trace.append((name, *(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PLAIN))))
+        plain = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PLAIN))
+        self._trace.append((name, *plain, *map(_numbers, given)))
         found = func(*args, **kwargs)
         if name not in OF_SHAPE and any(self._key(tensor) in self._made or self._names(tensor) for tensor in given):
             for leaf in tree_leaves(found):
@@ -244,6 +246,13 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
+def _numbers(tensor: Tensor) -> str:
+    """Return the first numbers of a tensor that a layer made or keeps off the meta device; "" for one on meta."""
+    if tensor.device.type != "cpu" or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return ""
+    return repr(tensor.detach().reshape(-1)[:COMPARED].tolist())
+
+
 def _is_known(layer: nn.Module) -> bool:
     return all(type(module).__module__.partition(".")[0] in OWN for module in layer.modules())
 
@@ -261,44 +270,3 @@ def _is_drawing(func: Any, args: Any, kwargs: Any) -> bool:
     given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     probability = given.get("dropout_p", given.get("p") if "dropout" in func._schema.name else None)
     return probability != 0.0 and given.get("train", True) is not False
-
-
-def _generator_states(layer: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Return the states of Python's and numpy's generators, and of the generators that the layer's modules hold."""
-    numpy = sys.modules.get("numpy")
-    found: dict[str, tuple[Any, ...]] = {"Python's random": random.getstate()}
-    if numpy is not None:
-        found["numpy.random"] = _of_numpy(numpy.random.get_state())
-    for module_name, module in layer.named_modules():
-        for attribute, value in vars(module).items():
-            for state in map(_state_of, _items(value)):
-                if state is not None:
-                    name = f"its own generator {f'{module_name}.{attribute}'.lstrip('.')}"
-                    found[name] = (*found.get(name, ()), state)
-    return found
-
-
-def _of_numpy(state: Any) -> tuple[Any, ...]:
-    """Return numpy's legacy state in a form that ``==`` compares."""
-    name, keys, *rest = state
-    return (name, keys.tobytes(), *rest)
-
-
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list | tuple) else (value,)
-
-
-def _state_of(value: Any) -> Any:
-    """Return the state of a random generator; None for any other object."""
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return repr(value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
-        return _of_numpy(value.get_state())
-    return None

@@ -65,7 +65,8 @@ def relative_distances(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
     """Return, per parameter, the norm of the difference over the norm of the reference.
 
     The denominator is at least 1e-6 of the norm of all parameters, scaled to this parameter's number of elements. Below
-    that floor a parameter's own norm is rounding noise. A missing tensor, another shape or NaN gives inf.
+    that floor a parameter's own norm is rounding noise. A missing tensor, another shape or NaN gives inf, and so does
+    anything else than zeros where all references are zero.
     """
     total = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in expected.values()))
     elements = sum(tensor.numel() for tensor in expected.values())
@@ -74,9 +75,11 @@ def relative_distances(found: Mapping[str, Tensor], expected: Mapping[str, Tenso
         if name not in found or found[name].shape != tensor.shape:
             distances[name] = math.inf
             continue
-        floor = 1e-6 * total * math.sqrt(tensor.numel() / elements)
+        floor = 1e-6 * total * math.sqrt(tensor.numel() / elements) if elements else 0.0
         distance = float((found[name].double() - tensor.double()).norm())
-        distances[name] = math.inf if math.isnan(distance) else distance / max(float(tensor.double().norm()), floor)
+        norm = max(float(tensor.double().norm()), floor)
+        is_far = math.isnan(distance) or (norm == 0 and distance > 0)
+        distances[name] = math.inf if is_far else distance / norm if norm else 0.0
     return distances
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.seeding import Draw, SeededDropout, derive
 from meshwright.tools.verify import Layout, layout_config, parse_layout, run_reference, verify
 from meshwright.tools.verify import run as verify_run
+from meshwright.tools.verify.compare import relative_distances
 from meshwright.tools.verify.dropout import KeyedDropout, keep_mask, key_of
 from meshwright.tools.verify.initial import difference, initial_problems
 from meshwright.tools.verify.rank import open_verify_source
@@ -263,3 +265,12 @@ def test_a_layout_that_fails_is_a_row_and_the_others_are_run(pool: RankPool, mon
     assert said[5].startswith("refused: ") and "5 stages" in said[5]
     table = report.table()
     assert not report.passed and "6 of 8 layouts could not be run" in table and table.count("same numbers") == 2
+
+
+def test_distances_of_nothing() -> None:
+    """Parameters without elements, and gradients of zeros, are as far as they differ."""
+    empty, zeros, ones = torch.empty(0, 3), torch.zeros(2), torch.ones(2)
+    assert relative_distances({"a": empty, "b": ones}, {"a": empty, "b": ones}) == {"a": 0.0, "b": 0.0}
+    assert relative_distances({"a": empty}, {"a": empty}) == {"a": 0.0}
+    assert relative_distances({"a": zeros}, {"a": zeros}) == {"a": 0.0}
+    assert relative_distances({"a": ones}, {"a": zeros}) == {"a": math.inf}

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.model.build import PlainModel, build_model, configured_model
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
@@ -213,3 +214,36 @@ def test_documents_in_a_row_do_not_see_each_other(tmp_path: Path) -> None:
     assert torch.allclose(packed[1:], layers(ids[1:]), atol=1e-12)
     assert not torch.allclose(packed[:1, 5:], layers(ids[:1])[:, 5:])
     assert torch.equal(layers({"tokens": ids, "starts": positions == 0}), packed)  # as a corpus gives them
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("qwen3_next", r"linear_attn\.conv1d is a convolution over tokens"),
+        ("minimax", "has no attention of transformers' registry"),
+        ("olmo_hybrid", r"conv1d is a convolution over tokens"),
+    ],
+)
+def test_documents_that_would_reach_each_other_are_refused(kind: str, reason: str, tmp_path: Path) -> None:
+    """Their recurrent layers go on over the borders of documents."""
+    layers = plain_layers(build_model(f"hf:{directory(kind, tmp_path)}", {}, 1), torch.float32)
+    ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
+    layers(ids)
+    for given in (
+        {"tokens": ids, "starts": ids < 10},
+        {"input_ids": ids, "position_ids": torch.arange(12).repeat(2, 1)},
+    ):
+        with pytest.raises(ModelError, match=rf"{reason}.*document_boundaries = false"):
+            layers(given)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gemma3_text"])
+def test_tokens_of_a_document_do_not_reach_the_next(kind: str, tmp_path: Path) -> None:
+    layers = plain_layers(build_model(f"hf:{directory(kind, tmp_path)}", {}, 1), torch.float32).eval()
+    ids, other = (torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    starts = torch.zeros(2, 12, dtype=torch.bool)
+    starts[:, [0, 6]] = True
+    changed = torch.cat([other[:, :6], ids[:, 6:]], 1)
+    first, second = (layers({"tokens": each, "starts": starts}) for each in (ids, changed))
+    assert torch.allclose(first[:, 6:], second[:, 6:], atol=1e-6)
+    assert not torch.allclose(first[:, :6], second[:, :6], atol=1e-3)

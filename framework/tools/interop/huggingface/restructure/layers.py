@@ -26,9 +26,11 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.model.build import parameters_on_meta
 from meshwright.tools.interop.huggingface.files import CONFIG
+from meshwright.tools.interop.huggingface.restructure.attention import CORE
 from meshwright.tools.interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
 from meshwright.tools.interop.huggingface.restructure.directory import LAYERS, configuration
+from meshwright.tools.interop.huggingface.restructure.documents import one_document_only
 from meshwright.tools.interop.huggingface.restructure.experts import (
     implementation,
     matrices_of_experts,
@@ -106,6 +108,10 @@ def build(
     sharding = sharding_of(kinds, problems, layers, tied, observations)
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
     of_tokens, impossible = context_plan(layers)
+    cores = [name for name, _ in layers.named_modules() if name.endswith(f".{CORE}")]
+    mixing = one_document_only(layers, cores, getattr(config.get_text_config(), "layer_types", None) or ())
+    for layer in layers:
+        layer.mixing = mixing  # type: ignore[assignment]
     attributes: dict[str, object] = {
         "sharding_plan": plan_of_experts(layers, sharding.plan) | of_tokens | prepare_routers(layers),
         "matrices": matrices_of_experts(layers),
