@@ -41,7 +41,7 @@ class HeartbeatExchange:
             phase=activity.phase,
             what=activity.what,
             for_s=round(max(0.0, min(activity.for_s, time.monotonic() - awake_s)), 3),
-            waits=None if activity.waits is None else Waited(**activity.waits._asdict()),
+            waits=None if activity.waits is None else Waited.pack(activity.waits),
             posted=activity.posted,
             pid=os.getpid(),
             host=self.host,
