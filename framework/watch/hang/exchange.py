@@ -44,7 +44,7 @@ class HeartbeatExchange:
             phase=activity.phase,
             what=activity.what,
             for_s=round(max(0.0, min(activity.for_s, time.monotonic() - awake_s)), 3),
-            waits=None if activity.waits is None else Waited.pack(activity.waits),
+            waits=None if activity.waits is None else Waited.pack(activity.waits._asdict()),
             posted=activity.posted,
             pid=os.getpid(),
             host=self.host,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Annotated, Literal, NamedTuple, Self
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshwright.mesh import Grid
-from meshwright.mesh.activity import Waits
 
 MAX_RANKS = 1 << 20
 """Most ranks of a run; docs/security.md has the bounds of a configuration."""
@@ -62,11 +61,11 @@ class Waited(StatusModel):
     """Other ranks of a collective's group. As ranges: a list in each heartbeat would be ranks x ranks numbers."""
 
     @classmethod
-    def pack(cls, waits: Waits) -> Self:
-        """Return the operation with the ranks of a collective as ranges."""
-        if waits.how != "collective":
-            return cls(**waits._asdict())
-        return cls(**waits._replace(ranks=())._asdict(), ranges=_ranges(waits.ranks))
+    def pack(cls, waits: Mapping[str, Any]) -> Self:
+        """Return the operation with the fields of a ``Waits``, and the ranks of a collective as ranges."""
+        if waits["how"] != "collective":
+            return cls(**waits)
+        return cls(**{**waits, "ranks": (), "ranges": _ranges(waits["ranks"])})
 
     def others(self) -> set[int]:
         """Return the ranks that must act too; for a collective, all other ranks of its group."""

@@ -52,6 +52,7 @@ def judge_safely(report: HangReport, long_s: float, report_late: Callable[[HangR
         return Verdict(f"The cause could not be found ({found}): compare the waits and the stacks of the ranks", ())
     finally:
         late.cancel()
+        late.join(JUDGE_LIMIT_S)  # its report comes before the one with the cause
 
 
 def judge_alone(beat: Heartbeat, grid: Grid, silent_s: float) -> Verdict:
