@@ -7,7 +7,7 @@ codes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 
@@ -108,6 +108,8 @@ class HangError(UserError):
     """Hang: no progress on some rank for longer than ``launch.timeout_s``. Names the blocked ranks and their peers."""
 
     exit_code = 19
+    linger: Callable[[], object] = staticmethod(lambda: None)
+    """Function to call between the message and the end of this process, which other ranks may need a little longer."""
 
 
 class HangEcho(HangError):

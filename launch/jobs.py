@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.errors import Preempted, UserError
+from meshwright.errors import HangError, Preempted, UserError
 from meshwright.system.bounded import real_path
 from meshwright.terminal.output import put, tell
 
@@ -133,6 +133,8 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
         elif failure.exit_code == UserError.exit_code and place.local_rank != 0:
             time.sleep(rank.LINGER_S)
         print_error(f"rank {place.rank}: {failure.trace or failure.message}", failure.exit_code)
+        if isinstance(error, HangError):
+            error.linger()
         leave(failure.exit_code, rank.LINGER_S if failure.lost_peer else 0.0)
 
     try:

@@ -79,6 +79,10 @@ class Mesh:
         """Open a store for small notes between ranks, over a connection of its own. None for a mesh of one rank."""
         return NoteStore(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
+    def holds_store(self) -> bool:
+        """Return True on the rank whose process serves that store: the store ends with it."""
+        return self.grid.size > 1 and self.rank == 0 and needs_rendezvous()
+
     def split(self, replicas: Group, shard_factor: int) -> tuple[Group, Group]:
         """Return (group of the replicas that shard a state in ``shard_factor`` parts, group of the replicas that hold
         this rank's shard).

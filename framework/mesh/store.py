@@ -38,9 +38,13 @@ class NoteStore:
             texts = [self._store.get(name) for name in found]
         return {name: text.decode() for name, text in zip(found, texts, strict=True)}
 
+    def count(self, name: str, more: int = 1) -> int:
+        """Add to the count of this name, over all ranks; return the sum."""
+        return int(self._store.add(name, more))
+
     def is_first(self, name: str) -> bool:
         """Return True on one rank only, the first that calls it."""
-        return int(self._store.add(name, 1)) == 1
+        return self.count(name) == 1
 
     def has(self, name: str) -> bool:
         """Return True if some rank has called :meth:`is_first` with this name."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from meshwright.errors import UserError
+from meshwright.errors import HangError, UserError
 from meshwright.terminal.output import tell
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -143,8 +143,10 @@ def leave(exit_code: int, after_s: float = 0.0) -> None:
 
 
 def end_process(error: UserError) -> None:
-    """Print one message and exit at once: the default of :data:`GiveUp`."""
+    """Print one message and exit: the default of :data:`GiveUp`."""
     tell(f"meshwright: error: {error}")
+    if isinstance(error, HangError):
+        error.linger()
     leave(error.exit_code)
 
 

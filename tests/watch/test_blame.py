@@ -140,6 +140,24 @@ def test_different_collectives() -> None:
     )
 
 
+def test_an_all_to_all_has_other_sizes_on_each_rank() -> None:
+    """Ranks of experts receive other numbers of tokens: that is no other collective, and the third rank is named."""
+    reason, ranks = verdict(
+        beat(0, "0F0", 6.0, collective(0, 2, 3, "all-to-all of (36,)"), world_1=2),
+        beat(1, "0F0", 6.0, collective(1, 2, 3, "all-to-all of (20,)"), world_1=2),
+        beat(2, "0F0", 6.0, world_1=1),
+        grid=Grid(1, 3, 1, 1, 3),
+    )
+    assert ranks == (2,)
+    assert reason == (
+        "rank 0 (pp0 dp0 tp0) waits in the all-to-all of (36,) of the world ranks (number 2) for rank 2 (pp0 dp2 tp0), "
+        "which has been computing F of micro-batch 0 for 6.0 s"
+    )
+    different = [collective(0, 2, 3, "all-to-all of (36,)"), collective(1, 2, 3, "all-reduce of (36,)")]
+    beats = [beat(rank, "0F0", 6.0, waits, world_1=2) for rank, waits in enumerate(different)]
+    assert verdict(*beats, beat(2, "0F0", 6.0, world_1=1), grid=Grid(1, 3, 1, 1, 3))[1] == (0, 1)
+
+
 def test_a_collective_to_which_all_have_come_is_no_reason_to_wait() -> None:
     """What follows a tensor-parallel region in backward is told as if the rank were still in it."""
     reason, ranks = verdict(

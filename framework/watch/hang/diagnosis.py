@@ -5,7 +5,7 @@
     rank 0  reading samples                            waits for no rank: the cause
 
 In a collective a rank waits for the ranks that have entered fewer collectives of the group. The edges of this wait-for
-graph are followed to their ends. The first of these cases that applies is reported:
+graph (wait_graph.py) are followed to their ends. The first of these cases that applies is reported:
 
     silent     a rank without recent heartbeats: its process is stopped, or its machine is gone
     different  ranks that are in different collectives with the same number
@@ -18,7 +18,6 @@ a hanging step look busy then. Those are named that have posted fewer collective
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -30,8 +29,10 @@ from meshwright.watch.hang.heartbeat import (
     describe_activity,
     exchange,
     in_words,
+    one_line,
     place,
 )
+from meshwright.watch.hang.wait_graph import WaitGraph
 
 MAX_NAMED = 3
 MAX_LINES = 16
@@ -56,12 +57,11 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
         long_s: a rank that is in one activity for at least this long, and waits for no other rank, is stuck.
     """
     silent = {rank for rank, (beat, quiet_s) in table.items() if beat is None or quiet_s > silent_s}
-    edges = {rank: set() if rank in silent else _waited_for(rank, table) for rank in sorted(table)}
-    ends = [rank for rank in edges if not edges[rank]]
-    weight = Counter(reached for rank in edges for reached in _reached(rank, edges) if not edges[reached])
-    ends.sort(key=lambda rank: (-weight[rank], rank))
+    graph = WaitGraph(table, silent)
+    weight = graph.weights()
+    ends = sorted(weight, key=lambda rank: (-weight[rank], rank))
     behind = _behind(table)
-    formatter = _VerdictFormatter(table, grid, edges, behind)
+    formatter = _VerdictFormatter(table, grid, graph, behind)
 
     quiet = [rank for rank in ends if rank in silent]
     if quiet:
@@ -73,7 +73,7 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
     if stuck:
         needed = [rank for rank in stuck if weight[rank] or rank in behind]
         return formatter.ends(needed or stuck, silent)
-    cycle = _cycle(edges)
+    cycle = graph.cycle()
     if cycle:
         return formatter.cycle(cycle)
     return formatter.ends(ends, silent)
@@ -100,7 +100,8 @@ def lines(
         if beat is None:
             rows.append((str(rank), place(grid, rank), "", "", "no heartbeat yet"))
             continue
-        activity = describe_activity(beat) + (f"; no heartbeat for {seconds(quiet_s)}" if quiet_s > silent_s else "")
+        activity = one_line(describe_activity(beat))
+        activity += f"; no heartbeat for {seconds(quiet_s)}" if quiet_s > silent_s else ""
         rows.append((str(rank), place(grid, rank), str(beat.step), seconds(beat.for_s), activity))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     texts = [
@@ -114,23 +115,6 @@ def lines(
 def seconds(value: float) -> str:
     """Format seconds as ``42 s``, or ``4.2 s`` below ten."""
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
-
-
-def _waited_for(rank: int, table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
-    """Return the ranks that a rank waits for directly."""
-    beat = table[rank].beat
-    assert beat is not None
-    waits = beat.waits
-    if waits is None:
-        return set()
-    if waits.how != "collective":
-        return set(waits.ranks)
-    missing = set()
-    for other in waits.ranks:
-        beat = table[other].beat if other in table else None
-        if beat is None or beat.posted.get(waits.key, 0) < waits.number:
-            missing.add(other)
-    return missing
 
 
 def _behind(table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
@@ -150,18 +134,6 @@ def _behind(table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
     return last or behind
 
 
-def _reached(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
-    """Return all ranks that a rank waits for, directly or through others; itself only if it is in a cycle."""
-    reached: set[int] = set()
-    stack = list(edges[rank])
-    while stack:
-        other = stack.pop()
-        if other not in reached:
-            reached.add(other)
-            stack += edges[other]
-    return reached
-
-
 def _different(table: Mapping[int, ReceivedHeartbeat]) -> tuple[int, int] | None:
     """Find two ranks that wait in different operations of a group's collective with the same number; None if none."""
     first: dict[tuple[str, int], tuple[int, str]] = {}
@@ -170,29 +142,10 @@ def _different(table: Mapping[int, ReceivedHeartbeat]) -> tuple[int, int] | None
         if beat is None or beat.waits is None or beat.waits.how != "collective":
             continue
         waits = beat.waits
-        other, operation = first.setdefault((waits.key, waits.number), (rank, waits.operation))
-        if operation != waits.operation:
+        other, operation = first.setdefault((waits.key, waits.number), (rank, waits.signature()))
+        if operation != waits.signature():
             return other, rank
     return None
-
-
-def _cycle(edges: Mapping[int, set[int]]) -> list[int]:
-    """Find one cycle of ranks, each waiting for the next; empty if there is none."""
-    for start in edges:
-        previous: dict[int, int] = {}
-        queue = deque([start])
-        while queue:
-            rank = queue.popleft()
-            for other in sorted(edges[rank]):
-                if other not in previous:
-                    previous[other] = rank
-                    queue.append(other)
-        if start in previous:
-            path = [previous[start]]
-            while path[-1] != start:
-                path.append(previous[path[-1]])
-            return path[::-1]
-    return []
 
 
 class _VerdictFormatter(NamedTuple):
@@ -200,7 +153,7 @@ class _VerdictFormatter(NamedTuple):
 
     table: Mapping[int, ReceivedHeartbeat]
     grid: Grid
-    edges: Mapping[int, set[int]]
+    graph: WaitGraph
     behind: set[int]
 
     def name(self, rank: int) -> str:
@@ -211,10 +164,10 @@ class _VerdictFormatter(NamedTuple):
         parts, named = [], tuple(ranks[:MAX_NAMED])
         for rank in named:
             what = self._silent(rank) if rank in silent else self._busy(rank)
-            waiting = [other for other in self.edges if rank in self.edges[other]]
+            waiting = self.graph.first_waiting(rank)
             late = ", and others have entered a collective that it has not" if rank in self.behind else ""
             alone = f"{self.name(rank)} {what}{late}"
-            parts.append(f"{self._wait(waiting[0], rank)}, which {what}" if waiting else alone)
+            parts.append(alone if waiting is None else f"{self._wait(waiting, rank)}, which {what}")
         more = len(ranks) - len(named)
         return Verdict("; ".join(parts) + (f"; and {more} more ranks like these" if more else ""), named)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -11,8 +12,10 @@ from meshwright.mesh.mesh import Mesh
 from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited
 from meshwright.watch.hang.status import RankStatus
 
-CLAIM, REASON, WITHDRAWN = "hang/claim", "hang/reason", "hang/withdrawn"
-"""Keys in the store: the n-th claim of the report, the reported reason, and the n-th claim's withdrawal."""
+CLAIM, REASON, WITHDRAWN, READ = "hang/claim", "hang/reason", "hang/withdrawn", "hang/read"
+"""Keys in the store: the n-th claim of the report, the reported reason, the n-th claim's withdrawal, and the number of
+ranks that have the reason."""
+READ_POLL_S = 0.1
 
 
 class HeartbeatExchange:
@@ -41,7 +44,7 @@ class HeartbeatExchange:
             phase=activity.phase,
             what=activity.what,
             for_s=round(max(0.0, min(activity.for_s, time.monotonic() - awake_s)), 3),
-            waits=None if activity.waits is None else Waited(**activity.waits._asdict()),
+            waits=None if activity.waits is None else Waited.pack(activity.waits._asdict()),
             posted=activity.posted,
             pid=os.getpid(),
             host=self.host,
@@ -118,7 +121,26 @@ class HeartbeatExchange:
         """Send the reason of the hang to the other ranks."""
         if self._store is not None:
             self._store.put(REASON, reason)
+            self._store.count(READ)
 
     def reason(self) -> str | None:
         """Return the reason that another rank has published, or None."""
         return self._store.read([REASON]).get(REASON) if self._store is not None else None
+
+    def confirm_reason(self) -> None:
+        """Count this rank among those that have read the reason. Blocks for the store."""
+        if self._store is not None:
+            self._store.count(READ)
+
+    def wait_until_read(self, silent_s: float, limit_s: float) -> None:
+        """Wait, at most ``limit_s``, until all ranks have the reason that sent a heartbeat within ``silent_s``.
+
+        For the rank whose process serves the store. Otherwise the others would lose it, and report that instead.
+        """
+        assert self._store is not None
+        until_s = time.monotonic() + limit_s
+        others = [received_s for rank, (_, received_s) in self._received.items() if rank != self._mesh.rank]
+        num_live = 1 + sum(time.monotonic() - received_s <= silent_s for received_s in others)
+        with contextlib.suppress(RuntimeError):  # torch's error of the store
+            while self._store.count(READ, 0) < num_live and time.monotonic() < until_s:
+                time.sleep(READ_POLL_S)

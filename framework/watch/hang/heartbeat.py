@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field
 
 from meshwright.mesh import Grid
+
+MAX_RANKS = 1 << 20
+"""Most ranks of a run; docs/security.md has the bounds of a configuration."""
+MAX_NUMBER = 2**63 - 1
+MAX_S = 1e11
+"""Largest time in seconds: 3,000 years."""
 
 MISSED_TICKS = 3
 """Ticks without a new heartbeat after which a rank counts as silent."""
@@ -25,6 +32,15 @@ _VERBS = {
 }
 
 
+Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Seconds = Annotated[float, Field(ge=0, le=MAX_S)]
+RankNumber = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+ProcessId = Annotated[int, Field(gt=0, lt=2**31)]
+_Bound = Annotated[int, Field(gt=0, le=MAX_RANKS)]
+Ranks = tuple[RankNumber, _Bound, _Bound]
+"""Equally spaced ranks: start, stop and step of their range."""
+
+
 class StatusModel(BaseModel):
     """Base of models that are read from a file or received from another rank: exact types, no unknown fields."""
 
@@ -35,31 +51,50 @@ class Waited(StatusModel):
     """Operation that a rank waits for, as in ``meshwright.mesh.activity.Waits``."""
 
     how: Literal["receive", "send", "collective"]
-    ranks: tuple[NonNegativeInt, ...]
+    ranks: Annotated[tuple[RankNumber, ...], Field(max_length=MAX_RANKS)] = ()
+    """The peers of a message. Files of older versions list the other ranks of a collective here."""
     operation: str
     group: str = ""
     key: str = ""
-    number: NonNegativeInt = 0
+    number: Count = 0
+    ranges: tuple[Ranks, ...] = ()
+    """Other ranks of a collective's group. As ranges: a list in each heartbeat would be ranks x ranks numbers."""
+
+    @classmethod
+    def pack(cls, waits: Mapping[str, Any]) -> Self:
+        """Return the operation with the fields of a ``Waits``, and the ranks of a collective as ranges."""
+        if waits["how"] != "collective":
+            return cls(**waits)
+        return cls(**{**waits, "ranks": (), "ranges": _ranges(waits["ranks"])})
+
+    def others(self) -> set[int]:
+        """Return the ranks that must act too; for a collective, all other ranks of its group."""
+        return {*self.ranks, *(rank for each in self.ranges for rank in range(*each))}
+
+    def signature(self) -> str:
+        """Return the operation as all ranks of a collective have it: an all-to-all has other sizes on each rank."""
+        kind, _, _ = self.operation.partition(" of ")
+        return kind if kind == "all-to-all" else self.operation
 
 
 class Heartbeat(StatusModel):
     """Activity of one rank at one moment."""
 
-    rank: NonNegativeInt
-    beat: NonNegativeInt
+    rank: RankNumber
+    beat: Count
     """Counter of this rank's heartbeats; a repeated value marks an old one."""
-    step: NonNegativeInt
+    step: Count
     """Optimizer steps taken."""
     phase: str
     what: str
     """Action of the schedule, such as ``1RECV_F3``, or a description."""
-    for_s: NonNegativeFloat
+    for_s: Seconds
     waits: Waited | None = None
-    posted: dict[str, NonNegativeInt] = {}
+    posted: dict[str, Count] = {}
     """Number of collectives that the rank has entered, by group."""
-    pid: PositiveInt
+    pid: ProcessId
     host: str
-    at_s: NonNegativeFloat
+    at_s: Seconds
     """Seconds since 1970, on the clock of its host."""
 
 
@@ -68,6 +103,11 @@ class ReceivedHeartbeat(NamedTuple):
 
     beat: Heartbeat | None
     silent_s: float
+
+
+def one_line(text: str) -> str:
+    """Return text without line breaks: a row of a table stays one row, whatever a file or another rank has sent."""
+    return " ".join(text.splitlines())
 
 
 def place(grid: Grid, rank: int) -> str:
@@ -120,3 +160,16 @@ def _things(actions: list[str]) -> str:
         f"{each[2][-1]} of micro-batch {each[3]}" if each else action
         for each, action in zip(found, actions, strict=True)
     )
+
+
+def _ranges(ranks: Iterable[int]) -> tuple[Ranks, ...]:
+    """Return ranks as ranges: those of an axis of the mesh are equally spaced."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and found[-1][1] == found[-1][0] + 1:  # of one rank: this one is the second
+            found[-1][1:] = rank + 1, rank - found[-1][0]
+        elif found and rank == found[-1][1] - 1 + found[-1][2]:
+            found[-1][1] = rank + 1
+        else:
+            found.append([rank, rank + 1, 1])
+    return tuple((start, stop, step) for start, stop, step in found)

@@ -6,19 +6,34 @@ import socket
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from meshwright.errors import DataError
 from meshwright.mesh import Grid
-from meshwright.system.bounded import read_bytes
+from meshwright.system.bounded import MIB, read_bytes
 from meshwright.system.process import is_alive
 from meshwright.watch.hang.diagnosis import lines, seconds
-from meshwright.watch.hang.heartbeat import MISSED_TICKS, Heartbeat, ReceivedHeartbeat, StatusModel, in_words
+from meshwright.watch.hang.heartbeat import (
+    MAX_NUMBER,
+    MAX_RANKS,
+    MAX_S,
+    MISSED_TICKS,
+    Count,
+    Heartbeat,
+    ProcessId,
+    ReceivedHeartbeat,
+    Seconds,
+    StatusModel,
+    in_words,
+    one_line,
+)
 from meshwright.watch.ranks import numbers
 
-MAX_RANKS = 16
+MAX_STATUS_BYTES = 32 * MIB
+"""Largest status file: a rank takes up to 1 KiB of it, and 16,384 ranks are half of this."""
+MAX_LISTED = 16
 """Ranks up to which each has its own line; more are grouped by activity."""
 
 
@@ -32,7 +47,7 @@ class Ended(StatusModel):
 class RankStatus(StatusModel):
     """Entry of one rank in the status file."""
 
-    silent_s: NonNegativeFloat
+    silent_s: Seconds
     beat: Heartbeat
 
 
@@ -41,18 +56,31 @@ class Status(StatusModel):
 
     format: Literal["meshwright status 1"] = "meshwright status 1"
     run: str
-    at_s: Annotated[float, Field(ge=0, le=1e11)]
-    tick_s: PositiveFloat
-    grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=5)]
+    at_s: Seconds
+    tick_s: Annotated[PositiveFloat, Field(le=MAX_S)]
+    grid: Annotated[tuple[Annotated[PositiveInt, Field(le=MAX_RANKS)], ...], Field(min_length=3, max_length=5)]
     """Degrees (pp, dp, tp, cp, ep); older files may lack the last ones."""
-    step: NonNegativeInt
-    steps: PositiveInt
+    step: Count
+    steps: Annotated[PositiveInt, Field(le=MAX_NUMBER)]
     phase: str
-    pid: PositiveInt
+    pid: ProcessId
     host: str
     """Host of rank 0, which writes the file."""
-    ranks: tuple[RankStatus, ...]
+    ranks: Annotated[tuple[RankStatus, ...], Field(max_length=MAX_RANKS)]
     ended: Ended | None = None
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        """Check that the ranks are those of the grid, each once."""
+        size = Grid(*self.grid).size
+        if size > MAX_RANKS:
+            raise ValueError(f"grid has {size:,} ranks, at most {MAX_RANKS:,} are possible")
+        ranks = [each.beat.rank for each in self.ranks]
+        if ranks and max(ranks) >= size:
+            raise ValueError(f"ranks has rank {max(ranks)}, and grid has {size} ranks")
+        if len({*ranks}) < len(ranks):
+            raise ValueError("ranks has a rank twice")
+        return self
 
 
 class CurrentState(NamedTuple):
@@ -73,7 +101,7 @@ def read_status(path: Path) -> Status:
         DataError: there is no such file, or it is not a status.
     """
     try:
-        return Status.model_validate_json(read_bytes(path))
+        return Status.model_validate_json(read_bytes(path, MAX_STATUS_BYTES))
     except OSError as error:
         run = path.parent
         if not run.is_dir():
@@ -83,7 +111,7 @@ def read_status(path: Path) -> Status:
             what = f"has no {path.name}: it has not begun to train"
         raise DataError("MW-WATCH-003", f"{run} {what}, or is no directory of a run, such as runs/demo") from None
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_input=False, include_context=False)[0]  # the input may be all of the file
         where = ".".join(map(str, first["loc"])) or "the file"
         raise DataError(
             "MW-WATCH-004", f"{path} is no status of a run: {where}: {first['msg']}. A run that trains rewrites it"
@@ -94,7 +122,7 @@ def run_state(status: Status) -> CurrentState:
     """Return the state of a run now."""
     silent_s = max(0.0, time.time() - status.at_s)
     is_live = status.ended is None and silent_s <= MISSED_TICKS * status.tick_s
-    return CurrentState(is_live, silent_s, _describe(status, silent_s, is_live))
+    return CurrentState(is_live, silent_s, one_line(_describe(status, silent_s, is_live)))
 
 
 def _describe(status: Status, silent_s: float, is_live: bool) -> str:
@@ -116,7 +144,7 @@ def describe_ranks(status: Status, silent_s: float) -> list[str]:
     ``silent_s``: seconds since the last update of the file, for ranks without an entry.
     """
     grid, missed_s = Grid(*status.grid), MISSED_TICKS * status.tick_s
-    if grid.size <= MAX_RANKS:
+    if grid.size <= MAX_LISTED:
         table = {rank: ReceivedHeartbeat(None, silent_s) for rank in range(grid.size)}
         table |= {each.beat.rank: ReceivedHeartbeat(each.beat, each.silent_s) for each in status.ranks}
         return lines(table, grid, missed_s)
@@ -131,4 +159,5 @@ def describe_ranks(status: Status, silent_s: float) -> list[str]:
         since = f"{', no heartbeat' if is_silent else ','} for up to {longest}"
         rows.append(f"step {step}: {what}{since}: {len(found):,} ranks, {numbers(each.beat.rank for each in found)}")
     missing = set(range(grid.size)) - {each.beat.rank for each in status.ranks}
-    return [*rows, *([f"no heartbeat yet: {numbers(missing)}"] if missing else [])]
+    rows += [f"no heartbeat yet: {numbers(missing)}"] if missing else []
+    return [one_line(row) for row in rows]

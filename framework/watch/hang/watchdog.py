@@ -7,7 +7,8 @@
     activity is too old        their threads to hang/rank-N.txt
     the claiming rank          watches the heartbeats for three ticks (an unchanged one means a rank that is stopped or
                                gone), prints the cause, writes hang/report.txt, and ends its process
-    the other ranks            read the cause from the store and end their processes
+    the other ranks            read the cause from the store and end their processes; a rank that serves the store
+                               ends after them
 
 The limit is ``launch.timeout_s``. Process groups time out GROUP_TIMEOUT_MARGIN_S later. A tick is a tenth of the limit,
 from 0.5 to 5 s. Each rank has two daemon threads. One uses the store, which may stop responding. The other checks the
@@ -35,10 +36,11 @@ from meshwright.errors import HangEcho, HangError, Preempted, RunFilesError, Use
 from meshwright.mesh.mesh import Mesh
 from meshwright.system.process import GiveUp
 from meshwright.terminal.output import tell
-from meshwright.watch.hang.diagnosis import MAX_LINES, Verdict, judge, lines, seconds
+from meshwright.watch.hang.diagnosis import seconds
 from meshwright.watch.hang.disk_writer import DiskWriter
 from meshwright.watch.hang.exchange import HeartbeatExchange
-from meshwright.watch.hang.heartbeat import MISSED_TICKS, ReceivedHeartbeat, describe_activity, place
+from meshwright.watch.hang.heartbeat import MISSED_TICKS, ReceivedHeartbeat
+from meshwright.watch.hang.report import HangReport, judge_alone, judge_safely, start_timer
 from meshwright.watch.hang.status import Ended, Status
 
 GROUP_TIMEOUT_MARGIN_S = 60.0
@@ -48,6 +50,8 @@ MIN_WATCH_S = 3.0
 """Minimum time to watch heartbeats before a report, however short a tick is: a busy machine may skip one."""
 EXIT_LIMIT_S = 30.0
 """Seconds after which a reporting process exits in any case: the reader of its output, or the disk, may hang too."""
+LINGER_TICKS = 2
+"""Ticks for which the process that serves the store waits for other ranks to read the cause."""
 
 
 def tick_of(limit_s: float) -> float:
@@ -86,6 +90,8 @@ class Watchdog:
         self._claimed_s: float | None = None
         """Time when this rank saw another rank's claim."""
         self._ended = threading.Event()
+        self._leaving = threading.Event()
+        """Set once this process ends with the hang."""
         self._warned = False
         self._awake_s = self._pulse_s = self._round_s = time.monotonic()
         """Monotonic times: start of the process or its last resume; last pass of "check"; last round of "store"."""
@@ -102,8 +108,8 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
-        for thread in self._threads:
-            thread.join(self._tick_s)
+        for thread in self._threads:  # one that ends this process does; an error here is a consequence of the hang
+            thread.join(EXIT_LIMIT_S if self._leaving.is_set() else self._tick_s)
         if self._mesh.rank == 0 and not isinstance(error, RunFilesError):  # the directory may belong to another run
             how = Ended(how="finished")
             if error is not None:
@@ -113,6 +119,7 @@ class Watchdog:
                 how = Ended(how="stopped" if isinstance(error, Preempted) else "failed", message=message)
             self._exchange.record(self._awake_s)
             self._write_status(how)
+        self._disk.flush()
 
     # ----------------------------------------------------------------------------------------------------- each tick
 
@@ -156,6 +163,7 @@ class Watchdog:
             silent_s = now - self._round_s
             if self._age_s() > self._limit_s and silent_s > 2 * self._watched_s + self._gap_s:
                 self._disk.write_stacks()
+                self._disk.flush()
                 self._report(alone_for_s=silent_s)
 
     # ----------------------------------------------------------------------------------------------------- the report
@@ -187,39 +195,48 @@ class Watchdog:
         """
         if self._ended.is_set():
             return
-        last = threading.Timer(EXIT_LIMIT_S, os._exit, (HangError.exit_code,))
-        last.daemon = True
-        last.start()
-        grid, rank, silent_s = self._mesh.grid, self._mesh.rank, self._watched_s - self._tick_s
+        self._leaving.set()
+        start_timer(EXIT_LIMIT_S, lambda: os._exit(HangError.exit_code))
+        rank, silent_s, is_alone = self._mesh.rank, self._watched_s - self._tick_s, alone_for_s is not None
         mine = self._exchange.beat(self._awake_s)
+        table = {rank: ReceivedHeartbeat(mine, 0.0)} if is_alone else self._exchange.table(silent_s)
+        head = f"the run hangs: nothing has moved on rank {rank} for {seconds(self._age_s())}."
+        report = HangReport(head, table, self._mesh.grid, silent_s, (rank,))
         if alone_for_s is None:
-            table = self._exchange.table(silent_s)
-            verdict = judge(table, grid, silent_s, self._limit_s / 2)
+            report = report.with_verdict(judge_safely(report, self._limit_s / 2, self._report_late))
         else:
-            table = {rank: ReceivedHeartbeat(mine, 0.0)}
-            reason = (
-                f"rank {rank} ({place(grid, rank)}) {describe_activity(mine)}. The key-value store through which ranks "
-                f"exchange heartbeats has not responded for {seconds(alone_for_s)} either: the process or machine that "
-                f"holds it (rank 0's or the launcher's) is stopped or gone"
-            )
-            verdict = Verdict(reason, (rank,))
-        head = f"the run hangs: nothing has moved on rank {rank} for {seconds(self._age_s())}. {verdict.reason}"
+            report = report.with_verdict(judge_alone(mine, self._mesh.grid, alone_for_s))
         on_device = [f"rank {rank}, on the device: {line}" for line in self._disk.unfinished]
-        self._disk.write_report([head, "", *lines(table, grid, silent_s), *on_device])
+        self._disk.write_report([*report.whole(), *on_device], is_alone=is_alone)
         message = [
-            head,
-            *lines(table, grid, silent_s, verdict.ranks, MAX_LINES),
+            *report.short(),
             *(on_device if self._mesh.device.type == "cuda" else ()),  # elsewhere a rank waits for what it posts
             f"the stacks of all ranks that could write them are in {self._disk.report_path.parent}. An operation that "
             f"is long but alive, such as a save or a first step that compiles, needs a launch.timeout_s above "
             f"{self._limit_s:g}",
         ]
         if rank == 0:
-            self._write_status(Ended(how="failed", message=head))
-        if alone_for_s is None:
-            with contextlib.suppress(Exception):
-                self._exchange.publish_reason(head)
-        self._give_up(HangError("MW-WATCH-005", "\n".join(message)))
+            self._write_status(Ended(how="failed", message=report.head))
+        self._disk.flush()
+        error = HangError("MW-WATCH-005", "\n".join(message))
+        if is_alone:
+            self._give_up(error)
+            return
+        with contextlib.suppress(Exception):
+            self._exchange.publish_reason(report.head)
+        self._leave(error)
+
+    def _report_late(self, report: HangReport) -> None:
+        """Report the ranks and their waits while the cause is still sought."""
+        self._disk.write_report(report.whole())
+        tell("\n".join(report.short()))
+
+    def _leave(self, error: HangError) -> None:
+        """End this process; if it serves the store, after the other ranks have read the cause there."""
+        if self._mesh.holds_store():
+            silent_s, limit_s = self._watched_s, LINGER_TICKS * self._tick_s
+            error.linger = lambda: self._exchange.wait_until_read(silent_s, limit_s)
+        self._give_up(error)
 
     def _wait_for_report(self, claimed_s: float) -> None:
         """End this process once the claiming rank has reported; report from this rank if no report appears in time."""
@@ -228,9 +245,12 @@ class Watchdog:
             return
         reason = self._exchange.reason()
         if reason is not None and not self._ended.is_set():
+            self._leaving.set()
+            self._exchange.confirm_reason()
             if self._mesh.rank == 0:
                 self._write_status(Ended(how="failed", message=reason))
-            self._give_up(HangEcho("MW-WATCH-006", "ended with the run, which hangs; another rank has reported why"))
+            self._disk.flush()
+            self._leave(HangEcho("MW-WATCH-006", "ended with the run, which hangs; another rank has reported why"))
         elif time.monotonic() - claimed_s > 2 * self._watched_s + self._gap_s:
             self._watch_and_report()
 
