@@ -83,9 +83,7 @@ DOORS = 4
 MOST_DOORS: dict[str, int] = {}
 """Rooms that have more than DOORS."""
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 7
-LARGE_FILES = {
-    "framework/pipeline/plan/standalone.py": 304,
-}
+LARGE_FILES: dict[str, int] = {}
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
     "models/gpt2.py:build": 17,

@@ -10,7 +10,7 @@ Results are cached in ``ModelCache.results``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from meshwright.config import V_SCHEDULES
@@ -140,10 +140,10 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
         by_rank = stages_by_rank(layout.schedule)
         for rank in ranks:
             stages = by_rank[rank]
-            kept = sum(layout.footprints[s].kept + layout.footprints[s].inputs for s in stages) / len(stages)
+            kept = _kept_bytes(layout, stages, num_in_flight[rank])
             temporary = max(max(p.bytes for p in layout.footprints[s].backward) for s in stages)
             elements = tuple(layout.elements[s] for s in stages)
-            found.append((elements, kept * num_in_flight[rank] + max(temporary, 0)))
+            found.append((elements, kept + max(temporary, 0)))
         return found
 
     def at_rest(of: Choice, elements: tuple[Elements, ...]) -> int:
@@ -162,6 +162,19 @@ def estimate_bytes(cache: ModelCache, choice: Choice) -> int:
         return cache.cached(key, lambda: peak(of))
 
     return int(_extrapolated(choice, cached_peak))
+
+
+def _kept_bytes(layout: LayoutModel, stages: Sequence[int], num_in_flight: int) -> float:
+    """Return the bytes that a rank keeps for backward, of ``num_in_flight`` micro-batches over its stages.
+
+    Beside other stages of its rank, the one with the loss has a single micro-batch in flight: its backward follows.
+    """
+    kept = {stage: layout.footprints[stage].kept + layout.footprints[stage].inputs for stage in stages}
+    with_loss = layout.schedule.num_stages - 1
+    if with_loss not in kept or len(kept) == 1:
+        return num_in_flight * sum(kept.values()) / len(kept)
+    alone = kept.pop(with_loss)
+    return alone + (num_in_flight - 1) * sum(kept.values()) / len(kept)
 
 
 def least_bytes(cache: ModelCache, choice: Choice) -> tuple[int, int]:

@@ -93,6 +93,18 @@ def refusal(config: RunConfig, counts: Iterable[int], ep: int, tp: int, sequence
     return f"ep {ep} with tp {tp} needs sequence parallelism" if tp > 1 and not sequence else ""
 
 
+def largest_parameter(layer: nn.Module) -> int:
+    """Return the elements of a layer's largest trained parameter, without experts that ranks share."""
+    shared = {
+        id(parameter)
+        for module in layer.modules()
+        if "expert_exchange" in vars(module)
+        for parameter in module.parameters()
+    }
+    own = (p.numel() for p in layer.parameters() if p.requires_grad and id(p) not in shared)
+    return max(own, default=0)
+
+
 def count_shared(layer: nn.Module, trained: bool = True) -> int:
     """Return the number of this rank's elements, trained or frozen, in experts of a layer that ranks share (ep)."""
     return sum(

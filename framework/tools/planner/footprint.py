@@ -24,6 +24,10 @@ class BackwardPoint(NamedTuple):
     """Number of shared experts' parameters whose gradients exist before this layer's backward."""
     frozen: int = 0
     """Number of the layer's weights that are not trained, without experts that ranks share."""
+    after: int = 0
+    """Bytes once the layer's backward is done, above those live at the start of the stage's backward."""
+    largest: int = 0
+    """Elements of the layer's largest parameter, whose gradient may complete a bucket."""
 
     @property
     def gathered(self) -> int:
@@ -142,10 +146,11 @@ def footprint(
         weight_peak = layer.weight_peak + (waiting if in_halves else 0)
         peak += groups[index] + next((groups[before] for before in reversed(range(index)) if groups[before]), 0)
         counts = layer.num_dense, elements, layer.num_experts, experts, layer.num_frozen
-        backward.append(BackwardPoint(live + peak - kept, *counts))
-        weight_half.append(BackwardPoint(live_deferred + weight_peak - deferred, *counts))
+        peaks = live + peak - kept, live_deferred + weight_peak - deferred
         live += layer.deferred_bytes - released[index] + groups[index]
         live_deferred -= layer.deferred_bytes
+        backward.append(BackwardPoint(peaks[0], *counts, live - kept, layer.largest))
+        weight_half.append(BackwardPoint(peaks[1], *counts, live_deferred - deferred, layer.largest))
         elements += layer.num_dense
         experts += layer.num_experts
     backward.append(BackwardPoint(deferred - kept, 0, elements, 0, experts))

@@ -79,6 +79,9 @@ class LayerProfile:
     num_frozen: int = 0
     """Number of local elements that are not trained, without experts that ranks share."""
 
+    largest: int = 0
+    """Number of elements of the largest trained parameter, without experts that ranks share."""
+
     @property
     def identity(self) -> tuple[int, ...]:
         """Key that a profile shares with its copies under other names, while they are alive."""

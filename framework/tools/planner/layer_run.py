@@ -17,7 +17,7 @@ from meshwright.errors import ModelError
 from meshwright.mesh.fake import CountingGroup
 from meshwright.pipeline.plan import SplitBackward, accumulate_deferred, recompute_parts, recomputed
 from meshwright.tools.planner.context import ContextMeter
-from meshwright.tools.planner.experts import count_shared
+from meshwright.tools.planner.experts import count_shared, largest_parameter
 from meshwright.tools.planner.kernels import ExecutionOptions, FusedCrossEntropy, KernelMode
 from meshwright.tools.planner.layer_profile import CoreCall, GroupMessages, LayerProfile, OutputTensor
 from meshwright.tools.planner.operations import WorkRecorder
@@ -135,6 +135,7 @@ class LayerRun:
             attended=forward.attended,
             cores=forward.cores,
             num_experts=count_shared(layer),
+            largest=largest_parameter(layer),
             num_frozen=sum(p.numel() for p in layer.parameters() if not p.requires_grad) - count_shared(layer, False),
             width=next((leaf.shape[-1] for leaf in leaves if leaf.is_floating_point()), 0),
         )

@@ -91,8 +91,33 @@ class ReductionBuffers(NamedTuple):
             num_buckets = 2 if gradient_bytes or in_halves else 0 if waits else 1
             allocated = min(whole * self.reduced_itemsize, num_buckets * bucket)
             is_complete = gradient_bytes >= bucket or is_end
-            return allocated + (min(whole * self.reduced_itemsize, bucket) * copies if is_complete else 0)
+            reduced = min(whole * self.reduced_itemsize, bucket) * (copies + 1 / shard_factor(self.config))
+            return allocated + (int(reduced) if is_complete else 0)
         return (gradient_bytes if is_end else gradient_bytes // bucket * bucket) * copies
+
+    @property
+    def reducing(self) -> float:
+        """Bytes per element of a reduce-scatter in progress: its input, the backend's copy of it, and its output."""
+        return self.reduced_itemsize * (1 + self.backend.copies_reduce_scatter + 1 / shard_factor(self.config))
+
+    def behind(self, points: Sequence[BackwardPoint], index: int, *, in_halves: bool, ends_in_loss: bool) -> int:
+        """Return the temporary bytes as the reduction of a layer's gradients starts, while the last of them is alive.
+
+        buckets   the gradient that completes one, unless it is in the bucket itself, and the complete buckets' copies
+        ZeRO-3    all of the layer's, beside their reduce-scatter; in halves those of the layers that follow too
+        """
+        point, whole = points[index], points[-1]
+        if self.config.parallel.zero == 3:
+            left = whole.elements_before - point.elements_before if in_halves else point.elements
+            return self.itemsize * left + int(self.reducing * point.elements)
+        before = point.elements_before + point.elements
+        per_bucket = bucket_bytes(self.config) // self.reduced_itemsize
+        is_end = index == len(points) - 2
+        if not point.elements or (before // per_bucket == point.elements_before // per_bucket and not is_end):
+            return 0
+        is_small = is_end and point.largest < point.elements and point.largest < per_bucket
+        alive = 0 if is_small or self.itemsize == self.reduced_itemsize else self.itemsize * point.largest
+        return alive + self._in_buckets(before, whole.elements_before, is_end, in_halves, ends_in_loss)
 
     def _fully_sharded(
         self, points: Sequence[BackwardPoint], index: int, *, reduces: bool, in_halves: bool, held: int
@@ -137,6 +162,11 @@ class ReductionBuffers(NamedTuple):
         points = of.weight_half if in_halves else of.backward
         at = partial(self.at, points, reduces=reduces, in_halves=in_halves, held=held, ends_in_loss=of.outputs == 0)
         peak = max(point.bytes + at(index) for index, point in enumerate(points))
+        if reduces and shard_factor(self.config) > 1:
+            behind = partial(self.behind, points, in_halves=in_halves, ends_in_loss=of.outputs == 0)
+            start = points[-1].bytes if in_halves else None  # FSDP reduces at the end of a weight half
+            starts = (point.after if start is None else start for point in points)
+            peak = max(peak, *(at + behind(index) for index, at in enumerate(starts) if index < len(points) - 1))
         return peak - (held if self.config.parallel.zero == 3 else 0)  # `at` has counted it
 
     def forward(self, of: Footprint) -> int:

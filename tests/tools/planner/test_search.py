@@ -294,3 +294,13 @@ def test_estimates_from_a_shared_cache_are_those_of_a_fresh_one() -> None:
         assert estimates(shared, choice) == estimates(cache(samples=8, num_layers=6), choice), choice
     keys, heads = (estimates(shared, choice) for choice in changed[:2])
     assert keys != heads  # orders may tie
+
+
+@pytest.mark.parametrize(("schedule", "interleave"), [("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("zb_v", 2)])
+def test_logits_are_estimated_for_one_micro_batch_in_flight(schedule: str, interleave: int) -> None:
+    """The stage with the loss shares its rank with others, which hold many."""
+    bench = cache(samples=32, vocab_size=16384, num_layers=16)
+    choice = Choice(4, 1, 1, schedule, interleave, 1, 32, 0, 1, False, "full", False)
+    layout = bench.layout(with_choice(bench.config, choice), compute_schedule(bench, choice))
+    whole = max(layout.memory(rank, NCCL).total for rank in range(4))
+    assert estimate_bytes(bench, choice) == pytest.approx(whole, rel=0.1)

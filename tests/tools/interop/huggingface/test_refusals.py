@@ -215,7 +215,9 @@ def test_a_tied_head_that_is_another_matrix(tmp_path: Path) -> None:
         ({"model_type": "lama", "auto_map": "x"}, "did you mean 'llama'?"),
         ({"quantization_config": "int4"}, "the weights are quantized (int4)"),
         ({"text_config": "x"}, "transformers rejects it: 'str' object has no attribute"),
-        ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: no model has more than 10000 layers"),
+        ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: a model has from 1 to 10,000 layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: a model has from 1 to 10,000 layers"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1: a model has from 1 to 10,000 layers"),
         ({"hidden_size": "wide"}, "transformers rejects it: Validation error for field 'hidden_size': TypeError"),
     ],
 )

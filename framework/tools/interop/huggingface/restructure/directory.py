@@ -73,12 +73,11 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         )
     merged = with_overrides(_with_floats(raw), overrides)
     _check_decoder(merged, path)
-    too_many = [name for name in LAYERS if isinstance(merged.get(name), int) and merged[name] > MAX_LAYERS]
-    if too_many:
-        raise ModelError(
-            "MW-INTEROP-055",
-            f"{path / CONFIG}: {too_many[0]} = {merged[too_many[0]]}: no model has more than {MAX_LAYERS} layers",
-        )
+    for name in LAYERS:
+        number = merged.get(name)
+        if isinstance(number, int) and not 1 <= number <= MAX_LAYERS:
+            where = f"model.options.{name}" if name in overrides else f"{path / CONFIG}: {name}"
+            raise ModelError("MW-INTEROP-055", f"{where} = {number}: a model has from 1 to {MAX_LAYERS:,} layers")
     layers = merged.get("num_hidden_layers")
     if isinstance(merged.get("layer_types"), list) and isinstance(layers, int) and "layer_types" not in overrides:
         merged["layer_types"] = merged["layer_types"][:layers]

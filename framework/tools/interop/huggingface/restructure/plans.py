@@ -72,6 +72,9 @@ def kinds_of(theirs: Mapping[str, str], names: Mapping[str, str]) -> tuple[dict[
     kinds: dict[str, str] = {}
     problems: list[str] = []
     for pattern, style in theirs.items():
+        if not isinstance(style, str):
+            problems.append(f"its plan (base_model_tp_plan) gives {pattern} a {type(style).__name__}, not a name")
+            continue
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
         found = [name for name in names if expression.match(name)]
         if found and style not in KINDS:
