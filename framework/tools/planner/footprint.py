@@ -142,8 +142,7 @@ def footprint(
         is_received = index == len(layers) - 1 and not last
         peak = layer.backward_peak_from_outside if is_received else layer.backward_peak
         waiting = sum(weight.waits_in(index) for weight in shared)
-        peak += 0 if in_halves else waiting
-        weight_peak = layer.weight_peak + (waiting if in_halves else 0)
+        peak, weight_peak = (peak, layer.weight_peak + waiting) if in_halves else (peak + waiting, layer.weight_peak)
         peak += groups[index] + next((groups[before] for before in reversed(range(index)) if groups[before]), 0)
         counts = layer.num_dense, elements, layer.num_experts, experts, layer.num_frozen
         peaks = live + peak - kept, live_deferred + weight_peak - deferred

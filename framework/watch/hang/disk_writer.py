@@ -104,7 +104,7 @@ class DiskWriter:
             return self._changed.wait_for(lambda: not self._is_writing, limit_s)
 
     def _put(self, name: str, write: Callable[[], object]) -> None:
-        """Queue a write. Does not block."""
+        """Add a write to the queue. Does not block."""
         with self._changed:
             self._queue[name] = write
             if not self._is_writing:

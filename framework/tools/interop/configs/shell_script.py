@@ -65,7 +65,7 @@ class Script:
         ``live``: whether they are run; None: unknown. Commands that may not run only go to ``skipped``.
         """
         here, succeeded, negated = live, True if live else None, False
-        """Whether the next statement is run, whether the list before it has succeeded, and whether `!` precedes it."""
+        """True if the next statement is run; if the list before it has succeeded; if `!` precedes it."""
         while self.rest:
             token = self.rest[0]
             word = token.keyword

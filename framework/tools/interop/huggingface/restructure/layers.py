@@ -26,11 +26,10 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.model.build import parameters_on_meta
 from meshwright.tools.interop.huggingface.files import CONFIG
-from meshwright.tools.interop.huggingface.restructure.attention import CORE
 from meshwright.tools.interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
 from meshwright.tools.interop.huggingface.restructure.directory import LAYERS, configuration
-from meshwright.tools.interop.huggingface.restructure.documents import one_document_only
+from meshwright.tools.interop.huggingface.restructure.documents import refuse_documents
 from meshwright.tools.interop.huggingface.restructure.experts import (
     implementation,
     matrices_of_experts,
@@ -108,21 +107,17 @@ def build(
     sharding = sharding_of(kinds, problems, layers, tied, observations)
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
     of_tokens, impossible = context_plan(layers)
-    cores = [name for name, _ in layers.named_modules() if name.endswith(f".{CORE}")]
-    mixing = one_document_only(layers, cores, getattr(config.get_text_config(), "layer_types", None) or ())
-    for layer in layers:
-        layer.mixing = mixing  # type: ignore[assignment]
-    attributes: dict[str, object] = {
-        "sharding_plan": plan_of_experts(layers, sharding.plan) | of_tokens | prepare_routers(layers),
-        "matrices": matrices_of_experts(layers),
-        "divisible": sharding.divisible,
-        "shared_units": dict(sharding.shared),
-        "impossible": sharding.impossible | impossible,
-        "tied_weights": tied,
-        "initialise": ParameterInitialiser(model, parameters, modules, source, constants),
-        "names_in_transformers": parameters,
-    }
-    vars(layers).update(attributes)
+    refuse_documents(layers, getattr(config.get_text_config(), "layer_types", None) or ())
+    vars(layers).update(
+        sharding_plan=plan_of_experts(layers, sharding.plan) | of_tokens | prepare_routers(layers),
+        matrices=matrices_of_experts(layers),
+        divisible=sharding.divisible,
+        shared_units=dict(sharding.shared),
+        impossible=sharding.impossible | impossible,
+        tied_weights=tied,
+        initialise=ParameterInitialiser(model, parameters, modules, source, constants),
+        names_in_transformers=parameters,
+    )
     return layers
 
 
