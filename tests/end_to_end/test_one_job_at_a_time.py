@@ -42,13 +42,19 @@ def test_all_ranks_are_refused_alike(corpus: Path, tmp_path: Path, pool: RankPoo
     assert pool.run(refused, 2, config) == ["not refused"] * 2
 
 
-def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
-    """A run that has taken two steps more."""
+def steps_of(config: RunConfig) -> int:
+    """The last step on record; 0 before the first."""
     metrics = run_directory(config) / "metrics.jsonl"
-    before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+    text = metrics.read_text() if metrics.exists() else ""
+    return max((int(step) for step in re.findall(r'"step": ?(\d+)', text)), default=0)
+
+
+def begun(shell: Shell, config: RunConfig, file: str) -> subprocess.Popen[str]:
+    """A run that has taken two steps more than the one before it: it trains, and is not about to."""
+    before = steps_of(config)
     process = shell.start(["-m", "meshwright.launch", "train", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline_s = time.monotonic() + LIMIT_S
-    while not metrics.exists() or metrics.stat().st_mtime_ns == before or len(metrics.read_text().splitlines()) < 2:
+    while steps_of(config) < before + 2:
         assert time.monotonic() < deadline_s and process.poll() is None
         time.sleep(0.02)
     return process

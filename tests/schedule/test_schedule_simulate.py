@@ -142,10 +142,15 @@ def test_every_action_has_one_span_and_a_rank_does_one_item_at_a_time(
         assert sorted(span.action for span in spans) == sorted(action for _, action in actions)
         computations = [action for _, action in actions if action.kind not in COMMUNICATION]
         assert [span.action for span in spans if span.action.kind not in COMMUNICATION] == computations
-        for span, after in pairwise(spans):
-            assert span.action.kind not in RECEIVES or schedule.receive_for(after.action) == span.action
-            both_send = span.action.kind in SENDS and after.action.kind in SENDS  # posted together
-            assert span.end == after.start or (channel is Channel.RENDEZVOUS and (both_send or span.end < after.start))
+        item_of = {action: item for item in schedule.rows[rank] for action in actions_of(item)}
+        for at, (span, after) in enumerate(pairwise(spans)):
+            if span.action.kind in RECEIVES:  # the next item uses it; the receives of an F/B pair wait together
+                used = next(each.action for each in spans[at:] if each.action.kind in COMPUTE)
+                assert span.action in map(schedule.receive_for, actions_of(item_of[used]))
+            waited = spans[at - 1 : at] if span.action.kind in RECEIVES else []
+            end = max(each.end for each in (span, *waited) if each.action.kind in RECEIVES or each is span)
+            together = any({span.action.kind, after.action.kind} <= kinds for kinds in (SENDS, RECEIVES))
+            assert end == after.start or together or (channel is Channel.RENDEZVOUS and end < after.start)
 
 
 def test_a_rendezvous_message_leaves_when_both_are_there_and_a_buffered_one_when_it_is_sent() -> None:

@@ -90,6 +90,7 @@ def waits_for_the_other(rank: int, world_size: int, place: str) -> tuple[list[st
         work = dist.all_reduce(tensor, group=group, async_op=True)
         writer = DiskWriter(Path(place) / "status.json", rank, "host", lambda error: None)
         writer.write_stacks()
+        assert writer.flush()
         during = writer.unfinished
         mark.touch()
         work.wait()

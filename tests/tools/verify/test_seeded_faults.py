@@ -177,7 +177,8 @@ def zero3_scaled_by_shards(patch: pytest.MonkeyPatch) -> None:
 
     def scaled(stage: FullyShardedStage) -> None:
         finish(stage)
-        stage._gradient.div_(stage._sharding.shard.size)
+        for bucket in stage.buckets:
+            bucket.shard_gradient.div_(bucket.sharding.shard.size)
 
     patch.setattr(FullyShardedStage, "finish_reduce", scaled)
 
