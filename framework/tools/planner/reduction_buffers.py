@@ -115,8 +115,8 @@ class ReductionBuffers(NamedTuple):
         is_end = index == len(points) - 2
         if not point.elements or (before // per_bucket == point.elements_before // per_bucket and not is_end):
             return 0
-        is_small = is_end and point.largest < point.elements and point.largest < per_bucket
-        alive = 0 if is_small or self.itemsize == self.reduced_itemsize else self.itemsize * point.largest
+        is_one_of_several = point.largest < point.elements  # the last of them may be small
+        alive = 0 if is_one_of_several or self.itemsize == self.reduced_itemsize else self.itemsize * point.largest
         return alive + self._in_buckets(before, whole.elements_before, is_end, in_halves, ends_in_loss)
 
     def _fully_sharded(
