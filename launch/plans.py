@@ -166,7 +166,7 @@ def _load_config(path: str, overrides: Sequence[str], given: dict[str, Any], glo
 
     ``given``: the keys of ``overrides`` with their values.
     """
-    given = {each.key: each.value for each in read_file(Path(path)).given} | given
+    given = _with_keys_of_file(path, given)
     if global_batch is not None:
         return load(path, [*overrides, *FREE_BATCH, f"--batch.global_batch={global_batch}"])
     if given.get("batch.global_batch") is not None:
@@ -181,12 +181,16 @@ def _own_micro_batch(path: str, overrides: Mapping[str, Any]) -> dict[str, int]:
 
     Warns where the configuration does not set them.
     """
-    given = {each.key: each.value for each in read_file(Path(path)).given} | dict(overrides)
-    size = given.get("batch.micro_batch_size")
+    size = _with_keys_of_file(path, overrides).get("batch.micro_batch_size")
     if isinstance(size, int):
         return {"micro_batch_size": size}
     tell("warning: the model has BatchNorm, whose statistics are those of a micro-batch: set batch.micro_batch_size")
     return {}
+
+
+def _with_keys_of_file(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a configuration file sets, with those of the command line over them."""
+    return {each.key: each.value for each in read_file(Path(path)).given} | dict(overrides)
 
 
 def _on_device_of(hardware: Hardware, config: RunConfig) -> RunConfig:

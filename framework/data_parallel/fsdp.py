@@ -228,7 +228,7 @@ def _shard_unit(modules: list[nn.Module], dtype: torch.dtype, options: dict[str,
     whole = {each for each in own if each not in options["ignored_params"] and not isinstance(each, DTensor)}
     for parameter in whole:
         cast = parameter.data.to(dtype) if parameter.requires_grad else parameter.data
-        parameter.data = cast.contiguous()  # FSDP takes no other
+        parameter.data = cast.contiguous()  # FSDP requires it
     if own and not isinstance(modules[0], FSDPModule):
         shares = len(modules) > 1
         fully_shard(modules if shares else modules[0], **options, reshard_after_forward=not shares)

@@ -235,8 +235,8 @@ def _check_dims(members: Iterable[StageParameter]) -> None:
         if member.parameter.numel() == 0:
             raise ModelError(
                 "MW-DP-002",
-                f"the parameter {member.info.name} of shape {tuple(member.parameter.shape)} has no elements, and torch "
-                f"shards none such under parallel.zero = 3: leave it out, or choose parallel.zero = 2",
+                f"the parameter {member.info.name} of shape {tuple(member.parameter.shape)} has no elements: "
+                f"torch cannot shard it under parallel.zero = 3. Remove it, or choose parallel.zero = 2",
             )
         if member.parameter.dim() == 0:
             raise ModelError(

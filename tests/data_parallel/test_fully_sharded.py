@@ -134,7 +134,7 @@ def built(rank: int, world_size: int, config_json: str, steps: int) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("Empty", "the parameter 1.weight of shape (0, 8) has no elements, and torch shards none such under parallel."),
+        ("Empty", "the parameter 1.weight of shape (0, 8) has no elements: torch cannot shard it under parallel."),
         ("Scale", "the parameter 1.factor is a single number: parallel.zero = 3 cuts parameters along their first "),
         ("Uncalled", "layer 1 uses a weight that several modules share without calling its module: with parallel.ze"),
         ("InPlace", "layer 1 changes its input in place: with parallel.zero = 3 torch has a hook on the gradient "),

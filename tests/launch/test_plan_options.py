@@ -10,23 +10,8 @@ import pytest
 from meshwright.launch import calibration
 from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
+from tests.launch.test_plan import CONFIG, NO_CORPUS
 
-CONFIG = """
-[run]
-name = "small"
-[model.options]
-vocab_size = 96
-hidden_size = 32
-num_layers = 2
-num_heads = 4
-max_sequence_length = 16
-[data]
-train = "nowhere"
-sequence_length = 16
-[batch]
-micro_batch_size = 1
-chunks = 4
-"""
 PLAN = ["--cluster", "h100", "--nodes", "1", "--devices-per-node", "2", "--global-batch", "8"]
 
 
@@ -37,7 +22,7 @@ class _Started(Exception):
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "small.toml"
-    path.write_text(CONFIG)
+    path.write_text(CONFIG.format(runs=tmp_path, data=NO_CORPUS))
     return str(path)
 
 
@@ -85,7 +70,8 @@ def test_the_states_of_a_plan_are_those_of_its_memory_table(
 def test_a_dry_run_has_as_many_devices_on_a_node_as_its_cluster(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["dryrun", config, "--parallel.dp=8", "--train.device=cuda"]
+    words = ["dryrun", config, "--parallel.dp=8", "--batch.global_batch=8", "--batch.micro_batch_size=1"]
+    words += ["--train.device=cuda"]
     nodes = []
     for more in (["--cluster", "gb200"], ["--cluster", "h100"], ["--cluster", "gb200", "--devices-per-node", "2"], []):
         assert main([*words, *more]) == 0

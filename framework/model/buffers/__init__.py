@@ -15,6 +15,7 @@ from meshwright.model.buffers.running import keeps_statistics as keeps_statistic
 from meshwright.model.buffers.running import owner_of as owner_of
 from meshwright.model.buffers.running import running_buffers as running_buffers
 from meshwright.model.buffers.running import running_values as running_values
+from meshwright.model.buffers.step_state import BatchNorm as BatchNorm
 from meshwright.model.buffers.step_state import SpareCounters as SpareCounters
 from meshwright.model.buffers.step_state import StepState as StepState
 from meshwright.model.buffers.step_state import has_statistics as has_statistics

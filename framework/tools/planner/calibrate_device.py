@@ -29,15 +29,11 @@ ROW = 4096
 """Elements of a row of the measured norm."""
 LATENCY_S = 10e-6
 """Assumed latency of a copy from host memory."""
-
-
 OF_SHEET = (
     "node_link",
     "cluster_link",
     "node_send",
     "cluster_send",
-    "node_rings",
-    "cluster_rings",
     "devices_per_domain",
     "host_memory_bytes",
     "host_memory_bytes_per_s",

@@ -89,7 +89,7 @@ def choices(
                         for each in _with_experts(cache, alone, hardware.devices_per_node)
                         if isinstance(each, Rejection) or (unit % (dp * each.micro_batch_size) == 0 and each.has(pins))
                     ]
-                    yield from _with_buffers(cache, offered)
+                    yield from _without_changed_buffers(cache, offered)
 
 
 def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
@@ -109,8 +109,8 @@ def _sequence(cache: ModelCache, tp: int, cp: int) -> tuple[bool, str]:
     return False, refusal
 
 
-def _with_buffers(cache: ModelCache, offered: list[Choice | Rejection]) -> Iterator[Choice | Rejection]:
-    """Yield what is offered; layouts that would change running buffers become rejections, behind the others."""
+def _without_changed_buffers(cache: ModelCache, offered: list[Choice | Rejection]) -> Iterator[Choice | Rejection]:
+    """Yield what is offered; a layout that would change running buffers becomes a rejection, after the others."""
     changes_buffers, refused = bool(changed_buffers(cache)), []
     for each in offered:
         refusal = ""

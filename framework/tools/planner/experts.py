@@ -17,7 +17,7 @@ from meshwright.expert_parallel.plan import expert_names
 from meshwright.mesh.fake import CountingGroup
 from meshwright.model.build import PlainModel
 from meshwright.tools.planner.layer_profile import GroupMessages
-from meshwright.tools.planner.links import ring_link, spread_of
+from meshwright.tools.planner.links import spread_of
 from meshwright.tools.planner.rates import PerformanceModel
 
 AXIS = "ep"
@@ -93,46 +93,34 @@ def refusal(config: RunConfig, counts: Iterable[int], ep: int, tp: int, sequence
     return f"ep {ep} with tp {tp} needs sequence parallelism" if tp > 1 and not sequence else ""
 
 
-def largest_parameter(layer: nn.Module) -> int:
-    """Return the elements of a layer's largest trained parameter, without experts that ranks share."""
-    shared = {
-        id(parameter)
-        for module in layer.modules()
-        if "expert_exchange" in vars(module)
-        for parameter in module.parameters()
-    }
-    own = (p.numel() for p in layer.parameters() if p.requires_grad and id(p) not in shared)
-    return max(own, default=0)
+def shared_parameters(layer: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a layer's experts that ranks share (ep)."""
+    modules = (module for module in layer.modules() if "expert_exchange" in vars(module))
+    return [parameter for module in modules for parameter in module.parameters()]
 
 
 def count_shared(layer: nn.Module, trained: bool = True) -> int:
     """Return the number of this rank's elements, trained or frozen, in experts of a layer that ranks share (ep)."""
-    return sum(
-        parameter.numel()
-        for module in layer.modules()
-        if "expert_exchange" in vars(module)
-        for parameter in module.parameters()
-        if parameter.requires_grad is trained
-    )
+    return sum(each.numel() for each in shared_parameters(layer) if each.requires_grad is trained)
+
+
+def largest_parameter(layer: nn.Module) -> int:
+    """Return the elements of a layer's largest trained parameter, without experts that ranks share."""
+    shared = set(map(id, shared_parameters(layer)))
+    own = (each.numel() for each in layer.parameters() if each.requires_grad and id(each) not in shared)
+    return max(own, default=0)
 
 
 def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupMessages]) -> float:
     """Return the seconds of the all-to-alls of ``ep`` neighbouring ranks.
 
     A rank sends equally many bytes to every other rank: to its own node over the node link and, at the same time, to
-    other nodes over its network link. Measured rings replace
-    both rates. With measured links (CPU) an all-to-all takes as long as a reduce-scatter.
+    other nodes over its network link. With measured links (CPU) an all-to-all takes as long as a reduce-scatter.
     """
-    hardware, fractions = performance.hardware, performance.fractions
-    in_node, nodes = spread_of(ep, 1, hardware.linked_devices, performance.num_ranks)
-    near, far = hardware.node_link, hardware.cluster_link
-    near_share, far_rate = fractions.node_link, fractions.cluster_link
-    if hardware.node_rings and in_node > 1:
-        near, near_share = ring_link(hardware.node_rings, in_node), 1.0
-    if hardware.cluster_rings and nodes > 1:
-        far, far_rate = ring_link(hardware.cluster_rings, nodes), 1.0
-    far_share = (ep - in_node) / max(1, ep - 1)
-    start_s = performance.group_link(ep, 1).call_s
+    hardware = performance.hardware
+    spread = spread_of(ep, 1, hardware.linked_devices, performance.num_ranks)
+    reached, far_share = performance.reached_links(spread), (ep - spread.fewest) / max(1, ep - 1)
+    latency_s = reached.cluster_latency_s if far_share else reached.node_latency_s
     seconds = 0.0
     for message in messages:
         if message.axis != AXIS:
@@ -140,8 +128,7 @@ def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupM
         if hardware.messages:
             seconds += performance.group_link(ep, 1).seconds(message.wire_bytes, message.calls, "reduce_scatter")
             continue
-        near_s = message.wire_bytes * (1 - far_share) / (near.bytes_per_s * near_share)
-        far_s = message.wire_bytes * far_share * performance.traits.far_rows_share / (far.bytes_per_s * far_rate)
-        latency_s = far.latency_s if far_share else near.latency_s
-        seconds += max(near_s, far_s) + message.calls * (latency_s + start_s)
+        near_s = message.wire_bytes * (1 - far_share) / reached.node_bytes_per_s
+        far_s = message.wire_bytes * far_share * performance.traits.far_rows_share / reached.cluster_bytes_per_s
+        seconds += max(near_s, far_s) + message.calls * (latency_s + reached.call_s)
     return seconds

@@ -23,7 +23,8 @@ from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 Message: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 """A kind of messages that ``calibrate`` measures."""
 PerSecond: TypeAlias = Annotated[float, Field(ge=1.0, le=1e21)]
-"""A rate of a device or link: finite times follow from any."""
+"""Rate of a device or link, bounded so that times are finite; the other types likewise."""
+Amount: TypeAlias = Annotated[float, Field(ge=1.0, le=1e21)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0.0, le=3600.0)]
 Share: TypeAlias = Annotated[float, Field(ge=1e-9, le=1.0)]
 Bytes: TypeAlias = Annotated[int, Field(gt=0, le=2**60)]
@@ -47,7 +48,7 @@ class Ring(Link):
 class Rate(Section):
     """Rate of operations of one size; times between sizes are interpolated linearly."""
 
-    size: PerSecond
+    size: Amount
     """FLOPs of a product, bytes of another operation."""
     per_s: PerSecond
 

@@ -46,6 +46,18 @@ class GroupLink(NamedTuple):
         return wire_bytes / self.bytes_per_s + calls * (latency + self.call_s)
 
 
+class ReachedLinks(NamedTuple):
+    """Rates that the ranks of a group reach, inside a node and between nodes."""
+
+    node_bytes_per_s: float
+    node_latency_s: float
+    cluster_bytes_per_s: float
+    """Rate of one device's network link."""
+    cluster_latency_s: float
+    call_s: float
+    """Start-up seconds of each message; 0 with measured rings, whose latency has it."""
+
+
 class Spread(NamedTuple):
     """Spread of equal groups over nodes, or over domains of linked devices."""
 

@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 from meshwright.tools.planner.hardware import Hardware, Link, interpolated_seconds
-from meshwright.tools.planner.links import GroupLink, of_ring, ring_link, spread_of
+from meshwright.tools.planner.links import GroupLink, ReachedLinks, Spread, of_ring, ring_link, spread_of
 from meshwright.tools.planner.operations import Work, WorkKind
 
 OWN_BYTES = {"sgd": -8.0, "adafactor": 24.0}
@@ -223,25 +223,30 @@ class PerformanceModel(NamedTuple):
         several ranks per node uses several of them: as many as the node with the fewest, of the groups that tile the
         job's ranks (:func:`spread_of`). Measured rings replace both rates.
         """
-        hardware, node, cluster = self.hardware, self.hardware.node_link, self.hardware.cluster_link
-        node_share, cluster_share = self.fractions.node_link, self.fractions.cluster_link
-        call_s = self.fractions.message_s if hardware.kind == "cuda" else 0.0
-        in_node, crossings = spread_of(size, stride, hardware.linked_devices, self.num_ranks)
-        if hardware.node_rings and in_node > 1:
-            node, node_share = ring_link(hardware.node_rings, in_node), 1.0
-            call_s = 0.0  # measured with the latency of its hops
-        within = node.bytes_per_s * node_share
+        hardware = self.hardware
+        spread = spread_of(size, stride, hardware.linked_devices, self.num_ranks)
+        (in_node, crossings), reached = spread, self.reached_links(spread)
+        within, node_latency_s = reached.node_bytes_per_s, reached.node_latency_s
         measured: tuple[tuple[str, Link], ...] = tuple(hardware.messages.items())
         if in_node == size:
             if measured and hardware.node_rings:
                 usual = ring_link(hardware.node_rings, max(2, min(hardware.processors, hardware.devices_per_node)))
-                measured = of_ring(measured, node.bytes_per_s / usual.bytes_per_s)  # calibrate measured over `usual`
-            return GroupLink(within, (size - 1) * node.latency_s, size, call_s, measured)
-        if hardware.cluster_rings:
-            cluster, cluster_share, call_s = ring_link(hardware.cluster_rings, crossings), 1.0, 0.0
-        ring_s = crossings * cluster.latency_s + (size - crossings) * node.latency_s
-        across = cluster.bytes_per_s * cluster_share * in_node
-        return GroupLink(min(across, within), ring_s, size, call_s, measured)
+                measured = of_ring(measured, within / usual.bytes_per_s)  # calibrate measured over `usual`
+            return GroupLink(within, (size - 1) * node_latency_s, size, reached.call_s, measured)
+        ring_s = crossings * reached.cluster_latency_s + (size - crossings) * node_latency_s
+        return GroupLink(min(reached.cluster_bytes_per_s * in_node, within), ring_s, size, reached.call_s, measured)
+
+    def reached_links(self, spread: Spread) -> ReachedLinks:
+        """Return the links of a group with this spread: measured rings of its lengths, or fractions of the links."""
+        hardware, node, cluster = self.hardware, self.hardware.node_link, self.hardware.cluster_link
+        node_share, cluster_share = self.fractions.node_link, self.fractions.cluster_link
+        call_s = self.fractions.message_s if hardware.kind == "cuda" else 0.0
+        if hardware.node_rings and spread.fewest > 1:
+            node, node_share, call_s = ring_link(hardware.node_rings, spread.fewest), 1.0, 0.0
+        if hardware.cluster_rings and spread.nodes > 1:
+            cluster, cluster_share, call_s = ring_link(hardware.cluster_rings, spread.nodes), 1.0, 0.0
+        rates = node.bytes_per_s * node_share, cluster.bytes_per_s * cluster_share
+        return ReachedLinks(rates[0], node.latency_s, rates[1], cluster.latency_s, call_s)
 
     def send_link(self, crosses: bool) -> GroupLink:
         """Return the link of one message between two devices; ``crosses``: they are in different nodes."""

@@ -100,8 +100,8 @@ class ReductionBuffers(NamedTuple):
         """Bytes per element of a reduce-scatter in progress: its input, the backend's copy of it, and its output."""
         return self.reduced_itemsize * (1 + self.backend.copies_reduce_scatter + 1 / shard_factor(self.config))
 
-    def behind(self, points: Sequence[BackwardPoint], index: int, *, in_halves: bool, ends_in_loss: bool) -> int:
-        """Return the temporary bytes as the reduction of a layer's gradients starts, while the last of them is alive.
+    def at_reduction(self, points: Sequence[BackwardPoint], index: int, *, in_halves: bool, ends_in_loss: bool) -> int:
+        """Return the temporary bytes as the reduction of a layer's gradients starts, with the last of them alive.
 
         buckets   the gradient that completes one, unless it is in the bucket itself, and the complete buckets' copies
         ZeRO-3    all of the layer's, beside their reduce-scatter; in halves those of the layers that follow too
@@ -163,10 +163,10 @@ class ReductionBuffers(NamedTuple):
         at = partial(self.at, points, reduces=reduces, in_halves=in_halves, held=held, ends_in_loss=of.outputs == 0)
         peak = max(point.bytes + at(index) for index, point in enumerate(points))
         if reduces and shard_factor(self.config) > 1:
-            behind = partial(self.behind, points, in_halves=in_halves, ends_in_loss=of.outputs == 0)
-            start = points[-1].bytes if in_halves else None  # FSDP reduces at the end of a weight half
-            starts = (point.after if start is None else start for point in points)
-            peak = max(peak, *(at + behind(index) for index, at in enumerate(starts) if index < len(points) - 1))
+            at_reduction = partial(self.at_reduction, points, in_halves=in_halves, ends_in_loss=of.outputs == 0)
+            # FSDP reduces at the end of a weight half
+            live = [points[-1].bytes if in_halves else point.after for point in points[:-1]]
+            peak = max(peak, *(num_bytes + at_reduction(index) for index, num_bytes in enumerate(live)))
         return peak - (held if self.config.parallel.zero == 3 else 0)  # `at` has counted it
 
     def forward(self, of: Footprint) -> int:

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from meshwright.config import RunConfig
 from meshwright.data.sources import example
 from meshwright.errors import UserError
 from meshwright.mesh import Grid
+from meshwright.model.buffers import BatchNorm
 from meshwright.model.build import PlainModel
 from meshwright.pipeline.plan import check_running, describe_model
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.tensor_parallel.check import check_supported
 from meshwright.tools.planner.model_cache import ModelCache
 
-BATCH_NORM = nn.modules.batchnorm._BatchNorm
-
 
 def check_requirements(cache: ModelCache, config: RunConfig) -> None:
     """Raise :class:`ModelError` for a layout that the model rules out, as a launch does."""
     parallel, model = config.parallel, cache.model
     check_supported(config.model.builder, model.impossible, Grid(*parallel.degrees), sequence=parallel.sequence)
-    if changed_buffers(cache):
-        _check_buffers(cache, config)
+    _check_buffers(cache, config)
 
 
 def buffers_refusal(cache: ModelCache, config: RunConfig) -> str:
     """Return why the layout of ``config`` would change the model's running buffers (BatchNorm); "" if it does not."""
-    if not changed_buffers(cache):
-        return ""
     parallel = config.parallel
 
     def find() -> str:
@@ -43,6 +37,8 @@ def buffers_refusal(cache: ModelCache, config: RunConfig) -> str:
 
 
 def _check_buffers(cache: ModelCache, config: RunConfig) -> None:
+    if not changed_buffers(cache):
+        return
     pipeline = {"schedule": "1f1b", "interleave": None}  # each schedule runs a stage's forwards in order
     alone = config.replace(parallel={"pp": 1}, pipeline=pipeline)
     check_running(config, cache.model, changed_buffers(cache), cache.draw(alone), cache.recomputed(config))
@@ -62,4 +58,4 @@ def changed_buffers(cache: ModelCache) -> list[str]:
 
 def has_batch_norm(model: PlainModel) -> bool:
     """Return True if the micro-batch size is part of the model."""
-    return any(isinstance(module, BATCH_NORM) for module in model.layers.modules())
+    return any(isinstance(module, BatchNorm) for module in model.layers.modules())

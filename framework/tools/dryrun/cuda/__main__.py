@@ -1,7 +1,7 @@
-"""Process that takes steps on the stub CUDA device: ``python -m meshwright.tools.dryrun.cuda LIBRARY FOUND``.
+"""Process that takes steps on the stub CUDA device: ``python -m meshwright.tools.dryrun.cuda LIBRARY RESULTS``.
 
 Each line of stdin is a rank, a space and a resolved configuration in JSON. For each it adds one ``CudaStep`` as JSON to
-the file FOUND, since the model may print.
+the file RESULTS, since the model may print.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.tools.dryrun.cuda.library import load_library
 
 
-def main(library: str, found: str) -> int:
+def main(library: str, results: str) -> int:
     """Run the ranks; return the exit code."""
     load_library(Path(library))
     from meshwright.tools.dryrun.cuda.streams import Streams
@@ -27,7 +27,7 @@ def main(library: str, found: str) -> int:
     for line in sys.stdin:
         rank, _, config = line.partition(" ")
         step = check_rank(parse(config), int(rank), waits, streams)
-        with Path(found).open("a", encoding="utf-8") as file:
+        with Path(results).open("a", encoding="utf-8") as file:
             file.write(json.dumps(step._asdict()) + "\n")
     return 0
 

@@ -57,10 +57,10 @@ def take_cuda_steps(config: RunConfig, ranks: Sequence[int]) -> list[CudaStep]:
 def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[CudaStep]:
     """Take the step of each (configuration, rank) in one process with this library; see :func:`take_cuda_steps`."""
     with tempfile.TemporaryDirectory(prefix="meshwright-cuda-") as directory:
-        found = Path(directory) / "steps.jsonl"
-        found.touch()
-        done = _run(library, found, jobs)
-        steps = [CudaStep(**json.loads(line)) for line in found.read_text(encoding="utf-8").splitlines()]
+        results = Path(directory) / "steps.jsonl"
+        results.touch()
+        done = _run(library, results, jobs)
+        steps = [CudaStep(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
     if done.returncode or len(steps) != len(jobs):
         last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
         rank = jobs[min(len(steps), len(jobs) - 1)][1]
@@ -68,9 +68,9 @@ def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[Cu
     return steps
 
 
-def _run(library: Path, found: Path, jobs: Sequence[tuple[RunConfig, int]]) -> subprocess.CompletedProcess[str]:
+def _run(library: Path, results: Path, jobs: Sequence[tuple[RunConfig, int]]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "meshwright.tools.dryrun.cuda", str(library), str(found)],
+        [sys.executable, "-m", "meshwright.tools.dryrun.cuda", str(library), str(results)],
         input="".join(f"{rank} {config.model_dump_json()}\n" for config, rank in jobs),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Models whose layers pass tokens on over the borders of documents in a row."""
+"""Models whose layers carry state over the boundaries of the documents in a row."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from torch import nn
 from meshwright.tools.interop.huggingface.restructure.attention import CORE
 
 RECURRENT = ("linear", "mamba", "recurrent", "conv", "lightning")
-"""Parts of the names of layer types whose state goes on from token to token."""
+"""Parts of the names of layer types with a recurrent state."""
 
 
 def refuse_documents(layers: nn.Sequential, layer_types: Iterable[str]) -> None:
-    """Make layers refuse rows of several documents, if tokens would reach later documents other than by attention.
+    """Make layers refuse rows of several documents if anything but attention mixes tokens.
 
-    Attention sees the documents by its mask. Convolutions and recurrent states (linear attention) go on over their
-    borders. They are found by an ``nn.Conv1d``, by a block without attention of transformers' registry, where others
-    have it, or by the name of a layer type.
+    Attention has a mask of documents. Convolutions and recurrent states (linear attention) have none. A model has them
+    if it holds an ``nn.Conv1d``, if a block lacks attention of transformers' registry where other blocks have it, or if
+    the name of a layer type names them.
 
     Args:
         layers: the layers, with their attention cores.
         layer_types: ``config.layer_types`` of the model.
     """
+    reason = _reason(layers, layer_types)
     for layer in layers:
-        vars(layer)["mixing"] = _mixing(layers, layer_types)
+        vars(layer)["one_document_reason"] = reason
 
 
-def _mixing(layers: nn.Sequential, layer_types: Iterable[str]) -> str:
-    """Return what passes tokens on from document to document; "" for nothing."""
+def _reason(layers: nn.Sequential, layer_types: Iterable[str]) -> str:
+    """Return what mixes tokens besides attention; "" for nothing."""
     convolution = next((name for name, module in layers.named_modules() if isinstance(module, nn.Conv1d)), None)
     if convolution is not None:
         return f"{convolution} is a convolution over tokens"

@@ -227,7 +227,7 @@ class PipelineLayer(nn.Module):
         self.frame = frame
         self.first = first
         self.names = tuple(names)
-        self.mixing = ""
+        self.one_document_reason = ""
         """Reason why a row must hold one document; empty if it may hold several."""
         for name, module in modules.items():
             self.add_module(name, module)
@@ -250,11 +250,12 @@ class PipelineLayer(nn.Module):
     def _run_modules(self, value: dict[str, Tensor], places: Tensor | None) -> Any:
         hidden = value[IDS] if IDS in value else value[HIDDEN]
         documents = DOCUMENT_POSITIONS in value or (IDS in value and POSITIONS in value)
-        if documents and self.mixing:
+        if documents and self.one_document_reason:
             raise ModelError(
                 "MW-INTEROP-140",
-                f"{self.frame.description.split()[0]}: {self.mixing}, so that tokens of one document would reach the "
-                f"next in its row: give samples without positions, and set data.document_boundaries = false",
+                f"{self.frame.description.split()[0]}: {self.one_document_reason}, so that tokens of one "
+                f"document would reach the next in its row: give samples without positions, and set "
+                f"data.document_boundaries = false",
             )
         positions = value.get(DOCUMENT_POSITIONS, value.get(POSITIONS))
         if positions is None:
