@@ -24,12 +24,14 @@ settings.register_profile("random")
 settings.load_profile("repeatable")
 
 LONG_MARKS = ("all_layouts", "long", "slurm", "torture")
-LONG_TESTS = Path(__file__).with_name("long_tests.txt")
+LISTED_MARKS = ("all_layouts", "long", "torture")
+"""Marks whose tests, or rows of tests, are listed in MARK_tests.txt beside this file."""
 
 
-def long_tests() -> set[str]:
-    """Tests that take long, by their ids."""
-    return {line for line in LONG_TESTS.read_text().splitlines() if line and not line.startswith("#")}
+def listed_tests(mark: str) -> set[str]:
+    """Return the ids of the tests that ``mark`` has from its list."""
+    lines = Path(__file__).with_name(f"{mark}_tests.txt").read_text().splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
 
 
 @pytest.fixture(scope="session")
@@ -62,10 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes long (``all_layouts`` an hour) unless the command line names one of its marks."""
-    long = long_tests()
-    for item in items:
-        if item.nodeid in long:
-            item.add_marker("long")
+    for mark in LISTED_MARKS:
+        listed = listed_tests(mark)
+        for item in items:
+            if item.nodeid in listed:
+                item.add_marker(mark)
     part, parts = map(int, config.getoption("--part").split("/"))
     named = {mark for mark in (*LONG_MARKS, "fault") if mark in config.option.markexpr}
     left_out = []

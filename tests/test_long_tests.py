@@ -1,10 +1,10 @@
-"""The list of tests that take long names tests that exist."""
+"""The lists of tests that take long name tests that exist."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.conftest import long_tests
+from tests.conftest import LISTED_MARKS, listed_tests
 
 
 def test_each_one_is_collected(pytestconfig: pytest.Config) -> None:
@@ -15,7 +15,10 @@ def test_each_one_is_collected(pytestconfig: pytest.Config) -> None:
         def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
             found.extend(item.nodeid for item in items)
 
-    files = sorted({name.partition("::")[0] for name in long_tests()})
-    words = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-m", "long or not long", *files]
+    listed = set().union(*map(listed_tests, LISTED_MARKS))
+    assert len(listed) == sum(len(listed_tests(mark)) for mark in LISTED_MARKS)
+    files = sorted({name.partition("::")[0] for name in listed})
+    every = " or ".join(("not long", *LISTED_MARKS))
+    words = ["--collect-only", "-qq", "-p", "no:cacheprovider", "-m", every, *files]
     assert pytest.main([*words, "--rootdir", str(pytestconfig.rootpath)], plugins=[Collected()]) == 0
-    assert sorted(long_tests() - set(found)) == []
+    assert sorted(listed - set(found)) == []
