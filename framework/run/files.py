@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, LockError
 from meshwright.run.directory import METRICS, METRICS_AGAIN, PLACEMENT, RESOLVED, STARTS, STATUS, run_directory
 from meshwright.run.lock import FILE, RunLock
-from meshwright.system.atomic import make_directory_synced, sync, write_atomic
+from meshwright.system.atomic import make_directory_synced, replace_in, sync, write_atomic
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
 from meshwright.terminal.output import Warn
 
@@ -94,14 +95,16 @@ class RunFiles:
         self.directory = directory
         self._lock = lock
         self._descriptor = -1 if lock is None else _open(directory)
+        self._changing = threading.Lock()
         self._contents: dict[str, bytes] = {}
         """Contents of :data:`RESTORED_FILES`, by name."""
 
     def close(self) -> None:
         """Close the directory."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        with self._changing:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            self._descriptor = -1
 
     def remember(self) -> None:
         """Read the small files of the run's start into memory."""
@@ -112,6 +115,22 @@ class RunFiles:
     def are_lost(self) -> bool:
         """Check whether the held lock is no longer the file at its path. One stat; called in every step."""
         return self._lock is not None and not self._lock.is_in_place()
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file of the run atomically, from any thread, and never in a directory that took this one's place.
+
+        Does nothing while the directory is lost.
+        """
+        with self._changing:
+            if self._descriptor < 0:
+                return
+            directory = os.dup(self._descriptor)
+        try:
+            if not self.are_lost():
+                with contextlib.suppress(FileNotFoundError):  # deleted since
+                    replace_in(directory, name, text)
+        finally:
+            os.close(directory)
 
     def recover(self) -> Recovery:
         """Find the cause of the loss, and restore the lock or the directory. Never writes into another run."""

@@ -63,6 +63,18 @@ def write_atomic(path: Path, content: str | bytes, *, is_durable: bool = True) -
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def replace_in(directory: int, name: str, text: str) -> None:
+    """Write or replace a file atomically, but not durably, in a directory given by its open descriptor.
+
+    The file goes where that directory is now, whatever its old path names.
+    """
+    aside = f".part-{name}"
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666, dir_fd=directory)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(aside, name, src_dir_fd=directory, dst_dir_fd=directory)
+
+
 def append_synced(path: Path, data: bytes) -> None:
     """Append to a file, created if missing, then fsync it and its directory."""
     with path.open("ab") as file:

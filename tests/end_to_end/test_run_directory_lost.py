@@ -62,14 +62,14 @@ def run_rank(rank: int, world_size: int, config: RunConfig) -> Left:
     return Left("", 0, warned.getvalue())
 
 
-def disturbed(pool: RankPool, config: RunConfig, disturb: Callable[[Path], object]) -> list[Left]:
+def disturbed(pool: RankPool, config: RunConfig, disturb: Callable[[Path], object], at: int = AT) -> list[Left]:
     """Train, and disturb the run between two steps; what each rank left with."""
     directory, missed = run_directory(config), []
 
     def wait_and_disturb() -> None:
         deadline_s = time.monotonic() + LIMIT_S
         metrics = directory / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < AT:
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < at:
             if time.monotonic() > deadline_s:
                 missed.append("no step was taken")
                 return
@@ -84,11 +84,11 @@ def disturbed(pool: RankPool, config: RunConfig, disturb: Callable[[Path], objec
     return answers
 
 
-def slow_run(corpus: Path, runs: Path, text: str, **sections: dict[str, Any]) -> RunConfig:
-    """Steps of 30 ms and more."""
+def slow_run(corpus: Path, runs: Path, text: str, pause_s: float = 0.02, **sections: dict[str, Any]) -> RunConfig:
+    """Steps of 30 ms and more, or of ``pause_s`` for each micro-batch."""
     config = run_config(corpus, runs, parallel=layout(text), train={"steps": STEPS}, **sections)
-    options = {**config.model.options, "pause_s": 0.015 / len(config.model.options), "of": "norm"}
-    return changed(config, model={"builder": "tests.end_to_end.builders:slow", "options": options | {"pause_s": 0.02}})
+    options = {**config.model.options, "pause_s": pause_s, "of": "norm"}
+    return changed(config, model={"builder": "tests.end_to_end.builders:slow", "options": options})
 
 
 def deleted(directory: Path) -> None:
@@ -174,6 +174,23 @@ def test_another_runs_directory_is_never_written_over(
         assert match and find(Path(match[2]))[0].step == int(match[1]) >= AT
     else:
         assert "the steps since its last checkpoint are lost" in said
+
+
+def test_the_watchdog_writes_no_status_there(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    """It writes status.json twice a second, in steps of a second and more."""
+    sections = {"launch": {"timeout_s": 5.0}, "run": {"name": "run"}}
+    config = changed(slow_run(corpus, tmp_path / "runs", "", pause_s=0.3), **sections)
+    other = changed(slow_run(corpus, tmp_path / "runs", ""), run={"name": "other"}, train={"steps": 1})
+    train(pool, other)
+    theirs = (run_directory(other) / "status.json").read_bytes()
+
+    def replaced(directory: Path) -> None:
+        moved(directory)
+        run_directory(other).rename(directory)
+
+    assert disturbed(pool, config, replaced, at=1)[0].exit_code == 20
+    assert (run_directory(config) / "status.json").read_bytes() == theirs
+    assert (run_directory(config).with_name("moved") / "status.json").exists()
 
 
 @pytest.mark.parametrize("taken", [False, True])

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from meshwright.system.atomic import write_atomic
@@ -29,9 +30,16 @@ IO_S = 5.0
 class DiskWriter:
     """Writer of one rank's watchdog files. Errors of a write are passed to ``warn``."""
 
-    def __init__(self, status_file: Path, rank: int, host: str, warn: Callable[[Exception], None]) -> None:
-        """Prepare the writer. ``warn`` is called with each error of a write."""
-        self._status_file = status_file
+    def __init__(
+        self,
+        status_file: Path,
+        rank: int,
+        host: str,
+        warn: Callable[[Exception], None],
+        replace_status: Callable[[str], object] | None = None,
+    ) -> None:
+        """Prepare the writer. ``warn`` is called with each error of a write; for ``replace_status`` see Watchdog."""
+        self._replace_status = replace_status or partial(write_atomic, status_file, is_durable=False)
         self._directory = status_file.parent / "hang"
         self._rank = rank
         self._host = host
@@ -95,8 +103,7 @@ class DiskWriter:
 
     def write_status(self, status: Status) -> None:
         """Write ``status.json`` atomically."""
-        text = status.model_dump_json() + "\n"
-        self._put("status", lambda: write_atomic(self._status_file, text, is_durable=False))
+        self._put("status", partial(self._replace_status, status.model_dump_json() + "\n"))
 
     def flush(self, limit_s: float = IO_S) -> bool:
         """Wait until all queued writes are done; return False if they are not after ``limit_s``."""

@@ -63,7 +63,14 @@ class Watchdog:
     """Watchdog of one rank, active within its ``with`` block. Its own errors never end a run that makes progress."""
 
     def __init__(
-        self, mesh: Mesh, status_file: Path, limit_s: float, steps: int, step: Callable[[], int], give_up: GiveUp
+        self,
+        mesh: Mesh,
+        status_file: Path,
+        limit_s: float,
+        steps: int,
+        step: Callable[[], int],
+        give_up: GiveUp,
+        replace_status: Callable[[str], object] | None = None,
     ) -> None:
         """Prepare the watchdog; it starts with the ``with`` block.
 
@@ -74,6 +81,7 @@ class Watchdog:
             steps: steps of the whole run.
             step: returns the number of steps taken; called by other threads.
             give_up: ends this process with an error.
+            replace_status: writes the text of ``status_file`` on rank 0; None: at its path, whoever's that is by then.
         """
         self._mesh = mesh
         self._limit_s = limit_s
@@ -86,7 +94,7 @@ class Watchdog:
         self._gap_s = max(MISSED_TICKS * self._tick_s, MAX_TICK_S)
         """Pause of the thread "check" that means that the whole process was stopped (SIGSTOP, a suspended machine)."""
         self._exchange = HeartbeatExchange(mesh, step)
-        self._disk = DiskWriter(status_file, mesh.rank, self._exchange.host, self._warn)
+        self._disk = DiskWriter(status_file, mesh.rank, self._exchange.host, self._warn, replace_status)
         self._claimed_s: float | None = None
         """Time when this rank saw another rank's claim."""
         self._ended = threading.Event()

@@ -1,0 +1,58 @@
+"""Files that a live run replaces while its directory is taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.run import RunFiles, RunLock
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[RunFiles]:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with RunLock(directory) as lock, contextlib.closing(RunFiles(directory, lock)) as found:
+        yield found
+
+
+def contents(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in directory.iterdir() if path.name != "lock"}
+
+
+def test_a_file_is_replaced(files: RunFiles) -> None:
+    files.write("status.json", "a")
+    files.write("status.json", "b")
+    assert contents(files.directory) == {"status.json": "b"}
+
+
+def test_nothing_is_written_where_another_directory_is(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if it came between the check and the write: then the moved directory has the file."""
+    moved = files.directory.rename(files.directory.with_name("moved"))
+    files.directory.mkdir()
+    files.write("status.json", "mine")
+    assert contents(files.directory) == contents(moved) == {}
+    monkeypatch.setattr(files, "are_lost", lambda: False)
+    files.write("status.json", "mine")
+    assert contents(files.directory) == {} and contents(moved) == {"status.json": "mine"}
+
+
+def test_nothing_is_written_into_a_deleted_directory(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(files.directory)
+    monkeypatch.setattr(files, "are_lost", lambda: False)
+    files.write("status.json", "mine")
+    assert not files.directory.exists()
+
+
+def test_a_directory_made_again_is_written_to(files: RunFiles) -> None:
+    shutil.rmtree(files.directory)
+    assert files.recover().is_new
+    files.write("status.json", "mine")
+    assert contents(files.directory) == {"status.json": "mine"}
+    files.close()
+    files.write("status.json", "closed")
+    assert contents(files.directory) == {"status.json": "mine"}
