@@ -12,9 +12,13 @@ from tests.support import error_codes as codes
 MOVE = "`python -m tests.support.error_codes` writes docs/errors.md and the golden files anew: look at what changes"
 
 
-def test_every_error_has_a_code_of_its_own() -> None:
+@pytest.fixture(scope="module")
+def sites() -> list[codes.Site]:
+    return codes.find_sites()
+
+
+def test_every_error_has_a_code_of_its_own(sites: list[codes.Site]) -> None:
     assert codes.without_code() == [], "the first argument of an error is its code, a literal MW-ROOM-NUMBER"
-    sites = codes.find_sites()
     assert len(sites) > 400  # else the search itself is broken
     assert codes.repeated(sites) == [], "two places raise these codes: take the next free number for one"
     reused = codes.retired() & {site.code for site in sites}
@@ -23,8 +27,7 @@ def test_every_error_has_a_code_of_its_own() -> None:
     assert not unknown, f"{unknown}: give these classes their exit code in EXIT_CODES"
 
 
-def test_the_texts_are_those_of_the_golden_files() -> None:
-    sites = codes.find_sites()
+def test_the_texts_are_those_of_the_golden_files(sites: list[codes.Site]) -> None:
     written = {path.name: path.read_text() for path in codes.GOLDEN.glob("*.txt")}
     assert codes.golden(sites, codes.retired()) == written, MOVE
     assert codes.document(sites, codes.retired()) == codes.DOCUMENT.read_text(), MOVE

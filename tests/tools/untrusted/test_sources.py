@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,20 +81,27 @@ READERS = {
 """They make a configuration of what a run, a checkpoint or another framework's file says."""
 
 
-def calls(path: Path) -> set[str]:
+@cache
+def calls_of(path: Path) -> tuple[ast.Call, ...]:
+    return tuple(node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+@cache
+def calls(path: Path) -> frozenset[str]:
     """Names that are called in a file, dotted as they stand there."""
-    return {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    return frozenset(ast.unparse(node.func) for node in calls_of(path))
 
 
 def callers(*names: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in SOURCES if calls(path) & set(names)}
 
 
-def importers(name: str, module: str) -> set[str]:
+def importers(module: str, *names: str) -> set[str]:
     found = set()
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == module and name in {n.name for n in node.names}:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if module in text else ():
+            if isinstance(node, ast.ImportFrom) and node.module == module and {n.name for n in node.names} & {*names}:
                 found.add(str(path.relative_to(ROOT)))
     return found
 
@@ -104,11 +112,10 @@ def test_nothing_runs_what_a_file_says(path: Path) -> None:
     found = {name for name in calls(path) if UNSAFE.fullmatch(name) and (here, name) not in ALLOWED}
     found -= {"re.compile", "torch.compile"}
     assert not found, f"{here} calls {found}: not on anything that a file may say"
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
-            assert given.get("shell", False) is False and not given.get("allow_pickle"), f"{here}:{node.lineno}"
-            assert given.get("trust_remote_code", False) is False, f"{here}:{node.lineno}"
+    for node in calls_of(path):
+        given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+        assert given.get("shell", False) is False and not given.get("allow_pickle"), f"{here}:{node.lineno}"
+        assert given.get("trust_remote_code", False) is False, f"{here}:{node.lineno}"
 
 
 def test_what_is_allowed_is_still_there() -> None:
@@ -122,9 +129,4 @@ def test_who_imports_what_a_configuration_names() -> None:
 
 
 def test_who_reads_saved_configurations() -> None:
-    assert (
-        importers("parse", "meshwright.config")
-        | importers("load_saved", "meshwright.config")
-        | importers("read_resolved", "meshwright.config")
-        == READERS.keys()
-    )
+    assert importers("meshwright.config", "parse", "load_saved", "read_resolved") == READERS.keys()
