@@ -149,9 +149,14 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
 
 
 @functools.cache
+def parsed(source: str) -> ast.Module:
+    """The syntax tree of a source, made once for all tests: none changes it."""
+    return ast.parse(source)
+
+
 def tree_of(path: Path) -> ast.Module:
-    """The syntax tree of a file, parsed once for all tests: none changes it."""
-    return ast.parse(path.read_text())
+    """The syntax tree of a file."""
+    return parsed(path.read_text())
 
 
 @functools.cache
@@ -169,7 +174,7 @@ def function_nodes(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
 def violations(module: str, source: str, is_package: bool = False) -> list[str]:
     """Return what a module imports and may not, each with the rule."""
     package, room, found = package_of(module), room_of(module), []
-    for name in sorted(set(imports(ast.parse(source), module, is_package))) if module != FACE else ():
+    for name in sorted(set(imports(parsed(source), module, is_package))) if module != FACE else ():
         at_door = module == FSDP_DOOR and below(name, *FSDP)
         at_door |= module == DCP_DOOR and below(name, "torch.distributed.checkpoint")
         at_door |= module == STREAMS_DOOR and name == "torch.distributed"
@@ -194,7 +199,8 @@ def violations(module: str, source: str, is_package: bool = False) -> list[str]:
         is_ours = package == "framework" and below(name, "meshwright") and room_of(name) not in (room, "meshwright")
         if is_ours and (why := forbidden(room, room_of(name))):
             found.append(f"{module} imports {name}: {why}")
-    for name in hidden(ast.parse(source)) if package == "framework" and module not in HIDDEN else ():
+    may_hide = package == "framework" and module not in HIDDEN and "TYPE_CHECKING" in source
+    for name in hidden(parsed(source)) if may_hide else ():
         found.append(f"{module} imports {name} for types only: that hides an arrow")
     return found
 

@@ -43,9 +43,9 @@ class Meanings:
         self.attributes: dict[str, set[str]] = defaultdict(set, config={CONFIG})
         self.functions = {"load": CONFIG, "resolve": CONFIG, "parse": CONFIG}
         self._imports(tree)
-        size = -1
+        size, nodes = -1, [*ast.walk(tree)]
         while size != (size := sum(map(len, (*self.names.values(), *self.attributes.values(), self.functions)))):
-            for node in ast.walk(tree):
+            for node in nodes:
                 self._learn(node)
 
     def _imports(self, tree: ast.Module) -> None:
