@@ -5,7 +5,8 @@
 
 A change that should not alter numbers gives equal losses, gradient norms and validation losses, hexadecimal digit by
 digit, on the same machine with the same versions of torch. The text of ``make demo`` must have been prepared.
-``benchmarks/results/2026-11-23-reference-losses.json`` was written before the code moved into core, services and tools.
+``benchmarks/results/2026-11-23-reference-losses.json`` was written before the code moved into core, services and tools,
+``2026-11-27-reference-losses.json`` after it, on another processor (CHANGELOG.md has what differs on one machine).
 """
 
 from __future__ import annotations
