@@ -53,6 +53,7 @@ from meshwright.mesh.mesh import open_mesh
 from meshwright.run.directory import STATUS
 from meshwright.run.saving import Saver
 from meshwright.step import take_step
+from meshwright.system.atomic import write_atomic
 from meshwright.system.process import end_process
 from meshwright.watch.drift import check_drift
 from meshwright.watch.hang.watchdog import Watchdog
@@ -103,7 +104,10 @@ class Guarded(Ours):
 def watchdog_of(ours: Ours, directory: str) -> Watchdog:
     """Return a watchdog with the defaults of a run."""
     limit_s = ours.parts.config.launch.timeout_s
-    return Watchdog(ours.mesh, Path(directory) / STATUS, limit_s, 10**6, lambda: ours.parts.state.step, end_process)
+    replace_status = partial(write_atomic, Path(directory) / STATUS, is_durable=False)
+    return Watchdog(
+        ours.mesh, Path(directory), limit_s, 10**6, lambda: ours.parts.state.step, end_process, replace_status
+    )
 
 
 def each_alone(rank: int, world_size: int, directory: str, degrees: tuple[int, int, int]) -> dict[str, float]:

@@ -131,8 +131,8 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     record_start(parts, files, corpus_times(parts.source), log)
     tracker = open_tracker(parts, directory / METRICS, is_ours=lambda: not files.are_lost())
     steps = config.train.steps
-    limit_s, write_status = config.launch.timeout_s, partial(files.write, STATUS)
-    watchdog = Watchdog(mesh, directory / STATUS, limit_s, steps, lambda: parts.state.step, give_up, write_status)
+    limit_s, replace_status = config.launch.timeout_s, partial(files.write, STATUS)
+    watchdog = Watchdog(mesh, directory, limit_s, steps, lambda: parts.state.step, give_up, replace_status)
     with request:  # to the end: a signal after the last step, or after the first signal, changes nothing
         try:
             with watchdog, mesh.activity.during("training"), tracker, StepCollector(config.train.gc_every) as collector:

@@ -96,6 +96,7 @@ class RunFiles:
         self._lock = lock
         self._descriptor = -1 if lock is None else _open(directory)
         self._changing = threading.Lock()
+        """Lock of the descriptor, which :meth:`write` copies in other threads."""
         self._contents: dict[str, bytes] = {}
         """Contents of :data:`RESTORED_FILES`, by name."""
 
@@ -119,7 +120,7 @@ class RunFiles:
     def write(self, name: str, text: str) -> None:
         """Replace a file of the run atomically, from any thread, and never in a directory that took this one's place.
 
-        Does nothing while the directory is lost.
+        Does nothing while the directory is lost, and on ranks that do not hold the lock.
         """
         with self._changing:
             if self._descriptor < 0:

@@ -70,9 +70,13 @@ def replace_in(directory: int, name: str, text: str) -> None:
     """
     aside = f".part-{name}"
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666, dir_fd=directory)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(aside, name, src_dir_fd=directory, dst_dir_fd=directory)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(aside, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        os.unlink(aside, dir_fd=directory)
+        raise
 
 
 def append_synced(path: Path, data: bytes) -> None:

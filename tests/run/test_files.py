@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +30,18 @@ def test_a_file_is_replaced(files: RunFiles) -> None:
     files.write("status.json", "a")
     files.write("status.json", "b")
     assert contents(files.directory) == {"status.json": "b"}
+
+
+def test_a_write_that_fails_leaves_the_file_and_nothing_else(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    files.write("status.json", "a")
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="full"):
+        files.write("status.json", "b")
+    assert contents(files.directory) == {"status.json": "a"}
 
 
 def test_nothing_is_written_where_another_directory_is(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:

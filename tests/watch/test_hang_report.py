@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from meshwright.errors import HangEcho, HangError, UserError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, open_mesh
-from meshwright.watch.hang import disk_writer, report, watchdog
+from meshwright.watch.hang import report, watchdog
 from meshwright.watch.hang.diagnosis import Verdict
 from meshwright.watch.hang.disk_writer import DiskWriter
 from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat
@@ -57,24 +58,23 @@ def test_a_diagnosis_that_fails_is_no_end_of_the_report(monkeypatch: pytest.Monk
     assert found.short()[-1].endswith("reading samples")
 
 
-def writer(directory: Path, rank: int = 0) -> DiskWriter:
-    return DiskWriter(directory / "status.json", rank, "h", pytest.fail)
+def writer(directory: Path, rank: int = 0, replace_status: Callable[[str], object] = pytest.fail) -> DiskWriter:
+    return DiskWriter(directory, rank, "h", pytest.fail, replace_status)
 
 
 def text_status(text: str) -> Any:
     return SimpleNamespace(model_dump_json=lambda: text)
 
 
-def test_who_writes_a_heartbeat_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_writes_a_heartbeat_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     """A rank that waits for a slow file system would be taken for one that is stopped."""
     answers, written = threading.Event(), list[str]()
 
-    def slow(path: Path, text: str, **_: object) -> None:
+    def slow(text: str) -> None:
         assert answers.wait(SECONDS)
         written.append(text)
 
-    monkeypatch.setattr(disk_writer, "write_atomic", slow)
-    disk = writer(tmp_path)
+    disk = writer(tmp_path, replace_status=slow)
     for text in ("one", "two", "three"):
         disk.write_status(text_status(text))
     disk.write_report(["why"])
@@ -119,7 +119,7 @@ def end_of_a_hang(rank: int, world_size: int, directory: str, limit_s: float, co
         patch.setattr(Mesh, "holds_store", lambda mesh: mesh.rank == 0)
         patch.setattr(watchdog, "start_timer", lambda *_: None)
         mesh = open_mesh(Grid(1, 2, 1), "cpu")
-        dog = watchdog.Watchdog(mesh, Path(directory) / "status.json", limit_s, 9, lambda: 1, give_up)
+        dog = watchdog.Watchdog(mesh, Path(directory), limit_s, 9, lambda: 1, give_up, lambda text: None)
         dog._exchange.send(0.0)
         mesh.world.barrier()
         dog._exchange.receive()

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from meshwright.system.atomic import write_atomic
 from meshwright.watch.hang.flight_recorder import unfinished
 from meshwright.watch.hang.status import Status
 
@@ -32,15 +31,23 @@ class DiskWriter:
 
     def __init__(
         self,
-        status_file: Path,
+        directory: Path,
         rank: int,
         host: str,
         warn: Callable[[Exception], None],
-        replace_status: Callable[[str], object] | None = None,
+        replace_status: Callable[[str], object],
     ) -> None:
-        """Prepare the writer. ``warn`` is called with each error of a write; for ``replace_status`` see Watchdog."""
-        self._replace_status = replace_status or partial(write_atomic, status_file, is_durable=False)
-        self._directory = status_file.parent / "hang"
+        """Prepare the writer.
+
+        Args:
+            directory: the run's directory.
+            rank: this rank.
+            host: name of this host.
+            warn: called with each error of a write.
+            replace_status: replaces the text of ``status.json`` atomically.
+        """
+        self._replace_status = replace_status
+        self._directory = directory / "hang"
         self._rank = rank
         self._host = host
         self._warn = warn
@@ -102,7 +109,7 @@ class DiskWriter:
         self._put("report", write)
 
     def write_status(self, status: Status) -> None:
-        """Write ``status.json`` atomically."""
+        """Replace ``status.json``."""
         self._put("status", partial(self._replace_status, status.model_dump_json() + "\n"))
 
     def flush(self, limit_s: float = IO_S) -> bool:

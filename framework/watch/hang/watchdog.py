@@ -65,36 +65,36 @@ class Watchdog:
     def __init__(
         self,
         mesh: Mesh,
-        status_file: Path,
+        directory: Path,
         limit_s: float,
         steps: int,
         step: Callable[[], int],
         give_up: GiveUp,
-        replace_status: Callable[[str], object] | None = None,
+        replace_status: Callable[[str], object],
     ) -> None:
         """Prepare the watchdog; it starts with the ``with`` block.
 
         Args:
             mesh: the mesh, with this rank's activity and store.
-            status_file: status.json in the run's directory.
+            directory: the run's directory.
             limit_s: seconds without progress after which the run hangs.
             steps: steps of the whole run.
             step: returns the number of steps taken; called by other threads.
             give_up: ends this process with an error.
-            replace_status: writes the text of ``status_file`` on rank 0; None: at its path, whoever's that is by then.
+            replace_status: replaces the text of ``status.json`` atomically; called on rank 0, by another thread.
         """
         self._mesh = mesh
         self._limit_s = limit_s
         self._steps = steps
         self._step = step
         self._give_up = give_up
-        self._run = status_file.parent.name
+        self._run = directory.name
         self._tick_s = tick_of(limit_s)
         self._watched_s = max(MISSED_TICKS * self._tick_s, MIN_WATCH_S)
         self._gap_s = max(MISSED_TICKS * self._tick_s, MAX_TICK_S)
         """Pause of the thread "check" that means that the whole process was stopped (SIGSTOP, a suspended machine)."""
         self._exchange = HeartbeatExchange(mesh, step)
-        self._disk = DiskWriter(status_file, mesh.rank, self._exchange.host, self._warn, replace_status)
+        self._disk = DiskWriter(directory, mesh.rank, self._exchange.host, self._warn, replace_status)
         self._claimed_s: float | None = None
         """Time when this rank saw another rank's claim."""
         self._ended = threading.Event()
