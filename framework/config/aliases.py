@@ -13,9 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-NOTHING = "nothing yet"
-"""Placeholder for features of other frameworks that do not exist here."""
-
 _TABLES: dict[str, dict[str, str]] = tomllib.loads(
     (Path(__file__).parent / "tables" / "familiar.toml").read_text(encoding="utf-8")
 )

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from annotated_types import Ge, Gt, Le, Lt, MultipleOf
 from pydantic.fields import FieldInfo
 
-from meshwright.config.aliases import FAMILIAR_VALUES, NOTHING, fold, own_name_of
+from meshwright.config.aliases import FAMILIAR_VALUES, fold, own_name_of
 from meshwright.config.schema import RunConfig
 from meshwright.config.sections import Section
 from meshwright.errors import ConfigError
@@ -225,8 +225,6 @@ class Hint(NamedTuple):
 def find_hint(path: Path) -> Hint:
     """Return the help for an unknown key."""
     own_name = own_name_of(path)
-    if own_name == NOTHING:
-        return Hint("; it has no counterpart here yet", (), own_name)
     if own_name is not None:
         return Hint(f"; here this is {own_name}", tuple(key for key in KEYS if ".".join(key) in own_name), own_name)
     near = nearest_keys(path)
