@@ -27,14 +27,13 @@ from meshwright.launch.callbacks import CallbackErrors, Callbacks, StreamState, 
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
 from meshwright.parts import Observer, Parts
-from meshwright.run import RunFiles, lock_directory, make_directory
+from meshwright.run import RunFiles, StepCollector, lock_directory, make_directory
 from meshwright.run.directory import METRICS, STATUS, run_directory
 from meshwright.run.observers import (
     Checkpoints,
     GarbageCollection,
     PeakMemory,
     RunFilesCheck,
-    StepCollector,
     Validation,
     validate,
 )

@@ -23,9 +23,6 @@ from torch import Tensor, nn
 
 from meshwright.errors import ConfigError
 from meshwright.expert_parallel.routing_file import Fingerprint, RoutingFile, TableShape, compact_dtype, write_file
-from meshwright.expert_parallel.routing_file import OtherRouting as OtherRouting
-from meshwright.expert_parallel.routing_file import compare_files as compare_files
-from meshwright.expert_parallel.routing_file import fingerprint_of as fingerprint_of
 from meshwright.mesh.comm import Group
 from meshwright.seeding import Draw
 

@@ -17,7 +17,7 @@ from meshwright.model.metrics import means, model_metrics
 from meshwright.optimizer import evaluating
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, ForwardParts, Observer, Parts, StepEvent
 from meshwright.pipeline.values import Feed
-from meshwright.run.collector import StepCollector as StepCollector
+from meshwright.run.collector import StepCollector
 from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.files import RunFiles
 from meshwright.run.saving import Saver
@@ -198,7 +198,7 @@ def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:
     names = parts.executor.metrics
     sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=parts.mesh.device)
     schedule = parts.executor.schedule
-    parts.executor.follow(parts.blueprint.schedule)
+    parts.executor.set_schedule(parts.blueprint.schedule)
     stages = parts.executor.stages.values()
     modes = {module: module.training for stage in stages for module in stage.layers.modules()}
     for stage in stages:
@@ -210,7 +210,7 @@ def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:
             sums[:2] += torch.stack([part.loss_sum.double(), part.num_tokens.double()])
     for module, training in modes.items():  # modules that the builder put into eval mode stay in it
         module.training = training
-    parts.executor.follow(schedule)
+    parts.executor.set_schedule(schedule)
     parts.mesh.world.all_reduce(sums).wait()
     loss_sum, num_tokens, *recorded = sums.tolist()
     return TotalLoss(float(loss_sum), int(num_tokens), means(names, recorded))

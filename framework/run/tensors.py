@@ -110,7 +110,7 @@ def pieces(
     weights. Its replicas yield nothing. ``running``: buffers that forward changes, by name.
     ``with_frozen``: frozen weights too.
     """
-    if mesh.dp.rank == 0 and mesh.at.tp_rank == 0:
+    if mesh.replicas.rank == 0 and mesh.at.tp_rank == 0:
         for name, buffer in running.items():
             yield TensorPiece(TensorKind.WEIGHTS, ParameterInfo(name, tuple(buffer.shape)), buffer)
     index = 0
@@ -119,7 +119,7 @@ def pieces(
         for member in replica.frozen:
             if not with_frozen and not is_adapter(member.info.name):
                 continue
-            if mesh.is_first(member.info.over) and member.kind.owns(mesh.at.tp_rank):
+            if mesh.is_first_replica(member.info.is_expert) and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.frozen_shards:
             if (with_frozen or _is_of_adapters(bucket)) and bucket.kind.owns(mesh.at.tp_rank):
@@ -144,7 +144,7 @@ def pieces(
                 flat = full_tensor(bucket, shard)
                 if bucket.sharding.is_first:
                     yield from flat_pieces(kind, bucket, flat)
-            if mesh.dp.rank == 0 and mesh.at.tp_rank == 0:
+            if mesh.replicas.rank == 0 and mesh.at.tp_rank == 0:
                 for name, info, tensor in factors_of(optimizer, number):
                     yield TensorPiece(TensorKind(name), info, tensor)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from meshwright.blueprint import Blueprint
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.expert_parallel.plan import expert_names
-from meshwright.expert_parallel.routing import RankTokens, RoutingHooks, RoutingPlan, check_routers, fingerprint_of
+from meshwright.expert_parallel.routing import RankTokens, RoutingHooks, RoutingPlan, check_routers
+from meshwright.expert_parallel.routing_file import fingerprint_of
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.terminal.output import print_warning
 

@@ -12,8 +12,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshwright.errors import ConfigError
-from meshwright.expert_parallel.routing import RankTokens, RoutingHooks, RoutingPlan, compare_files, fingerprint_of
-from meshwright.expert_parallel.routing_file import RoutingFile, TableShape, compact_dtype, write_file
+from meshwright.expert_parallel.routing import RankTokens, RoutingHooks, RoutingPlan
+from meshwright.expert_parallel.routing_file import (
+    RoutingFile,
+    TableShape,
+    compact_dtype,
+    compare_files,
+    fingerprint_of,
+    write_file,
+)
 from meshwright.models.experts import MoE
 from meshwright.models.moe_options import FeedForwards, MoeOptions
 from meshwright.seeding import Draw

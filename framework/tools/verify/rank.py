@@ -27,9 +27,9 @@ from meshwright.step import take_step
 from meshwright.tools.verify.checksums import checksum
 from meshwright.tools.verify.plain_state import digests
 from meshwright.tools.verify.reference import RunNumbers, validated_after, widened
-from meshwright.tools.verify.routes import step_key, validation_key
+from meshwright.tools.verify.routes import validation_key
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
-from meshwright.tracking.observer import hooks_of
+from meshwright.tracking.observer import hooks_of, step_key
 
 TensorSlice = tuple[ParameterInfo, Tensor]
 
@@ -153,9 +153,9 @@ def _weights(parts: Parts) -> list[TensorSlice]:
         for bucket in (*replica.buckets, *replica.frozen_shards):
             slices += _slices(parts, bucket, full_weights(bucket))
         for member in replica.frozen:
-            if parts.mesh.is_first(member.info.over) and member.kind.owns(parts.mesh.at.tp_rank):
+            if parts.mesh.is_first_replica(member.info.is_expert) and member.kind.owns(parts.mesh.at.tp_rank):
                 slices.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
-    if parts.mesh.dp.rank == 0 and parts.mesh.at.tp_rank == 0:
+    if parts.mesh.replicas.rank == 0 and parts.mesh.at.tp_rank == 0:
         buffers = widened(parts.running())
         slices += [(ParameterInfo(name, tuple(buffer.shape)), buffer) for name, buffer in buffers.items()]
     return slices

@@ -38,7 +38,8 @@ from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
 from meshwright.tools.verify.plain_state import begin_state, end_state, metrics_of
-from meshwright.tools.verify.routes import step_key, validation_key
+from meshwright.tools.verify.routes import validation_key
+from meshwright.tracking.observer import step_key
 
 
 class RunNumbers(NamedTuple):
@@ -177,11 +178,10 @@ class PlainRun:
         # 8- and 16-bit gradients must be rounded as in a layout, which divides the loss by all label positions
         rounds = self.dtype.itemsize == 2 or self.config.train.linear == "fp8"
         divisor = self.labels_per_step if rounds else num_tokens / self.loss_factor
-        total = 0.0
         before = begin_state(self.layers, self.running, float(self.scaler.scale(torch.ones(()))) / divisor)
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay
-        recorder = Recorder()
+        recorder, total = Recorder(), 0.0
         with self.routes.during(step_key(step + 1), samples):
             for inputs, labels, sample_indices in batch:
                 with Recording(recorder):

@@ -14,9 +14,9 @@ from pathlib import Path
 from meshwright.blueprint import Blueprint
 from meshwright.config import RunConfig
 from meshwright.data.sources import data_fingerprint, open_sources
-from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan, compare_files
+from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
+from meshwright.expert_parallel.routing_file import compare_files
 from meshwright.tracking.observer import check_model, plan_of
-from meshwright.tracking.observer import step_key as step_key
 
 
 def validation_key(step: int, batch: int) -> str:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from meshwright.data_parallel.sharding import BucketSlot, ShardedParameters
 from meshwright.parameters import GradientSum
 from meshwright.parts import Parts
-from meshwright.pipeline.executor import RowResult, in_order
+from meshwright.pipeline.executor import RowResult
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import Kind
@@ -62,7 +62,7 @@ def replay_step(parts: Parts, feed: Feed) -> list[Evidence]:
     Collective over all ranks; blocks. Gradients are not reduced over replicas and stay in the buckets. The optimizer
     does not step.
     """
-    executor = replace(parts.executor, replicas={}, run_pair=in_order)
+    executor = replace(parts.executor, replicas={}, ep=None)
     stages = [_StageChecks(parts, feed, stage) for stage in executor.stages.values()]
     with contextlib.ExitStack() as within:
         for layer in compiled_layers(parts):

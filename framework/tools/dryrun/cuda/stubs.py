@@ -80,10 +80,10 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
         def __init__(self, **options: object) -> None:
             self.number = streams.new_event()
 
-        def record(self, stream: Stream | None = None) -> None:
+        def record(self, stream: FakeStream | None = None) -> None:
             streams.order.record_state(self.number, streams.current if stream is None else stream.number)
 
-        def wait(self, stream: Stream | None = None) -> None:
+        def wait(self, stream: FakeStream | None = None) -> None:
             made[streams.current if stream is None else stream.number].wait_event(self)
 
         def query(self) -> bool:
@@ -99,14 +99,14 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
             other.synchronize()
             return 1.0
 
-    class Stream:
+    class FakeStream:
         def __init__(self, device: object = None, priority: int = 0, number: int | None = None) -> None:
             self.device = torch.device("cuda", 0)
             self.number = streams.new_stream(f"the stream made at {call_site()}") if number is None else number
             self.cuda_stream = self.number
             made[self.number] = self
 
-        def wait_stream(self, stream: Stream) -> None:
+        def wait_stream(self, stream: FakeStream) -> None:
             streams.wait(self.number, stream.number)
 
         def wait_event(self, event: Event) -> None:
@@ -121,7 +121,7 @@ def _event_and_stream(waits: HostWaits, streams: Streams, made: dict[int, Any]) 
             waits.note()
             streams.host_waits(self.number)
 
-    return Event, Stream
+    return Event, FakeStream
 
 
 def _patch_fake_tensors(waits: HostWaits, streams: Streams) -> None:
