@@ -32,7 +32,7 @@ def draw(rank: int, world_size: int, blocks: int, together: bool) -> tuple[int, 
     layers = copy_module(model.layers, {})
     dist.barrier()
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    ranks = (mesh.dp, mesh.tp, mesh.device) if together else None
+    ranks = (mesh.replicas, mesh.tp, mesh.device) if together else None
     materialise(layers, model, infos, torch.bfloat16, mesh.device, ranks=ranks)
     cpu_s = time.process_time() - start_cpu_s
     dist.barrier()

@@ -119,7 +119,7 @@ def observe(rank: int, world_size: int, builder: Builder) -> RankObserved:
     counted: dict[Ranks, float] = {}
     if isinstance(contender, Ours):
         mesh = contender.mesh
-        ranks_of = {group.name: group.ranks for group in (mesh.pp, mesh.dp, mesh.tp, mesh.world)}
+        ranks_of = {group.name: group.ranks for group in (mesh.pp, mesh.replicas, mesh.tp, mesh.world)}
         for (name, _), (_, wire_bytes) in mesh.traffic.counts.items():
             ranks = ranks_of[name]  # with one axis in use, it and the world are the same ranks
             counted[ranks] = counted.get(ranks, 0.0) + wire_bytes

@@ -1,10 +1,10 @@
-"""The blueprint of a run: everything that is decided before the first collective. It is a pure function of the config
-and of the rank's place in its tp, cp and ep groups.
+"""The blueprint of a run: all decisions that need no communication. It follows from the config and from the rank's
+place in its tp, cp and ep groups.
 
     RunConfig -> Grid, model on meta, sharding, stages, schedule, shapes between stages -> Blueprint
 
-The launcher draws it once, to refuse what cannot work before any process exists. Each rank draws it again, and the
-ranks compare digests. Nothing here needs a GPU, a network, or more memory than a model on the meta device.
+The launcher draws it once, to refuse what cannot work before any process exists. In ``build`` each rank draws it again,
+and the ranks compare digests. Nothing here needs a GPU, a network, or more memory than a model on the meta device.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from meshwright.optimizer import HostMemory, OffloadedOptimizer, first_scale, ho
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.parameters import DTYPES
 from meshwright.parts import Parts
-from meshwright.pipeline.executor import Executor, in_order, in_turns
+from meshwright.pipeline.executor import Executor
 from meshwright.pipeline.stage import Stage, StageSpec, activation_offload, compile_layers
 from meshwright.pipeline.values import Loss, Losses, cross_entropy, with_heads
 from meshwright.schedule.analysis import links_of
@@ -85,8 +85,8 @@ def build(
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
         stages[index].calls.offload = offload
-    holders = mesh.over_tp(sharding.dense.shard) if config.optimizer.steps_wholes else None
-    optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, host=host, holders=holders)
+    weight_group = mesh.over_tp(sharding.dense.shard) if config.optimizer.needs_full_weights else None
+    optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, host=host, weight_group=weight_group)
     executor = Executor(
         blueprint.schedule,
         mesh.open_links(links_of(blueprint.schedules)),
@@ -98,7 +98,7 @@ def build(
         metrics=blueprint.metrics,
         offload=offload,
         reads_samples=blueprint.cut.by_sample,
-        run_pair=in_order if offload is not None else in_turns(mesh.ep, blueprint.model.draw),
+        ep=mesh.ep,
     )
     fingerprint = data_fingerprint(training)
     parts = Parts(config, mesh, blueprint, executor, replicas, optimizer, training, validation, fingerprint)
@@ -113,25 +113,25 @@ def make_optimizer(
     tp_rank: int,
     *,
     host: HostMemory | None,
-    holders: Group | None,
+    weight_group: Group | None,
 ) -> FlatOptimizer:
     """Build the optimizer over this rank's shards of all buckets. Steps and all-gathers them in the order of forward.
 
-    ``holders``: the ranks that together hold a weight that tp cuts; None if the optimizer needs no whole weights.
+    ``weight_group``: the ranks that together hold a full weight, over tp and shards; None if the optimizer needs none.
     """
     buckets = [bucket for replica in replicas.values() for bucket in replica.buckets]
     shards = [
         OptimizerShard(
-            bucket.master,
-            bucket.shard_gradient,
-            bucket.kind.decays,
-            bucket.kind.in_blocks,
-            bucket.kind.owns(tp_rank) and bucket.sharding.copies.rank == 0,
-            bucket.fetch_gradient,
-            bucket.gather,
-            bucket.wait,
-            bucket.kind.settings,
-            shard_layout(bucket, holders, config.run.seed),
+            weights=bucket.master,
+            gradient=bucket.shard_gradient,
+            decays=bucket.kind.decays,
+            is_eight_bit=bucket.kind.is_eight_bit,
+            is_counted=bucket.kind.owns(tp_rank) and bucket.sharding.copies.rank == 0,
+            fetch_gradient=bucket.fetch_gradient,
+            after_step=bucket.gather,
+            wait=bucket.wait,
+            settings=bucket.kind.settings,
+            layout=shard_layout(bucket, weight_group, config.run.seed),
         )
         for bucket in buckets
     ]
@@ -173,7 +173,7 @@ def _replica(
     parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
     has_rows = any(parameter.dim() for parameter in blueprint.stage_layers(stage).parameters())
     plain = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype
-    ranks = mesh.dp, mesh.tp, mesh.device
+    sharing_ranks = mesh.replicas, mesh.tp, mesh.device  # they draw the initial weights together
     optimizer = blueprint.config.optimizer
     make_replica = partial(
         StageReplica,
@@ -185,8 +185,8 @@ def _replica(
         block_size=optimizer.block_size if optimizer.name == "adamw8bit" else 1,
     )
     if parallel.zero == 3 and sharding.dense.shard.size > 1 and has_rows:
-        layers = materialise(*plain, torch.device("cpu"), ranks=ranks)
+        layers = materialise(*plain, torch.device("cpu"), ranks=sharing_ranks)
         of_stage = members_of(stage, layers), layers, sharding, mesh.tp, mesh.device
         return layers, fully_sharded_stage(*of_stage, offload=host is not None, make_buckets=make_replica)
-    layers = materialise(*plain, mesh.device, ranks=ranks)
+    layers = materialise(*plain, mesh.device, ranks=sharing_ranks)
     return layers, make_replica(members_of(stage, layers))

@@ -8,7 +8,7 @@ padding: present in memory, always zero, never counted, never written to a check
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,14 +64,14 @@ class ParameterInfo(NamedTuple):
     """Part of this rank; None: it holds the whole parameter (replicated over tp)."""
     sum_over_tp: bool = False
     """True: each tp rank's gradient is a partial sum (it saw a part of the tokens, or of the heads)."""
-    in_blocks: bool = False
+    is_eight_bit: bool = False
     """True: its optimizer state is block-quantized, 8 bits per element."""
     settings: GroupSettings = GroupSettings()
     matrix: tuple[int, ...] | None = None
     """Rows of the parts of a unit that repeats along dim 0, each part one matrix of a whole-matrix optimizer; (): the
     weight is one matrix; None: it has none. Negative: the columns of the parts of a transposed weight."""
-    over: Literal["tp", "ep"] = "tp"
-    """Ranks that hold the other slices. "ep": replicas are the ranks with the same experts, not those along dp x cp."""
+    is_expert: bool = False
+    """True for the weights of experts that are split over ep: ep ranks hold the other slices, not tp ranks."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:

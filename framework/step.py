@@ -3,7 +3,7 @@
 take_step
     executor.run(feed)      this rank's row of the schedule
         F, B, ...           forward and backward of every micro-batch; gradients accumulate in the buckets
-        last B or W         posts reduce-scatters (ZeRO-0: all-reduces) of completed buckets; ZeRO-2, 3: every B, W
+        last B or W         posts reduce-scatters (ZeRO-0: all-reduces) of complete buckets; ZeRO-2: every B, W
         REDUCE              waits for all of them; sums partial gradients over tp
         STEP                _optimizer_step: sums over all ranks, clipping, optimizer, all-gather of the weights
 """
@@ -35,12 +35,13 @@ def take_step(parts: Parts) -> StepStats:
     state, parts.data_s = parts.state, 0.0
     batch = batch_numbers(parts.config, state.samples_seen)
     if parts.executor.schedule.chunks != batch.chunks:  # in a batch-size ramp
-        parts.executor.follow(next(each for each in parts.blueprint.schedules if each.chunks == batch.chunks))
+        parts.executor.set_schedule(next(each for each in parts.blueprint.schedules if each.chunks == batch.chunks))
     for replica in parts.replicas.values():
         replica.begin_step()
-    for stage in parts.executor.stages.values():
+    stages = list(parts.executor.stages.values())
+    for stage in stages:
         stage.step_scale = state.loss_scale.value
-    parts.step_state.begin(stage.loss_scale * stage.step_scale)  # the same for all stages
+    parts.step_state.begin(stages[0].loss_scale * state.loss_scale.value)  # the same for all stages
     feed = StepFeed(parts, parts.source, state.samples_seen)
     found: list[StepStats] = []
     parts.last = parts.executor.run(feed, lambda row: found.append(_optimizer_step(parts, row)))
@@ -69,14 +70,15 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
     """
     config = parts.config
     numbers: list[float] = all_reduce_sums(parts, row).tolist()
-    sums, recorded = StepSums(*numbers[: len(StepSums._fields)]), numbers[len(StepSums._fields) :]
+    fields, pp = len(StepSums._fields), config.parallel.pp
+    sums, passed_s, recorded = StepSums(*numbers[:fields]), numbers[fields : fields + pp], numbers[fields + pp :]
     counted = max(sums.num_tokens, 1.0)
     scale = parts.state.loss_scale.value
     factor = batch_numbers(config).global_batch * parts.blueprint.example.labels_per_sample / counted / scale
     if parts.on_gradients is not None:
         parts.on_gradients(parts, factor)
     grad_norm = math.sqrt(sums.square_norm) * factor
-    skips = config.optimizer.name == "schedule_free_adamw"  # skipped steps count neither in its average nor here
+    skips = config.optimizer.name == "schedule_free_adamw"  # its average leaves skipped steps out
     index = parts.state.optimizer_steps if skips else parts.state.step
     rate = learning_rate(config.optimizer, index, config.train.steps)
     stats = StepStats(
@@ -84,7 +86,7 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
         grad_norm=grad_norm,
         learning_rate=rate,
         num_tokens=int(sums.num_tokens),
-        bubble_share=1.0 - sums.busy_s / sums.passed_s,
+        bubble_share=1.0 - sums.busy_s / (pp * max(passed_s)),
         flags=frozenset(flag for flag in FLAGS if getattr(sums, flag) > 0),
         skipped=not (math.isfinite(sums.loss_sum) and math.isfinite(grad_norm)),  # the same on every rank
         loss_scale=scale,
@@ -105,9 +107,7 @@ class StepSums(NamedTuple):
     square_norm: float
     """Square of the norm of the gradient in the buckets."""
     busy_s: float
-    """Seconds in which this rank's stages computed."""
-    passed_s: float
-    """Seconds from the start of the row to the end of its last computation."""
+    """Seconds of computation."""
     stop: float
     not_written: float
     files_lost: float
@@ -115,16 +115,16 @@ class StepSums(NamedTuple):
 
 
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
-    """Sum tied-weight gradients, then all-reduce the step's scalars: float64, 8 of :class:`StepSums`, 2 per metric.
+    """Sum tied-weight gradients, then all-reduce the step's scalars, in float64.
 
-    The message ends with the sums of the step state (running buffers). Does not wait for the device: the sums stay
-    there, and on CUDA the times are those of the step before.
+    They are :class:`StepSums`; seconds of each pipeline rank to the end of its last computation; 2 per metric; and the
+    step state, split off. Does not wait for the device: the sums stay there; on CUDA, times are of the step before.
     """
     mesh, optimizer = parts.mesh, parts.optimizer
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
     loss_parts = row.loss_parts if mesh.at.tp_rank == 0 else []  # all tp ranks have the same loss
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    spare = optimizer.spare_square_norm() * 0.0  # NaN where another rank's copy may be NaN or Inf
+    spare = optimizer.uncounted_square_norm() * 0.0  # NaN where another rank's copy may be NaN or Inf
     timed = parts.last if row.times.is_on_device and parts.last is not None else row
     busy_s, passed_s = timed.times.computing()
     on_device = {
@@ -132,10 +132,11 @@ def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
         "num_tokens": sum((part.num_tokens.double() for part in loss_parts), zero),
         "square_norm": mesh.to_device(optimizer.square_norm() + spare),
     }
-    on_host = {"busy_s": busy_s, "passed_s": passed_s, **{flag: float(parts.flags[flag]()) for flag in FLAGS}}
+    on_host = {"busy_s": busy_s, **{flag: float(parts.flags[flag]()) for flag in FLAGS}}
     assert (*on_device, *on_host) == StepSums._fields
-    host_sums = mesh.to_device(torch.tensor(list(on_host.values()), dtype=torch.float64))  # one copy
+    passed = [passed_s if pp_rank == mesh.at.pp_rank else 0.0 for pp_rank in range(mesh.grid.pp)]
+    host_sums = mesh.to_device(torch.tensor([*on_host.values(), *passed], dtype=torch.float64))  # one copy
     numbers = (torch.stack(list(on_device.values())), host_sums, row.recorder.vector(mesh.device))
     sums = torch.cat([*numbers, parts.step_state.vector(mesh.device)])
     mesh.world.all_reduce(sums).wait()
-    return parts.step_state.take(sums)
+    return parts.step_state.split_off(sums)

@@ -137,4 +137,4 @@ def measure_all_links(rank: int, world_size: int) -> dict[Message, Link]:
     """Measure the links between all ranks. Collective over dp."""
     torch.set_num_threads(1)
     mesh = open_mesh(Grid(1, world_size, 1), "cpu")
-    return measure_links(mesh.dp)
+    return measure_links(mesh.replicas)

@@ -258,7 +258,7 @@ def _nothing_fits(cache: ModelCache, hardware: Hardware, nodes: int, found: Plan
         problem = f"no layout of {samples} keeps the rules on {where}: {broken}"
     else:
         needed, choice = found.closest
-        on_host = "" if cache.config.optimizer.steps_wholes else " and the optimizer on the host"
+        on_host = "" if cache.config.optimizer.needs_full_weights else " and the optimizer on the host"
         problem = (
             f"no layout fits {where}, even with recompute{on_host}: the closest, {choice}, needs "
             f"at least {format_size(needed)} of a device, and {format_size(usable_bytes(hardware))} may be used"

@@ -43,7 +43,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.read import open_checkpoint
 from meshwright.checkpoint.shard import REPORT_SUFFIX, ShardReport
 from meshwright.errors import CheckpointError, UnreadableError
-from meshwright.system.atomic import sync
+from meshwright.system.atomic import rename_synced, sync
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.system.process import versions
 from meshwright.terminal.output import Warn, print_warning
@@ -122,8 +122,7 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
             "MW-CHECKPOINT-025", f"{final} appeared during the save: does another job use this run directory?"
         )
     with as_checkpoint_error(final):
-        temporary.rename(final)
-        sync(final.parent)
+        rename_synced(temporary, final)
     return manifest
 
 

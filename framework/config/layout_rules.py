@@ -190,7 +190,7 @@ def _muon_momentum(config: RunConfig) -> str | None:
 
 
 def _offloaded_wholes(config: RunConfig) -> str | None:
-    if not config.optimizer.steps_wholes or not config.parallel.offload:
+    if not config.optimizer.needs_full_weights or not config.parallel.offload:
         return None
     if config.optimizer.name == "adafactor":
         return (

@@ -73,7 +73,7 @@ class Optimizer(Section):
     """Bound on the global gradient norm; 0 turns clipping off."""
 
     @property
-    def steps_wholes(self) -> bool:
+    def needs_full_weights(self) -> bool:
         """True if a step needs whole parameters: their ranks communicate, which excludes offload."""
         return self.builder is None and self.name in ("muon", "adafactor")
 

@@ -71,7 +71,7 @@ class Bucket(ShardedParameters):
         """
         first = members[0]
         dtype, device = first.parameter.dtype, first.parameter.device
-        alignment = math.lcm(ALIGNED_ELEMENTS, block_size) if first.kind.in_blocks else ALIGNED_ELEMENTS
+        alignment = math.lcm(ALIGNED_ELEMENTS, block_size) if first.kind.is_eight_bit else ALIGNED_ELEMENTS
         slots = _lay_out(members, alignment)
         super().__init__(slots, sharding, _round_up(slots[-1].stop, alignment * sharding.shard.size), dtype, device)
         self.flat = torch.zeros(self.numel, dtype=dtype, device=device)

@@ -30,7 +30,7 @@ class StageSharding(NamedTuple):
 
     def of(self, member: StageParameter) -> Sharding:
         """Return the sharding of a parameter."""
-        return self.experts if member.info.over == "ep" else self.dense
+        return self.experts if member.info.is_expert else self.dense
 
 
 def open_sharding(mesh: Mesh, shard_factor: int, expert_shard_factor: int) -> StageSharding:
@@ -42,7 +42,7 @@ def open_sharding(mesh: Mesh, shard_factor: int, expert_shard_factor: int) -> St
     """
     of_experts = expert_shard_factor if mesh.ep.size > 1 else 1
     return StageSharding(
-        Sharding(*mesh.split(mesh.dp, shard_factor)), Sharding(*mesh.split(mesh.expert_replicas, of_experts))
+        Sharding(*mesh.split(mesh.replicas, shard_factor)), Sharding(*mesh.split(mesh.expert_replicas, of_experts))
     )
 
 
@@ -123,9 +123,9 @@ def fully_sharded_stage(
     ``make_buckets``: function that puts the experts in buckets if the shards do not divide their number on a rank.
     """
     shards = sharding.experts.shard.size
-    is_sharded = shards > 1 and not any(m.parameter.shape[0] % shards for m in members if m.info.over == "ep")
-    dense = [member for member in members if member.info.over != "ep" or is_sharded]
-    of_experts = [member for member in members if member.info.over == "ep" and not is_sharded]
+    is_sharded = shards > 1 and not any(m.parameter.shape[0] % shards for m in members if m.info.is_expert)
+    dense = [member for member in members if not member.info.is_expert or is_sharded]
+    of_experts = [member for member in members if member.info.is_expert and not is_sharded]
     dtype = members[0].parameter.dtype
     fully = FullyShardedStage(dense, (sharding.dense, sharding.experts), tp, layers, dtype, device, offload=offload)
     for member in of_experts:

@@ -127,7 +127,7 @@ class FullyShardedStage:
             member.parameter.data = member.parameter.data.to(device)
         ignored = {parameter for parameter in layers.parameters() if id(parameter) not in sharded}
         shared = [module for module in layers.modules() if "expert_exchange" in vars(module)]
-        shared = shared if any(member.info.over == "ep" for member in by_key.values()) else []
+        shared = shared if any(member.info.is_expert for member in by_key.values()) else []
         experts = ExpertUnits(shared, sharding[1].shard) if shared else ExpertUnits()
         self.fsdp = FsdpLayers(
             layers, sharding[0].shard, dtype, device, offload=offload, ignored=ignored, experts=experts
@@ -138,8 +138,9 @@ class FullyShardedStage:
         self.frozen_shards: list[ShardedParameters] = []
         """Frozen weights, sharded as the others."""
         empty = torch.zeros(0, dtype=accumulation_dtype(dtype), device="cpu" if offload else device)
-        for over, of_kind in zip(("tp", "ep"), sharding, strict=True):
-            self._add_buckets({key: each for key, each in by_key.items() if each.info.over == over}, of_kind, empty)
+        for is_expert, of_kind in zip((False, True), sharding, strict=True):
+            rows = {key: member for key, member in by_key.items() if member.info.is_expert is is_expert}
+            self._add_buckets(rows, of_kind, empty)
         order = {parameter.key: at for at, parameter in enumerate(self.fsdp.parameters)}
         self.buckets.sort(key=lambda bucket: order[bucket.key])
         assert len(self.buckets) + len(self.frozen_shards) == len(sharded)

@@ -121,7 +121,7 @@ def matrix_shard(bucket: ShardedParameters, among: Group | None) -> MatrixShard 
 
 def holders_of(bucket: ShardedParameters, holders: Group | None) -> Group | None:
     """Return the ranks with parts of a bucket's weights; ``holders``: those of weights that tp cuts, or None."""
-    is_cut = not bucket.kind.replicated_over_tp and bucket.kind.over == "tp"
+    is_cut = not bucket.kind.replicated_over_tp and not bucket.kind.is_expert
     return holders if holders is None or is_cut else bucket.sharding.shard
 
 

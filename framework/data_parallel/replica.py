@@ -4,8 +4,9 @@ micro-batches      B0   B1   B2   B3                  forward of the next step
 backward           ..   ..   ..   .#.#.#              | layer | layer | layer
 buckets                             r r r -> wait     g g g ->  wait just before the layer that needs it
                                     |                 |
-                   each reduced once per step, as     all-gathers posted together after the step,
-                   the last backward completes it     first layer first
+                   each reduced as the last           all-gathers posted together after the step,
+                   backward completes it              first layer first
+                   (ZeRO-2: as every backward does)
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class StageReplica:
         self._untouched: set[Tensor] = set()
         """Parameters without a gradient in this step so far; their bucket slot holds last step's gradient, or zero."""
         self._multiplied: set[Tensor] = set()
-        """Parameters whose gradient a GEMM added in this backward (products.py), not yet counted by their hook."""
+        """Parameters whose gradient a GEMM added to the bucket (fused accumulation, products.py), not counted yet."""
         for index, bucket in enumerate(self.buckets):
             for number, (member, _, _) in enumerate(bucket.slots):
                 if bucket not in self._buckets_of_layer[member.layer]:
@@ -85,7 +86,7 @@ class StageReplica:
                 offer_products(self, member.parameter, hook, index=index, number=number)
 
     def begin_step(self) -> None:
-        """Mark all gradients as missing.
+        """Clear the gradients of the last step.
 
         A step's first gradient overwrites the old one, which is cheaper than zeroing and adding.
         """
@@ -104,7 +105,7 @@ class StageReplica:
         collector does not see them: a strong reference would keep hooks, buckets and connections alive forever.
         """
         replica, gradient = reference(), parameter.grad
-        if replica is None or (gradient is None and parameter not in replica._multiplied):  # I: W computes it later
+        if replica is None or (gradient is None and parameter not in replica._multiplied):  # after I: deferred to W
             return
         if replica._multiplied:
             replica._multiplied.discard(parameter)
@@ -112,9 +113,7 @@ class StageReplica:
         if not bucket.gradient_views:
             bucket.open_gradient()
         view = bucket.gradient_views[number]
-        if (
-            gradient is not None and gradient is not view
-        ):  # the step's first gradient (autograd allocated its own tensor), or one of another dtype
+        if gradient is not None and gradient is not view:  # the step's first gradient, or one of another dtype
             if parameter in replica._untouched:
                 replica._untouched.remove(parameter)
                 view.copy_(gradient)

@@ -1,7 +1,7 @@
 """Interface to a stage's parameters on one replica, the same for ZeRO-0 to ZeRO-3.
 
-4 replicas, shard_factor = 2  replicas 0 1 | 2 3      neighbours hold one copy, each a shard of it;
-                              shard    0 1 | 0 1      gradients of equal shards are summed: 0 with 2, 1 with 3
+4 replicas, shard_factor = 2  replicas 0 1 | 2 3      neighbours are a shard group: together one full copy (HSDP);
+                              shard    0 1 | 0 1      equal shards are a copies group, which sums gradients: 0 2, 1 3
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Tie(NamedTuple):
 
 
 class BucketKind(NamedTuple):
-    """Properties that all parameters of a bucket share. ``in_blocks``: 8-bit optimizer state; ``is_matrix``: Muon."""
+    """Properties that all parameters of a bucket share. ``is_eight_bit``: of optimizer state; ``is_matrix``: Muon."""
 
     decays: bool
-    in_blocks: bool
+    is_eight_bit: bool
     replicated_over_tp: bool
     sum_over_tp: bool
     tied: Tie | None
     settings: GroupSettings = GroupSettings()
     is_matrix: bool = False
-    over: str = "tp"
-    """"ep" for the weights of experts, which have replicas of their own; "tp" for all others."""
+    is_expert: bool = False
+    """True for the weights of experts that are split over ep: their replicas are the ranks with the same experts."""
 
     def owns(self, tp_rank: int) -> bool:
         """Return whether this tp rank counts the bucket in gradient norms and parameter numbers.
@@ -89,7 +89,7 @@ class StageParameter(NamedTuple):
         info = self.info
         whole, is_matrix = info.slice is None, info.matrix is not None
         shared = whole, info.sum_over_tp, self.tied
-        return BucketKind(info.decays, info.in_blocks, *shared, info.settings, is_matrix, info.over)
+        return BucketKind(info.decays, info.is_eight_bit, *shared, info.settings, is_matrix, info.is_expert)
 
 
 class BucketSlot(NamedTuple):
@@ -115,7 +115,7 @@ class ShardedParameters(ABC):
     flat: Tensor | None = None
     """Full flat weights (numel,), in the training dtype; None under ZeRO-3, where no rank keeps them."""
     flat_gradient: Tensor | None = None
-    """This rank's full gradient (numel,), reduced in place in ``shard_range``; None while there is none (ZeRO-2, 3)."""
+    """This rank's full gradient (numel,); once reduced, only ``shard_range`` is valid. None while there is none."""
     keeps_gradient: bool = False
     """True when this rank keeps its full (unsharded) gradient from one step to the next."""
     master: Tensor

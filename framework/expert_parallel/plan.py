@@ -62,7 +62,7 @@ def apply(
         _check_experts(builder, name, plain, group.size)
         for path, whole in plain.named_parameters(remove_duplicate=False):
             part = _slice(builder, f"{name}.{path}", whole, group)
-            info = found[f"{name}.{path}"]._replace(slice=part, sum_over_tp=False, over="ep")
+            info = found[f"{name}.{path}"]._replace(slice=part, sum_over_tp=False, is_expert=True)
             found[f"{name}.{path}"] = info
             local = nn.Parameter(info.take(whole.detach()), whole.requires_grad)
             parameters.setdefault(id(whole), local)
@@ -117,7 +117,7 @@ def _check_experts(builder: str, name: str, experts: nn.Module, ep: int) -> None
 
 def _check_ties(builder: str, infos: Mapping[str, ParameterInfo], tied: Sequence[tuple[str, ...]]) -> None:
     for names in tied:
-        if len({infos[name].over for name in names if name in infos}) > 1:
+        if len({infos[name].is_expert for name in names if name in infos}) > 1:
             raise ModelError(
                 "MW-EP-003",
                 f"{builder}: the tied weights {', '.join(names)} are experts in one place alone, and parallel.ep cuts "

@@ -36,7 +36,8 @@ class Mesh:
     rank: int
     device: torch.device
     pp: Group
-    dp: Group  # replicas: the dp x cp ranks with the same weights
+    replicas: Group
+    """The dp x cp ranks with the same weights."""
     tp: Group
     world: Group
     traffic: Traffic
@@ -58,13 +59,13 @@ class Mesh:
         """Coordinates of this rank."""
         return self.grid.coordinates(self.rank)
 
-    def replicas(self, over: str) -> Group:
-        """Return the ranks with copies of this rank's weights. ``over``: "ep" for expert weights, "tp" for others."""
-        return self.expert_replicas if over == "ep" else self.dp
+    def replicas_of(self, *, is_expert: bool) -> Group:
+        """Return the ranks with copies of this rank's weights: of experts that are split over ep, or of all others."""
+        return self.expert_replicas if is_expert else self.replicas
 
-    def is_first(self, over: str) -> bool:
-        """Return True on the first of :meth:`replicas`, which saves and reports for all."""
-        return self.replicas(over).rank == 0
+    def is_first_replica(self, is_expert: bool) -> bool:
+        """Return True on the first of :meth:`replicas_of`, which saves and reports for all."""
+        return self.replicas_of(is_expert=is_expert).rank == 0
 
     def peak_memory_bytes(self) -> int:
         """Return the peak memory of this rank's device, or on CPU of this process."""

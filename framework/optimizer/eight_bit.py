@@ -244,7 +244,7 @@ def is_in_blocks(shape: Sequence[int], block_size: int) -> bool:
 
 
 def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str, ParameterInfo]:
-    """Return ``infos`` with ``in_blocks`` set for the parameters that have 8-bit state.
+    """Return ``infos`` with ``is_eight_bit`` set for the parameters that have 8-bit state.
 
     A cut along dim 0 keeps blocks intact.
 
@@ -252,8 +252,10 @@ def with_blocks(infos: Mapping[str, ParameterInfo], block_size: int) -> dict[str
         ConfigError: tp cuts the rows of a parameter in the middle of a block, so that this layout would round
             differently from others. Names the parameter, and the largest block size that fits.
     """
-    found = {name: info._replace(in_blocks=is_in_blocks(info.global_shape, block_size)) for name, info in infos.items()}
-    rows = {name: math.prod(info.local_shape[1:]) for name, info in found.items() if info.in_blocks}
+    found = {
+        name: info._replace(is_eight_bit=is_in_blocks(info.global_shape, block_size)) for name, info in infos.items()
+    }
+    rows = {name: math.prod(info.local_shape[1:]) for name, info in found.items() if info.is_eight_bit}
     bad = next((name for name, row in rows.items() if row % block_size), None)
     if bad is not None:
         fits = next((size for size in range(block_size - SMALLEST, 0, -SMALLEST) if _fits(infos, size)), None)

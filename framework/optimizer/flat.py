@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class OptimizerShard(NamedTuple):
     weights: Tensor
     gradient: Tensor
     decays: bool
-    in_blocks: bool
+    is_eight_bit: bool
     """True if the optimizer state is in 8 bits, quantised by blocks."""
     is_counted: bool
     """True on the one rank that counts these elements in the gradient norm."""
@@ -76,11 +77,11 @@ class FlatOptimizer:
             own_decay = shard.settings.weight_decay
             own_decay = decay * shard.decays if own_decay is None else own_decay
             settings = shard.settings._replace(weight_decay=own_decay)
-            groups.setdefault((shard.in_blocks, settings), []).append(parameter)
+            groups.setdefault((shard.is_eight_bit, settings), []).append(parameter)
         self.inner = build_optimizer(
             [
-                {"params": group, "lr": config.learning_rate, "eight_bit": in_blocks, **settings._asdict()}
-                for (in_blocks, settings), group in groups.items()
+                {"params": group, "lr": config.learning_rate, "eight_bit": is_eight_bit, **settings._asdict()}
+                for (is_eight_bit, settings), group in groups.items()
             ],
             config,
             allocate,
@@ -91,7 +92,7 @@ class FlatOptimizer:
         """Return the sum of squares of the gradient elements that this rank counts; float64 scalar on their device."""
         return self._square_norm(counted=True)
 
-    def spare_square_norm(self) -> Tensor:
+    def uncounted_square_norm(self) -> Tensor:
         """Return the sum of squares of this rank's gradient elements that another rank counts in the norm.
 
         Only used to detect NaN/Inf in this rank's copy.
@@ -108,8 +109,9 @@ class FlatOptimizer:
         if not pieces:
             device = self.shards[0].gradient.device if self.shards else torch.device("cpu")
             return torch.zeros((), dtype=torch.float64, device=device)
-        norms = torch._foreach_norm(pieces, 2.0)
-        return torch.stack(list(norms)).double().square().sum()
+        devices = dict.fromkeys(piece.device for piece in pieces)  # with offload, some gradients are in host memory
+        norms = [torch._foreach_norm([each for each in pieces if each.device == device], 2.0) for device in devices]
+        return reduce(torch.add, (torch.stack(list(each)).double().square().sum() for each in norms))
 
     def step(self, learning_rate: float, gradient_factor: float) -> None:
         """Step all shards once, with every gradient multiplied by ``gradient_factor`` first."""

@@ -155,7 +155,7 @@ class TpPart(NamedTuple):
 
 def tp_part(matrix: Matrix, tp_rank: int, tp: int) -> TpPart:
     """Return a matrix on a tp rank; with ``tp`` = 1 the whole. Derives every rank's slice from this rank's."""
-    shape = matrix.info.local_shape if matrix.info.over == "ep" else matrix.info.global_shape
+    shape = matrix.info.local_shape if matrix.info.is_expert else matrix.info.global_shape
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if tp == 1 or matrix.info.slice is None:
         return TpPart(matrix, 0, rows, columns)

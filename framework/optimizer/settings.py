@@ -18,7 +18,7 @@ def with_settings(
     matrices: Mapping[str, tuple[int, ...]],
     canonical: Callable[[str], str],
 ) -> dict[str, ParameterInfo]:
-    """Return ``infos`` with the fields that the optimizer reads: ``matrix``, ``settings``, ``in_blocks``.
+    """Return ``infos`` with the fields that the optimizer reads: ``matrix``, ``settings``, ``is_eight_bit``.
 
     Args:
         groups: canonical name -> group of ``model.parameter_groups``; other parameters have the defaults.

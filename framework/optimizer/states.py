@@ -29,7 +29,7 @@ def read_states(optimizer: FlatOptimizer, index: int) -> tuple[dict[str, Tensor]
         KeyError: after a step the optimizer has no such state, and a checkpoint would hold zeros in its place.
     """
     inner, parameter, weights = optimizer.inner, optimizer.parameters[index], optimizer.shards[index].weights
-    if isinstance(inner, AdamW8bit) and optimizer.shards[index].in_blocks:
+    if isinstance(inner, AdamW8bit) and optimizer.shards[index].is_eight_bit:
         return inner.moments(parameter), optimizer.num_steps
     kept = inner.state.get(parameter, {})
     found = {name: kept.get(_key(optimizer, name)) for name in state_names(optimizer, index)}
@@ -49,7 +49,7 @@ def restore_states(optimizer: FlatOptimizer, index: int, states: Mapping[str, Te
     if isinstance(inner, ShardedAdafactor):
         inner.taken = steps
         return
-    if isinstance(inner, AdamW8bit) and optimizer.shards[index].in_blocks:
+    if isinstance(inner, AdamW8bit) and optimizer.shards[index].is_eight_bit:
         inner.set_moments(parameter, states, steps)
         return
     own = None if config.builder is None else element_states(config)

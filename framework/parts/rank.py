@@ -30,7 +30,7 @@ from meshwright.pipeline.executor import Executor, RowResult
 from meshwright.pipeline.values import Feed, Microbatch, cast_floats
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
-"""Some rank: was asked to end the run; could not write its share of a checkpoint; found the run's directory lost."""
+"""Flags of a step, each raised by any rank: a request to end the run, an unwritten checkpoint, lost run files."""
 
 
 @dataclass
@@ -130,7 +130,7 @@ class Parts(ForwardParts):
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that layers and the loss recorded in the last validation."""
     restarts: int = 0
-    """Starts of this run before this one."""
+    """Number of earlier launches of this run."""
     stop_reason: str | None = None
     """Reason for which a callback on this rank has asked to end the run; see :meth:`request_stop`."""
     is_stopped: bool = False
@@ -147,7 +147,7 @@ class Parts(ForwardParts):
 
     def __post_init__(self) -> None:
         """Build the step state."""
-        layers, replica = self.blueprint.model.layers, (self.mesh.dp.rank, self.mesh.dp.size)
+        layers, replica = self.blueprint.model.layers, (self.mesh.replicas.rank, self.mesh.replicas.size)
         own = [name for stage in self.executor.stages.values() for name in stage.layers._modules]
         adds = self.mesh.at.tp_rank == 0 or self.config.parallel.sequence
         self.step_state = StepState(layers, self.blueprint.running, own, replica, adds)
@@ -182,7 +182,7 @@ class StepStats(NamedTuple):
     num_tokens: int
     """Labels that counted."""
     bubble_share: float
-    """1 - computing / time until the rank's last computation, both summed over ranks; on CUDA of the step before."""
+    """Mean share of forward and backward, 0..1, in which ranks did not compute; on CUDA of the step before."""
     flags: frozenset[str] = frozenset()
     """FLAGS that some rank raised."""
     skipped: bool = False

@@ -92,7 +92,7 @@ class ActivationOffload:
         self._begun: tuple[int, int] = 0, 0
         self._next: tuple[int, int] | None = None
 
-    def follow(self, schedule: Schedule, pp_rank: int) -> None:
+    def set_schedule(self, schedule: Schedule, pp_rank: int) -> None:
         """Store which backward follows each computation of this rank, for prefetches."""
         row = [action for _, action in schedule.actions(pp_rank) if action.kind in (Kind.F, Kind.B, Kind.I)]
         pairs = pairwise(row)

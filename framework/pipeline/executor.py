@@ -13,7 +13,7 @@
 
 A :class:`ValueStore` holds the values. Communications of one group are posted together. A RECV only posts; the action
 that uses the value waits for it. A SEND waits only for older sends, when too many are in flight. On CUDA waiting stalls
-the stream, not the host. ``check`` has shown that the order cannot deadlock, even if every send blocks (rendezvous).
+the stream, not the host. The order cannot deadlock, even if every send blocks: ``schedule.analysis.check`` proves it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from torch import Tensor
 from meshwright.mesh.comm import Group
 from meshwright.model.metrics import Recorder, Recording
 from meshwright.pipeline.activation_offload import ActivationOffload
-from meshwright.pipeline.overlap import Pair, RunPair
-from meshwright.pipeline.overlap import in_order as in_order
-from meshwright.pipeline.overlap import in_turns as in_turns
+from meshwright.pipeline.overlap import Pair, in_order, in_turns
 from meshwright.pipeline.reducer import GradientReducer
 from meshwright.pipeline.row import resolve_row
 from meshwright.pipeline.stage import LossPart, Stage
 from meshwright.pipeline.timing import RowTimes, clock_of
 from meshwright.pipeline.value_store import Computation, MessageGroup, ValueStore
 from meshwright.pipeline.values import Feed
-from meshwright.schedule.action import LAST_HALVES, Action, Kind, Schedule
+from meshwright.schedule.action import COMPLETES_BACKWARD, Action, Kind, Schedule
 from meshwright.seeding import Draw
 
 
@@ -60,6 +58,7 @@ class _Run(NamedTuple):
     times: RowTimes
     result: RowResult
     recording: Recording
+    waited_before_s: float  # that this rank had waited for others when the row began
 
 
 @dataclass
@@ -80,8 +79,8 @@ class Executor:
     """Names of the metrics that layers and the loss may record."""
     offload: ActivationOffload | None = None
     """Offload of the stages' saved tensors to the host."""
-    run_pair: RunPair = in_order
-    """Function that runs the two computations of a pair."""
+    ep: Group | None = None
+    """Expert group at whose all-to-alls the two computations of a pair take turns; None: they run in order."""
     reads_samples: bool = False
     """Read the samples on every stage, not only on the first and the last: they decide the tokens of this cp rank."""
 
@@ -89,13 +88,14 @@ class Executor:
         """Prepare to run the schedule."""
         self._activity = self.pp.activity
         self._values = ValueStore(self.pp, self.device)
-        self.follow(self.schedule)
+        self._run_pair = in_order if self.ep is None or self.offload is not None else in_turns(self.ep, self.draw)
+        self.set_schedule(self.schedule)
 
-    def follow(self, schedule: Schedule) -> None:
-        """Switch to this schedule, of a batch-size ramp: resolve each item of the row to a method and its argument."""
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Run this schedule from now on: resolve each item of the row to a method and its argument."""
         self.schedule = schedule
         if self.offload is not None:
-            self.offload.follow(schedule, self.pp.rank)
+            self.offload.set_schedule(schedule, self.pp.rank)
         methods: dict[Kind | type, Callable[[Any, _Run], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -134,9 +134,9 @@ class Executor:
         return run.result
 
     def _begin(self, feed: Feed, step: Callable[[RowResult], object]) -> _Run:
-        times = RowTimes(self.pp.rank, clock_of(self.device), waited_s=-self._activity.waited_s)
+        times = RowTimes(self.pp.rank, clock_of(self.device))
         recorder = Recorder(self.metrics)
-        return _Run(feed, step, times, RowResult(times, [], recorder), Recording(recorder))
+        return _Run(feed, step, times, RowResult(times, [], recorder), Recording(recorder), self._activity.waited_s)
 
     def _forward(self, item: Computation, run: _Run, *, train: bool = True) -> None:
         action, index, microbatch, taken, result, _ = item
@@ -169,10 +169,11 @@ class Executor:
         self._activity.begin(action)
         start = times.clock.read()
         reducer = None
-        if is_last or (self.reduces_each_microbatch and action.kind in LAST_HALVES):
+        if is_last or (self.reduces_each_microbatch and action.kind in COMPLETES_BACKWARD):
             reducer = self.replicas.get(index)
         if reducer is not None:
-            reducer.begin_reducing(stage.awaited(microbatch) if action.kind is Kind.W else None, last=is_last)
+            deferred = stage.deferred_parameters(microbatch) if action.kind is Kind.W else None
+            reducer.begin_reducing(deferred, last=is_last)
         if action.kind is Kind.B:
             found = stage.backward(microbatch, gradients)
         elif action.kind is Kind.I:
@@ -186,7 +187,8 @@ class Executor:
         times.end(action, start)
 
     def _pair(self, pair: Pair, run: _Run) -> None:
-        self.run_pair(partial(self._forward, pair.forward, run), partial(self._backward, pair.backward, run), run.times)
+        forward, backward = partial(self._forward, pair.forward, run), partial(self._backward, pair.backward, run)
+        self._run_pair(forward, backward, run.times)
 
     def _communicate(self, messages: MessageGroup, run: _Run) -> None:
         self._values.exchange(messages, run.times)
@@ -205,7 +207,7 @@ class Executor:
         self._activity.begin(action)
         times = run.times
         start, before_s = times.clock.read(), self._activity.waited_s
-        times.waited_s += before_s
+        times.waited_s = before_s - run.waited_before_s
         run.step(run.result)
         times.waited_in_step_s = self._activity.waited_s - before_s
         times.end(action, start)

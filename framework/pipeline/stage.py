@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.pipeline.activation_offload import activation_offload as activation_offload
+from meshwright.pipeline.activation_offload import activation_offload as activation_offload  # for build.py
 from meshwright.pipeline.compiled import compile_layers as compile_layers
 from meshwright.pipeline.layer_calls import LayerCalls
 from meshwright.pipeline.split_backward import DeferredGradient, SplitBackward, accumulate_deferred
@@ -63,8 +63,8 @@ class Stage:
     """One stage on one rank.
 
     Args:
-        before_layer: function called with the name of each layer before it runs, because its weights may still be in an
-            all-gather.
+        before_layer: function called with the name of each layer before it runs, which waits for the all-gather of its
+            weights.
         draw: sample indices of the current micro-batch, restored when a forward is recomputed.
         validation_loss: loss in eval mode; None: ``loss``.
         checks_loss: check in the first training forward that the loss is zero where labels are ignored.
@@ -177,6 +177,6 @@ class Stage:
         """Run W: compute the weight gradients that I has deferred."""
         accumulate_deferred(self._deferred.pop(microbatch))
 
-    def awaited(self, microbatch: int) -> set[Tensor]:
-        """Return the parameters to whose gradients W of this micro-batch will add."""
+    def deferred_parameters(self, microbatch: int) -> set[Tensor]:
+        """Return the parameters whose gradients W of this micro-batch will compute."""
         return {each.parameter for each in self._deferred[microbatch]}

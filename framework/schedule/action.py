@@ -47,7 +47,7 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 COMMUNICATION = SENDS | RECEIVES
-LAST_HALVES = frozenset({Kind.B, Kind.W})
+COMPLETES_BACKWARD = frozenset({Kind.B, Kind.W})
 """Actions after which a micro-batch's activations are freed and its weight gradient is accumulated."""
 
 _PARTNERS = {
@@ -183,5 +183,5 @@ class Schedule:
     def last_backwards(self, pp_rank: int) -> frozenset[Action]:
         """Return the B or W of each stage of the rank after which its weight gradient is complete: the reduction may
         begin."""
-        last = {action.stage: action for _, action in self.actions(pp_rank) if action.kind in LAST_HALVES}
+        last = {action.stage: action for _, action in self.actions(pp_rank) if action.kind in COMPLETES_BACKWARD}
         return frozenset(last.values())

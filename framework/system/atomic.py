@@ -35,6 +35,12 @@ def sync_tree(directory: Path) -> None:
         sync(Path(place))
 
 
+def rename_synced(source: Path, target: Path) -> None:
+    """Rename a file or directory, then fsync the directory of ``target``. A file there is replaced."""
+    source.rename(target)
+    sync(target.parent)
+
+
 @contextmanager
 def replacing(path: Path, *, is_durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, with the same suffix. After the block it is renamed to ``path``.

@@ -1,18 +1,18 @@
 """The sharding plan: patterns of module names -> kinds of tensor parallelism, applied to the whole model.
 
     pattern            kind           what happens with tp > 1                    activations
-    "block*.up"        column         nn.Linear, output rows split                whole -> split
-    "block*.down"      row            nn.Linear, input columns split              split -> whole
-    "embedding.tokens" vocab          nn.Embedding, rows split                    ids -> whole
-    "head"             vocab          nn.Linear, output rows split, padded        whole -> logits (B, S, V/tp)
-    "*.relative_bias"  column         nn.Embedding, features split                ids -> (..., F/tp)
-    "block*.qkv"       column_whole   as column, output all-gathered              whole -> full, not split
-    "block*.out"       row_whole      as row, takes its slice of the input        full, not split -> whole
+    "block*.up"        column         nn.Linear, output rows split                D -> F/tp
+    "block*.down"      row            nn.Linear, input columns split              F/tp -> D
+    "embedding.tokens" vocab          nn.Embedding, rows split                    ids -> D
+    "head"             vocab          nn.Linear, output rows split, padded        D -> logits, V/tp
+    "*.relative_bias"  column         nn.Embedding, features split                ids -> F/tp
+    "block*.qkv"       column_whole   as column, output all-gathered              D -> F
+    "block*.out"       row_whole      as row, takes its slice of the input        F -> D
     ...                ...            kinds that split no parameter: unsplit.py
     all else           replicate      the same on all ranks
 
-"Whole" is (B, S, D), and (B, S/tp, D) under sequence parallelism; "split" is (B, S, F/tp) in both. A function in place
-of a kind is the user's own rule (:mod:`own_rule`); with more ranks than units of a column see :mod:`shared_units`.
+D: (B, S, D), and (B, S/tp, D) under sequence parallelism. F/tp: (B, S, F/tp) in both. A function in place of a kind is
+the user's own rule (:mod:`own_rule`). For tp above the number of units of a column (kv heads): :mod:`shared_units`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Regions that bring activations into and out of the tensor-parallel part of a model: megatron-core's, batch first.
 
-    plain (B, S, D)   --copy_in-->                 column ... row   --reduce_out-->                 (B, S, D)
-    cut (B, S/tp, D)  --gather_sequence--> (B, S, D) column ... row --reduce_scatter_sequence-->    (B, S/tp, D)
+    replicated (B, S, D)  --copy_in-->                   column ... row  --reduce_out-->               (B, S, D)
+    sharded (B, S/tp, D)  --gather_sequence--> (B, S, D) column ... row  --reduce_scatter_sequence-->  (B, S/tp, D)
 
-    forward                   on the wire       backward         on the wire
-    copy_in                   -                 sum              all-reduce
-    reduce_out                all-reduce        -                -
-    gather_sequence           all-gather        sum and cut      reduce-scatter
-    reduce_scatter_sequence   reduce-scatter    concatenate      all-gather
+                              forward           backward
+    copy_in                   -                 all-reduce
+    reduce_out                all-reduce        -
+    gather_sequence           all-gather        reduce-scatter
+    reduce_scatter_sequence   reduce-scatter    all-gather
 
 All ranks of the tp group must call them in the same order. They block (on CUDA: the stream). Each counts its collective
 in the group, in forward and in backward. With one rank, and on meta tensors (shape inference), nothing is sent.

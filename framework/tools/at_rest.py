@@ -15,7 +15,7 @@ from meshwright.parameters import DTYPES
 class Elements(NamedTuple):
     """Element counts of a rank's parameters."""
 
-    in_blocks: int
+    is_eight_bit: int
     """Trained elements whose optimizer state an 8-bit optimizer keeps in 8 bits."""
     others: int
     frozen: int
@@ -37,7 +37,7 @@ class Elements(NamedTuple):
     @property
     def dense(self) -> int:
         """Elements with a gradient, without the experts sharded over ep ranks."""
-        return self.in_blocks + self.others + self.matrices
+        return self.is_eight_bit + self.others + self.matrices
 
     @property
     def of_experts(self) -> Elements:
@@ -52,8 +52,8 @@ class Elements(NamedTuple):
     @classmethod
     def of_counts(cls, counts: Sequence[int], experts: Elements | None = None, rows: int = 0) -> Elements:
         """Return the counts of all fields but ``experts``, in their order."""
-        in_blocks, others, frozen, matrices, factors = counts
-        return cls(in_blocks, others, frozen, matrices, factors, experts, rows)
+        is_eight_bit, others, frozen, matrices, factors = counts
+        return cls(is_eight_bit, others, frozen, matrices, factors, experts, rows)
 
 
 def shards_expert_weights(config: RunConfig, elements: Elements) -> bool:
@@ -74,15 +74,15 @@ class StateWidths(NamedTuple):
 OWN_WIDTHS = StateWidths()
 
 
-def state_bytes(optimizer: Optimizer, itemsize: int, *, in_blocks: bool = False, is_matrix: bool = False) -> float:
+def state_bytes(optimizer: Optimizer, itemsize: int, *, is_eight_bit: bool = False, is_matrix: bool = False) -> float:
     """Return the bytes of optimizer state per element.
 
     Args:
         itemsize: bytes per element of the master weights.
-        in_blocks: the state is kept in 8 bits, in blocks with a scale each.
+        is_eight_bit: the state is kept in 8 bits, in blocks with a scale each.
         is_matrix: Muon steps the elements as matrices.
     """
-    if in_blocks:
+    if is_eight_bit:
         return 2 * (1 + itemsize / optimizer.block_size)
     itemsize = 2 if optimizer.state_dtype == "bfloat16" else itemsize
     return len(states_of(optimizer, is_matrix=is_matrix)) * itemsize
@@ -111,7 +111,7 @@ def _held_at_rest(
     wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
     shard = trained // shards * wide
     held = (
-        elements.in_blocks * state_bytes(config.optimizer, wide, in_blocks=True),
+        elements.is_eight_bit * state_bytes(config.optimizer, wide, is_eight_bit=True),
         elements.others * state_bytes(config.optimizer, wide),
         elements.matrices * state_bytes(config.optimizer, wide, is_matrix=True) if elements.matrices else 0,
     )

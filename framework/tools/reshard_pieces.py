@@ -58,7 +58,7 @@ def shard_tensors(
                     shape = tuple(blueprint.model.layers.get_buffer(name).shape)
                     yield ShardTensor(TensorKind.WEIGHTS, ParameterInfo(name, shape))
     for stage in stages:
-        members = [member for member in _members(blueprint, stage) if is_first or member.info.over == "ep"]
+        members = [member for member in _members(blueprint, stage) if is_first or member.info.is_expert]
         for member in members:
             if leaves_out_base(blueprint.config) and not is_adapter(member.info.name):
                 continue

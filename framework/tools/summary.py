@@ -67,16 +67,16 @@ def _shared(blueprint: Blueprint, stage: int) -> int:
 
 def _elements(blueprint: Blueprint, stage: int) -> Elements:
     optimizer = blueprint.config.optimizer
-    found: dict[str, list[int]] = {over: [0, 0, 0, 0, 0] for over in ("tp", "ep")}
+    found: dict[bool, list[int]] = {is_expert: [0, 0, 0, 0, 0] for is_expert in (False, True)}
     rows = 0
     for name, parameter in blueprint.stage_layers(stage).named_parameters():
         info = blueprint.infos[blueprint.model.canonical(name)]
-        kind = 0 if info.in_blocks else 3 if info.matrix is not None else 1
-        found[info.over][kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
-        found[info.over][4] += factor_elements(optimizer, info.global_shape) * parameter.requires_grad
-        rows = math.gcd(rows, info.local_shape[0]) if info.over == "ep" else rows
-    experts = Elements.of_counts(found["ep"], rows=rows) if any(found["ep"]) else None
-    return Elements.of_counts(found["tp"], experts)
+        kind = 0 if info.is_eight_bit else 3 if info.matrix is not None else 1
+        found[info.is_expert][kind if parameter.requires_grad else 2] += math.prod(info.local_shape)
+        found[info.is_expert][4] += factor_elements(optimizer, info.global_shape) * parameter.requires_grad
+        rows = math.gcd(rows, info.local_shape[0]) if info.is_expert else rows
+    experts = Elements.of_counts(found[True], rows=rows) if any(found[True]) else None
+    return Elements.of_counts(found[False], experts)
 
 
 def batch_arithmetic(blueprint: Blueprint) -> tuple[str, str]:
@@ -183,8 +183,8 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
     if optimizer.name != "adamw8bit":
         return []
     kept = [_elements(blueprint, stage) for stage in range(len(blueprint.stages))]
-    in_blocks = sum(stage.in_blocks + stage.of_experts.in_blocks for stage in kept)
-    share = in_blocks / max(sum(stage.trained for stage in kept), 1)
+    is_eight_bit = sum(stage.is_eight_bit + stage.of_experts.is_eight_bit for stage in kept)
+    share = is_eight_bit / max(sum(stage.trained for stage in kept), 1)
     return [
         f"optimizer  8-bit states of {share:.1%} of all elements: matrices whose rows are blocks of "
         f"{optimizer.block_size}"
@@ -205,8 +205,8 @@ def _muon(blueprint: Blueprint) -> list[str]:
     for stage in stages:
         for name, _ in blueprint.stage_layers(stage).named_parameters():
             if (info := infos.get(canonical(name))) is not None:
-                shards = (expert_shard_factor if info.over == "ep" else shard_factor)(config)
-                holders = shards * (1 if info.slice is None or info.over == "ep" else blueprint.grid.tp)
+                shards = (expert_shard_factor if info.is_expert else shard_factor)(config)
+                holders = shards * (1 if info.slice is None or info.is_expert else blueprint.grid.tp)
                 numel = math.prod(info.local_shape) / shards
                 sent[blueprint.schedule.rank_of(stage)] += numel * itemsize * (1 - 1 / holders)
     number = sum(len(matrices_of(info._replace(slice=None))) for info in infos.values())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from meshwright.errors import DataError
-from meshwright.system.atomic import sync
+from meshwright.system.atomic import rename_synced
 from meshwright.system.bounded import MIB, lines, open_regular, parse_json
 from meshwright.tracking.record import StepRecord, from_json, to_json
 
@@ -93,8 +93,7 @@ def drop_records_after(path: Path, step: int) -> None:
             with contextlib.suppress(OSError):
                 os.fsync(again.fileno())
     if changed:
-        new_path.replace(path)
-        sync(path.parent)
+        rename_synced(new_path, path)
     else:
         new_path.unlink()
 

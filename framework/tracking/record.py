@@ -54,7 +54,7 @@ class StepRecord:
     mfu: float | None = None
     """Model FLOPs utilisation, 0..1: the model's FLOP/s, full attention counted, over the device's peak."""
     bubble_share: float | None = None
-    """Pipeline bubble: share of the step, 0..1, that pipeline ranks were idle."""
+    """Pipeline bubble: share, 0..1, of the time until the pipeline's last computation that its ranks were idle."""
     validation_loss: float | None = None
     """Mean loss over the validation labels, with the weights after this step."""
     skipped: bool = False

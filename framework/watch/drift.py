@@ -49,8 +49,8 @@ class ReplicatedTensor(NamedTuple):
     tied: Tie | None
     shard: int = 0
     """Index of the optimizer state's shard; 0 for tensors that are not sharded."""
-    over: str = "tp"
-    """"ep" for experts sharded over ep ranks; else "tp"."""
+    is_expert: bool = False
+    """True for experts sharded over ep ranks."""
 
 
 class NamedPiece(NamedTuple):
@@ -84,7 +84,7 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
             index += 1
             moments = {f"{_moment_name(name)} of ": state for name, state in states.items()} if steps else {}
             if bucket.flat is not None:
-                yield _of_bucket("", bucket, bucket.flat, parts.mesh.replicas(bucket.kind.over))
+                yield _of_bucket("", bucket, bucket.flat, parts.mesh.replicas_of(is_expert=bucket.kind.is_expert))
             if bucket.flat is None or bucket.is_mixed_precision:
                 moments["" if bucket.flat is None else "the master of "] = bucket.master
             for what, tensor in moments.items():
@@ -94,8 +94,10 @@ def replicated_tensors(parts: Parts) -> Iterator[ReplicatedTensor]:
         for member in replica.frozen:
             kind, parameter = member.kind, member.parameter.detach()
             named = ((member.info.name, parameter),)
-            replicas = parts.mesh.replicas(kind.over)
-            yield ReplicatedTensor("", parameter, named, replicas, kind.replicated_over_tp, kind.tied, over=kind.over)
+            replicas = parts.mesh.replicas_of(is_expert=kind.is_expert)
+            yield ReplicatedTensor(
+                "", parameter, named, replicas, kind.replicated_over_tp, kind.tied, is_expert=kind.is_expert
+            )
     for name, buffer in parts.running().items():
         yield ReplicatedTensor("the buffer ", buffer, ((name, buffer),), over_dp=None, over_tp=True, tied=None)
 
@@ -115,7 +117,14 @@ def _of_bucket(
         if start < stop:
             pieces.append((slot.member.info.name, tensor[start - begin : stop - begin]))
     return ReplicatedTensor(
-        what, tensor, tuple(pieces), over_dp, bucket.kind.replicated_over_tp, bucket.kind.tied, shard, bucket.kind.over
+        what,
+        tensor,
+        tuple(pieces),
+        over_dp,
+        bucket.kind.replicated_over_tp,
+        bucket.kind.tied,
+        shard,
+        bucket.kind.is_expert,
     )
 
 
@@ -227,7 +236,7 @@ def _part(mesh: Mesh, each: ReplicatedTensor) -> int | None:
     """Return an index that identifies this rank's part of the tensor: equal on all ranks with a copy of the part."""
     if each.over_tp:
         return None
-    return mesh.expert_replicas.ranks[0] if each.over == "ep" else mesh.at.tp_rank
+    return mesh.expert_replicas.ranks[0] if each.is_expert else mesh.at.tp_rank
 
 
 def differing_pieces(grid: Grid, copies: Sequence[Sequence[int]]) -> str:

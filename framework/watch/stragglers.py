@@ -118,7 +118,7 @@ class Stragglers:
         self._times.clear()
         mesh, step_s = self._mesh, mean(steps)
         messages_s = _messages(mesh, pipeline, step_s / steps[-1]) if mesh.pp.rank == 0 else {}
-        own_report = StragglerReport(mean(busy), reducing, mesh.dp.ranks, mesh.pp.rank, messages_s)
+        own_report = StragglerReport(mean(busy), reducing, mesh.replicas.ranks, mesh.pp.rank, messages_s)
         reports: list[StragglerReport] = mesh.world.gather_objects(own_report, StragglerReport)
         if mesh.rank != 0:
             return None

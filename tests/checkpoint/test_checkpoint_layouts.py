@@ -222,7 +222,7 @@ def test_shards_of_two_models_are_not_published(tmp_path: Path, fake: Any) -> No
 def test_experts_numbered_from_0_on_every_rank_are_not_published(tmp_path: Path, fake: Any) -> None:
     temporary = begin(tmp_path, 1, "a1")
     for index in range(2):
-        info = ParameterInfo("block0.mlp.experts.down", (4, 2, 2), Slice(0, 0, 2, 2), over="ep")
+        info = ParameterInfo("block0.mlp.experts.down", (4, 2, 2), Slice(0, 0, 2, 2), is_expert=True)
         write_shard(temporary, f"shard{index}", [TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(2, 2, 2))])
     with pytest.raises(CheckpointError, match=r"'weights/block0\.mlp\.experts\.down': .* overlap"):
         publish(temporary, final_directory(tmp_path, 1), fake.head(1))

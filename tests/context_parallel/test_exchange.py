@@ -33,7 +33,7 @@ def cut_over(group: Group, order: str) -> tuple[TokenCut, Tensor]:
 
 def exchange(rank: int, cp: int, order: str) -> None:
     mesh = open_mesh(Grid(cp=cp), "cpu")
-    assert mesh.cp.ranks == mesh.dp.ranks == tuple(range(cp)) and mesh.cp.rank == rank
+    assert mesh.cp.ranks == mesh.replicas.ranks == tuple(range(cp)) and mesh.cp.rank == rank
     cut, places = cut_over(mesh.cp, order)
     assert (order == "documents") == bool((places[0] != places[1]).any())
     k, v = (along_samples(drawn(seed), 2, places).requires_grad_() for seed in (1, 2))
@@ -87,7 +87,7 @@ def test_heads_of_all_tokens_and_back(order: str, cp: int, pool: RankPool) -> No
 def groups(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     mesh = open_mesh(Grid(pp=1, dp=2, tp=2, cp=2), "cpu")
     found = []
-    for group in (mesh.dp, mesh.cp, mesh.tp):
+    for group in (mesh.replicas, mesh.cp, mesh.tp):
         members = torch.zeros(group.size, dtype=torch.int64)
         group.all_gather(members, torch.tensor([rank])).wait()
         found.append(tuple(members.tolist()))

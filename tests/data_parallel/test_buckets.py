@@ -186,11 +186,11 @@ def test_one_rank_counts_a_weight(replicated: bool, tied_rank: int | None, tp_ra
 def test_no_shard_and_no_parameter_begins_inside_a_block(num_shards: int) -> None:
     """Where the optimizer keeps blocks: of 24 elements here, in matrices of 12 rows of 24 and of 5."""
     members = [member("a.weight", (12, 24)), member("b.weight", (5, 24))]
-    members = [each._replace(info=each.info._replace(in_blocks=True)) for each in members]
+    members = [each._replace(info=each.info._replace(is_eight_bit=True)) for each in members]
     [group] = plan_buckets(members, 2**20)
     for rank in range(num_shards):
         shard = Group("dp", tuple(range(num_shards)), rank)
         bucket = Bucket(group, Sharding(shard, Group("alone", (rank,), 0)), block_size=24)
-        assert bucket.kind.in_blocks and bucket.numel % (24 * num_shards) == 0
+        assert bucket.kind.is_eight_bit and bucket.numel % (24 * num_shards) == 0
         assert all(place.start % 24 == 0 for place in bucket.slots)
         assert bucket.shard_range[0] % 24 == 0

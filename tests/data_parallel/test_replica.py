@@ -180,7 +180,7 @@ def reduced(rank: int, dp: int, how: str, bucket_bytes: int, last_names: list[st
     mesh = open_mesh(Grid(1, dp, 1), "cpu")
     layers = layers_of()
     factor, _, keeps_gradient, each = HOWS[how]
-    shard, copies = mesh.split(mesh.dp, factor or dp)
+    shard, copies = mesh.split(mesh.replicas, factor or dp)
     replica = replica_of(
         layers, shard, mesh.tp, copies=copies, bucket_bytes=bucket_bytes, keeps_gradient=keeps_gradient
     )
@@ -261,7 +261,7 @@ def posted_during_backward(rank: int, dp: int) -> list[tuple[str, int]]:
     """(layer whose forward input's gradient has just been computed, reductions posted by then)."""
     mesh: Mesh = open_mesh(Grid(1, dp, 1), "cpu")
     layers = layers_of()
-    replica = replica_of(layers, mesh.dp, mesh.tp, bucket_bytes=1)
+    replica = replica_of(layers, mesh.replicas, mesh.tp, bucket_bytes=1)
     replica.begin_step()
     replica.begin_reducing()
     seen: list[tuple[str, int]] = []
@@ -308,7 +308,7 @@ def copies_of(rank: int, dp: int, how: str, kind: str) -> list[Copies]:
     mesh = open_mesh(Grid(1, dp, 1), "cpu")
     layers, host = layers_of(), Apart()
     factor, _, keeps_gradient, each = HOWS[how]
-    shard, copies = mesh.split(mesh.dp, factor or dp)
+    shard, copies = mesh.split(mesh.replicas, factor or dp)
     special: dict[str, Any] = {
         "plain": {},
         "tied": {"tied": Tie("a.weight", ALONE, True)},
@@ -391,7 +391,7 @@ def owed_to_tp(rank: int, tp: int) -> Tensor:
     """A gradient of which every tp rank has a part."""
     mesh = open_mesh(Grid(1, 1, tp), "cpu")
     layers = layers_of()
-    replica = replica_of(layers, mesh.dp, mesh.tp, sum_over_tp=True)
+    replica = replica_of(layers, mesh.replicas, mesh.tp, sum_over_tp=True)
     replica.begin_step()
     run(layers, sample(rank))
     replica.finish_reduce()
@@ -409,7 +409,7 @@ def weights_on_their_way(rank: int, dp: int, bucket_bytes: int) -> list[bool]:
     mesh = open_mesh(Grid(1, dp, 1), "cpu")
     layers = layers_of()
     before = {name: parameter.detach().clone() for name, parameter in layers.named_parameters()}
-    replica = replica_of(layers, mesh.dp, mesh.tp, bucket_bytes=bucket_bytes)
+    replica = replica_of(layers, mesh.replicas, mesh.tp, bucket_bytes=bucket_bytes)
     for bucket in replica.buckets:
         bucket.master.add_(1)
     for bucket in reversed(replica.buckets):

@@ -156,7 +156,7 @@ def drift(rank: int, world_size: int, config: RunConfig, spoilt: int | None) -> 
     parts = build(config, mesh)
     for replica in parts.replicas.values():
         for bucket in replica.buckets:
-            if rank == spoilt and bucket.kind.over == "ep" and bucket.flat is not None:
+            if rank == spoilt and bucket.kind.is_expert and bucket.flat is not None:
                 bucket.flat[3] += 1e-9
     try:
         check_drift(parts)

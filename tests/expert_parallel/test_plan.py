@@ -34,7 +34,7 @@ def test_a_rank_has_its_experts_alone() -> None:
     config = resolve(llama({"num_experts": 6, "top_k": 2}, dp=3, ep=3), 3)
     infos = draw_blueprint(config, ep=Group("ep", (0, 1, 2), 1)).infos
     info = infos["block0.mlp.experts.down"]
-    assert info.slice is not None and info.slice.ranges == ((2, 4),) and info.over == "ep" and not info.sum_over_tp
+    assert info.slice is not None and info.slice.ranges == ((2, 4),) and info.is_expert and not info.sum_over_tp
     assert info.global_shape == (6, 16, 24) and info.local_shape == (2, 16, 24)
     assert infos["block0.mlp.router.weight"].slice is None
 

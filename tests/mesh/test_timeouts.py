@@ -11,7 +11,7 @@ from meshwright.mesh.mesh import open_mesh
 
 def limits_of_groups(rank: int, world_size: int) -> dict[str, float]:
     mesh = open_mesh(Grid(2, 2, 1), "cpu", timeout_s=77.0)
-    groups = [mesh.pp, mesh.dp, mesh.stage_group([0, 1])]
+    groups = [mesh.pp, mesh.replicas, mesh.stage_group([0, 1])]
     found = {}
     for group in groups:
         assert group.process_group is not None

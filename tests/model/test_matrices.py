@@ -66,7 +66,7 @@ def test_experts_are_batches_of_matrices() -> None:
         "block1.mlp.shared.gate_up.weight": (4, 4),
         "block1.mlp.shared.down.weight": (),
     }
-    info = ParameterInfo("gate_up", (4, 12, 16), Slice(0, 2, 4, 2), matrix=(6, 6), over="ep")
+    info = ParameterInfo("gate_up", (4, 12, 16), Slice(0, 2, 4, 2), matrix=(6, 6), is_expert=True)
     assert [(each.place, each.part, each.shape) for each in matrices_in(info)] == [
         (index, part, (6, 16)) for index in (0, 1) for part in (0, 1)
     ]

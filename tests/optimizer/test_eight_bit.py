@@ -207,8 +207,8 @@ def test_bytes() -> None:
     moments = [found.state[parameter][name] for name in ("exp_avg", "exp_avg_sq")]
     held = sum(tensor.numel() * tensor.element_size() for moment in moments for tensor in moment)
     config = Optimizer(name="adamw8bit", block_size=256)
-    assert held == 1024 * state_bytes(config, 4, in_blocks=True) == 1024 * (2 + 8 / 256)
-    assert state_bytes(config, 4, in_blocks=False) == state_bytes(Optimizer(), 4, in_blocks=False) == 8
+    assert held == 1024 * state_bytes(config, 4, is_eight_bit=True) == 1024 * (2 + 8 / 256)
+    assert state_bytes(config, 4, is_eight_bit=False) == state_bytes(Optimizer(), 4, is_eight_bit=False) == 8
 
 
 INFOS = {
@@ -222,7 +222,7 @@ INFOS = {
 
 def test_which_are_kept_in_8_bits() -> None:
     """Those of whose rows a block is a part, whatever the layout; a layout that would cut one is refused."""
-    assert [name for name, info in with_blocks(INFOS, 16).items() if info.in_blocks] == [
+    assert [name for name, info in with_blocks(INFOS, 16).items() if info.is_eight_bit] == [
         "by_rows",
         "by_columns",
         "kernel",

@@ -24,9 +24,11 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def shard(weights: Tensor, gradient: Tensor, decays: bool, counted: bool, *, in_blocks: bool = False) -> OptimizerShard:
+def shard(
+    weights: Tensor, gradient: Tensor, decays: bool, counted: bool, *, is_eight_bit: bool = False
+) -> OptimizerShard:
     return OptimizerShard(
-        weights, gradient, decays, in_blocks, counted, fetch_gradient=lambda: gradient, after_step=lambda: None
+        weights, gradient, decays, is_eight_bit, counted, fetch_gradient=lambda: gradient, after_step=lambda: None
     )
 
 
@@ -104,8 +106,8 @@ def test_states_go_out_and_come_back(config: Optimizer) -> None:
 
     def fresh(weights: Tensor) -> tuple[FlatOptimizer, Tensor]:
         gradient = torch.zeros_like(weights)
-        in_blocks = config.name == "adamw8bit"
-        return FlatOptimizer([shard(weights, gradient, True, True, in_blocks=in_blocks)], config), gradient
+        is_eight_bit = config.name == "adamw8bit"
+        return FlatOptimizer([shard(weights, gradient, True, True, is_eight_bit=is_eight_bit)], config), gradient
 
     weights = drawn(11, seed=0)
     first, gradient = fresh(weights)
@@ -137,6 +139,14 @@ def test_the_norm_is_of_what_is_counted_here() -> None:
     found = FlatOptimizer(shards, CONFIG).square_norm()
     assert found.dtype == torch.float64 and found.dim() == 0
     assert float(found) == pytest.approx(float(gradients[0].double().square().sum()), rel=1e-6)
+
+
+def test_the_norm_covers_gradients_on_the_host_and_on_the_device() -> None:
+    """ZeRO-3 with offload has dense gradients in host memory, and experts that it does not shard on the GPU."""
+    gradients = [drawn(5, seed=0), drawn(7, seed=1).to("meta"), drawn(3, seed=2)]
+    shards = [shard(torch.zeros_like(gradient), gradient, True, True) for gradient in gradients]
+    found = FlatOptimizer(shards, CONFIG).square_norm()
+    assert found.device.type == "meta" and found.dtype == torch.float64 and found.dim() == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -193,7 +203,7 @@ def test_each_shard_is_sent_on_once_it_is_stepped() -> None:
 @pytest.mark.parametrize(("name", "kind"), [("adamw", AdamW), ("adamw8bit", AdamW8bit), ("sgd", SGDOfTorch)])
 def test_the_optimizer_that_is_configured(name: str, kind: type[torch.optim.Optimizer]) -> None:
     ours = FlatOptimizer(
-        [shard(drawn(64, seed=0), drawn(64, seed=1), True, True, in_blocks=name == "adamw8bit")],
+        [shard(drawn(64, seed=0), drawn(64, seed=1), True, True, is_eight_bit=name == "adamw8bit")],
         CONFIG.model_copy(update={"name": name, "block_size": 32}),
     )
     assert type(ours.inner) is kind

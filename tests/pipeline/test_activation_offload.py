@@ -230,7 +230,7 @@ def test_pinned_memory_is_bounded_where_sizes_vary(least: int, most: int, monkey
 def test_the_next_backward_returns_one_computation_ahead() -> None:
     """1f1b: F of the third micro-batch runs between B of the first and of the second."""
     offload = ActivationOffload(torch.device("cpu"))
-    offload.follow(build_schedule("1f1b", 2, 4, 1), 0)
+    offload.set_schedule(build_schedule("1f1b", 2, 4, 1), 0)
     following = offload._following
     assert following == {
         (False, 0, 1): (0, 0), (False, 0, 2): (0, 1), (False, 0, 3): (0, 2), (True, 0, 2): (0, 3)

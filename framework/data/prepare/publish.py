@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from meshwright.system.atomic import sync, sync_tree
+from meshwright.system.atomic import rename_synced, sync_tree
 
 OLD = ".old"
 """Suffix of the folder that a publication replaces."""
@@ -18,8 +18,7 @@ def publish(aside: Path, out: Path) -> None:
         old = aside.with_name(aside.name + OLD)
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
-        aside.rename(out)
+        rename_synced(aside, out)
         shutil.rmtree(old, ignore_errors=True)
     else:
-        aside.rename(out)
-    sync(out.parent)
+        rename_synced(aside, out)

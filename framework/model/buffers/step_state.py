@@ -159,7 +159,7 @@ class StepState:
         decay = (1.0 - module.momentum) ** count
         return decay ** (self._num_replicas - 1 - self._replica) * (now - decay * before)
 
-    def take(self, vector: Tensor) -> Tensor:
+    def split_off(self, vector: Tensor) -> Tensor:
         """Store the sums, the last ``size`` elements of a step's all-reduced vector; return the other elements."""
         rest, mine = vector[: vector.numel() - self.size], vector[vector.numel() - self.size :]
         sizes = [torch.Size(shape).numel() for shape in self._slots.values()]

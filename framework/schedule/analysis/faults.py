@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule
+from meshwright.schedule.action import COMPLETES_BACKWARD, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 from meshwright.schedule.analysis.simulator import Blocked, Channel, Costs, play
 from meshwright.schedule.text import format_item
 
@@ -176,7 +176,7 @@ def _rules(schedule: Schedule, rank: int, places: dict[Action, int]) -> Iterator
     for action in _computations(schedule, rank, places):
         yield from _rules_of_one(schedule, action)
         last = last_backwards.get(action.stage)
-        if action.kind in LAST_HALVES and (last is None or places.get(last, -1) < places.get(action, -1)):
+        if action.kind in COMPLETES_BACKWARD and (last is None or places.get(last, -1) < places.get(action, -1)):
             last_backwards[action.stage] = action
     for stage, action in last_backwards.items():
         yield Fault.REDUCED_TOO_EARLY, action, Action(Kind.REDUCE, stage)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from meshwright.schedule.action import COMPUTE, LAST_HALVES, RECEIVES, SENDS, Action, Kind, Schedule
+from meshwright.schedule.action import COMPLETES_BACKWARD, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
 
 
 class Span(NamedTuple):
@@ -71,7 +71,7 @@ def _most_held(actions: Iterable[Action]) -> int:
         if action.kind is Kind.F:
             held += 1
             most = max(most, held)
-        elif action.kind in LAST_HALVES:
+        elif action.kind in COMPLETES_BACKWARD:
             held -= 1
     return most
 

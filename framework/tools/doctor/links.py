@@ -132,7 +132,7 @@ def measure_all_reduces(mesh: Mesh) -> list[AllReduceTiming]:
 
     Every rank calls it and gets the same list; blocks. Each rank sends 2 ``SUMMED_BYTES`` (n-1)/n bytes per all-reduce.
     """
-    groups = {Axis.TP: mesh.tp, Axis.DP: mesh.dp, Axis.PP: mesh.pp}
+    groups = {Axis.TP: mesh.tp, Axis.DP: mesh.replicas, Axis.PP: mesh.pp}
     found: list[AllReduceTiming] = []
     for axis, group in groups.items():
         mine: AllReduceTiming | None = None

@@ -202,7 +202,7 @@ class ReplayedStage:
         held = self._held.pop((microbatch, kind), [])
         return held + (self._held.pop((microbatch, Kind.B), []) if kind is Kind.I else [])
 
-    def awaited(self, microbatch: int) -> set[Tensor]:
+    def deferred_parameters(self, microbatch: int) -> set[Tensor]:
         """Return the empty set: a replayed stage has no parameters whose gradients W would add to."""
         return set()
 

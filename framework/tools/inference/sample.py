@@ -247,7 +247,7 @@ def _run_forward(
     for index, stage in forward.executor.stages.items():
         stage.input_spec = boundaries[index - 1] if index > 0 else None
         stage.output_spec = boundaries[index] if index < len(boundaries) else None
-    forward.executor.follow(forward.executor.schedule)  # messages have the shapes of this window
+    forward.executor.set_schedule(forward.executor.schedule)  # messages have the shapes of this window
     logits.last = torch.tensor([len(row) - 1 for row in seen], device=device)
     ids = ids.to(device)
     inputs = ids if input_function is None else input_function(ids)

@@ -99,7 +99,7 @@ def step_time(
 
 def _ranks_by_elements(layout: LayoutModel) -> list[int]:
     """Return one pipeline rank per distinct number of parameters; all ranks if the optimizer steps whole parameters."""
-    if layout.config.optimizer.steps_wholes:
+    if layout.config.optimizer.needs_full_weights:
         return list(range(layout.schedule.pp))
     by_rank = stages_by_rank(layout.schedule)
     return list(

@@ -248,8 +248,8 @@ class ModelCache:
                 for each in parameters.get(self.representatives[index], []):
                     counted.setdefault(self.model.canonical(f"{self.names[index]}.{each.name}"), each)
             counts, weights, rows = ([0, 0, 0, 0, 0], [0, 0, 0, 0, 0]), self.model.layers.get_parameter, 0
-            for name, (_, numel, in_blocks, trained, sizes, is_shared) in counted.items():
-                counts[is_shared][(0 if in_blocks else 3 if sizes else 1) if trained else 2] += numel
+            for name, (_, numel, is_eight_bit, trained, sizes, is_shared) in counted.items():
+                counts[is_shared][(0 if is_eight_bit else 3 if sizes else 1) if trained else 2] += numel
                 whole = weights(name)
                 counts[is_shared][4] += factor_elements(self.config.optimizer, tuple(whole.shape)) * trained
                 rows = math.gcd(rows, numel * whole.shape[0] // whole.numel()) if is_shared else rows

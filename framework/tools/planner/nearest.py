@@ -32,7 +32,7 @@ def search_with_offload(cache: ModelCache, hardware: Hardware, nodes: int, best:
     Optimizers of whole parameters are never offloaded. ``settles``: as in :func:`search`.
     """
     plan = search(cache, hardware, nodes, best=best, settles=settles)
-    if plan.best or plan.closest is None or cache.config.optimizer.steps_wholes:
+    if plan.best or plan.closest is None or cache.config.optimizer.needs_full_weights:
         return plan
     offloaded = search(cache, hardware, nodes, best=best, offload=True, settles=settles)
     return offloaded if offloaded.best or offloaded.closest is not None else plan

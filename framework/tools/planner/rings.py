@@ -69,7 +69,7 @@ def measure_rings(device: str, world_size: int, ranks_per_node: int) -> Rings:
         found.setdefault("node_rings", []).append(_slowest(measure_ring(mesh.tp, mesh.device), mesh.world))
     for length in lengths(nodes):
         mesh = open_mesh(Grid(nodes // length, length, ranks_per_node), device)
-        found.setdefault("cluster_rings", []).append(_slowest(measure_ring(mesh.dp, mesh.device), mesh.world))
+        found.setdefault("cluster_rings", []).append(_slowest(measure_ring(mesh.replicas, mesh.device), mesh.world))
     return found
 
 

@@ -25,7 +25,7 @@ class LocalParameter(NamedTuple):
     name: str
     """Name within the layer."""
     num_elements: int
-    in_blocks: bool
+    is_eight_bit: bool
     """True if its optimizer state is held in 8-bit blocks."""
     trained: bool
     matrices: tuple[MatrixSize, ...] = ()
@@ -72,6 +72,6 @@ def shard(
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         layer, _, rest = name.partition(".")
         info = infos[name]
-        local = rest, math.prod(info.local_shape), info.in_blocks, parameter.requires_grad, sizes_of(info)
-        parameters.setdefault(layer, []).append(LocalParameter(*local, info.over == "ep"))
+        local = rest, math.prod(info.local_shape), info.is_eight_bit, parameter.requires_grad, sizes_of(info)
+        parameters.setdefault(layer, []).append(LocalParameter(*local, info.is_expert))
     return parameters

@@ -44,7 +44,7 @@ RECORDED = (
     Recorded(Quantity("Time of a step", "s", from_zero=True, may_be_log=True), lambda record: record.step_s),
     Recorded(Quantity("Memory", "GiB at the peak, rank 0", from_zero=True), lambda record: record.memory_bytes / GIB),
     Recorded(
-        Quantity("Bubble", "share of a step in which pipeline ranks waited", from_zero=True),
+        Quantity("Bubble", "share of forward and backward in which pipeline ranks were idle", from_zero=True),
         lambda record: record.bubble_share,
     ),
 )

@@ -235,7 +235,7 @@ def time_totals(run: RunContents) -> Iterator[tuple[str, str]]:
     yield "waiting for data", f"{format_duration(data_s)}, {data_s / kept_s:.1%} of it"
     bubbles = [record.bubble_share * record.step_s for record in run.records if record.bubble_share is not None]
     if bubbles:
-        yield "pipeline ranks waiting for each other", f"{sum(bubbles) / kept_s:.1%} of it"
+        yield "pipeline bubble", f"{sum(bubbles) / kept_s:.1%} of forward and backward"
     saves = [record.save_s for record in run.records if record.save_s is not None]
     if saves:
         yield "writing checkpoints, behind the steps", f"{len(saves)} seen, {max(saves):.3g} s the longest"

@@ -158,7 +158,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             f"layout {layout}: shard{layout.shard} does not divide dp x cp = {sharing}: choose one of {divisors}",
         )
     _check_experts(config, layout)
-    if layout.offload and config.optimizer.steps_wholes:
+    if layout.offload and config.optimizer.needs_full_weights:
         name = config.optimizer.name
         raise ConfigError(
             "MW-VERIFY-010", f'layout {layout}: optimizer.name = "{name}" is not offloaded: leave the word offload out'
@@ -229,7 +229,7 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
         and (layout.cp == 1 or (traits.is_sequence and traits.has_core and sequence_length % layout.cp == 0))
         and (layout.cp == 1 or layout.order != BY_DOCUMENTS or traits.has_documents)
         and (layout.recompute != "selective" or traits.has_selective)
-        and not (layout.offload and traits.steps_wholes)
+        and not (layout.offload and traits.needs_full_weights)
         and not (traits.has_statistics and layout.tp * layout.cp > 1)
         and not (
             traits.has_running

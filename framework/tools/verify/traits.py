@@ -50,7 +50,7 @@ class Traits(NamedTuple):
     """True if the sharding plan names an attention core, so that context parallelism is possible."""
     has_documents: bool = False
     """True if the samples have document starts, so that their tokens can be dealt by documents."""
-    steps_wholes: bool = False
+    needs_full_weights: bool = False
     """True if the optimizer steps whole parameters (Muon, Adafactor), which excludes offload."""
     has_statistics: bool = False
     """True if BatchNorm keeps running statistics, which excludes tp and cp."""
@@ -82,7 +82,7 @@ class Traits(NamedTuple):
             reasons.append(f'context parallelism: the sharding_plan names no attention core (kind "{CORE}")')
         elif self.is_sequence and self.has_core and not self.has_documents and not self.has_running:
             reasons.append("cp in the order by documents: the samples have no document starts")
-        if self.steps_wholes:
+        if self.needs_full_weights:
             reasons.append("offload: the optimizer steps whole parameters, on the device")
         if self.couples_samples:
             why = f"the samples of a micro-batch depend on each other{self.of_coupling}"
@@ -148,6 +148,6 @@ def traits_of(config: RunConfig) -> Traits:
         vocab_sizes=vocab_sizes(model),
         has_documents=isinstance(shapes.inputs, dict) and STARTS in shapes.inputs,
         has_core=CORE in map(str, model.plan.values()) and not model.loss_heads,
-        steps_wholes=config.optimizer.steps_wholes,
+        needs_full_weights=config.optimizer.needs_full_weights,
         eps=_eps(config, model),
     )

@@ -93,6 +93,30 @@ def test_layouts(names: list[str], library: Path) -> None:
         assert not step.waits_after or config.parallel.offload, step
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "zero1": {"dp": 2, "ep": 2},
+    "zero2": {"dp": 2, "ep": 2, "zero": 2},
+    "tp2": {"tp": 2, "ep": 2},
+    "offload": {"dp": 2, "ep": 2, "offload": True},
+    "zero3": {"dp": 2, "ep": 2, "zero": 3},
+    "zero3 offload": {"dp": 2, "ep": 2, "zero": 3, "offload": True},
+    "zero3 offload, two replicas of experts": {"dp": 4, "ep": 2, "zero": 3, "offload": True},
+}
+
+
+@pytest.mark.long
+def test_experts(library: Path) -> None:
+    """No further wait of the host, except with ZeRO-3 and offload for the gradients of each micro-batch."""
+    jobs = [
+        (on_cuda(configured(model="llama", num_layers=2, **layout)).replace(model={"options": options}), 1)
+        for layout in EXPERTS.values()
+        for options in [configured(model="llama", num_layers=2).model.options | {"moe": {"num_experts": 4, "top_k": 2}}]
+    ]
+    for name, step in zip(EXPERTS, run_process(library, jobs), strict=True):
+        assert not step.problems and step.num_collectives > 0, (name, step)
+        assert sum(step.waits.values()) == (3 if "zero3 offload" in name else WAITS), (name, step)
+
+
 @pytest.mark.long
 def test_a_frozen_base_under_zero3(library: Path) -> None:
     """FSDP gathers a frozen unit that backward does not reach, and waits for it by torch.accelerator at the end."""

@@ -187,9 +187,9 @@ def test_a_rank_of_a_job_cannot_dry_run(pool: RankPool) -> None:
 
 def test_a_fake_mesh_of_any_size_makes_its_own_groups_alone() -> None:
     with fake_mesh(Grid(16, 128, 8), 5000) as mesh:
-        assert (mesh.pp.size, mesh.dp.size, mesh.tp.size, mesh.world.size) == (16, 128, 8, 16384)
-        assert mesh.dp.ranks == Grid(16, 128, 8).group(mesh.dp.name, 5000)  # type: ignore[arg-type]
-        shard, copies = mesh.split(mesh.dp, 8)
+        assert (mesh.pp.size, mesh.replicas.size, mesh.tp.size, mesh.world.size) == (16, 128, 8, 16384)
+        assert mesh.replicas.ranks == Grid(16, 128, 8).group(mesh.replicas.name, 5000)  # type: ignore[arg-type]
+        shard, copies = mesh.split(mesh.replicas, 8)
         assert (shard.size, copies.size) == (8, 16)
         assert set(shard.ranks) & set(copies.ranks) == {5000}
         assert mesh.stage_group([0, 3]).rank == -1

@@ -86,10 +86,10 @@ def elements_at_rest(rank: int, world_size: int, config_json: str) -> tuple[int,
     mesh = open_mesh(Grid(*config.parallel.degrees), "cpu", ep_across_nodes=True)
     source = open_verify_source(config, True)
     (replica,) = meshwright.build.build(config, mesh, (source, None)).replicas.values()
-    sizes = {"ep": 0, "tp": 0}
+    sizes = {True: 0, False: 0}
     for bucket in replica.buckets:
-        sizes[bucket.kind.over] += bucket.master.numel() if bucket.flat is None else bucket.flat.numel()
-    return sizes["ep"], sizes["tp"]
+        sizes[bucket.kind.is_expert] += bucket.master.numel() if bucket.flat is None else bucket.flat.numel()
+    return sizes[True], sizes[False]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def norm_without_experts(patch: pytest.MonkeyPatch) -> None:
     def uncounted(*args: Any) -> OptimizerShard:
         shard = make(*args)
         assert shard.layout.place is not None
-        return shard._replace(is_counted=shard.is_counted and shard.layout.place.slots[0][0].over != "ep")
+        return shard._replace(is_counted=shard.is_counted and not shard.layout.place.slots[0][0].is_expert)
 
     patch.setattr(meshwright.build, "OptimizerShard", uncounted)
 
@@ -127,7 +127,7 @@ def gradient_times_ep(patch: pytest.MonkeyPatch) -> None:
     reduce = Bucket.reduce
 
     def scaled(bucket: Bucket, *, last: bool = True) -> None:
-        if bucket.kind.over == "ep":
+        if bucket.kind.is_expert:
             bucket.open_gradient().mul_(2)
         reduce(bucket, last=last)
 
@@ -163,7 +163,7 @@ def experts_of_rank_0_everywhere(patch: pytest.MonkeyPatch) -> None:
     take = ParameterInfo.take
 
     def first(info: ParameterInfo, full: Tensor) -> Tensor:
-        if info.over == "ep" and info.slice is not None:
+        if info.is_expert and info.slice is not None:
             info = info._replace(slice=info.slice._replace(start=0, stop=info.slice.padded))
         return take(info, full)
 

@@ -116,7 +116,7 @@ def measure(rank: int, world_size: int, config_json: str) -> Measured:
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.sum_over_tp),
         sum(b.shard_gradient.numel() * b.shard_gradient.element_size() for b in buckets if b.kind.tied is not None),
         sum(b.numel * FLOAT for b in buckets if any(uses[id(place.member.parameter)] > 1 for place in b.slots)),
-        sum(bucket.numel * FLOAT for bucket in buckets if bucket.kind.over == "ep"),
+        sum(bucket.numel * FLOAT for bucket in buckets if bucket.kind.is_expert),
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from meshwright.checkpoint.files import as_checkpoint_error, delete
 from meshwright.errors import CheckpointError
 from meshwright.run.directory import is_run
-from meshwright.system.atomic import sync, sync_tree
+from meshwright.system.atomic import rename_synced, sync_tree
 from meshwright.system.bounded import real_path
 from meshwright.system.process import FileLock
 
@@ -86,8 +86,7 @@ def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
             sync_tree(temporary)
             if out.is_dir():
                 out.rmdir()  # empty: `check_output_directory` has checked it
-            temporary.rename(out)
-            sync(out.parent)
+            rename_synced(temporary, out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
