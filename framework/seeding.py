@@ -66,7 +66,7 @@ class Draw:
     """True while a forward runs inside backward (recompute), or while only costs are counted."""
 
 
-class TokenPlaces(Protocol):
+class TokenPositions(Protocol):
     """Tokens of a sample, or heads, that a rank has: see :mod:`meshwright.context_parallel.cut`."""
 
     unit: str
@@ -75,7 +75,7 @@ class TokenPlaces(Protocol):
     def length(self) -> int:
         """Tokens of the sample."""
 
-    def places(self, device: torch.device, parts: int = 1) -> Tensor:
+    def positions(self, device: torch.device, parts: int = 1) -> Tensor:
         """Return their positions in the sample, (1 or B, n) int64; of heads, those of all ``parts`` tp ranks."""
 
 
@@ -95,7 +95,7 @@ def keep_mask(
     sample_indices: Tensor,
     shape: torch.Size,
     shard: tuple[int, int, int] | None = None,
-    cut: tuple[int, TokenPlaces] | None = None,
+    cut: tuple[int, TokenPositions] | None = None,
 ) -> Tensor:
     """Return the bool mask of kept elements.
 
@@ -118,8 +118,8 @@ def keep_mask(
     for dim in range(len(shape) - 1, 0, -1):
         along = torch.arange(start[dim], start[dim] + shape[dim], device=device)[None]  # of all samples, or of each
         if cut is not None and cut[0] == dim:
-            places = cut[1].places(device, _parts(shard, dim))
-            along, whole[dim] = places[:, start[dim] : start[dim] + shape[dim]], cut[1].length
+            positions = cut[1].positions(device, _parts(shard, dim))
+            along, whole[dim] = positions[:, start[dim] : start[dim] + shape[dim]], cut[1].length
         position = position + (along * stride).view(
             [-1] + [1] * (dim - 1) + [shape[dim]] + [1] * (len(shape) - 1 - dim)
         )
@@ -167,7 +167,7 @@ class SeededDropout(nn.Module):
         self.name = name
         self.draw = draw
         self.shard: tuple[int, int, int] | None = None
-        self.cut: tuple[int, TokenPlaces] | None = None
+        self.cut: tuple[int, TokenPositions] | None = None
         # In memory and not in the code: compiled layers then share one graph, whatever their names, and the compiler
         # does not try to work out indices times GOLDEN exactly, which no 64-bit integer holds.
         keys = [key_of(seed, name, call) for call in range(NUM_KEYS)]
@@ -197,15 +197,15 @@ class SeededDropout(nn.Module):
             self._add_keys()
         return sample_indices.to(device), self.keys[self.num_calls]
 
-    def _check_tokens(self, shape: torch.Size, dim: int, places: TokenPlaces) -> None:
+    def _check_tokens(self, shape: torch.Size, dim: int, positions: TokenPositions) -> None:
         """Raise :class:`ModelError` for an input whose dim of tokens is not where the plan has it."""
         parts = _parts(self.shard, dim)
-        share = places.places(torch.device("cpu"), parts).shape[1]
+        share = positions.positions(torch.device("cpu"), parts).shape[1]
         if len(shape) <= dim or shape[dim] * parts != share:
             raise ModelError(
                 "MW-CP-005",
                 f"dropout {self.name} acts on {tuple(shape)}, and with context parallelism dim {dim} of it has the "
-                f"rank's {share} {places.unit} of {places.length}: give the module its kind in the "
+                f"rank's {share} {positions.unit} of {positions.length}: give the module its kind in the "
                 f"sharding_plan (heads for the probabilities of an attention), or use parallel.cp = 1",
             )
 

@@ -49,7 +49,7 @@ MAX_LEAD_S = 30 * 86_400.0
 """Upper limit of a duration in the records; longer ones are taken as damaged."""
 UNKNOWN_LEAD_S = 300
 """Lead (see :func:`measure_lead`) of a run without measurements."""
-SEAL = "# as rendered, sha256 "
+CHECKSUM = "# as rendered, sha256 "
 """Start of a script's last line, which ends in the hash of the lines above: it shows if the script was edited."""
 LAST = 50
 """Number of latest steps and saves from which the lead is measured."""
@@ -64,7 +64,7 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
     config, picture = resolve_for_nodes(load(options.config, overrides), options.nodes, options.devices_per_node)
     check_not_moved(config, options.config, overrides)
     script = render(config, overrides, options)
-    script = sealed(script)
+    script = with_checksum(script)
     place = write(script, config, replaces=options.force)
     if not options.submit:
         print(script, end="")
@@ -192,15 +192,15 @@ def may_have_gpus() -> bool:
     return done.returncode != 0 or "gpu" in done.stdout
 
 
-def sealed(script: str) -> str:
+def with_checksum(script: str) -> str:
     """Return the script with a last line that shows whether it was edited since."""
-    return f"{script}{SEAL}{hashlib.sha256(script.encode()).hexdigest()}\n"
+    return f"{script}{CHECKSUM}{hashlib.sha256(script.encode()).hexdigest()}\n"
 
 
 def is_edited(script: str) -> bool:
-    """Return True unless a script is as :func:`sealed` returned it."""
-    text, seal, _ = script.rpartition(SEAL)
-    return not seal or sealed(text) != script
+    """Return True unless a script is as :func:`with_checksum` returned it."""
+    text, checksum, _ = script.rpartition(CHECKSUM)
+    return not checksum or with_checksum(text) != script
 
 
 def write(script: str, config: RunConfig, *, replaces: bool = False) -> Path:

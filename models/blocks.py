@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshwright.models import multi_token
 from meshwright.models.attention import positions_of
 from meshwright.models.last_norm import LastNorm
-from meshwright.models.multi_token import Carried, MtpModule, SharedHead
+from meshwright.models.multi_token import MtpModule, SharedHead, SideTensors
 from meshwright.models.mup import Mup
 
 RESIDUAL_WEIGHTS = ("*.attention.out.weight", "*.mlp.down.weight", "*.mlp.experts.down", "*.mlp.shared.down.weight")
@@ -145,7 +145,7 @@ def assemble(
 
 
 Value = Tensor | tuple[Tensor, ...]
-"""Activations x (B, S, D), or (x, ...) with the others of :class:`Carried`: starts (B, S) bool, ids (B, S) int64."""
+"""Activations x (B, S, D), or (x, ...) and :class:`SideTensors`: starts (B, S) bool, ids (B, S) int64."""
 
 
 class Embedding(nn.Module):
@@ -218,7 +218,7 @@ class Block(nn.Module):
 
     def forward(self, value: Value) -> Value:
         """Apply both branches. value: x (B, S, D), or (x, starts) with starts (B, S) bool. Return the same type."""
-        carried = Carried(value)
+        carried = SideTensors(value)
         x = carried.x
         attended = x + self.after_attention(self.attention(self.attention_norm(x), carried.starts))
         return carried.beside(attended + self.after_mlp(self.mlp(self.mlp_norm(x if self.parallel else attended))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from meshwright.models.multi_token import Carried
+from meshwright.models.multi_token import SideTensors
 
 Value = Tensor | tuple[Tensor, ...]
 """Activations x (B, S, D), or x and what travels beside it."""
@@ -20,7 +20,7 @@ class LastLayerNorm(nn.LayerNorm):
 
     def forward(self, value: Value) -> Value:  # type: ignore[override]
         """Normalise x (B, S, D) and drop ``starts``, unless modules that need the ids follow."""
-        carried = Carried(value)
+        carried = SideTensors(value)
         return _last(carried, super().forward(carried.x), self.multiplier)
 
 
@@ -31,14 +31,14 @@ class LastRMSNorm(nn.RMSNorm):
 
     def forward(self, value: Value) -> Value:  # type: ignore[override]
         """Normalise x (B, S, D) and drop ``starts``, unless modules that need the ids follow."""
-        carried = Carried(value)
+        carried = SideTensors(value)
         return _last(carried, super().forward(carried.x), self.multiplier)
 
 
 LastNorm = LastLayerNorm | LastRMSNorm
 
 
-def _last(carried: Carried, x: Tensor, multiplier: float) -> Value:
+def _last(carried: SideTensors, x: Tensor, multiplier: float) -> Value:
     """Return x (B, S, D) times ``multiplier``, with what travels beside it if later layers need the ids."""
     x = x if multiplier == 1 else x * multiplier
     return x if carried.ids is None else carried.beside(x)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Carried:
+class SideTensors:
     """Tensors that travel beside x (B, S, D), distinguished by their dtypes.
 
     Args:
@@ -65,7 +65,7 @@ class MtpModule(nn.Module):
 
     def forward(self, value: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         """Look one token further ahead. The last ``depth`` positions see token 0, and no label counts there."""
-        carried = Carried(value)
+        carried = SideTensors(value)
         assert carried.ids is not None
         ahead = self.dropout(self.tokens(F.pad(carried.ids[:, self.depth :], (0, self.depth))))  # (B, S, D)
         x = self.project(torch.cat((self.embedding_norm(ahead), self.hidden_norm(carried.x)), dim=-1))

@@ -58,7 +58,7 @@ TORCHTITAN = {"job", "training", "parallelism", "experimental", "lr_scheduler", 
 
 
 @dataclass
-class Arranged:
+class KeyTree:
     """The given keys, sorted into the schema's tree."""
 
     tree: dict[str, dict[str, Any]] = field(default_factory=lambda: {section: {} for section in SECTIONS})
@@ -172,9 +172,9 @@ def _misspelled(given: GivenKey) -> Path | None:
     return corrected if corrected[:2] in KEYS or own_name_of(path) is None else None
 
 
-def arrange(all_given: Sequence[GivenKey]) -> Arranged:
+def arrange(all_given: Sequence[GivenKey]) -> KeyTree:
     """Sort the given keys into the schema's tree. A later key replaces an earlier one."""
-    arranged = Arranged()
+    arranged = KeyTree()
     reported: set[tuple[str, str]] = set()
     for given in all_given:
         corrected = _misspelled(given)
@@ -219,7 +219,7 @@ def _not_allowed(given: GivenKey, key: Path) -> str:
     return _line(given, f" is not allowed: {describe_allowed(key)}{suggestion}")
 
 
-def validate(arranged: Arranged) -> RunConfig:
+def validate(arranged: KeyTree) -> RunConfig:
     """Build the typed tree. Adds to the problems and suppressed keys; a bad value is replaced by its default."""
     # JSON, because strict pydantic then accepts a list for a tuple and a whole number for a float, and nothing else.
     try:
@@ -232,7 +232,7 @@ def validate(arranged: Arranged) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(arranged.tree))
 
 
-def _check_rules(config: RunConfig, arranged: Arranged, place: str) -> list[ConfigError]:
+def _check_rules(config: RunConfig, arranged: KeyTree, place: str) -> list[ConfigError]:
     """Return the broken rules between keys. A rule with an invalid key is not checked."""
     problems: list[ConfigError] = []
     for rule in ALL_RULES:
@@ -274,7 +274,7 @@ def load_saved(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -
     return _load(KeySource(list(leaves(dict(saved), place)), []), overrides, place)[0]
 
 
-def _load(file: KeySource, overrides: Sequence[str], place: str) -> tuple[RunConfig, Arranged]:
+def _load(file: KeySource, overrides: Sequence[str], place: str) -> tuple[RunConfig, KeyTree]:
     """Load a configuration from the keys of a file and overrides; return it with the arranged keys."""
     words = read_overrides(overrides)
     arranged = arrange([*file.given, *words.given])

@@ -89,7 +89,7 @@ class Adapter(Section):
     """Train a magnitude for each output beside the low-rank direction (weight-decomposed adapters)."""
 
 
-class Weighted(Section):
+class WeightedCorpus(Section):
     """One corpus of a mixture."""
 
     path: str = Field(min_length=1)
@@ -100,7 +100,7 @@ class Weighted(Section):
 class DataStage(Section):
     """Corpus or mixture of the training samples from a step or sample of the run on, to the next stage."""
 
-    train: str | Annotated[list[Weighted], Field(min_length=1)] = Field(min_length=1)
+    train: str | Annotated[list[WeightedCorpus], Field(min_length=1)] = Field(min_length=1)
     """Training corpus, or a weighted mixture of several."""
     from_step: Length | None = None
     """First step of the stage; the first of the run is step 1."""
@@ -111,7 +111,7 @@ class DataStage(Section):
 class Data(Section):
     """Training data: a corpus in Megatron's ``.bin``/``.idx`` format, or a dataset of the user."""
 
-    train: str | Annotated[list[Weighted], Field(min_length=1)] = Field(
+    train: str | Annotated[list[WeightedCorpus], Field(min_length=1)] = Field(
         default="",
         description='the path of a .bin/.idx pair, without the suffix; or a list such as [{path = "a", weight = 3}, '
         '{path = "b", weight = 1}]',

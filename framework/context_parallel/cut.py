@@ -26,7 +26,7 @@ STARTS = "starts"
 class SampleTokens(NamedTuple):
     """Index tensors of a micro-batch whose samples are cut differently, on the device of its stage."""
 
-    places: Tensor
+    positions: Tensor
     """Positions of this rank's tokens, (B, S/cp) int64, ascending."""
     joined: Tensor
     """Index of each position of the sample in the concatenated tokens of rank 0, rank 1, .., (B, S) int64."""
@@ -57,8 +57,8 @@ class TokenCut:
         ranks = ORDERS[self.order](length, group.size) if group.size > 1 else [()]  # a rank alone cuts nothing
         self.share = length // group.size
         """Tokens of this rank."""
-        self._places = {torch.device("cpu"): torch.tensor([ranks[group.rank]])}
-        joined = torch.tensor([[place for places in ranks for place in places]])
+        self._positions = {torch.device("cpu"): torch.tensor([ranks[group.rank]])}
+        joined = torch.tensor([[place for positions in ranks for place in positions]])
         self._joined = {torch.device("cpu"): joined.argsort(-1)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenCut:
@@ -71,19 +71,19 @@ class TokenCut:
         of_samples = [
             documents(self.length, self.group.size, starts.nonzero().flatten().tolist()) for starts in inputs[STARTS]
         ]
-        places = torch.tensor([ranks[self.group.rank] for ranks in of_samples])
+        positions = torch.tensor([ranks[self.group.rank] for ranks in of_samples])
         joined = torch.tensor([[place for ranks in sample for place in ranks] for sample in of_samples]).argsort(-1)
-        return SampleTokens(places.to(device), joined.to(device))
+        return SampleTokens(positions.to(device), joined.to(device))
 
     def _tokens(self, device: torch.device) -> SampleTokens | None:
         """Return the tokens of the current micro-batch, from the Draw; None if all samples have one order."""
         tokens: SampleTokens | None = self._draw.tokens if self.by_sample else None
-        return tokens if tokens is not None and tokens.places.device == device else None
+        return tokens if tokens is not None and tokens.positions.device == device else None
 
-    def places(self, device: torch.device, parts: int = 1) -> Tensor:
+    def positions(self, device: torch.device, parts: int = 1) -> Tensor:
         """Return the positions of this rank's tokens, (1 or B, S/cp) int64, ascending. ``parts``: not used here."""
         tokens = self._tokens(device)
-        return _on(self._places, device) if tokens is None else tokens.places
+        return _on(self._positions, device) if tokens is None else tokens.positions
 
     def from_ranks(self, device: torch.device) -> Tensor:
         """Return the index of each position in the concatenated tokens of rank 0, rank 1, ..: (1 or B, S) int64."""
@@ -98,10 +98,10 @@ class TokenCut:
         """
         if self.group.size == 1:
             return whole
-        places = self.places(whole.device) if tokens is None else tokens.places
-        if len(places) == 1:
-            return whole.index_select(dim, places[0])
-        return whole[places] if dim == 0 else along_samples(whole, dim, places)
+        positions = self.positions(whole.device) if tokens is None else tokens.positions
+        if len(positions) == 1:
+            return whole.index_select(dim, positions[0])
+        return whole[positions] if dim == 0 else along_samples(whole, dim, positions)
 
     def shape_of(self, whole: Sequence[int]) -> Sequence[int]:
         """Return the shape of this rank's part of an output (B, S, ...)."""
@@ -196,21 +196,21 @@ class HeadCut:
         """Number of heads of a tp rank."""
         return self._heads * self._group.size
 
-    def places(self, device: torch.device, parts: int = 1) -> Tensor:
+    def positions(self, device: torch.device, parts: int = 1) -> Tensor:
         """Return the indices of the heads that this cp rank has in each of ``parts`` tp ranks, (1, n) int64."""
         numbers = torch.arange(self.length * parts, device=device).view(parts, self._group.size, self._heads)
         return numbers[:, self._group.rank].reshape(1, -1)
 
 
-def along_samples(whole: Tensor, dim: int, places: Tensor) -> Tensor:
+def along_samples(whole: Tensor, dim: int, positions: Tensor) -> Tensor:
     """Gather each sample's own places along ``dim``: (1 or B, .., S, ..) -> (B, .., n, ..).
 
     ``places``: (B, n) int64.
     """
-    index = places.view(places.shape[0], *[1] * (dim - 1), places.shape[1], *[1] * (whole.dim() - dim - 1))
+    index = positions.view(positions.shape[0], *[1] * (dim - 1), positions.shape[1], *[1] * (whole.dim() - dim - 1))
     shape = list(whole.shape)
-    shape[0], shape[dim] = places.shape
-    return whole.expand(len(places), *whole.shape[1:]).gather(dim, index.expand(shape))
+    shape[0], shape[dim] = positions.shape
+    return whole.expand(len(positions), *whole.shape[1:]).gather(dim, index.expand(shape))
 
 
 def _on(found: dict[torch.device, Tensor], device: torch.device) -> Tensor:

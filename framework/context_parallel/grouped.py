@@ -67,7 +67,7 @@ class GroupedAttention:
         queries. Only queries, keys and values may need gradients.
         """
         found: list[slice] | None = self._query_blocks(
-            q, k, v, *others, places=self._cut.places(q.device), length=self._cut.length, **kwargs
+            q, k, v, *others, places=self._cut.positions(q.device), length=self._cut.length, **kwargs
         )
         return found
 
@@ -100,7 +100,7 @@ class GroupedAttention:
             return self._forward(q, k, v, *others, **kwargs)
         cut, blocks = self._cut, self.blocks(q, k, v, *others, **kwargs)
         assert blocks is not None
-        places, joined = cut.places(q.device), cut.from_ranks(q.device)
+        places, joined = cut.positions(q.device), cut.from_ranks(q.device)
         call = _Call(self._forward, others, kwargs, blocks, self.num_groups(q, k), cut, places, joined)
         found: Tensor = _AttendByGroup.apply(q, k, v, call)  # type: ignore[no-untyped-call]
         return found

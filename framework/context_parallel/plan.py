@@ -167,7 +167,7 @@ def _give_places(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add the keyword ``places``: positions of this rank's tokens, (1 or B, S/cp)."""
     device = next(leaf.device for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    return args, {**kwargs, PLACES: cut.places(device)}
+    return args, {**kwargs, PLACES: cut.positions(device)}
 
 
 def _own_ids(
@@ -197,7 +197,7 @@ def _own_rows(name: str, kind: str, cut: TokenCut, module: nn.Module, args: tupl
                 f"{name} returns {tuple(whole.shape)}, which is not indexed by the {cut.length} positions of a sample "
                 f"in its last dim but one: give it another kind in the sharding_plan, or use parallel.cp = 1",
             )
-        samples = len(cut.places(whole.device))
+        samples = len(cut.positions(whole.device))
         if samples > 1 and (kind == POSITIONS if whole.dim() == 2 else whole.shape[0] not in (1, samples)):
             raise ModelError(
                 "MW-CP-011",
@@ -226,7 +226,7 @@ def _exchange(
     _check_tokens(name, cut, q, k)
     if grouped is not None and grouped.blocks(*args, **kwargs) is not None:
         return args, kwargs
-    return (q, *gather_keys(k, v, cut), *others), {**kwargs, PLACES: cut.places(q.device)}
+    return (q, *gather_keys(k, v, cut), *others), {**kwargs, PLACES: cut.positions(q.device)}
 
 
 def _check_tokens(name: str, cut: TokenCut, q: Tensor, k: Tensor) -> None:

@@ -96,7 +96,9 @@ class Corpus:
         self.documents = documents(self.stream.index)
         self.document_boundaries = rules.boundaries
         num_tokens = len(self.stream)
-        self.packed = None if rules.packing == "stream" else Packed.of(self.documents.all_starts(), sequence_length)
+        self.packed = (
+            None if rules.packing == "stream" else DocumentPacking.of(self.documents.all_starts(), sequence_length)
+        )
         self.num_samples = (num_tokens - 1) // sequence_length if self.packed is None else len(self.packed.firsts) - 1
         if self.num_samples < 1:
             raise DataError(
@@ -161,7 +163,7 @@ class Corpus:
                 document += 1
         return CorpusExample(tokens, labels, starts)
 
-    def _whole_documents(self, number: int, packed: Packed) -> CorpusExample:
+    def _whole_documents(self, number: int, packed: DocumentPacking) -> CorpusExample:
         length = self.sequence_length
         tokens = np.zeros(length, dtype=np.int64)
         labels = np.full(length, IGNORE, dtype=np.int64)
@@ -237,7 +239,7 @@ class Corpus:
         )
 
 
-class Packed(NamedTuple):
+class DocumentPacking(NamedTuple):
     """Assignment of whole documents to samples."""
 
     firsts: list[int]
@@ -246,14 +248,14 @@ class Packed(NamedTuple):
     """Number of documents of more than S + 1 tokens: their ends are in no sample."""
 
     @staticmethod
-    def of(starts: NDArray[np.int64], sequence_length: int) -> Packed:
+    def of(starts: NDArray[np.int64], sequence_length: int) -> DocumentPacking:
         """Pack as many documents as fit into each sample, in order. ``starts``: (documents + 1,) first tokens."""
         lengths = np.diff(starts)
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.minimum(lengths, sequence_length))])
         firsts, num_documents = [0], len(lengths)
         while firsts[-1] < num_documents:
             firsts.append(int(np.searchsorted(ends, ends[firsts[-1]] + sequence_length, "right")) - 1)
-        return Packed(firsts, int((lengths > sequence_length + 1).sum()))
+        return DocumentPacking(firsts, int((lengths > sequence_length + 1).sum()))
 
 
 class _Known(NamedTuple):

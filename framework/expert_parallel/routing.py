@@ -170,8 +170,8 @@ class RoutingHooks:
             self._given[name] = given
             ids = torch.where(given >= 0, given % self._shapes[name].num_experts, ids)
         if self._plan.record is not None and not self._draw.is_recompute:
-            places = router.own_tokens(torch.arange(self._length, device=ids.device).expand(len(ids), -1))
-            self._entries[name].append(_Entry(samples, places, ids.to(self._shapes[name].dtype)))
+            positions = router.own_tokens(torch.arange(self._length, device=ids.device).expand(len(ids), -1))
+            self._entries[name].append(_Entry(samples, positions, ids.to(self._shapes[name].dtype)))
         return chosen if self._file is None else ids.view_as(chosen)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -204,7 +204,9 @@ class RoutingHooks:
         Raises:
             ConfigError: one has not; on every rank.
         """
-        rows = [sum(entry.places.numel() for entry in self._entries[name]) * self._tokens.adds for name in self._shapes]
+        rows = [
+            sum(entry.positions.numel() for entry in self._entries[name]) * self._tokens.adds for name in self._shapes
+        ]
         counts = torch.tensor(rows, dtype=torch.int64, device=self._tokens.device)
         if self._world is not None:
             self._world.all_reduce(counts).wait()
@@ -223,8 +225,8 @@ class RoutingHooks:
         Wire: 2 M (n-1)/n bytes, M bytes of all ids, n ranks.
         """
         whole = torch.zeros(shape.shape, dtype=shape.dtype, device=self._tokens.device)
-        for samples, places, ids in self._entries[name] if self._tokens.adds else ():
-            whole[(samples.to(ids.device) - self._samples.start).unsqueeze(1), places] = ids
+        for samples, positions, ids in self._entries[name] if self._tokens.adds else ():
+            whole[(samples.to(ids.device) - self._samples.start).unsqueeze(1), positions] = ids
         if self._world is not None:
             self._world.all_reduce(whole.view(torch.uint8)).wait()  # all ranks but one have zero in each byte
         return whole.cpu()
@@ -235,7 +237,7 @@ class _Entry(NamedTuple):
 
     samples: Tensor
     """(B,) int64, global."""
-    places: Tensor
+    positions: Tensor
     """(B, n) int64, positions in the sample."""
     ids: Tensor
     """(B, n, k), in the dtype of the file."""

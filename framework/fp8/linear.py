@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.fp8.products import has_modes, product
-from meshwright.fp8.quantise import Quantised, dequantise, quantise
+from meshwright.fp8.quantise import Float8Tensor, dequantise, quantise
 from meshwright.mesh.comm import Group
 
 Defer = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
@@ -85,12 +85,12 @@ class _Fp8Linear(torch.autograd.Function):
             quantised_gy, quantised = quantise([gy, ctx.weight.t()], ctx.cut_out)
             gx = product(quantised_gy, quantised, gy.dtype)
         if needs_weight:
-            kept = Quantised(*ctx.saved_tensors)
+            kept = Float8Tensor(*ctx.saved_tensors)
             gw = ctx.defer(ctx.weight, lambda: weight_gradient(gy, kept))
         return gx, gw, None, None, None
 
 
-def weight_gradient(gy: Tensor, x: Quantised) -> Tensor:
+def weight_gradient(gy: Tensor, x: Float8Tensor) -> Tensor:
     """Return dW (O, I) in the training dtype from gy (..., O) and the saved x (..., I)."""
     values = dequantise(x, gy.dtype)
     return gy.reshape(-1, gy.shape[-1]).t().mm(values.reshape(-1, values.shape[-1]))

@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.fp8.quantise import Quantised, dequantise, power_of_two
+from meshwright.fp8.quantise import Float8Tensor, dequantise, power_of_two
 
 MULTIPLE = 16
 """Both dims of a weight must be a multiple of it on CUDA (cuBLAS and CUTLASS float8 kernels)."""
 
 
-def product(x: Quantised, weight: Quantised, dtype: torch.dtype) -> Tensor:
+def product(x: Float8Tensor, weight: Float8Tensor, dtype: torch.dtype) -> Tensor:
     """Return x W^T in ``dtype``: x (..., K), weight (N, K) -> (..., N). The kernel runs on CUDA in bfloat16 alone."""
     if x.codes.is_cuda and dtype == torch.bfloat16:
         return _scaled_mm(x, weight)
     return F.linear(dequantise(x, dtype), dequantise(weight, dtype))
 
 
-def _scaled_mm(x: Quantised, weight: Quantised) -> Tensor:
+def _scaled_mm(x: Float8Tensor, weight: Float8Tensor) -> Tensor:
     """Return the product by torch's float8 kernel with rowwise scales, in bfloat16."""
     rows = x.codes.reshape(-1, x.codes.shape[-1])
     y = torch._scaled_mm(

@@ -30,7 +30,7 @@ MOST = 126
 """Largest magnitude of an exponent: both 2^k and 2^-k are normal float32 numbers."""
 
 
-class Quantised(NamedTuple):
+class Float8Tensor(NamedTuple):
     """A tensor in float8: value = code x 2^-exponent."""
 
     codes: Tensor  # (..., K) float8_e4m3fn
@@ -119,20 +119,20 @@ def agree(exponents: Sequence[Tensor], group: Group | None) -> list[Tensor]:
     return [part.view(each.shape) for part, each in zip(parts, exponents, strict=True)]
 
 
-def encode(x: Tensor, exponents: Tensor) -> Quantised:
+def encode(x: Tensor, exponents: Tensor) -> Float8Tensor:
     """Quantise x (..., K) with the exponents (..., 1) of its rows."""
-    return Quantised(_row_codes(x.detach(), exponents), exponents)
+    return Float8Tensor(_row_codes(x.detach(), exponents), exponents)
 
 
-def quantise(tensors: Sequence[Tensor], group: Group | None) -> list[Quantised]:
+def quantise(tensors: Sequence[Tensor], group: Group | None) -> list[Float8Tensor]:
     """Quantise tensors (..., K). ``group``: ranks that cut K, which agree on exponents and block; None: K is whole."""
     if group is None or group.size == 1:
-        return [Quantised(*_rows(each.detach())) for each in tensors]
+        return [Float8Tensor(*_rows(each.detach())) for each in tensors]
     exponents = agree([exponents_of(each) for each in tensors], group)
     return [encode(each, mine) for each, mine in zip(tensors, exponents, strict=True)]
 
 
-def dequantise(quantised: Quantised, dtype: torch.dtype) -> Tensor:
+def dequantise(quantised: Float8Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values (..., K) in ``dtype``, exactly."""
     found: Tensor = _row_values(quantised.codes, quantised.exponents, dtype)
     return found

@@ -94,7 +94,7 @@ class CountingGroup(Group):
 class PlaceholderGroup(FakeGroup):
     """Group of a rank that is chosen later, for layers that are sharded before any mesh exists."""
 
-    def become(self, other: Group) -> None:
+    def assign(self, other: Group) -> None:
         """Take over the ranks and the process group of ``other``, which has the same size and rank."""
         assert (self.size, self.rank) == (other.size, other.rank), (self, other)
         vars(self).update(vars(other))

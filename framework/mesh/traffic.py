@@ -22,7 +22,7 @@ WIRE_FACTORS: dict[str, Callable[[int], float]] = {
 }
 
 
-class Counted(NamedTuple):
+class OperationCount(NamedTuple):
     """Number of calls of one operation, and the bytes that this rank put on the wire in them."""
 
     calls: int = 0
@@ -33,12 +33,14 @@ class Counted(NamedTuple):
 class Traffic:
     """Traffic of this rank up to now: ``counts[(group name, operation)]``."""
 
-    counts: dict[tuple[str, str], Counted] = field(default_factory=lambda: defaultdict(Counted))
+    counts: dict[tuple[str, str], OperationCount] = field(default_factory=lambda: defaultdict(OperationCount))
 
     def add(self, group: str, operation: str, size: int, message_bytes: int) -> None:
         """Count one call with a message of ``message_bytes`` (the whole tensor) among ``size`` ranks."""
         calls, wire_bytes = self.counts[group, operation]
-        self.counts[group, operation] = Counted(calls + 1, wire_bytes + WIRE_FACTORS[operation](size) * message_bytes)
+        self.counts[group, operation] = OperationCount(
+            calls + 1, wire_bytes + WIRE_FACTORS[operation](size) * message_bytes
+        )
 
     def reset(self) -> None:
         """Start counting anew."""

@@ -26,7 +26,7 @@ Save = Callable[[], Callable[[], None]]
 """Function called as a turn ends; it returns the function that restores the state of that computation."""
 
 
-class Abandoned(BaseException):
+class ComputationAbandoned(BaseException):
     """Exception that ends a computation at its pause, because the other one has failed."""
 
 
@@ -53,7 +53,7 @@ class Turns:
         ended = self._worker.submit(self._run_second, second, save(), current_stream())
         try:
             first()
-        except Abandoned:
+        except ComputationAbandoned:
             pass
         except BaseException:
             self._failed = True
@@ -76,7 +76,7 @@ class Turns:
         self._may_run[1 - mine].release()
         self._may_run[mine].acquire()
         if self._failed:
-            raise Abandoned
+            raise ComputationAbandoned
         restore()
 
     def _run_second(self, second: Callable[[], None], restore: Callable[[], None], stream: object) -> None:
@@ -86,7 +86,7 @@ class Turns:
                 restore()
                 with on_stream(stream), torch.autograd.set_multithreading_enabled(False):
                     second()
-        except Abandoned:
+        except ComputationAbandoned:
             pass
         except BaseException:
             self._failed = True

@@ -68,7 +68,7 @@ class ShardedScheduleFree(ParameterwiseOptimizer):
         return torch.lerp(parameter.detach(), state["z"], 1 - 1 / self._beta1)
 
 
-class Gathered(NamedTuple):
+class GatheredShard(NamedTuple):
     """One flat shard of weights, and the collectives before and after it is replaced."""
 
     parameter: Tensor
@@ -79,7 +79,7 @@ class Gathered(NamedTuple):
 
 
 @contextmanager
-def exchanged_weights(optimizer: torch.optim.Optimizer, shards: Sequence[Gathered]) -> Iterator[None]:
+def exchanged_weights(optimizer: torch.optim.Optimizer, shards: Sequence[GatheredShard]) -> Iterator[None]:
     """Replace y by x within the context; do nothing for other optimizers. Collective over the shard groups.
 
     Holds a copy of the shards meanwhile.
@@ -96,7 +96,7 @@ def exchanged_weights(optimizer: torch.optim.Optimizer, shards: Sequence[Gathere
 
 
 @torch.no_grad()
-def _replace(shards: Sequence[Gathered], values: Any) -> None:
+def _replace(shards: Sequence[GatheredShard], values: Any) -> None:
     """Copy ``values`` to the shards one by one, and post the all-gather of each."""
     for shard, value in zip(shards, values, strict=True):
         shard.wait()

@@ -14,7 +14,7 @@ from meshwright.optimizer.factored import Factor, ShardedAdafactor
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.optimizer.own import element_states, is_state_name
 from meshwright.optimizer.rounded import RoundedAdamW
-from meshwright.optimizer.schedule_free import GRADIENT_POINT, Gathered, ShardedScheduleFree, exchanged_weights
+from meshwright.optimizer.schedule_free import GRADIENT_POINT, GatheredShard, ShardedScheduleFree, exchanged_weights
 
 
 def state_names(optimizer: FlatOptimizer, index: int) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ def factors_of(optimizer: FlatOptimizer, index: int) -> Iterator[Factor]:
 def evaluating(optimizer: FlatOptimizer) -> AbstractContextManager[None]:
     """Return a context with the weights of evaluation in place. Collective over the shard groups, also on exit."""
     shards = zip(optimizer.parameters, optimizer.shards, strict=True)
-    every = [Gathered(parameter, shard.wait, shard.after_step) for parameter, shard in shards]
+    every = [GatheredShard(parameter, shard.wait, shard.after_step) for parameter, shard in shards]
     return exchanged_weights(optimizer.inner, [every[index] for index in optimizer.order])
 
 

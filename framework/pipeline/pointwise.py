@@ -89,7 +89,7 @@ class _Recipe(NamedTuple):
 class _Made:
     """A tensor that is recomputed when backward needs it: its recipe, with kept or recomputed tensors as arguments."""
 
-    def __init__(self, recipe: _Recipe, arguments: dict[int, _Kept | _Made]) -> None:
+    def __init__(self, recipe: _Recipe, arguments: dict[int, _SavedTensor | _Made]) -> None:
         self.recipe, self.arguments = recipe, arguments
         self.dtype = recipe.dtype
         self.num_needed = 0
@@ -109,7 +109,7 @@ class _Made:
         return value
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor that stays saved, with its version when it was saved."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -139,12 +139,12 @@ class _Slot:
     """A saved tensor in autograd's graph: kept, or a view of a recomputed one."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.source: _Kept | _Made = _Kept(tensor)
+        self.source: _SavedTensor | _Made = _SavedTensor(tensor)
         self.place: _Place | None = None
 
     def replace(self, number: int, made: _Made) -> None:
         """Replace the saved tensor, which is a view of ``made``, by its place there."""
-        assert isinstance(self.source, _Kept)
+        assert isinstance(self.source, _SavedTensor)
         self.place, self.source = _Place.of(number, self.source.tensor), made
         _need(made)
 
@@ -219,9 +219,9 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._slots.append((self._number(tensor), slot))
         return slot
 
-    def _replace(self) -> list[_Kept]:
+    def _replace(self) -> list[_SavedTensor]:
         """Replace each saved tensor that can be made from kept ones, first to last; return the kept ones."""
-        available: dict[int, _Kept | _Made] = {}
+        available: dict[int, _SavedTensor | _Made] = {}
         for number, slot in self._slots:
             if number not in self._recipes:
                 available[number] = slot.source
@@ -232,9 +232,9 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(made, _Made) and slot.source.dtype == made.dtype:
                 slot.replace(number, made)
         sources = [*(slot.source for _, slot in self._slots), *available.values()]
-        return [source for source in sources if isinstance(source, _Kept)]
+        return [source for source in sources if isinstance(source, _SavedTensor)]
 
-    def _make(self, number: int, available: dict[int, _Kept | _Made]) -> _Kept | _Made | None:
+    def _make(self, number: int, available: dict[int, _SavedTensor | _Made]) -> _SavedTensor | _Made | None:
         """Return the kept tensor with this storage, or how to make it from available ones; None: it cannot be made."""
         if number in available or number not in self._recipes:
             return available.get(number)
@@ -242,7 +242,7 @@ class PointwiseRecompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each, dtype in _needed(recipe).items():
             made = self._make(each, available)
             if made is None and recipe.source is not None:
-                made = available[each] = _Kept(recipe.source)
+                made = available[each] = _SavedTensor(recipe.source)
             if made is None or made.dtype != dtype:
                 return None
             arguments[each] = made
@@ -260,7 +260,7 @@ def _needed(recipe: _Recipe) -> dict[int, torch.dtype]:
     return {leaf.number: leaf.dtype for leaf in leaves if isinstance(leaf, _Place)}
 
 
-def _need(made: _Kept | _Made) -> None:
+def _need(made: _SavedTensor | _Made) -> None:
     """Count one more use of a recomputed tensor; the first use also counts one of each of its arguments."""
     if isinstance(made, _Made):
         made.num_needed += 1

@@ -52,7 +52,7 @@ class StageSpec:
     """Layers with activation offload: their saved tensors are in host memory until backward."""
 
 
-class _Saved(NamedTuple):
+class _SavedMicrobatch(NamedTuple):
     """Saved tensors of a micro-batch between F and its backward: the input leaves, and the roots of backward."""
 
     inputs: list[Tensor]
@@ -92,7 +92,7 @@ class Stage:
         self.checks_loss = checks_loss
         self._splitting: AbstractContextManager[object] = self.split or nullcontext()
         self.calls = LayerCalls(layers, spec, before_layer, draw or Draw(), self.split)
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, _SavedMicrobatch] = {}
         self._deferred: dict[int, list[DeferredGradient]] = {}
 
     @property
@@ -140,7 +140,7 @@ class Stage:
                 roots = [loss_sum]
                 found = LossPart(loss_sum.detach(), torch.count_nonzero(labels != IGNORED_LABEL))
         if train:
-            self._saved[microbatch] = _Saved(leaves, roots)
+            self._saved[microbatch] = _SavedMicrobatch(leaves, roots)
         return found
 
     def backward(self, microbatch: int, gradients: list[Tensor] | None) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.fp8.linear import Defer, compute_now, fp8_linear, weight_gradient
 from meshwright.fp8.products import product
-from meshwright.fp8.quantise import Quantised, quantise
+from meshwright.fp8.quantise import Float8Tensor, quantise
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.tensor_parallel.column import SequenceGathering, reduce_gradient
 from meshwright.tensor_parallel.regions import outside_graphs
@@ -65,14 +65,14 @@ _column.defers_gradients = True  # type: ignore[attr-defined]
 class _QuantisedGathering:
     """All-gather of a quantised sequence over tp, posted when made: (B, S/tp, I) -> (B, S, I). Two messages."""
 
-    def __init__(self, part: Quantised, group: Group) -> None:
+    def __init__(self, part: Float8Tensor, group: Group) -> None:
         self._dtype = part.codes.dtype
         self._codes = SequenceGathering(part.codes.view(torch.uint8), group)
         self._exponents = SequenceGathering(part.exponents, group)
 
-    def wait(self) -> Quantised:
+    def wait(self) -> Float8Tensor:
         """Return the full sequence. Blocks."""
-        return Quantised(self._codes.wait().view(self._dtype), self._exponents.wait())
+        return Float8Tensor(self._codes.wait().view(self._dtype), self._exponents.wait())
 
 
 class _Fp8Column(torch.autograd.Function):
@@ -94,7 +94,7 @@ class _Fp8Column(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         group, weight = ctx.group, ctx.weight
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        part = Quantised(*ctx.saved_tensors) if needs_weight else None
+        part = Float8Tensor(*ctx.saved_tensors) if needs_weight else None
         gathering = _QuantisedGathering(part, group) if part is not None and ctx.sequence else None
         gx, gw, handle = None, None, CollectiveHandle()
         if needs_x:

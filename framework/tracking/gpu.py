@@ -100,7 +100,7 @@ def fold(samples: list[dict[str, float]]) -> dict[str, float]:
     return found
 
 
-class _Timed(NamedTuple):
+class _TimedValue(NamedTuple):
     at_s: float  # time.monotonic()
     value: Any
 
@@ -119,8 +119,8 @@ class GpuMetrics(Observer):
         self._ended = threading.Event()
         self._note = '{"number": 0}'
         """Newest sample of this rank, or the reason why there is none, as JSON with its number."""
-        self._notes: dict[int, _Timed] = {}  # on rank 0, by rank
-        self._folded: _Timed | None = None  # on rank 0: metrics that are not yet recorded
+        self._notes: dict[int, _TimedValue] = {}  # on rank 0, by rank
+        self._folded: _TimedValue | None = None  # on rank 0: metrics that are not yet recorded
         self._has_warned = False
 
     def before_step(self, parts: Parts) -> None:
@@ -148,7 +148,7 @@ class GpuMetrics(Observer):
         """End the threads."""
         self.after_training(parts)
 
-    def _is_fresh(self, timed: _Timed) -> bool:
+    def _is_fresh(self, timed: _TimedValue) -> bool:
         return time.monotonic() - timed.at_s <= STALE_PERIODS * self._period_s
 
     def _sample(self, mesh: Mesh) -> None:
@@ -181,7 +181,7 @@ class GpuMetrics(Observer):
     def _receive(self, notes: Mapping[int, str], nodes: list[str]) -> None:
         """Take the notes of all ranks, and fold the samples if a new one is among them."""
         new = {rank: note for rank, note in notes.items() if rank not in self._notes or self._notes[rank].value != note}
-        self._notes |= {rank: _Timed(time.monotonic(), note) for rank, note in new.items()}
+        self._notes |= {rank: _TimedValue(time.monotonic(), note) for rank, note in new.items()}
         samples: list[dict[str, float]] = []
         why: dict[int, str] = {}
         for rank, each in self._notes.items():
@@ -200,7 +200,7 @@ class GpuMetrics(Observer):
                 f"tracking.gpu_metrics = false leaves them out"
             )
         if new and samples:
-            self._folded = _Timed(time.monotonic(), fold(samples))
+            self._folded = _TimedValue(time.monotonic(), fold(samples))
 
 
 def _reason(error: Exception) -> str:

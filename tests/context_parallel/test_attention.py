@@ -64,7 +64,7 @@ def test_some_queries_get_the_rows_of_the_whole_attention(
             for rank in range(cp):
                 cut = cut_of(rank, cp, order)
                 tokens = cut.tokens_of({"starts": starts}, q.device)
-                places = cut.places(q.device) if tokens is None else tokens.places
+                places = cut.positions(q.device) if tokens is None else tokens.positions
                 mine, rows = (along_samples(whole, 2, places.expand(B, -1)) for whole in (q, expected))
                 for dropout in (None, nn.Identity()):  # the fused kernel, and the path with dropout
                     found = core(mine, k, v, dropout, starts, places=places)
@@ -83,7 +83,7 @@ def test_a_rank_drops_the_elements_of_its_tokens(tp: int) -> None:
     for order in ("contiguous", "zigzag"):
         for rank in range(3):
             cut = cut_of(rank, 3, order)
-            places = cut.places(torch.device("cpu"))[0]
+            places = cut.positions(torch.device("cpu"))[0]
             for tp_rank in range(tp):
                 dropout = SeededDropout(0.5, 1, "drop", draw)
                 dropout.cut, dropout.shard = (1, cut), (1, tp_rank, tp)

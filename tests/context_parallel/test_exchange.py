@@ -28,7 +28,7 @@ def cut_over(group: Group, order: str) -> tuple[TokenCut, Tensor]:
     starts = torch.zeros(B, S, dtype=torch.bool)
     starts[0, 3] = starts[1, 5] = starts[1, 6] = True
     draw.tokens = cut.tokens_of({"starts": starts}, torch.device("cpu"))
-    return cut, cut.places(torch.device("cpu")).expand(B, -1)
+    return cut, cut.positions(torch.device("cpu")).expand(B, -1)
 
 
 def exchange(rank: int, cp: int, order: str) -> None:

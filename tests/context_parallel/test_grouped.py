@@ -53,7 +53,7 @@ def attend(rank: int, cp: int, order: str, window: int | None, dtype: torch.dtyp
     some_queries.MASK_ELEMENTS["cpu"] = 2 * S  # several blocks
     mesh = open_mesh(Grid(cp=cp), "cpu")
     cut = cut_over(mesh.cp, order)
-    places = cut.places(torch.device("cpu")).expand(B, -1)
+    places = cut.positions(torch.device("cpu")).expand(B, -1)
     whole = [drawn(seed, heads, dtype).requires_grad_() for seed, heads in enumerate((H, G, G))]
     expected = AttentionCore(window)(*whole, None, starts())
     expected.backward(drawn(3, H, dtype))

@@ -75,7 +75,7 @@ def on_a_rank(rank: int, cp: int, pair: Pair, exchange: str, order: str) -> tupl
     layers = plain_layers(model, torch.float64)
     logits = layers(inputs)
     F.cross_entropy(logits.flatten(0, 1), cut.take_labels(labels).flatten(), reduction="sum").backward()
-    places = cut.places(torch.device("cpu")).expand(3, -1)
+    places = cut.positions(torch.device("cpu")).expand(3, -1)
     whole = torch.zeros(3, LENGTH, VOCAB, dtype=torch.float64)
     whole.scatter_(1, places[..., None].expand_as(logits), logits.detach())
     close_mesh(mesh)

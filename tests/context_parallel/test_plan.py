@@ -283,7 +283,7 @@ def test_outputs_by_position_of_samples_that_are_cut_differently(kind: str) -> N
                 plan._own_rows("rotary", kind, cut, module, (), whole)
         else:
             found = plan._own_rows("rotary", kind, cut, module, (), whole)
-            rows = table[tokens.places]
+            rows = table[tokens.positions]
             assert torch.equal(found, rows if whole.dim() == 2 else rows[:, None].expand(2, 5, -1, 3))
 
 

@@ -15,7 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from meshwright.data.blend import Blend
 from meshwright.data.causal import CorpusSource
-from meshwright.data.corpus import IGNORE, Corpus, DocumentRules, Packed
+from meshwright.data.corpus import IGNORE, Corpus, DocumentPacking, DocumentRules
 from meshwright.data.indexed import inspect
 from meshwright.data.order import BlendOrder, SampleOrder, whole_weights
 from meshwright.data.token_files import documents
@@ -92,8 +92,8 @@ def test_whole_documents(tmp_path: Path, texts: list[list[int]], length: int, ma
 
 
 def test_packing_is_a_function_of_the_lengths() -> None:
-    assert Packed.of(np.array([0, 3, 7, 9, 10]), 5) == ([0, 1, 2, 4], 0)
-    assert Packed.of(np.array([0, 3, 3, 5, 30]), 5) == ([0, 3, 4], 1)
+    assert DocumentPacking.of(np.array([0, 3, 7, 9, 10]), 5) == ([0, 1, 2, 4], 0)
+    assert DocumentPacking.of(np.array([0, 3, 3, 5, 30]), 5) == ([0, 3, 4], 1)
 
 
 def test_documents_of_several_sequences(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.mesh.grid import Grid
 from meshwright.mesh.mesh import Mesh, open_mesh
-from meshwright.mesh.traffic import Counted
+from meshwright.mesh.traffic import OperationCount
 from meshwright.optimizer.offload import HostMemory
 from meshwright.parameters import ParameterInfo
 from tests.data_parallel.apart import Apart, as_by_nccl
@@ -188,7 +188,7 @@ def reduced(rank: int, dp: int, how: str, bucket_bytes: int, last_names: list[st
     for _ in range(2):
         replica.begin_step()
         mesh.traffic.reset()
-        before_last: dict[Any, Counted] = {}
+        before_last: dict[Any, OperationCount] = {}
         left = 0
         for m in range(4):
             if m == 3:

@@ -15,7 +15,7 @@ import meshwright.fp8.quantise
 import meshwright.tensor_parallel.fp8_layers
 from meshwright.config import RunConfig
 from meshwright.fp8.linear import Fp8Linear
-from meshwright.fp8.quantise import Quantised
+from meshwright.fp8.quantise import Float8Tensor
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import Group
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear
@@ -119,12 +119,12 @@ def test_scales_that_tp_ranks_do_not_agree_on_are_found(pool: RankPool, referenc
 B, S, I, O = 2, 8, 32, 48  # noqa: E741
 
 
-def operands(module: nn.Module, x: Tensor, gradient: Tensor) -> list[Quantised]:
+def operands(module: nn.Module, x: Tensor, gradient: Tensor) -> list[Float8Tensor]:
     """Run forward and backward; return what was quantised: x, W, dy, W^T."""
-    found: list[Quantised] = []
+    found: list[Float8Tensor] = []
     quantise = meshwright.fp8.linear.quantise
 
-    def recorded(tensors: list[Tensor], group: Group | None) -> list[Quantised]:
+    def recorded(tensors: list[Tensor], group: Group | None) -> list[Float8Tensor]:
         found.extend(quantise(tensors, group))
         return found[-len(tensors) :]
 
@@ -136,16 +136,16 @@ def operands(module: nn.Module, x: Tensor, gradient: Tensor) -> list[Quantised]:
     return found
 
 
-def bit_equal(found: Quantised, whole: Quantised) -> None:
+def bit_equal(found: Float8Tensor, whole: Float8Tensor) -> None:
     for mine, theirs in zip(found, whole, strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
-def cut(whole: Quantised, dim: int, rank: int, tp: int) -> Quantised:
+def cut(whole: Float8Tensor, dim: int, rank: int, tp: int) -> Float8Tensor:
     """The part of a tensor that is quantised in one piece; the scale of a row is that of all its parts."""
     along_rows = dim in (-1, whole.codes.dim() - 1)
     exponents = whole.exponents if along_rows else part(whole.exponents, dim, rank, tp)
-    return Quantised(part(whole.codes, dim, rank, tp), exponents)
+    return Float8Tensor(part(whole.codes, dim, rank, tp), exponents)
 
 
 def operands_rank(rank: int, tp: int, dtype: torch.dtype, sequence: bool) -> None:

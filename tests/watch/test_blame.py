@@ -11,30 +11,32 @@ from meshwright.errors import DataError
 from meshwright.mesh.grid import Grid
 from meshwright.run.directory import STATUS
 from meshwright.watch.hang.diagnosis import MAX_LINES, judge, lines
-from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited, describe_activity, in_words
+from meshwright.watch.hang.heartbeat import Heartbeat, PendingWait, ReceivedHeartbeat, describe_activity, in_words
 from meshwright.watch.hang.status import read_status
 
 LONG_S, SILENT_S = 2.5, 1.5
 WORLD, DP = "world-1", "dp-1"
 
 
-def beat(rank: int, what: str = "0F0", for_s: float = 6.0, waits: Waited | None = None, **posted: int) -> Heartbeat:
+def beat(
+    rank: int, what: str = "0F0", for_s: float = 6.0, waits: PendingWait | None = None, **posted: int
+) -> Heartbeat:
     posted_ = {name.replace("_", "-"): number for name, number in posted.items()}
     at = {"beat": 9, "step": 3, "phase": "training", "pid": 100 + rank, "host": "h", "at_s": 1.0}
     return Heartbeat(rank=rank, what=what, for_s=for_s, waits=waits, posted=posted_, **at)
 
 
-def receive(of: int, operation: str = "1RECV_F3") -> Waited:
-    return Waited(how="receive", ranks=(of,), operation=operation)
+def receive(of: int, operation: str = "1RECV_F3") -> PendingWait:
+    return PendingWait(how="receive", ranks=(of,), operation=operation)
 
 
-def send(to: int, operation: str = "0SEND_F3") -> Waited:
-    return Waited(how="send", ranks=(to,), operation=operation)
+def send(to: int, operation: str = "0SEND_F3") -> PendingWait:
+    return PendingWait(how="send", ranks=(to,), operation=operation)
 
 
-def collective(rank: int, number: int, size: int = 4, operation: str = "all-reduce of (3,)") -> Waited:
+def collective(rank: int, number: int, size: int = 4, operation: str = "all-reduce of (3,)") -> PendingWait:
     others = tuple(other for other in range(size) if other != rank)
-    return Waited(how="collective", ranks=others, operation=operation, group="world", key=WORLD, number=number)
+    return PendingWait(how="collective", ranks=others, operation=operation, group="world", key=WORLD, number=number)
 
 
 def verdict(*beats: Heartbeat, grid: Grid, silent: dict[int, float] | None = None) -> tuple[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ import pytest
 from meshwright.mesh.activity import Waits
 from meshwright.mesh.grid import Axis, Grid
 from meshwright.watch.hang.diagnosis import MAX_LINES, judge, lines
-from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited
+from meshwright.watch.hang.heartbeat import Heartbeat, PendingWait, ReceivedHeartbeat
 from meshwright.watch.hang.wait_graph import WaitGraph
 
 MANY = 2048
@@ -21,7 +21,7 @@ Table = dict[int, ReceivedHeartbeat]
 
 def received(rank: int, waits: Waits | None = None, what: str = "0F0", **posted: int) -> ReceivedHeartbeat:
     """The heartbeat of a rank that has been in its activity for 10 minutes."""
-    packed = None if waits is None else Waited.pack(waits._asdict())
+    packed = None if waits is None else PendingWait.pack(waits._asdict())
     at = {"beat": 9, "step": 3, "phase": "training", "pid": 1, "host": "h", "at_s": 1.0, "for_s": 600.0}
     return ReceivedHeartbeat(Heartbeat(rank=rank, what=what, waits=packed, posted=posted, **at), 0.1)
 
@@ -154,14 +154,14 @@ def test_a_heartbeat_has_a_few_numbers_for_any_group() -> None:
     grid = Grid(16, 64, 2, 8)
     groups = [tuple(range(grid.size)), grid.replicas(4097), *(grid.group(axis, 4097) for axis in Axis)]
     for ranks in [*groups, (4097, 5, 8, 4098, 8191)]:
-        waits = Waited.pack(collective(4097, ranks, "world", 5)._asdict())
+        waits = PendingWait.pack(collective(4097, ranks, "world", 5)._asdict())
         assert waits.others() == {*ranks} - {4097} and waits.ranks == ()
         assert len(waits.ranges) <= 3
-        assert Waited.model_validate_json(waits.model_dump_json()) == waits
-    assert Waited.pack(Waits("receive", (7,), "1RECV_F0")._asdict()).others() == {7}
+        assert PendingWait.model_validate_json(waits.model_dump_json()) == waits
+    assert PendingWait.pack(Waits("receive", (7,), "1RECV_F0")._asdict()).others() == {7}
 
 
 def test_a_heartbeat_that_lists_a_group_is_read() -> None:
     """As older versions wrote it into status.json."""
     text = '{"how":"collective","ranks":[0,2],"operation":"barrier","group":"dp","key":"dp-1","number":3}'
-    assert Waited.model_validate_json(text).others() == {0, 2}
+    assert PendingWait.model_validate_json(text).others() == {0, 2}

@@ -25,7 +25,7 @@ _MAX_TOKENS = 2**31 - 1
 """Maximal number of tokens of a document: the index counts them in 32 bits."""
 
 
-class Encoded(NamedTuple):
+class EncodedBlock(NamedTuple):
     """Encoded records of one block, in order."""
 
     tokens: NDArray[Any]  # (T,) of all documents, concatenated
@@ -68,7 +68,7 @@ class Encoder:
         self.tokenizer.encode_special_tokens = True
         self.columns = columns_of(self.form, self.text_key)
 
-    def __call__(self, block: RecordBlock) -> Encoded:
+    def __call__(self, block: RecordBlock) -> EncodedBlock:
         """Encode a block. Raises DataError: a file cannot be read, or a document is too long."""
         digest = sha256()
         records, num_lines = self._read(block, digest)
@@ -92,7 +92,7 @@ class Encoder:
             arrays.append(tokens)
             if mask is not None:
                 counts.append(mask)
-        return Encoded(
+        return EncodedBlock(
             np.concatenate(arrays) if arrays else np.zeros(0, dtype=self.dtype),
             lengths,
             None if not self.form.has_mask else np.concatenate(counts) if counts else np.zeros(0, dtype=np.uint8),

@@ -23,7 +23,7 @@ import numpy as np
 from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Request
 from meshwright.data.prepare import readers
-from meshwright.data.prepare.encode import Encoded, Encoder
+from meshwright.data.prepare.encode import EncodedBlock, Encoder
 from meshwright.data.prepare.finish import Outcome, complete, write_indices
 from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
 from meshwright.data.prepare.publish import publish
@@ -199,13 +199,13 @@ def _progress(work: WorkFolder, total_bytes: int) -> Progress:
     return Progress(work.state.source_bytes, total_bytes, work.state.records, tokens, work.is_resumed)
 
 
-def _broken(block: RecordBlock, result: Encoded, files: Sequence[InputFile], line: int) -> list[str]:
+def _broken(block: RecordBlock, result: EncodedBlock, files: Sequence[InputFile], line: int) -> list[str]:
     """Return the problems of a block, each with its place. ``line``: number of lines read of the last file."""
     first_line = line if block.first.position else 0
     return [f"{_place_of(block, files, first_line, int(result.lines[n]))} {problem}" for n, problem in result.broken]
 
 
-def _append(block: RecordBlock, result: Encoded, problems: list[str], work: WorkFolder, options: Options) -> None:
+def _append(block: RecordBlock, result: EncodedBlock, problems: list[str], work: WorkFolder, options: Options) -> None:
     """Append a block's documents to their splits, and its problems to the skipped records."""
     state = work.state
     work.skip(problems)

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.schedule.action import COMPLETES_BACKWARD, COMPUTE, RECEIVES, SENDS, Action, Kind, Schedule
-from meshwright.schedule.analysis.simulator import Blocked, Channel, Costs, play
+from meshwright.schedule.analysis.simulator import BlockedRank, Channel, Costs, play
 from meshwright.schedule.text import format_item
 
 
@@ -240,7 +240,7 @@ def _no_deadlock(schedule: Schedule, channel: Channel) -> Iterator[Problem]:
         yield Problem(Fault.DEADLOCK, stuck.rank, stuck.position, stuck.action, text)
 
 
-def _what_it_does(schedule: Schedule, peer: int, stuck: Blocked | None) -> str:
+def _what_it_does(schedule: Schedule, peer: int, stuck: BlockedRank | None) -> str:
     if stuck is None:
         return f"rank {peer} has come to its end"
     item = schedule.rows[peer][stuck.position]

@@ -63,7 +63,7 @@ class Costs(NamedTuple):
         return parts_of(self.of(kind), int(self.exchanges), self.exchange_f if kind is Kind.F else self.exchange_b)
 
 
-class Blocked(NamedTuple):
+class BlockedRank(NamedTuple):
     """A rank that can never go on: at ``position`` of its row the communication ``action`` finds no partner."""
 
     rank: int
@@ -101,13 +101,15 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channe
     return timeline
 
 
-def play(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel) -> tuple[Timeline, tuple[Blocked, ...]]:
+def play(
+    schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel
+) -> tuple[Timeline, tuple[BlockedRank, ...]]:
     """Run a schedule as far as possible: return the timeline, and the ranks that are stuck (none if all rows ended).
 
     The result does not depend on the order in which ranks are visited: channels are in order and no rank chooses.
     """
     machine = _Machine(schedule, _per_stage(schedule, costs), channel)
-    blocked: dict[int, Blocked] = {}
+    blocked: dict[int, BlockedRank] = {}
     machine.to_visit.extend(range(schedule.pp))
     while machine.to_visit:
         rank = machine.to_visit.popleft()
@@ -115,7 +117,7 @@ def play(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channel) -
         while machine.positions[rank] < len(schedule.rows[rank]):
             missing = machine.go_on(rank)
             if missing is not None:
-                blocked[rank] = Blocked(rank, machine.positions[rank], missing)
+                blocked[rank] = BlockedRank(rank, machine.positions[rank], missing)
                 break
     timeline = Timeline(schedule.name, tuple(span for rank in range(schedule.pp) for span in machine.spans[rank]))
     return timeline, tuple(blocked[rank] for rank in sorted(blocked))

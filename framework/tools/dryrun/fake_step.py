@@ -194,7 +194,7 @@ def record_step(
     with fake_mesh(grid_of(config), rank, recorder.begin_activity, device) as mesh:
         shared = share_blueprint(config, mesh.at) if shared is None else shared
         for group, of_rank in zip(shared.groups, (mesh.tp, mesh.cp, mesh.ep), strict=True):
-            group.become(of_rank)
+            group.assign(of_rank)
         blueprint = shared.for_rank(mesh.at.pp_rank)
         faked = _on_fake_tensors(blueprint, mesh.at.pp_rank, recorder)
         with faked as constants, kernels_of(config, device, blueprint.model.layers):

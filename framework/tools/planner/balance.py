@@ -36,7 +36,7 @@ class BalanceRow(NamedTuple):
         return self.first if self.num_layers == 1 else f"{self.first}..{self.last}"
 
 
-class Cut(NamedTuple):
+class BalancedStages(NamedTuple):
     """Stages that one balance setting produces."""
 
     balance: str
@@ -70,7 +70,7 @@ def simulated_step(blueprint: Blueprint, stages: Sequence[range]) -> float:
     return max(span.end for span in spans) / busy_s if busy_s else 1.0
 
 
-def cuts(blueprint: Blueprint) -> list[Cut]:
+def cuts(blueprint: Blueprint) -> list[BalancedStages]:
     """Return the stages that each value of ``pipeline.balance`` would give, and those of the user's own list if any."""
     costs, chosen = blueprint.layer_costs, blueprint.config.pipeline.balance
     times_s = [cost.time_s for cost in costs]
@@ -78,7 +78,9 @@ def cuts(blueprint: Blueprint) -> list[Cut]:
     if isinstance(chosen, list):
         by_balance[str(chosen)] = blueprint.stages
     return [
-        Cut(balance, stages, imbalance(times_s, stages), simulated_step(blueprint, stages), balance == str(chosen))
+        BalancedStages(
+            balance, stages, imbalance(times_s, stages), simulated_step(blueprint, stages), balance == str(chosen)
+        )
         for balance, stages in by_balance.items()
     ]
 

@@ -242,7 +242,7 @@ class ContextModel:
             shapes = MetaMicrobatch(*example(self.config, 1))
             group = CountingGroup(AXIS, tuple(range(cp)), 0)
             cut = TokenCut(group, parallel.cp_order, shapes.labels)
-            for positions in (cut.places, cut.from_ranks):
+            for positions in (cut.positions, cut.from_ranks):
                 positions(shapes.labels.device)  # cached here, so that no layer's profile includes it
             cut.check(builder, shapes.inputs, parts=1, heads=len(self.model.loss_heads))
             layers = copy.deepcopy(self.model.layers)

@@ -24,26 +24,28 @@ MAX_EXTRA_CHARTS = 24
 """Maximum number of charts for metrics of callbacks, model and GPUs."""
 
 
-class Recorded(NamedTuple):
+class RecordedQuantity(NamedTuple):
     """Quantity recorded at each step."""
 
     quantity: Quantity
     of: Callable[[StepRecord], float | None]
 
 
-LOSS = Recorded(Quantity("Loss"), lambda record: record.loss)
-VALIDATION = Recorded(Quantity("Validation loss"), lambda record: record.validation_loss)
-NORM = Recorded(
+LOSS = RecordedQuantity(Quantity("Loss"), lambda record: record.loss)
+VALIDATION = RecordedQuantity(Quantity("Validation loss"), lambda record: record.validation_loss)
+NORM = RecordedQuantity(
     Quantity("Gradient norm", "L2, before clipping", from_zero=True, may_be_log=True), lambda record: record.grad_norm
 )
-THROUGHPUT = Recorded(Quantity("Throughput", "tokens/s", from_zero=True), lambda record: record.tokens_per_s)
+THROUGHPUT = RecordedQuantity(Quantity("Throughput", "tokens/s", from_zero=True), lambda record: record.tokens_per_s)
 RECORDED = (
-    Recorded(Quantity("Learning rate", from_zero=True), lambda record: record.learning_rate),
+    RecordedQuantity(Quantity("Learning rate", from_zero=True), lambda record: record.learning_rate),
     NORM,
     THROUGHPUT,
-    Recorded(Quantity("Time of a step", "s", from_zero=True, may_be_log=True), lambda record: record.step_s),
-    Recorded(Quantity("Memory", "GiB at the peak, rank 0", from_zero=True), lambda record: record.memory_bytes / GIB),
-    Recorded(
+    RecordedQuantity(Quantity("Time of a step", "s", from_zero=True, may_be_log=True), lambda record: record.step_s),
+    RecordedQuantity(
+        Quantity("Memory", "GiB at the peak, rank 0", from_zero=True), lambda record: record.memory_bytes / GIB
+    ),
+    RecordedQuantity(
         Quantity("Bubble", "share of forward and backward in which pipeline ranks were idle", from_zero=True),
         lambda record: record.bubble_share,
     ),
@@ -101,7 +103,7 @@ def extra_charts(run: RunContents) -> dict[str, list[Curve]]:
 
 def extra_points(run: RunContents, name: str) -> list[Point]:
     """Return the values of an extra metric (of callbacks, model or GPUs) by step."""
-    return points(run.records, Recorded(Quantity(name), lambda record: record.extra.get(name)))
+    return points(run.records, RecordedQuantity(Quantity(name), lambda record: record.extra.get(name)))
 
 
 def loss_curves(run: RunContents) -> list[Curve]:
@@ -117,14 +119,14 @@ def loss_curves(run: RunContents) -> list[Curve]:
     return [*curves, *repeated_curves(run, LOSS)]
 
 
-def repeated_curves(run: RunContents, recorded: Recorded) -> list[Curve]:
+def repeated_curves(run: RunContents, recorded: RecordedQuantity) -> list[Curve]:
     """Build one curve for each start whose steps were lost and repeated by a later start."""
     repeated = [attempt.repeated for attempt in run.attempts if attempt.repeated]
     return [Curve("repeated", points(records, recorded), 0, "lost") for records in repeated]
 
 
 def points(
-    records: Sequence[StepRecord], recorded: Recorded, x: Callable[[StepRecord], float] = steps_of
+    records: Sequence[StepRecord], recorded: RecordedQuantity, x: Callable[[StepRecord], float] = steps_of
 ) -> list[Point]:
     """Return a point for each record that has the quantity. Values that are not finite become NaN, a gap."""
     values = ((x(record), recorded.of(record)) for record in records)

@@ -60,8 +60,8 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
     graph = WaitGraph(table, silent)
     weight = graph.weights()
     ends = sorted(weight, key=lambda rank: (-weight[rank], rank))
-    behind = _behind(table)
-    formatter = _VerdictFormatter(table, grid, graph, behind)
+    lagging = _lagging_ranks(table)
+    formatter = _VerdictFormatter(table, grid, graph, lagging)
 
     quiet = [rank for rank in ends if rank in silent]
     if quiet:
@@ -71,7 +71,7 @@ def judge(table: Mapping[int, ReceivedHeartbeat], grid: Grid, silent_s: float, l
         return formatter.different(*different)
     stuck = [rank for rank in ends if (beat := table[rank].beat) is not None and beat.for_s >= long_s]
     if stuck:
-        needed = [rank for rank in stuck if weight[rank] or rank in behind]
+        needed = [rank for rank in stuck if weight[rank] or rank in lagging]
         return formatter.ends(needed or stuck, silent)
     cycle = graph.cycle()
     if cycle:
@@ -117,7 +117,7 @@ def seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
-def _behind(table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
+def _lagging_ranks(table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
     """Return the ranks that have posted fewer collectives of a group than another rank of it.
 
     A rank that has itself posted more than another one of a group may wait for that one. Such ranks are left out,
@@ -129,9 +129,9 @@ def _behind(table: Mapping[int, ReceivedHeartbeat]) -> set[int]:
     for of_rank in posted.values():
         for key, number in of_rank.items():
             least[key], most[key] = min(least.get(key, number), number), max(most.get(key, number), number)
-    behind = {rank for rank, of_rank in posted.items() if any(number < most[key] for key, number in of_rank.items())}
-    last = {rank for rank in behind if all(number == least[key] for key, number in posted[rank].items())}
-    return last or behind
+    lagging = {rank for rank, of_rank in posted.items() if any(number < most[key] for key, number in of_rank.items())}
+    last = {rank for rank in lagging if all(number == least[key] for key, number in posted[rank].items())}
+    return last or lagging
 
 
 def _different(table: Mapping[int, ReceivedHeartbeat]) -> tuple[int, int] | None:
@@ -154,7 +154,7 @@ class _VerdictFormatter(NamedTuple):
     table: Mapping[int, ReceivedHeartbeat]
     grid: Grid
     graph: WaitGraph
-    behind: set[int]
+    lagging: set[int]
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({place(self.grid, rank)})"
@@ -165,7 +165,7 @@ class _VerdictFormatter(NamedTuple):
         for rank in named:
             what = self._silent(rank) if rank in silent else self._busy(rank)
             waiting = self.graph.first_waiting(rank)
-            late = ", and others have entered a collective that it has not" if rank in self.behind else ""
+            late = ", and others have entered a collective that it has not" if rank in self.lagging else ""
             alone = f"{self.name(rank)} {what}{late}"
             parts.append(alone if waiting is None else f"{self._wait(waiting, rank)}, which {what}")
         more = len(ranks) - len(named)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from meshwright.mesh.mesh import Mesh
-from meshwright.watch.hang.heartbeat import Heartbeat, ReceivedHeartbeat, Waited
+from meshwright.watch.hang.heartbeat import Heartbeat, PendingWait, ReceivedHeartbeat
 from meshwright.watch.hang.status import RankStatus
 
 CLAIM, REASON, WITHDRAWN, READ = "hang/claim", "hang/reason", "hang/withdrawn", "hang/read"
@@ -44,7 +44,7 @@ class HeartbeatExchange:
             phase=activity.phase,
             what=activity.what,
             for_s=round(max(0.0, min(activity.for_s, time.monotonic() - awake_s)), 3),
-            waits=None if activity.waits is None else Waited.pack(activity.waits._asdict()),
+            waits=None if activity.waits is None else PendingWait.pack(activity.waits._asdict()),
             posted=activity.posted,
             pid=os.getpid(),
             host=self.host,

@@ -47,7 +47,7 @@ class StatusModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Waited(StatusModel):
+class PendingWait(StatusModel):
     """Operation that a rank waits for, as in ``meshwright.mesh.activity.Waits``."""
 
     how: Literal["receive", "send", "collective"]
@@ -89,7 +89,7 @@ class Heartbeat(StatusModel):
     what: str
     """Action of the schedule, such as ``1RECV_F3``, or a description."""
     for_s: Seconds
-    waits: Waited | None = None
+    waits: PendingWait | None = None
     posted: dict[str, Count] = {}
     """Number of collectives that the rank has entered, by group."""
     pid: ProcessId
@@ -141,12 +141,12 @@ def describe_activity(beat: Heartbeat) -> str:
     return f"waits {exchange(waits)} rank {', '.join(map(str, waits.ranks))}"
 
 
-def collective(waits: Waited) -> str:
+def collective(waits: PendingWait) -> str:
     """Describe a collective: ``the all-reduce of (3,) of the dp ranks (number 12)``."""
     return f"the {waits.operation} of the {waits.group} ranks (number {waits.number})"
 
 
-def exchange(waits: Waited) -> str:
+def exchange(waits: PendingWait) -> str:
     """Describe a point-to-point wait: ``to receive F of micro-batch 3 from``; the rank follows."""
     words = [word for word in waits.operation.split("+") if ("SEND" in word) == (waits.how == "send")]
     if waits.how == "send":

@@ -37,7 +37,7 @@ MAX_LISTED = 16
 """Ranks up to which each has its own line; more are grouped by activity."""
 
 
-class Ended(StatusModel):
+class RunEnd(StatusModel):
     """End of a run."""
 
     how: Literal["finished", "stopped", "failed"]
@@ -67,7 +67,7 @@ class Status(StatusModel):
     host: str
     """Host of rank 0, which writes the file."""
     ranks: Annotated[tuple[RankStatus, ...], Field(max_length=MAX_RANKS)]
-    ended: Ended | None = None
+    ended: RunEnd | None = None
 
     @model_validator(mode="after")
     def _check_ranks(self) -> Self:

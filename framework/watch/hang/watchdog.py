@@ -41,7 +41,7 @@ from meshwright.watch.hang.disk_writer import DiskWriter
 from meshwright.watch.hang.exchange import HeartbeatExchange
 from meshwright.watch.hang.heartbeat import MISSED_TICKS, ReceivedHeartbeat
 from meshwright.watch.hang.report import HangReport, judge_alone, judge_safely, start_timer
-from meshwright.watch.hang.status import Ended, Status
+from meshwright.watch.hang.status import RunEnd, Status
 
 GROUP_TIMEOUT_MARGIN_S = 60.0
 """Seconds by which the timeout of process groups exceeds the limit, so that the watchdog reports first."""
@@ -119,12 +119,12 @@ class Watchdog:
         for thread in self._threads:  # one that ends this process does; an error here is a consequence of the hang
             thread.join(EXIT_LIMIT_S if self._leaving.is_set() else self._tick_s)
         if self._mesh.rank == 0 and not isinstance(error, RunFilesError):  # the directory may belong to another run
-            how = Ended(how="finished")
+            how = RunEnd(how="finished")
             if error is not None:
                 message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 with contextlib.suppress(Exception):  # the store may be gone with the process that held it
                     message = self._exchange.reason() or message  # this rank's error is a consequence of the hang
-                how = Ended(how="stopped" if isinstance(error, Preempted) else "failed", message=message)
+                how = RunEnd(how="stopped" if isinstance(error, Preempted) else "failed", message=message)
             self._exchange.record(self._awake_s)
             self._write_status(how)
         self._disk.flush()
@@ -224,7 +224,7 @@ class Watchdog:
             f"{self._limit_s:g}",
         ]
         if rank == 0:
-            self._write_status(Ended(how="failed", message=report.head))
+            self._write_status(RunEnd(how="failed", message=report.head))
         self._disk.flush()
         error = HangError("MW-WATCH-005", "\n".join(message))
         if is_alone:
@@ -256,13 +256,13 @@ class Watchdog:
             self._leaving.set()
             self._exchange.confirm_reason()
             if self._mesh.rank == 0:
-                self._write_status(Ended(how="failed", message=reason))
+                self._write_status(RunEnd(how="failed", message=reason))
             self._disk.flush()
             self._leave(HangEcho("MW-WATCH-006", "ended with the run, which hangs; another rank has reported why"))
         elif time.monotonic() - claimed_s > 2 * self._watched_s + self._gap_s:
             self._watch_and_report()
 
-    def _write_status(self, ended: Ended | None = None) -> None:
+    def _write_status(self, ended: RunEnd | None = None) -> None:
         mesh = self._mesh
         self._disk.write_status(
             Status(

@@ -3,13 +3,13 @@
 from meshwright.tools.interop.configs.account import file_text, format_report
 from meshwright.tools.interop.configs.convert import ImportedConfig, convert_file, detect_framework
 from meshwright.tools.interop.configs.source_keys import DroppedKey, DropReason
-from meshwright.tools.interop.configs.translation import Draft
+from meshwright.tools.interop.configs.translation import Translation
 
 __all__ = [
-    "Draft",
     "DropReason",
     "DroppedKey",
     "ImportedConfig",
+    "Translation",
     "convert_file",
     "detect_framework",
     "file_text",

@@ -15,10 +15,10 @@ from meshwright.tools.interop.configs.recognise import OF_TORCHTITAN, recognise
 from meshwright.tools.interop.configs.shell import read_script
 from meshwright.tools.interop.configs.source_keys import DroppedKey, SourceKey
 from meshwright.tools.interop.configs.torchtitan_keys import MOVED
-from meshwright.tools.interop.configs.translation import Draft
+from meshwright.tools.interop.configs.translation import Translation
 
 SUFFIXES = {".toml": "torchtitan", ".json": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron"}
-TRANSLATE: dict[str, Callable[[Draft, int | None], None]] = {
+TRANSLATE: dict[str, Callable[[Translation, int | None], None]] = {
     "torchtitan": torchtitan.translate,
     "nanotron": nanotron.translate,
     "megatron": megatron.translate,
@@ -92,24 +92,31 @@ def convert_file(
     if not items:
         raise ConfigError("MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}: give another file")
     given = given_keys(overrides)
-    draft = Draft(items, NAMES[framework], own_model=("model", "builder") in given, without=without)
-    _translate(draft, TRANSLATE[framework], ranks)
-    draft.tree.setdefault("run.name", Draft.run_name(path.stem))
+    translation = Translation(items, NAMES[framework], own_model=("model", "builder") in given, without=without)
+    _translate(translation, TRANSLATE[framework], ranks)
+    translation.tree.setdefault("run.name", Translation.run_name(path.stem))
     place = f"{path}, read as {NAMES[framework]}'s"
     overridden = {".".join(key) for key in given}
-    if draft.own_model:
-        draft.tree = {key: value for key, value in draft.tree.items() if not key.startswith("model.")}
-        overridden |= {key for key in (*draft.open, *draft.guessed) if key.startswith("model.")}
-    config = load_saved(draft.nested(), overrides, place)
+    if translation.own_model:
+        translation.tree = {key: value for key, value in translation.tree.items() if not key.startswith("model.")}
+        overridden |= {key for key in (*translation.open, *translation.guessed) if key.startswith("model.")}
+    config = load_saved(translation.nested(), overrides, place)
     _check(config, place)
-    decided = [line for line in draft.decided if line.partition(" = ")[0] not in overridden | draft.open.keys()]
+    decided = [
+        line for line in translation.decided if line.partition(" = ")[0] not in overridden | translation.open.keys()
+    ]
     missing, guessed = (
-        {key: reason for key, reason in marks.items() if key not in overridden} for marks in (draft.open, draft.guessed)
+        {key: reason for key, reason in marks.items() if key not in overridden}
+        for marks in (translation.open, translation.guessed)
     )
-    return ImportedConfig(config, framework, len(items), decided, draft.assumed, draft.dropped, missing, guessed)
+    return ImportedConfig(
+        config, framework, len(items), decided, translation.assumed, translation.dropped, missing, guessed
+    )
 
 
-def _translate(draft: Draft, translate: Callable[[Draft, int | None], None], ranks: int | None) -> None:
+def _translate(
+    translation: Translation, translate: Callable[[Translation, int | None], None], ranks: int | None
+) -> None:
     """Translate a file.
 
     Raises:
@@ -117,12 +124,12 @@ def _translate(draft: Draft, translate: Callable[[Draft, int | None], None], ran
     """
     problems: list[ConfigError] = []
     try:
-        translate(draft, ranks)
+        translate(translation, ranks)
     except ConfigError as error:
         problems = list(error.problems)
     except (OverflowError, ValueError, ZeroDivisionError) as error:
         problems = [ConfigError("MW-INTEROP-139", f"a number in the file is out of range: {error}")]
-    refused = [*draft.refused, *problems]
+    refused = [*translation.refused, *problems]
     if refused:
         raise ConfigError.join(refused)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from meshwright.tools.interop.configs.source_keys import DropReason, is_off
-from meshwright.tools.interop.configs.translation import Draft
+from meshwright.tools.interop.configs.translation import Translation
 
 RAMP, SCHEDULE = "rampup-batch-size", "step-batch-size-schedule"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -16,71 +16,73 @@ _ENTRY = re.compile(f"{_NUMBER}:{_NUMBER}", re.ASCII)
 _IN_A_RAMP = "the learning rate follows steps here and samples there: with a decay, the two differ until it ends"
 
 
-def batch(draft: Draft) -> int | None:
+def batch(translation: Translation) -> int | None:
     """Translate the batch, and return the samples per step; None if the data-parallel size is unknown."""
-    micro = draft.optional_count("micro-batch-size") or draft.optional_count("batch-size")
+    micro = translation.optional_count("micro-batch-size") or translation.optional_count("batch-size")
     if micro is None:
         micro = 1
-        draft.guess("batch.micro_batch_size", micro, draft.why_missing("micro-batch-size"))
-    draft.put("batch.micro_batch_size", micro)
-    total = draft.optional_count("global-batch-size")
-    if draft.has(SCHEDULE) and not is_off(draft.value(SCHEDULE)):
-        total = _schedule(draft, total) or total
+        translation.guess("batch.micro_batch_size", micro, translation.why_missing("micro-batch-size"))
+    translation.put("batch.micro_batch_size", micro)
+    total = translation.optional_count("global-batch-size")
+    if translation.has(SCHEDULE) and not is_off(translation.value(SCHEDULE)):
+        total = _schedule(translation, total) or total
     if total is not None:
-        draft.put("batch.global_batch", total)
-        _ramp(draft, total)
+        translation.put("batch.global_batch", total)
+        _ramp(translation, total)
         return total
-    if draft.has(RAMP):
-        draft.refuse(RAMP, "the ramp ends at --global-batch-size, which is missing")
-    draft.put("batch.chunks", 1, "without --global-batch-size Megatron-LM takes micro_batch_size x dp")
-    dp = draft.tree.get("parallel.dp")
-    if {"global-batch-size", "micro-batch-size"} & draft.unset.keys():
+    if translation.has(RAMP):
+        translation.refuse(RAMP, "the ramp ends at --global-batch-size, which is missing")
+    translation.put("batch.chunks", 1, "without --global-batch-size Megatron-LM takes micro_batch_size x dp")
+    dp = translation.tree.get("parallel.dp")
+    if {"global-batch-size", "micro-batch-size"} & translation.unset.keys():
         return None
     return micro * dp if isinstance(dp, int) else None
 
 
-def _ramp(draft: Draft, total: int) -> None:
+def _ramp(translation: Translation, total: int) -> None:
     """Translate the batch-size ramp to ``total`` samples: start, increment and samples."""
-    given = draft.value(RAMP)
+    given = translation.value(RAMP)
     words = [str(word).replace("_", "") for word in (given if isinstance(given, list) else [given])]
     if is_off(given):
         return
     if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):
-        draft.refuse(RAMP, "it is no start, increment and number of samples")
+        translation.refuse(RAMP, "it is no start, increment and number of samples")
         return
     start, increment, samples = (int(word) for word in words)
     if start >= total or (total - start) % increment:
-        draft.refuse(RAMP, f"no number of increments leads from its start to {total}")
+        translation.refuse(RAMP, f"no number of increments leads from its start to {total}")
         return
-    if RAMP in draft.without:
-        draft.drop(RAMP, DropReason.NONE, "left out by --without")
+    if RAMP in translation.without:
+        translation.drop(RAMP, DropReason.NONE, "left out by --without")
         return
-    draft.put("batch.ramp", [start, increment, samples], _IN_A_RAMP)
+    translation.put("batch.ramp", [start, increment, samples], _IN_A_RAMP)
 
 
-def _schedule(draft: Draft, total: int | None) -> int | None:
+def _schedule(translation: Translation, total: int | None) -> int | None:
     """Translate the schedule of batch sizes, and return the last one; None if it is refused or left out."""
-    length = draft.optional_count("seq-length") or draft.optional_count("encoder-seq-length")
-    given = draft.value(SCHEDULE)
+    length = translation.optional_count("seq-length") or translation.optional_count("encoder-seq-length")
+    given = translation.value(SCHEDULE)
     text = " ".join(map(str, given)) if isinstance(given, list) else str(given)
     found = [_ENTRY.fullmatch(word) for word in text.upper().replace(",", " ").split()]
     if length is None:
-        draft.refuse(SCHEDULE, "its thresholds are tokens, and --seq-length is missing")
+        translation.refuse(SCHEDULE, "its thresholds are tokens, and --seq-length is missing")
         return None
     numbers = [[int(float(each[i]) * UNITS[each[i + 1]]) for i in (1, 3)] for each in found if each is not None]
     entries = sorted((tokens // length, size) for tokens, size in numbers)
     starts = [start for start, _ in entries]
     if not all(found) or starts[:1] != [0] or len({*starts}) < len(starts) or min(size for _, size in entries) < 1:
-        draft.refuse(SCHEDULE, "it is no list of TOKENS:SAMPLES that starts at 0 and rises by a sample or more")
-    elif draft.has(RAMP) or total not in (None, entries[-1][1]):
-        draft.refuse(SCHEDULE, f"it contradicts --{RAMP if draft.has(RAMP) else 'global-batch-size'}")
+        translation.refuse(SCHEDULE, "it is no list of TOKENS:SAMPLES that starts at 0 and rises by a sample or more")
+    elif translation.has(RAMP) or total not in (None, entries[-1][1]):
+        translation.refuse(SCHEDULE, f"it contradicts --{RAMP if translation.has(RAMP) else 'global-batch-size'}")
     elif len(entries) > 1 and (ramp := ramp_of(entries)) is None:
         listed = ", ".join(f"{size} from sample {start:,}" for start, size in entries[:6])
-        draft.refuse(SCHEDULE, f"batch.ramp rises by equal increments after equal numbers of samples, not as {listed}")
-    elif SCHEDULE in draft.without:
-        draft.drop(SCHEDULE, DropReason.NONE, "left out by --without")
+        translation.refuse(
+            SCHEDULE, f"batch.ramp rises by equal increments after equal numbers of samples, not as {listed}"
+        )
+    elif SCHEDULE in translation.without:
+        translation.drop(SCHEDULE, DropReason.NONE, "left out by --without")
     else:
-        draft.put("batch.ramp", ramp if len(entries) > 1 else None, _IN_A_RAMP)
+        translation.put("batch.ramp", ramp if len(entries) > 1 else None, _IN_A_RAMP)
         return entries[-1][1]
     return None
 

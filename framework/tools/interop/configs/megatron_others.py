@@ -6,7 +6,7 @@ import re
 
 from meshwright.tools.interop.configs.shell import PROGRAM
 from meshwright.tools.interop.configs.source_keys import DropReason, DropRule, is_off, is_variable
-from meshwright.tools.interop.configs.translation import Draft
+from meshwright.tools.interop.configs.translation import Translation
 
 OTHER = {
     "num-experts": "mixture of experts",
@@ -49,36 +49,41 @@ OTHER_PROGRAM = re.compile(r"moe|vl|vision|audio|mamba|hybrid", re.IGNORECASE)
 """Parts of the names of programs that train other models."""
 
 
-def refuse_others(draft: Draft) -> None:
+def refuse_others(translation: Translation) -> None:
     """Refuse the flags of models that no builder here makes: experts, vision and audio, layers of several kinds.
 
     Raises:
         ConfigError: the script starts the training of another model.
     """
-    program = draft.items.get(PROGRAM)
+    program = translation.items.get(PROGRAM)
     several = DropRule(MULTIMODAL, DropReason.NONE)
     multimodal = next(
-        (name for name in draft.items if several.matches(name) and not is_off(draft.items[name].value)), None
+        (name for name in translation.items if several.matches(name) and not is_off(translation.items[name].value)),
+        None,
     )
     if multimodal is not None:
-        raise draft.unsupported_model(multimodal, "images, sound or several encoders")
-    bert = next((name for name, item in draft.items.items() if _is_of_bert(name, item.value)), None)
+        raise translation.unsupported_model(multimodal, "images, sound or several encoders")
+    bert = next((name for name, item in translation.items.items() if _is_of_bert(name, item.value)), None)
     if bert is not None:
-        raise draft.unsupported_model(bert, "the training of BERT")
+        raise translation.unsupported_model(bert, "the training of BERT")
     name = "" if program is None else program.key.rpartition("/")[2]
     is_other = GPT_PROGRAM.fullmatch(name) is None or OTHER_PROGRAM.search(name) is not None
     if name and is_other and not is_variable(name):
-        raise draft.unsupported_model(
+        raise translation.unsupported_model(
             PROGRAM, f"the architecture of {name}, whose code may add to the flags; only that of pretrain_gpt.py,"
         )
-    provider = draft.text("model-provider")
+    provider = translation.text("model-provider")
     if provider not in (None, "gpt"):
-        draft.refused.append(draft.unsupported_model("model-provider", f"the architecture {provider}"))
+        translation.refused.append(translation.unsupported_model("model-provider", f"the architecture {provider}"))
     for name, what in OTHER.items():
-        if name == "softmax-scale" and draft.boolean("use-mup"):
+        if name == "softmax-scale" and translation.boolean("use-mup"):
             continue  # see megatron_mup.py
-        if draft.has(name) and not is_off(draft.value(name)) and str(draft.value(name)) not in ("0", "False", "false"):
-            draft.refused.append(draft.unsupported_model(name, what))
+        if (
+            translation.has(name)
+            and not is_off(translation.value(name))
+            and str(translation.value(name)) not in ("0", "False", "false")
+        ):
+            translation.refused.append(translation.unsupported_model(name, what))
 
 
 def _is_of_bert(name: str, value: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.source_keys import TOKENIZER, DropReason, SourceKey
-from meshwright.tools.interop.configs.translation import Draft
+from meshwright.tools.interop.configs.translation import Translation
 
 SPEC = "model_spec"
 NAME = "model_spec.name"
@@ -84,81 +84,83 @@ def _optimizer(items: Mapping[str, SourceKey]) -> dict[str, SourceKey]:
     return {f"optimizer.{name}": SourceKey(f"{GROUP}.{name}", value, item.place) for name, value in found.items()}
 
 
-def is_dump(draft: Draft) -> bool:
+def is_dump(translation: Translation) -> bool:
     """Return True if the file is a dump: it has the whole model."""
-    return NAME in draft.items
+    return NAME in translation.items
 
 
-def dumped_dataset(draft: Draft) -> str:
+def dumped_dataset(translation: Translation) -> str:
     """Return the name of the dataset, and refuse one of conversations, whose labels are masked there."""
-    conversations = next((key for key in draft.items if key.startswith(LOADER) and key.endswith("messages_fn")), None)
+    conversations = next(
+        (key for key in translation.items if key.startswith(LOADER) and key.endswith("messages_fn")), None
+    )
     if conversations is not None:
-        draft.refuse(conversations, "the labels of a conversation are not masked here")
-    path = next((key for key in draft.items if key.startswith(LOADER) and key.endswith(".path")), None)
-    return "its own dataset" if path is None else str(draft.items[path].value)
+        translation.refuse(conversations, "the labels of a conversation are not masked here")
+    path = next((key for key in translation.items if key.startswith(LOADER) and key.endswith(".path")), None)
+    return "its own dataset" if path is None else str(translation.items[path].value)
 
 
-def dumped_model(draft: Draft) -> int:
+def dumped_model(translation: Translation) -> int:
     """Translate the modules of the model to options of Llama, and return the number of layers.
 
     Raises:
         ConfigError: the model is none that Llama's options describe, or the optimizer has several groups.
     """
-    name = draft.text(NAME)
-    draft.text("model_spec.flavor")
-    layers = draft.value(f"{MODEL}layers")
+    name = translation.text(NAME)
+    translation.text("model_spec.flavor")
+    layers = translation.value(f"{MODEL}layers")
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
-        raise draft.unsupported_model(NAME, f"the modules of {name}, only those of llama3 and qwen3")
+        raise translation.unsupported_model(NAME, f"the modules of {name}, only those of llama3 and qwen3")
     first = layers[0]
     if any(_sizes(layer) != _sizes(first) for layer in layers):
-        raise draft.unsupported_model(NAME, "layers of several kinds")
+        raise translation.unsupported_model(NAME, "layers of several kinds")
     attention, mlp = _table(first, "attention"), _table(first, "feed_forward")
-    _refuse_others(draft, first, attention, mlp)
+    _refuse_others(translation, first, attention, mlp)
     rope, norm = _table(attention, "rope"), _table(first, "attention_norm")
-    heads, width = attention.get("n_heads"), draft.value(f"{MODEL}dim")
+    heads, width = attention.get("n_heads"), translation.value(f"{MODEL}dim")
     kv_heads, size = attention.get("n_kv_heads"), attention.get("head_dim")
-    draft.put("model.builder", "meshwright.models.llama:build", f"the modules of {name}")
-    draft.put("model.options.vocab_size", draft.count(f"{MODEL}vocab_size", 1))
-    draft.put("model.options.hidden_size", draft.count(f"{MODEL}dim", 1))
-    draft.put("model.options.num_layers", len(layers))
-    draft.put("model.options.num_heads", heads)
-    draft.put("model.options.num_kv_heads", kv_heads or heads)
+    translation.put("model.builder", "meshwright.models.llama:build", f"the modules of {name}")
+    translation.put("model.options.vocab_size", translation.count(f"{MODEL}vocab_size", 1))
+    translation.put("model.options.hidden_size", translation.count(f"{MODEL}dim", 1))
+    translation.put("model.options.num_layers", len(layers))
+    translation.put("model.options.num_heads", heads)
+    translation.put("model.options.num_kv_heads", kv_heads or heads)
     if type(size) is int and type(heads) is int and size * heads != width:
-        draft.put("model.options.head_dim", size)
-    draft.put("model.options.ffn_size", _table(mlp, "w1").get("out_features"))
-    draft.put("model.options.norm_eps", norm.get("eps", 1e-5))
-    draft.put("model.options.rope_theta", rope.get("theta"))
+        translation.put("model.options.head_dim", size)
+    translation.put("model.options.ffn_size", _table(mlp, "w1").get("out_features"))
+    translation.put("model.options.norm_eps", norm.get("eps", 1e-5))
+    translation.put("model.options.rope_theta", rope.get("theta"))
     if rope.get("scaling") == "llama":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         for option, key in zip(names, ("scaling_factor", *names[1:]), strict=True):
-            draft.put(f"model.options.rope_{'scaling_' if option == 'factor' else ''}{option}", rope.get(key))
-        draft.put("model.options.rope_original_length", rope.get("original_max_position_embeddings"))
-    draft.put("model.options.tied", draft.boolean(f"{MODEL}enable_weight_tying"))
+            translation.put(f"model.options.rope_{'scaling_' if option == 'factor' else ''}{option}", rope.get(key))
+        translation.put("model.options.rope_original_length", rope.get("original_max_position_embeddings"))
+    translation.put("model.options.tied", translation.boolean(f"{MODEL}enable_weight_tying"))
     if attention.get("qk_norm") is not None:
-        draft.put("model.options.qk_norm", True)
+        translation.put("model.options.qk_norm", True)
     reason = "torchtitan's attention stays within a document since 2026; here the labels do, too"
-    draft.put("data.document_boundaries", True, reason)
-    draft.drop("model.hf_assets_path", DropReason.BY_HAND, TOKENIZER)
-    draft.skip(f"{MODEL}*", "loss.*")
+    translation.put("data.document_boundaries", True, reason)
+    translation.drop("model.hf_assets_path", DropReason.BY_HAND, TOKENIZER)
+    translation.skip(f"{MODEL}*", "loss.*")
     return len(layers)
 
 
 def _refuse_others(
-    draft: Draft, layer: Mapping[str, Any], attention: Mapping[str, Any], mlp: Mapping[str, Any]
+    translation: Translation, layer: Mapping[str, Any], attention: Mapping[str, Any], mlp: Mapping[str, Any]
 ) -> None:
     """Refuse modules that Llama's options do not describe.
 
     Raises:
         ConfigError: names the module.
     """
-    name = draft.items[NAME].value
+    name = translation.items[NAME].value
     qkv, norm = _table(attention, "qkv_linear"), attention.get("qk_norm")
     linears = [
         *(_table(qkv, each) for each in ("wqkv", "wq", "wkv")),
         *(_table(mlp, each) for each in ("w1", "w2", "w3")),
     ]
     eps, heads = _table(layer, "attention_norm").get("eps", 1e-5), attention.get("n_heads")
-    width, size = draft.value(f"{MODEL}dim"), attention.get("head_dim")
+    width, size = translation.value(f"{MODEL}dim"), attention.get("head_dim")
     if size is None and type(width) is int and type(heads) is int and heads > 0:
         size = width // heads
     problems = {
@@ -171,17 +173,17 @@ def _refuse_others(
         "a sliding window": _table(attention, "inner_attention").get("window_size", [-1, 0]) not in ([-1, 0], (-1, 0)),
         "attention of another kind": bool({"sliding_window_size", "sinks", "q_lora_rank"} & attention.keys()),
         "norms of q and k with another epsilon": isinstance(norm, Mapping) and norm.get("eps", 1e-5) != eps,
-        "a last norm with another epsilon": draft.value(f"{MODEL}norm.eps", eps) != eps,
+        "a last norm with another epsilon": translation.value(f"{MODEL}norm.eps", eps) != eps,
         "rotary positions in a part of each head": _table(attention, "rope").get("dim", size) != size,
-        "images or sound": any(key.startswith((f"{MODEL}vision", f"{MODEL}audio")) for key in draft.items),
+        "images or sound": any(key.startswith((f"{MODEL}vision", f"{MODEL}audio")) for key in translation.items),
     }
     what = next((what for what, is_so in problems.items() if is_so), None)
     if what is not None:
-        raise draft.unsupported_model(NAME, f"{what} ({name})")
-    if isinstance(draft.value(GROUP), list) and len(draft.value(GROUP)) != 1:
+        raise translation.unsupported_model(NAME, f"{what} ({name})")
+    if isinstance(translation.value(GROUP), list) and len(translation.value(GROUP)) != 1:
         raise ConfigError(
             "MW-INTEROP-093",
-            f"{draft.place(GROUP)}: one group of parameters is read, with one optimizer for all of them",
+            f"{translation.place(GROUP)}: one group of parameters is read, with one optimizer for all of them",
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshwright.tools.interop.configs.source_keys import TOKENIZER, DropReason
-from meshwright.tools.interop.configs.translation import Draft
+from meshwright.tools.interop.configs.translation import Translation
 
 
 class Size(NamedTuple):
@@ -58,33 +58,33 @@ VARIANTS = ("_flex_attn", "_varlen_attn", "_flex", "_varlen")
 """Suffixes of a flavor that change its attention and not its sizes."""
 
 
-def model(draft: Draft) -> int:
+def model(translation: Translation) -> int:
     """Translate the model's name and flavor to its sizes, and return the number of layers."""
-    name, flavor = draft.text("model.name", "llama3") or "", draft.text("model.flavor", "debugmodel") or ""
+    name, flavor = translation.text("model.name", "llama3") or "", translation.text("model.flavor", "debugmodel") or ""
     if name not in FLAVORS:
-        raise draft.unsupported_model("model.name", f"the name {name}, only {', '.join(FLAVORS)}")
+        raise translation.unsupported_model("model.name", f"the name {name}, only {', '.join(FLAVORS)}")
     plain = next((flavor.removesuffix(end) for end in VARIANTS if flavor.endswith(end)), flavor)
     if plain not in FLAVORS[name]:
         known = ", ".join(FLAVORS[name])
-        raise draft.unsupported_model("model.flavor", f"the flavor {name} {flavor}, only {known}")
+        raise translation.unsupported_model("model.flavor", f"the flavor {name} {flavor}, only {known}")
     size = FLAVORS[name][plain]
-    draft.put("model.builder", "meshwright.models.llama:build")
+    translation.put("model.builder", "meshwright.models.llama:build")
     for option, value in size._asdict().items():
-        draft.put(f"model.options.{option}", value)
-    draft.put("model.options.norm_eps", 1e-6 if name == "qwen3" else 1e-5)
+        translation.put(f"model.options.{option}", value)
+    translation.put("model.options.norm_eps", 1e-6 if name == "qwen3" else 1e-5)
     if name == "qwen3":
-        draft.put("model.options.head_dim", 128)
-        draft.put("model.options.qk_norm", True)
-        draft.put("model.options.tied", plain in ("debugmodel", "0.6B", "1.7B", "4B"))
+        translation.put("model.options.head_dim", 128)
+        translation.put("model.options.qk_norm", True)
+        translation.put("model.options.tied", plain in ("debugmodel", "0.6B", "1.7B", "4B"))
     shape = f"{size.num_layers} layers of {size.hidden_size}, {size.num_heads} heads, {size.num_kv_heads} kv heads"
-    draft.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
+    translation.decide(f"model.options: {name} {plain} is {shape}, ffn {size.ffn_size}, {size.vocab_size:,} tokens")
     if plain != flavor:
-        draft.put(
+        translation.put(
             "data.document_boundaries", True, f"the mask of {flavor} separates documents; here positions and labels too"
         )
-    assets = draft.items.get("model.hf_assets_path")
+    assets = translation.items.get("model.hf_assets_path")
     if name == "llama3" and assets is not None and assets.key == "model.hf_assets_path":
         reason = "torchtitan scales rotary positions as Llama 3.1 since October 2025; set 1.0 for an older file"
-        draft.put("model.options.rope_scaling_factor", 8.0, reason)
-    draft.drop("model.hf_assets_path", DropReason.BY_HAND, TOKENIZER)
+        translation.put("model.options.rope_scaling_factor", 8.0, reason)
+    translation.drop("model.hf_assets_path", DropReason.BY_HAND, TOKENIZER)
     return size.num_layers

@@ -30,7 +30,7 @@ from meshwright.tools.interop.configs.source_keys import (
 )
 
 
-class Draft:
+class Translation:
     """Configuration under translation. Moved keys of the file are stored under their newest names."""
 
     def __init__(

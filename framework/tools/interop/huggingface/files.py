@@ -19,7 +19,7 @@ ADAPTER = "adapter_config.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = "generation_config.json"
-COMPANIONS = (
+TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
     GENERATION,
@@ -95,13 +95,13 @@ def write_json(path: Path, fields: dict[str, Any]) -> None:
 
 
 def copy_side_files(source: Path, target: Path) -> list[str]:
-    """Copy the files of ``COMPANIONS`` that exist in ``source`` to ``target``, and return their names.
+    """Copy the files of ``TOKENIZER_FILES`` that exist in ``source`` to ``target``, and return their names.
 
     Raises:
         ModelError: one is a link to a file of another name outside of the directory: a run and its exports would hold a
             private file of this machine.
     """
-    names = [name for name in COMPANIONS if (source / name).is_file()]
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
     home = source.resolve()
     homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     """The cache of the hub has snapshots/REVISION/FILE -> ../../blobs/HASH."""

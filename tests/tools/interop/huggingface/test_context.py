@@ -102,7 +102,7 @@ def on_a_rank(rank: int, cp: int, path: Path, attention: str, exchange: str, ord
     assert logits.shape == (2, LENGTH // cp, 67)
     own = cut.take_labels(labels)
     F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum").backward()  # type: ignore[no-untyped-call]
-    places = cut.places(torch.device("cpu")).expand(2, -1)
+    places = cut.positions(torch.device("cpu")).expand(2, -1)
     whole = torch.zeros(2, LENGTH, 67, dtype=torch.float64)
     whole.scatter_(1, places[..., None].expand_as(logits), logits.detach())
     close_mesh(mesh)

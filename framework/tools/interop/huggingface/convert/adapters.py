@@ -51,7 +51,7 @@ Pairs = Mapping[str, tuple[Tensor, ...]]
 A (rank, V) and B (D, rank)."""
 
 
-class Fused(NamedTuple):
+class FusedAdapter(NamedTuple):
     """Adapter of one module of ours."""
 
     down: Tensor
@@ -195,7 +195,7 @@ def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
 
 def _fused(
     pairs: Pairs, rules: Sequence[TensorMapping], layers: nn.Module, source: Path
-) -> Iterator[tuple[str, Fused]]:
+) -> Iterator[tuple[str, FusedAdapter]]:
     """Yield the name and the adapter of each module of ours.
 
     Raises:
@@ -231,7 +231,7 @@ def _fused(
                 )
         down, up = _joined(rule, present, rows)
         magnitudes = {f"{name}.weight": each for name, (_, _, *more) in present.items() for each in more}
-        yield target, Fused(down, up, rule, magnitudes)
+        yield target, FusedAdapter(down, up, rule, magnitudes)
     if left:
         raise ModelError("MW-INTEROP-115", f"{source / TENSORS}: {min(left)} belongs to no module of the base")
 
