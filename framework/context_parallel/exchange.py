@@ -75,7 +75,7 @@ class KeyScattering:
 
 
 class _GatherKeys(torch.autograd.Function):
-    """All-gather of keys and values along the tokens; backward reduce-scatters their gradients."""
+    """All-gather of keys and values, (B, G, S/cp, d) -> (B, G, S, d); backward reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, cut: TokenCut) -> tuple[Tensor, Tensor]:
@@ -107,7 +107,7 @@ def heads_to_tokens(mixed: Tensor, cut: TokenCut) -> Tensor:
 
 
 class _TokensToHeads(torch.autograd.Function):
-    """All-to-all from tokens to heads; backward is the all-to-all from heads to tokens."""
+    """All-to-all (B, heads, S/cp, d) -> (B, heads/cp, S, d); backward is :class:`_HeadsToTokens`."""
 
     @staticmethod
     def forward(ctx: Any, cut: TokenCut, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -120,7 +120,7 @@ class _TokensToHeads(torch.autograd.Function):
 
 
 class _HeadsToTokens(torch.autograd.Function):
-    """All-to-all from heads to tokens; backward is the all-to-all from tokens to heads."""
+    """All-to-all (B, heads/cp, S, d) -> (B, heads, S/cp, d); backward is :class:`_TokensToHeads`."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, cut: TokenCut) -> Tensor:

@@ -15,7 +15,7 @@ from meshwright.tensor_parallel.megatron import Mappings
 
 
 class _Resize(torch.autograd.Function):
-    """New empty tensor with one dim resized to ``length``; backward returns the input's shape."""
+    """New empty tensor: (.., n, ..) -> (.., length, ..) along ``dim``; backward returns the input's shape."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, length: int) -> Tensor:

@@ -111,7 +111,7 @@ def join_sequence(parts: Tensor) -> Tensor:
 
 
 def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's part of ``x`` along ``dim``, a view with 1/tp of its length.
+    """Return this rank's part of ``x`` along ``dim``, a view: (.., S, ..) -> (.., S/tp, ..).
 
     It needs no communication in backward either: the gradient of the operation that computed ``x`` stays a partial sum.
     """
