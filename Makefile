@@ -63,7 +63,7 @@ path:
 	rm -rf build/path && mkdir -p build/path/meshwright
 	ln -s $(CURDIR)/framework/* $(CURDIR)/models $(CURDIR)/launch $(CURDIR)/configs $(CURDIR)/examples build/path/meshwright/
 
-# every combination of layouts, models, schedules: an hour; `make verify-all PART=3/20` runs a twentieth of them
+# every combination of layouts, models, schedules: three to four hours on 2 cores; `PART=3/20`: a twentieth
 PART ?= 1/1
 verify-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m all_layouts --part $(PART)

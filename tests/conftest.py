@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long (``all_layouts`` an hour) unless the command line names one of its marks."""
+    """Leave out what takes long (``all_layouts`` hours) unless the command line names one of its marks."""
     for mark in LISTED_MARKS:
         listed = listed_tests(mark)
         for item in items:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -72,6 +73,9 @@ HUGGINGFACE = "meshwright.tools.interop.huggingface"
 HALVES = (f"{HUGGINGFACE}.convert", f"{HUGGINGFACE}.restructure")
 """Neither knows the other, and what both stand on knows neither."""
 TRANSFORMERS_DOOR = f"{HUGGINGFACE}.restructure.library"
+
+SETTLED = ("torch.utils._pytree", "torch.utils._python_dispatch", "torch.ops.aten")
+"""Private by name alone: torch's own packages outside its core use them, and every release has them."""
 
 MEGATRON_DOORS = ("meshwright.tensor_parallel.megatron", "meshwright.data.indexed")
 
@@ -277,6 +281,38 @@ def cycle(graph: dict[str, set[str]]) -> list[str] | None:
         return None
 
     return next(filter(None, (walk(node, []) for node in sorted(graph))), None)
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Return the private names of torch that a module imports or reads, such as torch._C.x; not those of SETTLED."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", text := ast.unparse(node)):
+            names.add(text)
+    return {
+        name
+        for name in names
+        if below(name, "torch")
+        and not below(name, *SETTLED)
+        and any(re.match(r"_(?!_|foreach_)", part) for part in name.split("."))
+    }
+
+
+def test_private_names_of_torch_are_in_one_file_of_a_room() -> None:
+    """A release of torch that moves one then changes one file. Tools run on fakes, and are apart."""
+    files = defaultdict(set)
+    for module, path in modules().items():
+        if package_of(module) == "framework" and room_of(module) != "tools" and private_names(tree_of(path)):
+            files[room_of(module)].add(module)
+    several = {room: sorted(found) for room, found in files.items() if len(found) > 1}
+    assert files and not several, several
+
+
+def test_a_private_name_of_torch_is_seen() -> None:
+    source = "import torch\nfrom torch.a._b import c\ntorch._C.d()\ntorch.utils._pytree.e\ntorch._foreach_add_\nf._g\n"
+    assert private_names(ast.parse(source)) == {"torch.a._b.c", "torch._C", "torch._C.d"}
 
 
 def known(name: str, names: dict[str, Path]) -> str | None:
