@@ -138,7 +138,7 @@ class RankMemory(NamedTuple):
     """Memory of one rank, with the numbers that the formula needs."""
 
     parameters: int
-    is_eight_bit: int
+    num_eight_bit: int
     """Number of ``parameters`` whose optimizer state is in 8 bits."""
     measured: dict[str, int]
     """Bytes by category, at rest."""
@@ -208,9 +208,9 @@ def measure_memory(rank: int, world_size: int, layout: Layout) -> RankMemory:
     numbers = [
         (bucket.kind.is_eight_bit, sum(place.stop - place.start for place in bucket.slots)) for bucket in buckets
     ]
-    is_eight_bit = sum(number for narrow, number in numbers if narrow)
+    num_eight_bit = sum(number for narrow, number in numbers if narrow)
     parameters = sum(number for _, number in numbers)
-    return RankMemory(parameters, is_eight_bit, held_bytes(parts), at_rest, observer.peak_bytes)
+    return RankMemory(parameters, num_eight_bit, held_bytes(parts), at_rest, observer.peak_bytes)
 
 
 def _step(parts: Parts) -> None:
@@ -222,7 +222,7 @@ def _step(parts: Parts) -> None:
 def formula(layout: Layout, held: RankMemory) -> dict[str, float]:
     """Return the expected bytes by category in bfloat16, without padding."""
     p, n = float(held.parameters), layout.shards
-    states = {"adamw": 8 * p, "sgd": 4 * p, "adamw8bit": 8 * p - (8 - 2 * (1 + 4 / 256)) * held.is_eight_bit}
+    states = {"adamw": 8 * p, "sgd": 4 * p, "adamw8bit": 8 * p - (8 - 2 * (1 + 4 / 256)) * held.num_eight_bit}
     kept = states[layout.optimizer]
     if layout.zero == 3:
         all_here = (4 * p / n, 4 * p / n, kept / n, 0.0)

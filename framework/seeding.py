@@ -104,7 +104,7 @@ def keep_mask(
         key: () int64 of :func:`key_of`. ``golden``: () int64, GOLDEN.
         sample_indices: (B,) int64, global.
         shape: (B, ...), local. ``shard``: (dim, index, count), the slice of the whole activation that is local.
-        cut: (dim of the tokens, their places), where a rank has some of the tokens; ``shard`` is a slice of these.
+        cut: (dim of the tokens, their positions), where a rank has some of the tokens; ``shard`` is a slice of these.
     """
     device = sample_indices.device
     whole = list(shape)
@@ -153,7 +153,7 @@ class SeededDropout(nn.Module):
     ``num_calls`` counts the calls in the forward of one micro-batch; :func:`restart_calls` begins the next one.
 
     ``shard = (dim, index, count)``: the input is slice ``index`` of ``count`` along ``dim`` of the whole activation.
-    ``cut = (dim, places)``: of the rank's tokens of it, at these places along ``dim``.
+    ``cut = (dim, positions)``: of the rank's tokens of it, at these positions along ``dim``.
     """
 
     keys: Tensor

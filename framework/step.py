@@ -3,7 +3,7 @@
 take_step
     executor.run(feed)      this rank's row of the schedule
         F, B, ...           forward and backward of every micro-batch; gradients accumulate in the buckets
-        last B or W         posts reduce-scatters (ZeRO-0: all-reduces) of complete buckets; ZeRO-2: every B, W
+        last B or W         posts reduce-scatters (ZeRO-0: all-reduces) of full buckets; ZeRO-2, 3: every B or W
         REDUCE              waits for all of them; sums partial gradients over tp
         STEP                _optimizer_step: sums over all ranks, clipping, optimizer, all-gather of the weights
 """

@@ -145,7 +145,7 @@ def assemble(
 
 
 Value = Tensor | tuple[Tensor, ...]
-"""Activations x (B, S, D), or (x, ...) and :class:`SideTensors`: starts (B, S) bool, ids (B, S) int64."""
+"""Activations x (B, S, D), or (x, ...) with those of :class:`SideTensors`: starts (B, S) bool, ids (B, S) int64."""
 
 
 class Embedding(nn.Module):

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh import Grid
-from meshwright.system.atomic import sync
+from meshwright.system.atomic import rename_synced
 
 Found = TypeVar("Found")
 MAX_FILE_BYTES = 512 * 2**20
@@ -145,6 +145,5 @@ def delete(path: Path) -> None:
 
 def remove_directory(path: Path, aside: Path) -> None:
     """Delete a directory so that readers never see half of it: rename it to ``aside``, then remove file by file."""
-    path.rename(aside)
-    sync(aside.parent)
+    rename_synced(path, aside)
     delete(aside)

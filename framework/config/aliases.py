@@ -1,4 +1,4 @@
-"""Configuration names of Megatron-LM, torchtitan, nanotron and DeepSpeed, and their counterparts here.
+"""Configuration names of Megatron-LM, torchtitan, nanotron, DeepSpeed and peft, and their counterparts here.
 
 Error messages suggest the counterparts. No key is accepted under a second name; of foreign values only FSDP's four
 sharding strategies are. Case, dashes and underscores are ignored, so one line covers ``--tensor-model-parallel-size``
@@ -28,7 +28,7 @@ def fold(name: str) -> str:
 
 
 FAMILIAR = MappingProxyType({fold(name): own_name_of for name, own_name_of in _TABLES["names"].items()})
-"""Folded foreign name -> its counterpart: a key of this schema, perhaps with more text; or a sentence."""
+"""Folded foreign name -> its counterpart: a key of this schema, perhaps with more text."""
 
 FAMILIAR_VALUES = MappingProxyType(_TABLES["values"])
 """Folded foreign value -> value in this schema."""

@@ -203,9 +203,9 @@ class HeadCut:
 
 
 def along_samples(whole: Tensor, dim: int, positions: Tensor) -> Tensor:
-    """Gather each sample's own places along ``dim``: (1 or B, .., S, ..) -> (B, .., n, ..).
+    """Gather each sample's own positions along ``dim``: (1 or B, .., S, ..) -> (B, .., n, ..).
 
-    ``places``: (B, n) int64.
+    ``positions``: (B, n) int64.
     """
     index = positions.view(positions.shape[0], *[1] * (dim - 1), positions.shape[1], *[1] * (whole.dim() - dim - 1))
     shape = list(whole.shape)

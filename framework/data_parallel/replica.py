@@ -86,7 +86,7 @@ class StageReplica:
                 offer_products(self, member.parameter, hook, index=index, number=number)
 
     def begin_step(self) -> None:
-        """Clear the gradients of the last step.
+        """Mark the gradients of the last step as stale.
 
         A step's first gradient overwrites the old one, which is cheaper than zeroing and adding.
         """

@@ -63,7 +63,7 @@ class Mesh:
         """Return the ranks with copies of this rank's weights: of experts that are split over ep, or of all others."""
         return self.expert_replicas if is_expert else self.replicas
 
-    def is_first_replica(self, is_expert: bool) -> bool:
+    def is_first_replica(self, *, is_expert: bool) -> bool:
         """Return True on the first of :meth:`replicas_of`, which saves and reports for all."""
         return self.replicas_of(is_expert=is_expert).rank == 0
 

@@ -30,7 +30,7 @@ from meshwright.pipeline.executor import Executor, RowResult
 from meshwright.pipeline.values import Feed, Microbatch, cast_floats
 
 STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
-"""Flags of a step, each raised by any rank: a request to end the run, an unwritten checkpoint, lost run files."""
+"""Flags of a step, each set if any rank sets it: a request to end the run, an unwritten checkpoint, lost run files."""
 
 
 @dataclass
@@ -182,7 +182,7 @@ class StepStats(NamedTuple):
     num_tokens: int
     """Labels that counted."""
     bubble_share: float
-    """Mean share of forward and backward, 0..1, in which ranks did not compute; on CUDA of the step before."""
+    """Mean share of forward and backward, with reads of samples, in which ranks did not compute; CUDA: a step ago."""
     flags: frozenset[str] = frozenset()
     """FLAGS that some rank raised."""
     skipped: bool = False

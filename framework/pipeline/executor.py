@@ -80,7 +80,7 @@ class Executor:
     offload: ActivationOffload | None = None
     """Offload of the stages' saved tensors to the host."""
     ep: Group | None = None
-    """Expert group at whose all-to-alls the two computations of a pair take turns; None: they run in order."""
+    """Expert group at whose all-to-alls the two of a pair take turns. None, or with offload: they run in order."""
     reads_samples: bool = False
     """Read the samples on every stage, not only on the first and the last: they decide the tokens of this cp rank."""
 

@@ -49,7 +49,7 @@ def _owned(parts: Parts) -> Iterator[tuple[ParameterInfo, Tensor]]:
     for replica in parts.replicas.values():
         for member in replica.frozen:
             if (
-                mesh.is_first_replica(member.info.is_expert)
+                mesh.is_first_replica(is_expert=member.info.is_expert)
                 and member.kind.owns(mesh.at.tp_rank)
                 and not is_adapter(member.info.name)
             ):

@@ -119,7 +119,7 @@ def pieces(
         for member in replica.frozen:
             if not with_frozen and not is_adapter(member.info.name):
                 continue
-            if mesh.is_first_replica(member.info.is_expert) and member.kind.owns(mesh.at.tp_rank):
+            if mesh.is_first_replica(is_expert=member.info.is_expert) and member.kind.owns(mesh.at.tp_rank):
                 yield TensorPiece(TensorKind.WEIGHTS, member.info, member.info.unpadded(member.parameter.detach()))
         for bucket in replica.frozen_shards:
             if (with_frozen or _is_of_adapters(bucket)) and bucket.kind.owns(mesh.at.tp_rank):

@@ -1,7 +1,7 @@
 """Builders of compute schedules from a name, pp, chunks and interleave; :mod:`lower` adds communication.
 
 GPipe and 1F1B are here. :mod:`interleaved` has several stages per rank; :mod:`zero_bubble`, :mod:`v_shape` and
-:mod:`dual_pipe` split the backward. In pictures F and B take one tick; (1), (2), ... mark the code of a part.
+:mod:`dual_pipe` split the backward. In pictures F and B take one tick; (1), (2), ... mark the corresponding code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lowering of a compute schedule: adds communication, gradient reduction and the optimizer step.
 
-Every message gets a position in one global order of the step; a row is its items of one rank. 1f1b, pp=2, chunks=4:
+Every message gets a position in one global order of the step; a row has one rank's items of it. 1f1b, pp=2, chunks=4:
 
     computations in time     0F0 0F1 1F0 1B0 0B0 ..        as they start if messages take no time; a pair as one   (1)
     with the messages        0F0 {0->1 F0} 0F1 1F0 1B0 {0->1 F1} {1->0 B0} 0B0 ..    each as late as possible:

@@ -11,8 +11,8 @@
     ...                ...            kinds that split no parameter: unsplit.py
     all else           replicate      the same on all ranks
 
-D: (B, S, D), and (B, S/tp, D) under sequence parallelism. F/tp: (B, S, F/tp) in both. A function in place of a kind is
-the user's own rule (:mod:`own_rule`). For tp above the number of units of a column (kv heads): :mod:`shared_units`.
+D: (B, S, D), and (B, S/tp, D) under sequence parallelism. F, F/tp: (B, S, F), (B, S, F/tp). A function in place of a
+kind is the user's own rule (:mod:`own_rule`). tp above the number of a column's units (kv heads): :mod:`shared_units`.
 """
 
 from __future__ import annotations

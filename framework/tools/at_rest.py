@@ -15,7 +15,7 @@ from meshwright.parameters import DTYPES
 class Elements(NamedTuple):
     """Element counts of a rank's parameters."""
 
-    is_eight_bit: int
+    num_eight_bit: int
     """Trained elements whose optimizer state an 8-bit optimizer keeps in 8 bits."""
     others: int
     frozen: int
@@ -37,7 +37,7 @@ class Elements(NamedTuple):
     @property
     def dense(self) -> int:
         """Elements with a gradient, without the experts sharded over ep ranks."""
-        return self.is_eight_bit + self.others + self.matrices
+        return self.num_eight_bit + self.others + self.matrices
 
     @property
     def of_experts(self) -> Elements:
@@ -52,8 +52,8 @@ class Elements(NamedTuple):
     @classmethod
     def of_counts(cls, counts: Sequence[int], experts: Elements | None = None, rows: int = 0) -> Elements:
         """Return the counts of all fields but ``experts``, in their order."""
-        is_eight_bit, others, frozen, matrices, factors = counts
-        return cls(is_eight_bit, others, frozen, matrices, factors, experts, rows)
+        num_eight_bit, others, frozen, matrices, factors = counts
+        return cls(num_eight_bit, others, frozen, matrices, factors, experts, rows)
 
 
 def shards_expert_weights(config: RunConfig, elements: Elements) -> bool:
@@ -111,7 +111,7 @@ def _held_at_rest(
     wide = torch.float64.itemsize if dtype == torch.float64 else torch.float32.itemsize
     shard = trained // shards * wide
     held = (
-        elements.is_eight_bit * state_bytes(config.optimizer, wide, is_eight_bit=True),
+        elements.num_eight_bit * state_bytes(config.optimizer, wide, is_eight_bit=True),
         elements.others * state_bytes(config.optimizer, wide),
         elements.matrices * state_bytes(config.optimizer, wide, is_matrix=True) if elements.matrices else 0,
     )

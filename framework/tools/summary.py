@@ -183,8 +183,8 @@ def _eight_bit(blueprint: Blueprint) -> list[str]:
     if optimizer.name != "adamw8bit":
         return []
     kept = [_elements(blueprint, stage) for stage in range(len(blueprint.stages))]
-    is_eight_bit = sum(stage.is_eight_bit + stage.of_experts.is_eight_bit for stage in kept)
-    share = is_eight_bit / max(sum(stage.trained for stage in kept), 1)
+    num_eight_bit = sum(stage.num_eight_bit + stage.of_experts.num_eight_bit for stage in kept)
+    share = num_eight_bit / max(sum(stage.trained for stage in kept), 1)
     return [
         f"optimizer  8-bit states of {share:.1%} of all elements: matrices whose rows are blocks of "
         f"{optimizer.block_size}"

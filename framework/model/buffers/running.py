@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.model.buffers.step_state import has_step_sums
+from meshwright.model.buffers.step_state import BatchNorm, BatchStatistics, has_step_sums
 from meshwright.model.build import meta_copy
 from meshwright.model.requirements import REPEATED
 
@@ -61,7 +61,7 @@ def keeps_statistics(module: nn.Module) -> bool:
 
     Version counters do not detect all of them: InstanceNorm counts no batches.
     """
-    statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.training
+    statistics = isinstance(module, BatchStatistics) and module.training
     return statistics and module.track_running_stats  # type: ignore[return-value]
 
 
@@ -70,10 +70,9 @@ def couples_samples(layers: nn.Sequential, running: Iterable[str]) -> bool:
 
     A module may declare it: ``couples_samples = True``, as a router with a batch loss does. Step sums couple none.
     """
-    batch_norm = nn.modules.batchnorm._BatchNorm
     coupling = any(not has_step_sums(owner_of(layers, name)) for name in running)
     return coupling or any(
-        (isinstance(module, batch_norm) and module.training) or getattr(module, "couples_samples", False)
+        (isinstance(module, BatchNorm) and module.training) or getattr(module, "couples_samples", False)
         for module in layers.modules()
     )
 
@@ -115,7 +114,7 @@ def cast_running(layers: nn.Sequential, running: Iterable[str], dtype: torch.dty
 def cast_statistics(layers: nn.Sequential, dtype: torch.dtype) -> None:
     """Cast the constant statistics of norms in eval mode to the training dtype; torch's kernels take no other."""
     for module in layers.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and not module.training and module.track_running_stats:
+        if isinstance(module, BatchStatistics) and not module.training and module.track_running_stats:
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point():
                     module._buffers[name] = buffer.to(dtype)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
+BatchNorm, BatchStatistics = nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._NormBase
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 

@@ -203,7 +203,7 @@ def _owned_base(
         for name, parameter in stage.layers.named_parameters():
             info = blueprint.infos[name]
             is_owned = blueprint.model.canonical(name) == name and (info.slice is not None or mesh.at.tp_rank == 0)
-            if is_owned and mesh.is_first_replica(info.is_expert) and not is_adapter(name):
+            if is_owned and mesh.is_first_replica(is_expert=info.is_expert) and not is_adapter(name):
                 yield info, parameter.detach()
 
 

@@ -233,9 +233,12 @@ def time_totals(run: RunContents) -> Iterator[tuple[str, str]]:
         yield "steps skipped for NaN/Inf", f"{skipped:,}"
     data_s = sum(record.data_s for record in run.records)
     yield "waiting for data", f"{format_duration(data_s)}, {data_s / kept_s:.1%} of it"
-    bubbles = [record.bubble_share * record.step_s for record in run.records if record.bubble_share is not None]
+    bubbles = [(r.bubble_share * r.step_s, r.step_s) for r in run.records if r.bubble_share is not None]
     if bubbles:
-        yield "pipeline bubble", f"{sum(bubbles) / kept_s:.1%} of forward and backward"
+        yield (
+            "pipeline bubble",
+            f"{sum(idle for idle, _ in bubbles) / sum(all_s for _, all_s in bubbles):.1%} of forward and backward",
+        )
     saves = [record.save_s for record in run.records if record.save_s is not None]
     if saves:
         yield "writing checkpoints, behind the steps", f"{len(saves)} seen, {max(saves):.3g} s the longest"

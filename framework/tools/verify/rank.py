@@ -153,7 +153,7 @@ def _weights(parts: Parts) -> list[TensorSlice]:
         for bucket in (*replica.buckets, *replica.frozen_shards):
             slices += _slices(parts, bucket, full_weights(bucket))
         for member in replica.frozen:
-            if parts.mesh.is_first_replica(member.info.is_expert) and member.kind.owns(parts.mesh.at.tp_rank):
+            if parts.mesh.is_first_replica(is_expert=member.info.is_expert) and member.kind.owns(parts.mesh.at.tp_rank):
                 slices.append((member.info, _copy(member.info.unpadded(member.parameter.detach()))))
     if parts.mesh.replicas.rank == 0 and parts.mesh.at.tp_rank == 0:
         buffers = widened(parts.running())

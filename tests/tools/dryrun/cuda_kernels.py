@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.models import gpt2
-from meshwright.models.blocks import Block, Carried, Value
+from meshwright.models.blocks import Block, SideTensors, Value
 from meshwright.optimizer.eight_bit import AdamW8bit
 
 
@@ -37,7 +37,7 @@ class CountingBlock(Block):
     def forward(self, value: Value) -> Value:
         with Operators("meshwright::dropout") as seen:
             found = super().forward(value)
-        if Carried(value).x.is_cuda:
+        if SideTensors(value).x.is_cuda:
             seen.check(self.dropouts)
         return found
 

@@ -114,8 +114,8 @@ def norm_without_experts(patch: pytest.MonkeyPatch) -> None:
     """Slices of experts are counted on no rank."""
     make = meshwright.build.OptimizerShard
 
-    def uncounted(*args: Any) -> OptimizerShard:
-        shard = make(*args)
+    def uncounted(**fields: Any) -> OptimizerShard:
+        shard = make(**fields)
         assert shard.layout.place is not None
         return shard._replace(is_counted=shard.is_counted and not shard.layout.place.slots[0][0].is_expert)
 

@@ -189,7 +189,7 @@ def zero3_scaled_by_shards(patch: pytest.MonkeyPatch) -> None:
 def norm_counts_every_shard_group(patch: pytest.MonkeyPatch) -> None:
     """shard_factor < dp: each group of replicas counts its copy of the shards."""
     shard = meshwright.build.OptimizerShard
-    patch.setattr(meshwright.build, "OptimizerShard", lambda *fields: shard(*fields)._replace(is_counted=True))
+    patch.setattr(meshwright.build, "OptimizerShard", lambda **fields: shard(**fields)._replace(is_counted=True))
 
 
 def not_clipped(patch: pytest.MonkeyPatch) -> None:

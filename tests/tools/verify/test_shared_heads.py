@@ -14,6 +14,7 @@ import meshwright.tensor_parallel.plan
 import meshwright.tensor_parallel.shared_units
 from meshwright.config import RunConfig
 from meshwright.launch.pool import RankPool
+from meshwright.optimizer.flat import OptimizerShard
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.shared_units import _CopiedParts, _exchange
 from meshwright.tools.verify import compare, layout_config, parse_layout
@@ -119,8 +120,13 @@ def summed_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def norm_of_one_sharer(patch: pytest.MonkeyPatch, rank: int) -> None:
     """One rank of each unit counts its part in the gradient norm, as if the others had copies."""
-    shard = meshwright.build.OptimizerShard
-    patch.setattr(meshwright.build, "OptimizerShard", lambda *a: shard(*a[:4], a[4] and rank % 2 == 0, *a[5:]))
+    make = meshwright.build.OptimizerShard
+
+    def counted(**fields: Any) -> OptimizerShard:
+        shard = make(**fields)
+        return shard._replace(is_counted=shard.is_counted and rank % 2 == 0)
+
+    patch.setattr(meshwright.build, "OptimizerShard", counted)
 
 
 def shares_of_others_first(patch: pytest.MonkeyPatch, rank: int) -> None:

@@ -30,7 +30,7 @@ from meshwright.data_parallel.sharding import BucketKind
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.comm import CollectiveHandle, Group
 from meshwright.model.build import PlainModel
-from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
+from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import StepFeed
 from meshwright.pipeline.executor import Executor
@@ -116,7 +116,8 @@ def norm_counts_ties_twice(patch: pytest.MonkeyPatch) -> None:
 
 def norm_counts_every_replica(patch: pytest.MonkeyPatch) -> None:
     """ZeRO-0: every replica counts the gradient that all of them have."""
-    patch.setattr(meshwright.build, "OptimizerShard", lambda *fields: OptimizerShard(*fields)._replace(is_counted=True))
+    shard = meshwright.build.OptimizerShard
+    patch.setattr(meshwright.build, "OptimizerShard", lambda **fields: shard(**fields)._replace(is_counted=True))
 
 
 def norm_misses_a_stage(patch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """State of the translation of a foreign configuration: its keys, the meshwright keys so far, and decisions to report.
 
-Item per key of the file --read----> Draft.put(meshwright key) --> tree --> config.load_saved --> RunConfig
+Item per key of the file --read----> Translation.put(meshwright key) --> tree --> config.load_saved --> RunConfig
                          --drop----> dropped, with the reason
                          --refuse--> an error that names the key: without it the run would train something else
                          --unread--> dropped, as unknown: no key of the file is lost silently
