@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ModelError
 from meshwright.seeding import Draw, SeededDropout, derive, restart_calls, seed_dropouts, seeded
+from tests.support.errors import has_code
 
 
 def dropout(p: float = 0.25, name: str = "block0.dropout", seed: int = 7) -> SeededDropout:
@@ -229,7 +230,9 @@ def test_a_layer_that_computes_itself_again_is_refused() -> None:
     draw = seed_dropouts(layers, 3)
     draw.sample_indices = torch.arange(2)
     found = torch.utils.checkpoint.checkpoint(layers, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
-    with pytest.raises(ModelError, match=r"dropout 1 runs inside backward.*pipeline\.recompute"):
+    with pytest.raises(
+        ModelError, match=r"dropout 1 runs inside backward.*pipeline\.recompute", check=has_code("MW-RUN-031")
+    ):
         found.sum().backward()
     draw.is_recompute = True
     layers[1].num_calls = 0

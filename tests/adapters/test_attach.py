@@ -26,6 +26,7 @@ from meshwright.tools.planner.model_cache import ModelCache
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, model_config, prove, size_for
 
 BLOCKS = ["block*.attention.*", "block*.mlp.*"]
@@ -179,7 +180,7 @@ def ruled() -> nn.Sequential:
 def test_targets_that_cannot_be_adapted(builder: str, target: str, code: str, named: str) -> None:
     config = adapted("gpt2", "tp2", [target])[0]
     options = config.model.options if "gpt2" in builder else {}
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-040", "MW-MODEL-041")) as caught:
         configured_model(config.replace(model={"builder": builder, "options": options}))
     assert caught.value.code == code and named in str(caught.value)
 

@@ -20,6 +20,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.launch.work import work
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from tests.support.errors import has_code
 from tests.tools.interop.huggingface import theirs as mixtures
 from tests.tools.interop.huggingface.architectures import directory
 
@@ -208,7 +209,7 @@ def test_files_that_do_not_fit_are_refused(base: Path, tmp_path: Path, changes: 
     tensors = {name.replace("q_proj", "q" if "name" in changes else "q_proj"): t for name, t in drawn().items()}
     changes.pop("name", None)
     adapter = peft_files(tmp_path / "peft", tensors, **changes)
-    with pytest.raises(UserError, match=code):
+    with pytest.raises(UserError, match=code, check=has_code("MW-INTEROP-104", "MW-INTEROP-113", "MW-INTEROP-115")):
         convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
     assert not (tmp_path / "tuned").exists()
 
@@ -216,7 +217,9 @@ def test_files_that_do_not_fit_are_refused(base: Path, tmp_path: Path, changes: 
 def test_another_model_and_a_base_with_adapters_are_refused(base: Path, tmp_path: Path) -> None:
     tensors = drawn()
     wide = tensors | {f"{PREFIX}.layers.0.self_attn.k_proj.lora_B.weight": torch.zeros(24, RANK)}
-    with pytest.raises(UserError, match=r"k_proj do not fit block0.attention.qkv.weight \[64, 32\]"):
+    with pytest.raises(
+        UserError, match=r"k_proj do not fit block0.attention.qkv.weight \[64, 32\]", check=has_code("MW-INTEROP-114")
+    ):
         convert_onto(base, tmp_path / "x", ("peft", str(peft_files(tmp_path / "wide", wide))), [])
     adapter = peft_files(tmp_path / "peft", tensors)
     convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
@@ -274,7 +277,7 @@ def test_routers_and_experts_have_no_adapters(mixture: Path, tmp_path: Path, nam
 def test_tensors_of_other_shapes_are_refused(base: Path, tmp_path: Path, name: str, tensor: Tensor, code: str) -> None:
     tensors = drawn(dora=True) | {f"{PREFIX}.layers.0.self_attn.q_proj.{name}": tensor}
     adapter = peft_files(tmp_path / "peft", tensors, use_dora=True)
-    with pytest.raises(UserError, match=code):
+    with pytest.raises(UserError, match=code, check=has_code("MW-INTEROP-113", "MW-INTEROP-114", "MW-INTEROP-124")):
         convert_onto(base, tmp_path / "tuned", ("peft", str(adapter)), [])
     assert not (tmp_path / "tuned").exists()
 

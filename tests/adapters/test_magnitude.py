@@ -20,6 +20,7 @@ from meshwright.model.build import configured_model
 from meshwright.tools.verify import compare, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
 from tests.adapters.test_attach import BLOCKS, adapted, found_by
+from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, model_config, prove, size_for
 
 LINEARS = [*BLOCKS, "head"]
@@ -136,7 +137,7 @@ def test_first_values_change_nothing_and_merging_is_the_formula() -> None:
 
 def test_embeddings_have_no_magnitudes_and_a_rank_is_needed() -> None:
     config, _ = decomposed("llama", "tp2", ["embedding.tokens"])
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-041")) as caught:
         configured_model(config)
     assert caught.value.code == "MW-MODEL-041" and "adapter.dora is of linears" in str(caught.value)
     alone = model_config("gpt2", size_for(parse_layout("dp1"))).replace(adapter={"dora": True})

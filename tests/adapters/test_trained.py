@@ -32,6 +32,7 @@ from meshwright.tools.interop.huggingface import adapters
 from meshwright.tools.interop.huggingface.restructure.float64 import keep_float64
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from tests.end_to_end.driving import exact_losses
+from tests.support.errors import has_code
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
 pytest.importorskip("transformers")
@@ -337,7 +338,7 @@ def test_adapters_that_are_not_imported(run: Path, tmp_path: Path, change: dict[
     convert(run, None, ("peft", str(tmp_path / "peft")), [], None, None, None)
     config = tmp_path / "peft" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    with pytest.raises(UserError, match=code):
+    with pytest.raises(UserError, match=code, check=has_code("MW-INTEROP-103", "MW-INTEROP-104", "MW-INTEROP-105")):
         convert(tmp_path / "back", ("peft", str(tmp_path / "peft")), None, ["--data.train=x"], None, None, None)
     assert not (tmp_path / "back").exists()
 
@@ -422,6 +423,6 @@ def test_a_function_that_a_checkpoint_names_for_its_groups_is_not_called() -> No
             "adapter": {**ADAPTER, "targets": FUSED},
         }
     )
-    with pytest.raises(UserError, match="no_such_module_anywhere"):
+    with pytest.raises(UserError, match="no_such_module_anywhere", check=has_code("MW-CONFIG-008")):
         configured_model(config)
     assert any(map(is_adapter, dict(adapters.model_of(config).layers.named_parameters())))

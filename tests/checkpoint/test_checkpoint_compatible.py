@@ -24,6 +24,7 @@ from meshwright.checkpoint.files import final_directory
 from meshwright.config import RunConfig
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo
+from tests.support.errors import has_code
 
 CONFIG = RunConfig.model_validate(
     {
@@ -69,7 +70,9 @@ def test_a_run_that_did_not_know_a_key_had_its_default(manifest: Manifest) -> No
     del config["optimizer"]["name"], config["parallel"]["shard_factor"]
     old = manifest.model_copy(update={"config": config})
     assert check_compatible(old, CONFIG.model_dump(mode="json"), PRINT) == []
-    with pytest.raises(CheckpointError, match=r'optimizer\.name was "adamw" and is "sgd"'):
+    with pytest.raises(
+        CheckpointError, match=r'optimizer\.name was "adamw" and is "sgd"', check=has_code("MW-CHECKPOINT-002")
+    ):
         check_compatible(old, changed("optimizer.name", "sgd"), PRINT)
 
 
@@ -109,7 +112,7 @@ def test_allowed_changes_are_told(manifest: Manifest, path: str, value: Any, lin
     ],
 )
 def test_refused_changes_are_named(manifest: Manifest, path: str, value: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message) as caught:
+    with pytest.raises(CheckpointError, match=message, check=has_code("MW-CHECKPOINT-002")) as caught:
         check_compatible(manifest, changed(path, value), PRINT)
     assert "run.name" in str(caught.value) and "step 7" in str(caught.value)
 
@@ -131,12 +134,16 @@ def test_all_problems_come_at_once(manifest: Manifest) -> None:
     config = changed("run.seed", 5)
     config["train"]["dtype"] = "float64"
     with pytest.raises(
-        CheckpointError, match=r"run\.seed(.|\n)*train\.dtype(.|\n)*'tokenizer' was \"bb\" and is \"cc\""
+        CheckpointError,
+        match=r"run\.seed(.|\n)*train\.dtype(.|\n)*'tokenizer' was \"bb\" and is \"cc\"",
+        check=has_code("MW-CHECKPOINT-002"),
     ):
         check_compatible(manifest, config, PRINT | {"tokenizer": "cc"})
 
 
 @pytest.mark.parametrize("now", [{"train": "zz", "tokenizer": "bb"}, {"tokenizer": "bb"}])
 def test_another_corpus_is_refused(manifest: Manifest, now: dict[str, str]) -> None:
-    with pytest.raises(CheckpointError, match="data fingerprint 'train' was \"aa\" and is"):
+    with pytest.raises(
+        CheckpointError, match="data fingerprint 'train' was \"aa\" and is", check=has_code("MW-CHECKPOINT-002")
+    ):
         check_compatible(manifest, CONFIG.model_dump(mode="json"), now)

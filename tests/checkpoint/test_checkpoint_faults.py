@@ -29,6 +29,7 @@ from meshwright.checkpoint import (
 from meshwright.checkpoint.files import final_directory
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.system import atomic
+from tests.support.errors import has_code
 
 FILES = ["manifest.json", "SHA256SUMS", "pp0-tp0-00000.safetensors", "pp0-tp1-00001.safetensors"]
 
@@ -72,7 +73,11 @@ def test_opening_alone_finds_what_sizes_tell(tmp_path: Path, fake: Any, damage: 
     """What ranks do that leave the hashing to another."""
     path = fake.save(tmp_path, 1)
     DAMAGE[damage](path / "pp0-tp0-00001.safetensors")
-    with pytest.raises(CheckpointError, match=r"pp0-tp0-00001\.safetensors: (is missing|\d+ bytes, the manifest says)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"pp0-tp0-00001\.safetensors: (is missing|\d+ bytes, the manifest says)",
+        check=has_code("MW-CHECKPOINT-014"),
+    ):
         open_checkpoint(path)
 
 
@@ -94,13 +99,17 @@ def test_every_flipped_byte_is_found(tmp_path: Path, fake: Any) -> None:
 def test_all_damaged_is_an_error_and_not_a_new_start(tmp_path: Path, fake: Any) -> None:
     for step in (100, 200):
         (fake.save(tmp_path, step) / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints verifies(.|\n)*00200(.|\n)*00100(.|\n)*anew"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"none of the 2 checkpoints verifies(.|\n)*00200(.|\n)*00100(.|\n)*anew",
+        check=has_code("MW-CHECKPOINT-015"),
+    ):
         newest_valid(tmp_path, warn=lambda _: None)
 
 
 def test_a_renamed_checkpoint_is_refused(tmp_path: Path, fake: Any) -> None:
     fake.save(tmp_path, 100).rename(tmp_path / "checkpoints" / "step-00000900")
-    with pytest.raises(CheckpointError, match="manifest is of step 100"):
+    with pytest.raises(CheckpointError, match="manifest is of step 100", check=has_code("MW-CHECKPOINT-015")):
         newest_valid(tmp_path, warn=lambda _: None)
 
 
@@ -140,11 +149,15 @@ def test_a_read_error_is_no_damage(
     found = newest_valid(tmp_path, warn=warned.append)
     assert found is not None and found.manifest.step == 200 and not warned
     disk = RefusingDisk(monkeypatch, newest / file, number, times=4)
-    with pytest.raises(UnreadableError, match=rf"{file}: cannot be read: .* \(errno {number}\), tried 4 times"):
+    with pytest.raises(
+        UnreadableError,
+        match=rf"{file}: cannot be read: .* \(errno {number}\), tried 4 times",
+        check=has_code("MW-CHECKPOINT-004"),
+    ):
         newest_valid(tmp_path, warn=warned.append)
     assert not warned and not disk.left
     RefusingDisk(monkeypatch, newest / file, number, times=4)
-    with pytest.raises(UnreadableError):
+    with pytest.raises(UnreadableError, check=has_code("MW-CHECKPOINT-004")):
         begin(tmp_path, 200, "a2", warn=warned.append)
     assert newest.is_dir() and not list(newest.parent.glob("broken-*")) and not warned
 
@@ -155,7 +168,7 @@ def test_a_read_error_is_no_damage(
 def test_a_sound_step_is_never_written_into(tmp_path: Path, fake: Any) -> None:
     path = fake.save(tmp_path, 100)
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(CheckpointError, match="exists and is sound"):
+    with pytest.raises(CheckpointError, match="exists and is sound", check=has_code("MW-CHECKPOINT-023")):
         fake.save(tmp_path, 100, state=fake.state(2))
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
@@ -165,7 +178,7 @@ def test_a_step_that_appears_during_the_save_is_not_replaced(tmp_path: Path, fak
     write_shard(temporary, "shard", fake.pieces(fake.state(1), 1, 0))
     final = final_directory(tmp_path, 1)
     final.mkdir()
-    with pytest.raises(CheckpointError, match="another job"):
+    with pytest.raises(CheckpointError, match="another job", check=has_code("MW-CHECKPOINT-025")):
         publish(temporary, final, fake.head(1))
     assert list(final.iterdir()) == []
 

@@ -24,6 +24,7 @@ from meshwright.checkpoint import Manifest, TensorKind, find, newest_valid, open
 from meshwright.errors import CheckpointError
 from meshwright.run.resume import saved_count
 from tests.checkpoint.conftest import KINDS
+from tests.support.errors import has_code
 
 pytestmark = pytest.mark.fault(row="hostile files: pickles, headers, paths, links, names, shapes: refused, nothing run")
 
@@ -149,7 +150,7 @@ def test_counts_that_contradict_each_other_are_refused(tmp_path: Path, fake: Any
     forge(path, as_a_run_saves)
     open_checkpoint(path).verify()
     forge(path, change)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message, check=has_code("MW-CHECKPOINT-009")):
         open_checkpoint(path)
     warned: list[str] = []
     found = newest_valid(tmp_path, warn=warned.append)
@@ -160,7 +161,9 @@ def test_counts_that_contradict_each_other_are_refused(tmp_path: Path, fake: Any
 def test_what_is_no_manifest_is_refused(tmp_path: Path, fake: Any, text: bytes) -> None:
     path = fake.save(tmp_path, 1)
     forge(path, text=text)
-    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json", check=has_code("MW-CHECKPOINT-005", "MW-CHECKPOINT-006")
+    ):
         open_checkpoint(path)
 
 
@@ -168,10 +171,16 @@ def test_duplicate_names_are_refused(tmp_path: Path, fake: Any) -> None:
     path = fake.save(tmp_path, 1)
     text = (path / "manifest.json").read_bytes()
     forge(path, text=text.replace(b'"step": 1', b'"step": 1, "step": 1'))
-    with pytest.raises(CheckpointError, match=r"manifest\.json.*'step' occurs twice"):
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json.*'step' occurs twice", check=has_code("MW-CHECKPOINT-005")
+    ):
         open_checkpoint(path)
     forge(path, text=text.replace(b'"weights/block0.scale": {', b'"weights/embedding.weight": {'))
-    with pytest.raises(CheckpointError, match=r"manifest\.json.*'weights/embedding\.weight' occurs twice"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"manifest\.json.*'weights/embedding\.weight' occurs twice",
+        check=has_code("MW-CHECKPOINT-005"),
+    ):
         open_checkpoint(path)
 
 
@@ -186,7 +195,11 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path, fake: Any) -> None:
         weight(manifest)["pieces"].append(weight(manifest)["pieces"][0] | {"file": other.name})
 
     forge(path, twice)
-    with pytest.raises(CheckpointError, match=r"weights/embedding\.weight.*pp9-tp9-00000\.safetensors overlap"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"weights/embedding\.weight.*pp9-tp9-00000\.safetensors overlap",
+        check=has_code("MW-CHECKPOINT-009"),
+    ):
         open_checkpoint(path)
 
 
@@ -195,7 +208,11 @@ def test_a_symlink_in_the_place_of_a_file_is_refused(tmp_path: Path, fake: Any) 
     for file in sorted(path.iterdir()):
         outside = file.rename(tmp_path / "outside")
         file.symlink_to(outside)
-        with pytest.raises(CheckpointError, match=f"{file.name}: is missing \\(or no regular file\\)"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"{file.name}: is missing \\(or no regular file\\)",
+            check=has_code("MW-CHECKPOINT-014", "MW-CHECKPOINT-021"),
+        ):
             open_checkpoint(path)
         file.unlink()
         outside.rename(file)
@@ -216,7 +233,9 @@ def test_a_forged_shard_is_refused_on_reading(tmp_path: Path, fake: Any, content
     file = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     forge(path, lambda m: m["files"].update({"pp0-tp0-00000.safetensors": file}))
     checkpoint = open_checkpoint(path)
-    with pytest.raises(CheckpointError, match=r"pp0-tp0-00000\.safetensors.*cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"pp0-tp0-00000\.safetensors.*cannot be read", check=has_code("MW-CHECKPOINT-020")
+    ):
         checkpoint.read(TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0))
 
 
@@ -228,7 +247,11 @@ def test_a_shard_of_another_shape_or_dtype_is_refused_on_reading(tmp_path: Path,
         manifest["tensors"][swapped[0]]["dtype"] = "F16"
 
     forge(path, swap)
-    with pytest.raises(CheckpointError, match=r"BF16\[6\] in the file and F16\[6\] in the manifest"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"BF16\[6\] in the file and F16\[6\] in the manifest",
+        check=has_code("MW-CHECKPOINT-019"),
+    ):
         open_checkpoint(path).read(TensorKind.WEIGHTS, fake.info("block0.norm.weight", 1, 0))
 
 
@@ -333,7 +356,11 @@ def put_in_place(run: Path, fake: Any, content: bytes) -> None:
     forge(path, lambda m: m["files"].update({SHARD: file}))
     with open_checkpoint(path) as checkpoint:
         checkpoint.verify()  # the hashes agree
-        with pytest.raises(CheckpointError, match=rf"{SHARD}.*(cannot be read|in the file and)"):
+        with pytest.raises(
+            CheckpointError,
+            match=rf"{SHARD}.*(cannot be read|in the file and)",
+            check=has_code("MW-CHECKPOINT-019", "MW-CHECKPOINT-020"),
+        ):
             checkpoint.read(TensorKind.WEIGHTS, fake.info("embedding.weight", 1, 0))
 
 
@@ -349,7 +376,11 @@ def test_what_is_no_file_is_refused(tmp_path: Path, fake: Any, what: str) -> Non
             os.mkfifo(file)  # whoever opened it would wait for ever
         else:
             file.symlink_to(tmp_path if "to a" in what else tmp_path / "nowhere")
-        with pytest.raises(CheckpointError, match=f"{file.name}: is missing \\(or no regular file\\)"):
+        with pytest.raises(
+            CheckpointError,
+            match=f"{file.name}: is missing \\(or no regular file\\)",
+            check=has_code("MW-CHECKPOINT-014", "MW-CHECKPOINT-021"),
+        ):
             open_checkpoint(path)
         file.rmdir() if what == "directory" else file.unlink()
         file.write_bytes(kept)
@@ -366,7 +397,9 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_and_never_followed(tmp_p
         (run / "checkpoints" / f"step-{step:08}").symlink_to(elsewhere)
     (run / "checkpoints" / ".tmp-step-00000040-a1").symlink_to(elsewhere)
     (run / "checkpoints" / ".tmp-step-00000050-a1").write_text("no directory")
-    with pytest.raises(CheckpointError, match="step-00000005: is a symbolic link, to "):
+    with pytest.raises(
+        CheckpointError, match="step-00000005: is a symbolic link, to ", check=has_code("MW-CHECKPOINT-010")
+    ):
         open_checkpoint(run / "checkpoints" / "step-00000005")
     warnings: list[str] = []
     found = newest_valid(run, warn=warnings.append)
@@ -381,6 +414,8 @@ def test_a_link_in_the_place_of_a_checkpoint_is_refused_and_never_followed(tmp_p
 @pytest.mark.parametrize("value", ["absent", None, "7", 1.5, float("inf"), True, -1, [3]])
 def test_numbers_of_the_state_are_whole(value: Any) -> None:
     state = {} if value == "absent" else {"optimizer_steps": value}
-    with pytest.raises(CheckpointError, match=r"step 3 has state\.optimizer_steps = .* whole number"):
+    with pytest.raises(
+        CheckpointError, match=r"step 3 has state\.optimizer_steps = .* whole number", check=has_code("MW-RUN-019")
+    ):
         saved_count(Manifest.model_construct(step=3, state=state), "optimizer_steps")
     assert saved_count(Manifest.model_construct(step=3, state={"optimizer_steps": 7}), "optimizer_steps") == 7

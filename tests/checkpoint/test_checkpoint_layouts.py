@@ -35,6 +35,7 @@ from meshwright.checkpoint.manifest import Dtype, PieceEntry, TensorEntry
 from meshwright.errors import CheckpointError
 from meshwright.parameters import ParameterInfo, Slice
 from tests.checkpoint.conftest import KINDS
+from tests.support.errors import has_code
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -164,9 +165,17 @@ def test_a_kind_that_was_not_saved_is_none_and_a_name_that_is_missing_is_not(tmp
     state = {key: full for key, full in fake.state(1).items() if key[0] != TensorKind.MASTER}
     checkpoint = open_checkpoint(fake.save(tmp_path, 1, state=state))
     assert checkpoint.read(TensorKind.MASTER, fake.info("block0.norm.weight", 1, 0)) is None
-    with pytest.raises(CheckpointError, match=r"no tensor 'weights/block1\.norm\.weight'.*\[6\].*run\.name"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no tensor 'weights/block1\.norm\.weight'.*\[6\].*run\.name",
+        check=has_code("MW-CHECKPOINT-017"),
+    ):
         checkpoint.read(TensorKind.WEIGHTS, ParameterInfo("block1.norm.weight", (6,)))
-    with pytest.raises(CheckpointError, match=r"'exp_avg/embedding\.weight' has shape \[10, 6\].*\[12, 6\].*run\.name"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'exp_avg/embedding\.weight' has shape \[10, 6\].*\[12, 6\].*run\.name",
+        check=has_code("MW-CHECKPOINT-018"),
+    ):
         checkpoint.read(TensorKind("exp_avg"), ParameterInfo("embedding.weight", (12, 6), Slice(0, 6, 12, 6)))
     assert checkpoint.parameters(TensorKind("exp_avg")) == sorted({name for _, name in state})
     assert checkpoint.shape(TensorKind.WEIGHTS, "embedding.weight") == (10, 6)
@@ -205,7 +214,7 @@ def shards(run: Path, fake: Any, ranks: list[tuple[int, int]]) -> tuple[Path, Pa
 )
 def test_a_gap_or_an_overlap_is_not_published(tmp_path: Path, fake: Any, ranks: Any, message: str) -> None:
     temporary, final = shards(tmp_path, fake, ranks)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message, check=has_code("MW-CHECKPOINT-024")):
         publish(temporary, final, fake.head(1))
     assert find(tmp_path) == [] and not final.exists()
 
@@ -215,7 +224,11 @@ def test_shards_of_two_models_are_not_published(tmp_path: Path, fake: Any) -> No
     for index, size in enumerate((4, 6)):
         info = ParameterInfo("w", (size,), Slice(0, 2 * index, 2 * index + 2, 2))
         write_shard(temporary, f"shard{index}", [TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(2))])
-    with pytest.raises(CheckpointError, match=r"'weights/w': one rank has F32\[4\], another F32\[6\]"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"'weights/w': one rank has F32\[4\], another F32\[6\]",
+        check=has_code("MW-CHECKPOINT-026"),
+    ):
         publish(temporary, final_directory(tmp_path, 1), fake.head(1))
 
 
@@ -224,7 +237,9 @@ def test_experts_numbered_from_0_on_every_rank_are_not_published(tmp_path: Path,
     for index in range(2):
         info = ParameterInfo("block0.mlp.experts.down", (4, 2, 2), Slice(0, 0, 2, 2), is_expert=True)
         write_shard(temporary, f"shard{index}", [TensorPiece(TensorKind.WEIGHTS, info, torch.zeros(2, 2, 2))])
-    with pytest.raises(CheckpointError, match=r"'weights/block0\.mlp\.experts\.down': .* overlap"):
+    with pytest.raises(
+        CheckpointError, match=r"'weights/block0\.mlp\.experts\.down': .* overlap", check=has_code("MW-CHECKPOINT-024")
+    ):
         publish(temporary, final_directory(tmp_path, 1), fake.head(1))
 
 
@@ -232,14 +247,18 @@ def test_a_shard_that_lost_bytes_is_not_published(tmp_path: Path, fake: Any) -> 
     temporary, final = shards(tmp_path, fake, [(1, 0)])
     os.truncate(temporary / "shard0-00000.safetensors", 100)
     with pytest.raises(
-        CheckpointError, match=r"shard0-00000\.safetensors: \d+ bytes were written, 100 are on the disk"
+        CheckpointError,
+        match=r"shard0-00000\.safetensors: \d+ bytes were written, 100 are on the disk",
+        check=has_code("MW-CHECKPOINT-024"),
     ):
         publish(temporary, final, fake.head(1))
 
 
 def test_a_tied_weight_given_twice_is_refused(tmp_path: Path) -> None:
     piece = TensorPiece(TensorKind.WEIGHTS, ParameterInfo("embedding.weight", (2,)), torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"'weights/embedding\.weight' twice: tied"):
+    with pytest.raises(
+        CheckpointError, match=r"'weights/embedding\.weight' twice: tied", check=has_code("MW-CHECKPOINT-027")
+    ):
         write_shard(begin(tmp_path, 1, "a1"), "shard", [piece, piece])
 
 

@@ -7,6 +7,7 @@ import pytest
 from meshwright.config import RunConfig, batch_numbers, phases, resolve, samples_after
 from meshwright.config.sections import Batch
 from meshwright.errors import ConfigError
+from tests.support.errors import has_code
 
 
 def sizes(start: int, increment: int, over: int, global_batch: int, steps: int) -> list[int]:
@@ -58,7 +59,7 @@ def test_without_a_ramp_there_is_one_phase() -> None:
 )
 def test_a_ramp_that_does_not_fit_is_refused(ramp: tuple[int, int, int], said: str) -> None:
     config = RunConfig().replace(batch={"micro_batch_size": 2, "global_batch": 8, "ramp": ramp}, parallel={"dp": 2})
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-063")):
         resolve(config, 2)
     fits = config.replace(batch={"ramp": (4, 4, 100)})
     assert resolve(fits, 2).batch.ramp == (4, 4, 100) and resolve(resolve(fits, 2), 2) == resolve(fits, 2)
@@ -67,7 +68,9 @@ def test_a_ramp_that_does_not_fit_is_refused(ramp: tuple[int, int, int], said: s
 def test_a_ramp_whose_schedules_would_take_minutes_is_refused() -> None:
     config = RunConfig().replace(batch={"micro_batch_size": 1, "global_batch": 4096}, parallel={"dp": 1, "pp": 2})
     with pytest.raises(
-        ConfigError, match=r"4,\d\d\d batch sizes, with [\d,]* forwards.*choose a larger increment"
+        ConfigError,
+        match=r"4,\d\d\d batch sizes, with [\d,]* forwards.*choose a larger increment",
+        check=has_code("MW-CONFIG-064"),
     ) as caught:
         resolve(config.replace(batch={"ramp": (1, 1, 10**9)}), 2)
     assert caught.value.code == "MW-CONFIG-064"

@@ -18,6 +18,7 @@ from meshwright.config import Batch, RunConfig, dump, parse, resolve
 from meshwright.config.batch import derive
 from meshwright.config.keys import KEYS
 from meshwright.errors import ConfigError
+from tests.support.errors import has_code
 
 
 def numbers_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> list[tuple[type, list[Any]]]:
@@ -107,5 +108,5 @@ def test_the_greatest_run_has_a_cursor_that_a_manifest_holds() -> None:
     ],
 )
 def test_a_derived_batch_number_beyond_its_bound_is_refused(batch: Batch, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-002")):
         derive(batch, 1)

@@ -10,6 +10,7 @@ from meshwright.config import load
 from meshwright.config.aliases import FAMILIAR, fold
 from meshwright.config.keys import KEYS, SECTIONS
 from meshwright.errors import ConfigError
+from tests.support.errors import has_code
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ from meshwright.errors import ConfigError
 def test_a_familiar_name_says_what_it_is_here(tmp_path: Path, name: str, here: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text('[data]\ntrain = "x"\n[batch]\nmicro_batch_size = 1\nchunks = 1\n')
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-CONFIG-013")) as caught:
         load(path, [f"--{name}=1"])
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].message.startswith(f"command line: {name} = 1: there is no ")
@@ -84,7 +85,9 @@ def test_a_familiar_name_says_what_it_is_here(tmp_path: Path, name: str, here: s
 
     path.write_text(f'{name} = 1\n[data]\ntrain = "x"\n[batch]\nmicro_batch_size = 1\nchunks = 1\n')
     if name.partition(".")[0] not in SECTIONS or "." not in name:
-        with pytest.raises(ConfigError, match=rf"run.toml: {name} = 1: .*; here this is {here}"):
+        with pytest.raises(
+            ConfigError, match=rf"run.toml: {name} = 1: .*; here this is {here}", check=has_code("MW-CONFIG-013")
+        ):
             load(path)
 
 

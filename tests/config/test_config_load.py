@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.config import Optimizer, RunConfig, load
 from meshwright.errors import ConfigError
+from tests.support.errors import has_code
 
 SOUND = """
 [data]
@@ -384,21 +385,21 @@ def test_a_missing_file_names_the_close_ones(tmp_path: Path) -> None:
     for name in ("demo.toml", "gpt2-124m.toml", "notes.txt"):
         (tmp_path / name).write_text(SOUND)
     meant = f"{tmp_path}/dmeo.toml: there is no such file; did you mean {tmp_path}/demo.toml?"
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-CONFIG-028")) as caught:
         load(tmp_path / "dmeo.toml")
     assert [problem.message for problem in caught.value.problems] == [meant]
-    with pytest.raises(ConfigError, match=r"did you mean .*/demo\.toml\?"):
+    with pytest.raises(ConfigError, match=r"did you mean .*/demo\.toml\?", check=has_code("MW-CONFIG-028")):
         load(tmp_path / "demo")
     with pytest.raises(
         ConfigError, match=r"xyz: there is no such file; in .* there is demo\.toml, gpt2-124m\.toml \[MW-CONFIG-028\]$"
     ):
         load(tmp_path / "xyz")
-    with pytest.raises(ConfigError, match="there is no such file, nor the folder"):
+    with pytest.raises(ConfigError, match="there is no such file, nor the folder", check=has_code("MW-CONFIG-028")):
         load(tmp_path / "nowhere" / "demo.toml")
 
 
 def test_without_a_file_the_command_line_is_still_judged(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-CONFIG-028")) as caught:
         load(tmp_path / "x.toml", ["--parallel.tp=many", "--parallel.ttp=1"])
     assert [problem.message.partition(":")[0] for problem in caught.value.problems] == [
         f"{tmp_path}/x.toml",
@@ -408,10 +409,10 @@ def test_without_a_file_the_command_line_is_still_judged(tmp_path: Path) -> None
 
 
 def test_a_folder_and_bytes_that_are_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="this is a folder; name a TOML file in it"):
+    with pytest.raises(ConfigError, match="this is a folder; name a TOML file in it", check=has_code("MW-CONFIG-029")):
         load(tmp_path)
     (tmp_path / "x.toml").write_bytes(b"[data]\n\xff\xfe")
-    with pytest.raises(ConfigError, match=r"not a text file in UTF-8 \(byte 7\)"):
+    with pytest.raises(ConfigError, match=r"not a text file in UTF-8 \(byte 7\)", check=has_code("MW-CONFIG-030")):
         load(tmp_path / "x.toml")
 
 

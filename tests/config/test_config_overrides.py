@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from meshwright.config import RunConfig, load
 from meshwright.errors import ConfigError
+from tests.support.errors import has_code
 
 FILE = """
 [data]
@@ -84,7 +85,9 @@ def test_what_is_not_overridden_stays(path: Path) -> None:
 def test_only_the_winning_value_is_judged(path: Path) -> None:
     path.write_text(FILE.replace("tp = 2", "tp = true"))
     assert load(path, ["--parallel.tp=2"]).parallel.tp == 2
-    with pytest.raises(ConfigError, match=r"^command line: parallel\.tp = 0 is not allowed"):
+    with pytest.raises(
+        ConfigError, match=r"^command line: parallel\.tp = 0 is not allowed", check=has_code("MW-CONFIG-020")
+    ):
         load(path, ["--parallel.tp=0"])
 
 

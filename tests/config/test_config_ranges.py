@@ -15,6 +15,7 @@ from meshwright.launch.cli import main
 from meshwright.launch.local import launch
 from meshwright.model.build import build_model
 from meshwright.schedule.build import build
+from tests.support.errors import has_code
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
 
@@ -46,9 +47,11 @@ def test_absurd_numbers(
 
 def test_derived_micro_batches_are_bounded_too() -> None:
     """chunks that follow from global_batch meet the bound where the schedule is built."""
-    with pytest.raises(ScheduleError, match="forwards in a step"):
+    with pytest.raises(ScheduleError, match="forwards in a step", check=has_code("MW-SCHEDULE-011")):
         build("1f1b", 16, 10**9)
-    with pytest.raises(ScheduleError, match=r"pp=64 x chunks=64 x interleave=65 = 266,240 forwards"):
+    with pytest.raises(
+        ScheduleError, match=r"pp=64 x chunks=64 x interleave=65 = 266,240 forwards", check=has_code("MW-SCHEDULE-011")
+    ):
         build("interleaved_1f1b", 64, 64, 65)
 
 
@@ -78,11 +81,15 @@ def test_more_than_a_cluster_or_a_machine_has(capsys: pytest.CaptureFixture[str]
     assert main(["mesh", DEMO, "--nodes", "1000000000", "--devices-per-node", "8"]) == 2
     assert "8,000,000,000 devices, and at most 1,048,576" in capsys.readouterr().err
     config = load(DEMO, ["--launch.processes=2048", "--parallel.dp=512", "--batch.global_batch=2048"])
-    with pytest.raises(ConfigError, match="2,048 ranks on this machine: at most 1,024 are started here"):
+    with pytest.raises(
+        ConfigError,
+        match="2,048 ranks on this machine: at most 1,024 are started here",
+        check=has_code("MW-LAUNCH-033"),
+    ):
         launch(lambda config, give_up: None, config)
 
 
 def test_a_builder_that_asks_for_too_much_is_placed_in_its_own_code() -> None:
     words = ["--model.options.hidden_size=1000000000000"]
-    with pytest.raises(ModelError, match=r"failed at .*models/\w+\.py:\d+|failed: "):
+    with pytest.raises(ModelError, match=r"failed at .*models/\w+\.py:\d+|failed: ", check=has_code("MW-MODEL-003")):
         build_model("meshwright.models.gpt2:build", load(DEMO, words).model.options, 0)

@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.config import load, parse
 from meshwright.errors import ConfigError
+from tests.support.errors import has_code
 
 CANARY = "canary-5e1f"
 BATCH = "[data]\ntrain = 'corpus'\n[batch]\nmicro_batch_size = 1\nchunks = 1\n"
@@ -15,7 +16,7 @@ BATCH = "[data]\ntrain = 'corpus'\n[batch]\nmicro_batch_size = 1\nchunks = 1\n"
 
 def refused(path: Path, text: str, *overrides: str) -> str:
     path.write_text(BATCH + text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-CONFIG-013", "MW-CONFIG-016", "MW-CONFIG-031")) as caught:
         load(path, overrides)
     assert CANARY not in str(caught.value)
     return str(caught.value)
@@ -57,7 +58,11 @@ def test_no_other_message_shows_one(tmp_path: Path) -> None:
     assert "not valid TOML" in refused(path, f"[model.options]\napi_key = '{CANARY}\n")
     assert "not valid TOML" in refused(path, f"[model]\noptions = {{ a = 1, hf_token = {CANARY} }}\n")
     text = f'{{"data": {{"options": {{"api_key": "{CANARY}"}}}}}}'
-    with pytest.raises(ConfigError, match=r"resolved\.json: data\.options\.api_key looks like a secret") as caught:
+    with pytest.raises(
+        ConfigError,
+        match=r"resolved\.json: data\.options\.api_key looks like a secret",
+        check=has_code("MW-CONFIG-016"),
+    ) as caught:
         parse(text, "resolved.json")
     assert CANARY not in str(caught.value)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from meshwright.config import Batch, Data, Launch, Parallel, RunConfig, bucket_bytes, default_world_size, load, resolve
 from meshwright.config.batch import derive, find_problem
 from meshwright.errors import ConfigError
+from tests.support.errors import has_code
 
 
 def make(batch: dict[str, int | None], launch: int | str = "auto", **parallel: Any) -> RunConfig:
@@ -130,9 +131,17 @@ def test_load_checks_the_batch_as_far_as_dp_is_known(tmp_path: Any) -> None:
     path = tmp_path / "x.toml"
     path.write_text('[data]\ntrain = "x"\n[batch]\nmicro_batch_size = 4\nglobal_batch = 20\n')
     assert load(path).batch.global_batch == 20  # dp = 1 or 5 would do
-    with pytest.raises(ConfigError, match=r"global_batch = 20 is not a multiple of micro_batch_size 4 x dp 2 = 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"global_batch = 20 is not a multiple of micro_batch_size 4 x dp 2 = 8",
+        check=has_code("MW-CONFIG-037"),
+    ):
         load(path, ["--parallel.dp=2"])
-    with pytest.raises(ConfigError, match="is not a multiple of micro_batch_size 4; the nearest that work"):
+    with pytest.raises(
+        ConfigError,
+        match="is not a multiple of micro_batch_size 4; the nearest that work",
+        check=has_code("MW-CONFIG-037"),
+    ):
         load(path, ["--batch.global_batch=21"])
 
 
@@ -183,13 +192,13 @@ def test_resolve_touches_nothing_else() -> None:
     ],
 )
 def test_a_product_that_is_not_the_world(parallel: dict[str, Any], world_size: int, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-CONFIG-003", "MW-CONFIG-004")) as caught:
         resolve(make(TWO, **parallel), world_size)
     assert [problem.message for problem in caught.value.problems] == [said]
 
 
 def test_resolve_tells_of_world_and_batch_together() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-CONFIG-004")) as caught:
         resolve(make({"micro_batch_size": 4, "global_batch": 20}, dp=2, pp=2), 6)
     assert [problem.message.split(" = ")[0] for problem in caught.value.problems] == [
         "dp 2 x pp 2 x tp 1",
@@ -200,7 +209,11 @@ def test_resolve_tells_of_world_and_batch_together() -> None:
 def test_resolve_finds_a_batch_that_does_not_fit_the_inferred_dp() -> None:
     config = make({"micro_batch_size": 1, "global_batch": 2})
     assert resolve(config, 2).batch.chunks == 1
-    with pytest.raises(ConfigError, match=r"global_batch = 2 is smaller than dp 4.*batch\.global_batch = 4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"global_batch = 2 is smaller than dp 4.*batch\.global_batch = 4",
+        check=has_code("MW-CONFIG-001"),
+    ):
         resolve(config, 4)
 
 
@@ -232,7 +245,7 @@ def test_how_many_ranks_to_start(launch: int | str, parallel: dict[str, Any], nu
     ],
 )
 def test_more_ranks_than_devices(launch: int | str, parallel: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(said), check=has_code("MW-CONFIG-007")):
         default_world_size(make(TWO, launch, **parallel), 4)
 
 

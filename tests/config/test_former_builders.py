@@ -12,6 +12,7 @@ from meshwright.checkpoint.manifest import Manifest
 from meshwright.config import load
 from meshwright.config.functions import OWN_BUILDERS, find_function, find_source, is_own_builder
 from meshwright.errors import CheckpointError, ModelError
+from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
 FORMER = "models.gpt2:build"
@@ -76,5 +77,5 @@ def test_a_checkpoint_with_the_former_name_goes_on(
     if goes_on:
         assert check_compatible(manifest, now, {}) == []
     else:
-        with pytest.raises(CheckpointError, match="it is another model"):
+        with pytest.raises(CheckpointError, match="it is another model", check=has_code("MW-CHECKPOINT-002")):
             check_compatible(manifest, now, {})

@@ -9,6 +9,7 @@ import pytest
 from meshwright.config import dump, load, parse
 from meshwright.config.keys import KEYS
 from meshwright.errors import ConfigError
+from tests.support.errors import has_code
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 NUMBERS = ["-1", "0", "7", "-0.0", "1e-320", "1e36", "1e999", "nan", "99999999999999999999", "1" * 4400]
@@ -41,5 +42,7 @@ def test_no_text_has_a_nul_character() -> None:
         "launch.cluster",
         "model.options.x",
     ):
-        with pytest.raises(ConfigError, match=rf"{key} = .* cannot be used \(it has a NUL character\)"):
+        with pytest.raises(
+            ConfigError, match=rf"{key} = .* cannot be used \(it has a NUL character\)", check=has_code("MW-CONFIG-019")
+        ):
             load(DEMO, [f"--{key}=a\x00b"])

@@ -20,6 +20,7 @@ from meshwright.data.indexed import inspect
 from meshwright.data.order import BlendOrder, SampleOrder, whole_weights
 from meshwright.data.token_files import documents
 from meshwright.errors import DataError
+from tests.support.errors import has_code
 from tests.support.layouts import samples
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 49), max_size=9), min_size=1, max_size=12)
@@ -110,7 +111,9 @@ def test_documents_of_several_sequences(tmp_path: Path) -> None:
 
 def test_a_mask_of_another_corpus(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", [[1, 2, 3]], [1, 0])
-    with pytest.raises(DataError, match=r"c\.mask has 2 bytes where the corpus has 3 tokens"):
+    with pytest.raises(
+        DataError, match=r"c\.mask has 2 bytes where the corpus has 3 tokens", check=has_code("MW-DATA-032")
+    ):
         Corpus(prefix, 2)
 
 

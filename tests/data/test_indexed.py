@@ -16,6 +16,7 @@ from meshwright.data import indexed
 from meshwright.data.indexed import inspect
 from meshwright.data.token_files import TokenStream, documents
 from meshwright.errors import DataError
+from tests.support.errors import has_code
 
 DOCUMENTS = [np.array([5, 6, 7, 0]), np.array([0]), np.arange(100, 120)]
 
@@ -84,7 +85,7 @@ def test_a_large_index_is_checked_piece_by_piece(tmp_path: Path, monkeypatch: py
     prefix = build(tmp_path / "c", documents=documents)
     assert inspect(prefix).num_tokens == sum(map(len, documents))
     patch(indexed.idx_path(prefix), 34 + 4 * 40, struct.pack("<i", documents[40].size + 1))
-    with pytest.raises(DataError, match="sequence 41 of 50"):
+    with pytest.raises(DataError, match="sequence 41 of 50", check=has_code("MW-DATA-036")):
         inspect(prefix)
 
 
@@ -136,29 +137,29 @@ def test_damage_is_named(tmp_path: Path, kind: str) -> None:
 
 
 def test_no_documents_is_an_empty_corpus(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"corpus .*c is empty: 0 documents, 0 tokens"):
+    with pytest.raises(DataError, match=r"corpus .*c is empty: 0 documents, 0 tokens", check=has_code("MW-DATA-029")):
         inspect(build(tmp_path / "c", documents=[]))
 
 
 def test_multimodal_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="multimodal"):
+    with pytest.raises(DataError, match="multimodal", check=has_code("MW-DATA-025")):
         inspect(build(tmp_path / "c", multimodal=True))
 
 
 def test_a_missing_corpus_says_what_is_there(tmp_path: Path) -> None:
     build(tmp_path / "train")
-    with pytest.raises(DataError, match=r"no corpus at .*trian .*holds train"):
+    with pytest.raises(DataError, match=r"no corpus at .*trian .*holds train", check=has_code("MW-DATA-035")):
         inspect(tmp_path / "trian")
-    with pytest.raises(DataError, match=r"the directory .*nowhere does not exist"):
+    with pytest.raises(DataError, match=r"the directory .*nowhere does not exist", check=has_code("MW-DATA-035")):
         inspect(tmp_path / "nowhere" / "train")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty holds no \.idx file"):
+    with pytest.raises(DataError, match=r"empty holds no \.idx file", check=has_code("MW-DATA-035")):
         inspect(tmp_path / "empty" / "train")
 
 
 def test_a_prefix_with_its_suffix_says_what_to_write(tmp_path: Path) -> None:
     prefix = build(tmp_path / "train")
-    with pytest.raises(DataError, match=rf"write {prefix} \(no suffix\)"):
+    with pytest.raises(DataError, match=rf"write {prefix} \(no suffix\)", check=has_code("MW-DATA-033")):
         inspect(tmp_path / "train.bin")
 
 

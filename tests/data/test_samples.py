@@ -21,6 +21,7 @@ from meshwright.data.order import OnceInOrder, SampleOrder
 from meshwright.data.sources import unigram_nats, validation_steps
 from meshwright.errors import DataError
 from meshwright.pipeline.values import Microbatch
+from tests.support.errors import has_code
 from tests.support.layouts import microbatch, samples
 
 END = 0
@@ -200,7 +201,9 @@ def test_validation_counts_each_sample_once(prefix: Path) -> None:
 
 def test_too_short_for_one_sample(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", [[1, 2, 3, 4, 5]])
-    with pytest.raises(DataError, match=r"c has 5 tokens, less than one sample: a sequence of 5 needs 6"):
+    with pytest.raises(
+        DataError, match=r"c has 5 tokens, less than one sample: a sequence of 5 needs 6", check=has_code("MW-DATA-001")
+    ):
         Corpus(prefix, 5)
     assert Corpus(prefix, 4).num_samples == 1
 
@@ -208,7 +211,9 @@ def test_too_short_for_one_sample(tmp_path: Path) -> None:
 def test_token_id_beyond_the_vocabulary_is_found_up_front(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", [[1] * 17, [1, 300, 1]])
     with pytest.raises(
-        DataError, match=r"corpus .*c holds token id 300 in sample 3 .*vocabulary has 300 .*to 301 or more"
+        DataError,
+        match=r"corpus .*c holds token id 300 in sample 3 .*vocabulary has 300 .*to 301 or more",
+        check=has_code("MW-DATA-006"),
     ):
         Corpus(prefix, LENGTH, vocab_size=300)
     assert Corpus(prefix, LENGTH, vocab_size=301).num_samples == 3
@@ -218,7 +223,9 @@ def test_token_id_beyond_the_vocabulary_is_found_up_front(tmp_path: Path) -> Non
 def test_token_id_beyond_the_vocabulary_by_the_fingerprint(tmp_path: Path) -> None:
     prefix = write(tmp_path / "train", [[1] * 20])
     leave_fingerprint(tmp_path, "train", tokens=20, max_token_id=99)
-    with pytest.raises(DataError, match=r"train holds token id 99 according to its fingerprint.json"):
+    with pytest.raises(
+        DataError, match=r"train holds token id 99 according to its fingerprint.json", check=has_code("MW-DATA-006")
+    ):
         Corpus(prefix, LENGTH, vocab_size=99)
     assert Corpus(prefix, LENGTH, vocab_size=100).eod_id == END
 
@@ -229,35 +236,45 @@ def test_token_id_beyond_the_vocabulary_that_the_fingerprint_hides(tmp_path: Pat
     leave_fingerprint(tmp_path, "train", tokens=20, max_token_id=1)
     feed = CorpusSource(Corpus(prefix, LENGTH, vocab_size=60), OnceInOrder(3))
     assert samples(feed, 0, 1).inputs.tolist() == [[1] * LENGTH]
-    with pytest.raises(DataError, match=r"train holds token id 60 in sample 1 \(tokens from 5 on\).*has 60"):
+    with pytest.raises(
+        DataError,
+        match=r"train holds token id 60 in sample 1 \(tokens from 5 on\).*has 60",
+        check=has_code("MW-DATA-006"),
+    ):
         samples(feed, 1, 1)
 
 
 def test_negative_ids_are_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", [[1, 2, -3, 4, 5, 6, 7]], np.int32)
-    with pytest.raises(DataError, match="holds the token id -3 in sample 0"):
+    with pytest.raises(DataError, match="holds the token id -3 in sample 0", check=has_code("MW-DATA-005")):
         Corpus(prefix, LENGTH, vocab_size=VOCAB)
-    with pytest.raises(DataError, match="holds the token id -3 in sample 0"):
+    with pytest.raises(DataError, match="holds the token id -3 in sample 0", check=has_code("MW-DATA-005")):
         Corpus(prefix, LENGTH).sample(0)
 
 
 def test_masking_needs_to_know_the_end_of_document(prefix: Path) -> None:
-    with pytest.raises(DataError, match=r"eod_mask_loss needs the id .*set data\.tokenizer"):
+    with pytest.raises(
+        DataError, match=r"eod_mask_loss needs the id .*set data\.tokenizer", check=has_code("MW-DATA-002")
+    ):
         Corpus(prefix, LENGTH, rules=DocumentRules(eod_mask_loss=True))
 
 
 def test_a_fingerprint_of_another_corpus_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "train", [[1] * 20])
     leave_fingerprint(tmp_path, "train", tokens=21, max_token_id=1)
-    with pytest.raises(DataError, match=r"counts 21 tokens in train, its \.idx 20"):
+    with pytest.raises(DataError, match=r"counts 21 tokens in train, its \.idx 20", check=has_code("MW-DATA-007")):
         Corpus(prefix, LENGTH)
     leave_fingerprint(tmp_path, "validation", tokens=21, max_token_id=1)
     assert Corpus(prefix, LENGTH).known is None
     (tmp_path / fingerprints.FILE_NAME).write_text('{"schema_version": 2}')
-    with pytest.raises(DataError, match=r"fingerprint\.json cannot be understood \(schema_version: Input should be 1"):
+    with pytest.raises(
+        DataError,
+        match=r"fingerprint\.json cannot be understood \(schema_version: Input should be 1",
+        check=has_code("MW-DATA-018"),
+    ):
         Corpus(prefix, LENGTH)
     (tmp_path / fingerprints.FILE_NAME).write_text("{")
-    with pytest.raises(DataError, match=r"fingerprint\.json cannot be understood"):
+    with pytest.raises(DataError, match=r"fingerprint\.json cannot be understood", check=has_code("MW-DATA-018")):
         Corpus(prefix, LENGTH)
 
 

@@ -15,6 +15,7 @@ from meshwright.data.causal import CorpusSource
 from meshwright.data.sources import describe_source, open_sources
 from meshwright.errors import ConfigError, DataError, ModelError
 from tests.data.corpora import bytes_tokenizer, made, write_lines
+from tests.support.errors import has_code
 from tests.support.layouts import microbatch, samples
 
 
@@ -70,7 +71,9 @@ def test_lists_in_files_and_on_the_command_line(corpora: Path, tmp_path: Path) -
     assert load(file, ["--data.train=[z]"]).data.train == "[z]"
     for wrong in ('[{path = "z", weight = 0}]', "[]", '[{path = "z", wieght = 1}]', "[5]"):
         with pytest.raises(
-            ConfigError, match=r"data\.train = .* is not allowed: the path of a .bin/.idx pair, without"
+            ConfigError,
+            match=r"data\.train = .* is not allowed: the path of a .bin/.idx pair, without",
+            check=has_code("MW-CONFIG-020"),
         ):
             load(file, [f"--data.train={wrong}"])
 
@@ -89,7 +92,7 @@ def test_lists_in_files_and_on_the_command_line(corpora: Path, tmp_path: Path) -
 def test_keys_without_effect(tmp_path: Path, data: dict[str, Any], said: str) -> None:
     config = RunConfig.model_validate({"data": {"train": "c", **data}, "batch": {"chunks": 1, "micro_batch_size": 1}})
     (tmp_path / "run.toml").write_text(to_toml(config))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-046")):
         load(tmp_path / "run.toml")
 
 
@@ -98,12 +101,18 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(corpora: Path) -> No
     config = config_of(corpora)
     small = config.model_copy(update={"model": config.model.model_copy(update={"options": {"vocab_size": 256}})})
     with pytest.raises(
-        DataError, match=r"made with a tokenizer of 257 tokens, and the model's vocabulary has 256: set"
+        DataError,
+        match=r"made with a tokenizer of 257 tokens, and the model's vocabulary has 256: set",
+        check=has_code("MW-DATA-004"),
     ):
         open_sources(small)
     tokenizer = {"tokenizer": str(corpora / "tokenizer/tokenizer.json")}
     small = small.model_copy(update={"data": small.data.model_copy(update=tokenizer)})
-    with pytest.raises(DataError, match=r"tokenizer\.json has token ids up to 256, and the model's vocabulary 256"):
+    with pytest.raises(
+        DataError,
+        match=r"tokenizer\.json has token ids up to 256, and the model's vocabulary 256",
+        check=has_code("MW-DATA-090"),
+    ):
         open_sources(small)
 
 
@@ -112,5 +121,7 @@ def test_a_model_that_takes_no_boundaries(corpora: Path) -> None:
     batch = {"micro_batch_size": 1, "chunks": 1, "global_batch": 1}
     own = {"builder": "tests.support.builders:plain", "options": {"vocab_size": 257}}
     tree = {**config.model_dump(exclude_unset=True), "model": own, "batch": batch, "parallel": {"dp": 1}}
-    with pytest.raises(ModelError, match=r"With data\.document_boundaries the first layer gets"):
+    with pytest.raises(
+        ModelError, match=r"With data\.document_boundaries the first layer gets", check=has_code("MW-RUN-001")
+    ):
         draw_blueprint(RunConfig.model_validate(tree))

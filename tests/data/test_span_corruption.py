@@ -17,6 +17,7 @@ from meshwright.data.corpus import IGNORE
 from meshwright.data.order import OnceInOrder, SampleOrder
 from meshwright.data.span_corruption import Lengths, SpanCorruptionSource, corrupt, lengths, open_corpus, spans_of
 from meshwright.errors import DataError
+from tests.support.errors import has_code
 from tests.support.layouts import microbatch, samples
 
 LENGTH = 32
@@ -78,7 +79,7 @@ def test_every_length_from_two_on_can_be_had() -> None:
         if sequence_length > 100:
             assert found.noise / found.window == pytest.approx(0.15, abs=0.5 / found.window + 1e-12)
             assert found.noise / found.spans == pytest.approx(3, rel=0.1)
-    with pytest.raises(DataError, match="sequence_length = 1 leaves no room"):
+    with pytest.raises(DataError, match="sequence_length = 1 leaves no room", check=has_code("MW-DATA-091")):
         lengths(1)
 
 
@@ -174,11 +175,11 @@ def test_past_the_end_of_what_is_read_once_nothing_counts(prefix: Path) -> None:
 def test_text_that_uses_a_sentinel_is_refused_with_the_size_that_would_do(prefix: Path) -> None:
     assert open_corpus(prefix, LENGTH, VOCAB).num_samples == 20
     largest = VOCAB - SHAPE.sentinels - 1
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, check=has_code("MW-DATA-006")) as caught:
         open_corpus(prefix, LENGTH, VOCAB - 1)
     for words in (f"token id {largest}", "the last 3 are sentinels", "ids below 56", "vocab_size to 60 or more"):
         assert words in str(caught.value)
-    with pytest.raises(DataError, match="ids below 0"):
+    with pytest.raises(DataError, match="ids below 0", check=has_code("MW-DATA-006")):
         open_corpus(prefix, LENGTH, 2)
-    with pytest.raises(DataError, match=r"last 3 ids .*set model\.options\.vocab_size"):
+    with pytest.raises(DataError, match=r"last 3 ids .*set model\.options\.vocab_size", check=has_code("MW-DATA-092")):
         open_corpus(prefix, LENGTH, None)

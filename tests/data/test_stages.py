@@ -19,6 +19,7 @@ from meshwright.data.stages import StageOrder
 from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.launch.cli import main
 from tests.data.corpora import bytes_tokenizer, made, write_lines
+from tests.support.errors import has_code
 from tests.support.layouts import microbatch, samples
 
 STEP = 8
@@ -134,7 +135,11 @@ def test_a_stage_may_change_until_it_has_begun(corpora: Path) -> None:
     for now in (plain, moved, other):
         assert compare(staged, now, 24)[0].startswith("data.stages: ") and compare(now, staged, 24)
         for before, after in ((staged, now), (now, staged)):
-            with pytest.raises(CheckpointError, match=r"from sample 24: .*data\.stages\[0\]\.train\[\d\] \(weight"):
+            with pytest.raises(
+                CheckpointError,
+                match=r"from sample 24: .*data\.stages\[0\]\.train\[\d\] \(weight",
+                check=has_code("MW-CHECKPOINT-002"),
+            ):
                 compare(before, after, 48)
     assert compare(staged, staged, 80) == []
 
@@ -154,7 +159,7 @@ def test_weights_are_compared_in_all_their_digits(corpora: Path, at: int) -> Non
     exact, other, six = (mixtures(corpora, weight)[at] for weight in LONG.values())
     assert compare(exact, exact, 80) == []
     for before, after in ((exact, other), (other, exact), (exact, six), (six, exact)):
-        with pytest.raises(CheckpointError, match=r"\(weight 1\.?2345"):
+        with pytest.raises(CheckpointError, match=r"\(weight 1\.?2345", check=has_code("MW-CHECKPOINT-002")):
             compare(before, after, 80)
     assert "(weight 1.23456e+06)" in " ".join(data_fingerprint(open_sources(six)[0])), "the name of older checkpoints"
 
@@ -167,7 +172,9 @@ def test_a_checkpoint_with_rounded_weights_is_resumed(corpora: Path, at: int) ->
     assert rounded.keys() != found.keys()
     before = merge(CheckpointMetadata(10, 80, exact.run.seed, tree, rounded, {}), [])
     assert check_compatible(before, tree, found) == []
-    with pytest.raises(CheckpointError, match="the samples seen so far were others"):
+    with pytest.raises(
+        CheckpointError, match="the samples seen so far were others", check=has_code("MW-CHECKPOINT-002")
+    ):
         check_compatible(before, other.model_dump(mode="json"), data_fingerprint(open_sources(other)[0]))
 
 
@@ -183,17 +190,25 @@ def test_a_checkpoint_with_rounded_weights_is_resumed(corpora: Path, at: int) ->
 )
 def test_wrong_stages(tmp_path: Path, corpora: Path, stages: list[dict[str, Any]], said: str) -> None:
     (tmp_path / "run.toml").write_text(to_toml(config_of(corpora, *stages)))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-061")):
         load(tmp_path / "run.toml")
 
 
 def test_stages_need_a_corpus_and_samples_left(corpora: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"from sample 80 on never starts in the 80 samples of train\.steps = 10"):
+    with pytest.raises(
+        DataError,
+        match=r"from sample 80 on never starts in the 80 samples of train\.steps = 10",
+        check=has_code("MW-DATA-105"),
+    ):
         open_sources(config_of(corpora, {"from_samples": 80, "train": "b"}))
     own = config_of(corpora, *ANNEALING)
     own = own.replace(data={"train": "", "builder": "a:b", "packing": "stream", "sequence_length": 1024})
     (tmp_path / "run.toml").write_text(to_toml(own))
-    with pytest.raises(ConfigError, match=r"data\.stages = .* without effect: the samples come from data\.builder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.stages = .* without effect: the samples come from data\.builder",
+        check=has_code("MW-CONFIG-046"),
+    ):
         load(tmp_path / "run.toml")
 
 

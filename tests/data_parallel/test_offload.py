@@ -29,6 +29,7 @@ from meshwright.step import take_step
 from meshwright.tools.verify import layout_config, parse_layout
 from meshwright.tools.verify.rank import open_verify_source
 from tests.data_parallel.apart import Apart
+from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, model_config, size_for
 
 
@@ -247,12 +248,18 @@ def test_no_room_is_said_at_once(tmp_path: Path) -> None:
     """Not by a signal in the middle of a step, when a page is written that has no place."""
     memory = HostMemory(torch.device("cpu"), tmp_path)
     assert memory.allocate(2**10, torch.float32).sum() == 0
-    with pytest.raises(ConfigError, match=r"parallel\.offload_directory = .*: no 4,194,304 bytes for what the optim"):
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel\.offload_directory = .*: no 4,194,304 bytes for what the optim",
+        check=has_code("MW-OPTIM-002"),
+    ):
         memory.allocate(2**20, torch.float32)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"offload_directory = '.*file/below': no .* Not a directory"):
+    with pytest.raises(
+        ConfigError, match=r"offload_directory = '.*file/below': no .* Not a directory", check=has_code("MW-OPTIM-002")
+    ):
         HostMemory(torch.device("cpu"), tmp_path / "file" / "below").allocate(8, torch.float32)

@@ -25,6 +25,7 @@ from meshwright.run.directory import run_directory
 from meshwright.run.starts import record_start
 from tests.checkpoint.test_checkpoint_hostile import forge
 from tests.end_to_end.driving import changed, layout, run_config, train
+from tests.support.errors import has_code
 
 
 def flip_all(file: Path) -> None:
@@ -138,7 +139,9 @@ def test_a_corpus_that_is_cut_short_under_a_run_is_named(copied: Path) -> None:
     last = open_corpus.num_samples - 1
     open_corpus.example(last)
     os.truncate(copied / "train.bin", 4096)
-    with pytest.raises(DataError, match=r"train\.bin has 4,096 bytes, and had .* when it was opened"):
+    with pytest.raises(
+        DataError, match=r"train\.bin has 4,096 bytes, and had .* when it was opened", check=has_code("MW-DATA-031")
+    ):
         open_corpus.example(last)
 
 
@@ -149,7 +152,9 @@ def test_so_is_what_lies_beside_it(ending: str, copied: Path) -> None:
     found = Corpus(copied / "train", 32, rules=DocumentRules(boundaries=True))
     found.example(found.num_samples - 1)
     os.truncate(copied / f"train.{ending}", 0)
-    with pytest.raises(DataError, match=rf"train\.{ending} has 0 bytes, and had .* when it was opened"):
+    with pytest.raises(
+        DataError, match=rf"train\.{ending} has 0 bytes, and had .* when it was opened", check=has_code("MW-DATA-031")
+    ):
         found.example(found.num_samples - 1)
 
 

@@ -13,6 +13,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.launch.work import check, work
 from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import changed, layout, lines, run_config, train
+from tests.support.errors import has_code
 
 
 def refused(rank: int, world_size: int, config: RunConfig) -> tuple[str, int]:
@@ -58,5 +59,9 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(corpus: Pa
         parallel=layout(""),
         model={"builder": "tests.end_to_end.builders:with_a_boolean_buffer"},
     )
-    with pytest.raises(ConfigError, match=r"a checkpoint of this run could not be written .*\n.*seen.*torch\.bool"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a checkpoint of this run could not be written .*\n.*seen.*torch\.bool",
+        check=has_code("MW-RUN-027"),
+    ):
         check(config, 1)

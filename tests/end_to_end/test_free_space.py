@@ -23,6 +23,7 @@ from meshwright.parts import Observer, Parts
 from meshwright.run.directory import run_directory
 from meshwright.run.tensors import saved_tensors
 from tests.end_to_end.driving import GPT2, initial_weights, layout, run_config, size
+from tests.support.errors import has_code
 
 STATES = ("first", "second", "third")
 
@@ -143,7 +144,7 @@ def test_fewer_than_are_kept_is_warned_of(
     assert "warning: " in capfd.readouterr().err
     (dead / "pp0-tp0-00000.safetensors").unlink()
     fill(disk, 20_000)
-    with pytest.raises(ConfigError, match="bytes free, and one checkpoint"):
+    with pytest.raises(ConfigError, match="bytes free, and one checkpoint", check=has_code("MW-CHECKPOINT-029")):
         check(config, 1)
 
     # a run that has taken its steps saves no more

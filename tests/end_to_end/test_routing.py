@@ -14,6 +14,7 @@ from meshwright.launch.work import check
 from meshwright.run.directory import run_directory
 from tests.end_to_end.driving import LATER, changed, lines, train
 from tests.end_to_end.test_shared_experts import LLAMA, of_layout
+from tests.support.errors import has_code
 
 MOE = {"num_experts": 4, "top_k": 2, "capacity_factor": 0.8, "balance": "bias", "bias_rate": 0.05}
 
@@ -58,11 +59,11 @@ def test_keys_that_contradict_each_other(corpus: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[data]\ntrain = "none"\n')
     for key, said in (("routing=replay", "needs train.routing_directory"), ("routing_directory=a", "has no effect")):
-        with pytest.raises(ConfigError, match=said) as error:
+        with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-037")) as error:
             load(file, [f"--train.{key}"])
         assert "MW-CONFIG-078" in [problem.code for problem in error.value.problems]
     dense = of_layout(corpus, tmp_path, "dp1")
     options = {name: value for name, value in LLAMA.items() if name != "moe"}
-    with pytest.raises(ConfigError, match="the model has none") as error:
+    with pytest.raises(ConfigError, match="the model has none", check=has_code("MW-EP-008")) as error:
         check(changed(dense, model={"options": options}, train={"routing": "record"}), 1)
     assert error.value.code == "MW-EP-008"

@@ -35,6 +35,7 @@ from meshwright.tools.inference.sample import SAME_TEXT, Sampling, generate, sam
 from meshwright.tools.inference.sample import check as check_sampling
 from tests.end_to_end.driving import GPT2, layout, lines, run_config, train
 from tests.end_to_end.shell import ROOT, Shell
+from tests.support.errors import has_code
 from tests.support.plain import load_plain
 
 LAYOUTS = ["", "dp2", "pp2", "tp2,sequence", "dp2,pp2,tp2"]
@@ -192,7 +193,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(trained: RunConfig, corpus: Pa
     tree = json.loads((corpus / "tokenizer.json").read_text())
     tree["model"]["merges"] = tree["model"]["merges"][:-1]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(DataError, match="another tokenizer than the run's"):
+    with pytest.raises(DataError, match="another tokenizer than the run's", check=has_code("MW-INFERENCE-006")):
         with_corpus(trained, tmp_path)
 
 

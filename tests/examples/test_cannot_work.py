@@ -12,6 +12,7 @@ from meshwright.data.dataset import open_dataset
 from meshwright.errors import DataError, UserError
 from meshwright.launch.cli import main
 from meshwright.launch.work import check
+from tests.support.errors import has_code
 
 
 def config_of(runs: Path, fault: str = "in_place", sample: str = "", **sections: Any) -> RunConfig:
@@ -92,7 +93,7 @@ def test_a_sample_in_the_middle(data: str, message: str, tmp_path: Path) -> None
     """Found when it is read: also where a micro-batch is a single sample, which nothing else would notice."""
     samples = open_dataset(config_of(tmp_path, sample=data), "train")
     assert samples is not None
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message, check=has_code("MW-DATA-009", "MW-DATA-013")):
         samples.sample(5)
 
 

@@ -30,6 +30,7 @@ from meshwright.run.directory import run_directory
 from meshwright.tools.verify import parse_layout, verify
 from tests.end_to_end.driving import GPT2, changed, differing, exact_losses, lines, tensors, train
 from tests.examples import streams
+from tests.support.errors import has_code
 from tests.support.layouts import samples
 
 ROOT = Path(__file__).parents[2]
@@ -108,7 +109,11 @@ def test_a_place_saves_reading_again(tmp_path: Path) -> None:
     assert torch.equal(samples(other, 16, 1).labels, expected("stateful", 3, 1))
     other = opened(tmp_path)
     other.restore({**state, "state": {"at": 3}})
-    with pytest.raises(DataError, match=r"by load_state_dict, its sample 16 is another one than without a break"):
+    with pytest.raises(
+        DataError,
+        match=r"by load_state_dict, its sample 16 is another one than without a break",
+        check=has_code("MW-DATA-110"),
+    ):
         samples(other, 16, 1)
 
 
@@ -163,14 +168,18 @@ def test_a_map_style_dataset_with_collate_and_workers(tmp_path: Path, workers: d
     ],
 )
 def test_a_collate_function_that_depends_on_the_layout(tmp_path: Path, function: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=said, check=has_code("MW-DATA-106", "MW-DATA-107", "MW-DATA-108")):
         rows_of(tmp_path, function)
 
 
 def test_an_error_in_a_worker_is_the_error_of_the_read(tmp_path: Path) -> None:
     source = opened(tmp_path, "breaks", data={"workers": 2} | base("breaks"))
     assert torch.equal(samples(source, 4, 1).labels, expected("breaks", 4, 1))
-    with pytest.raises(DataError, match=r"sample 17 of epoch 0 failed at .*streams\.py:\d+: ValueError: record 18"):
+    with pytest.raises(
+        DataError,
+        match=r"sample 17 of epoch 0 failed at .*streams\.py:\d+: ValueError: record 18",
+        check=has_code("MW-DATA-115"),
+    ):
         samples(source, 17, 1)
 
 
@@ -269,7 +278,9 @@ def test_the_guess_of_what_a_replica_reads_next_is_right(ramp: tuple[int, int, i
 def test_keys_without_effect(tmp_path: Path) -> None:
     config = config_of(tmp_path, data={"builder": None, "options": {}, "train": "c", "workers": 2})
     (tmp_path / "run.toml").write_text(to_toml(config))
-    with pytest.raises(ConfigError, match=r"data\.workers has no effect without data\.builder"):
+    with pytest.raises(
+        ConfigError, match=r"data\.workers has no effect without data\.builder", check=has_code("MW-CONFIG-046")
+    ):
         load(tmp_path / "run.toml")
 
 

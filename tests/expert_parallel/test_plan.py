@@ -17,6 +17,7 @@ from meshwright.launch.pool import RankPool
 from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
 from meshwright.mesh.comm import Group
 from meshwright.tools.verify import parse_layout
+from tests.support.errors import has_code
 from tests.tools.verify.cases import References, config_of, prove
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "num_layers": 1, "max_sequence_length": 8, "num_heads": 4}
@@ -48,7 +49,7 @@ def test_a_rank_has_its_experts_alone() -> None:
 )
 def test_models_that_cannot_be_shared(moe: dict[str, Any] | None, parallel: dict[str, Any], words: str) -> None:
     config = resolve(llama(moe, **parallel), parallel["dp"])
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=words, check=has_code("MW-EP-001", "MW-EP-002")):
         draw_blueprint(config)
 
 
@@ -121,7 +122,7 @@ def own(held: str, **parallel: Any) -> Any:
 def test_buffers_with_a_row_for_each_expert_are_refused(held: str, code: str, words: str) -> None:
     """Ids on a rank count its own experts: it would read, or count, the rows of the first rank's."""
     draw_blueprint(resolve(own(held, dp=2), 2))
-    with pytest.raises(ModelError, match=words) as caught:
+    with pytest.raises(ModelError, match=words, check=has_code("MW-EP-011", "MW-PIPELINE-043")) as caught:
         draw_blueprint(resolve(own(held, dp=2, ep=2), 2))
     assert caught.value.code == code
 
@@ -144,19 +145,23 @@ def test_a_frozen_parameter_in_their_place_is_cut(pool: RankPool) -> None:
 def test_degrees_that_contradict_each_other(parallel: str, words: str, tmp_path: Path) -> None:
     place = tmp_path / "run.toml"
     place.write_text(f"[parallel]\n{parallel}\n[data]\ntrain = 'x'\n")
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words, check=has_code("MW-CONFIG-037")):
         load(place, [])
 
 
 def test_ep_divides_the_ranks_of_a_stage() -> None:
     config = llama({"num_experts": 6, "top_k": 2}, dp=4, pp=2, ep=3)
-    with pytest.raises(ConfigError, match=r"ep = 3 does not divide dp 4 x tp 1 = 4.*: choose one of 1, 2, 4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ep = 3 does not divide dp 4 x tp 1 = 4.*: choose one of 1, 2, 4",
+        check=has_code("MW-CONFIG-077"),
+    ):
         resolve(config, 8)
 
 
 def test_a_group_stays_inside_a_node_unless_it_may_leave_it() -> None:
     grid = Grid(dp=8, ep=8)
-    with pytest.raises(MeshError, match=r"ranks 0..7 straddles the nodes node0, node1"):
+    with pytest.raises(MeshError, match=r"ranks 0..7 straddles the nodes node0, node1", check=has_code("MW-MESH-018")):
         check_placement(grid, nodes_of(2, 4))
     check_placement(grid, nodes_of(2, 4), ep_across_nodes=True)
     drawn = " ".join(draw_placement(grid, nodes_of(2, 4)).split())

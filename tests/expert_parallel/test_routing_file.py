@@ -24,6 +24,7 @@ from meshwright.expert_parallel.routing_file import (
 from meshwright.models.experts import MoE
 from meshwright.models.moe_options import FeedForwards, MoeOptions
 from meshwright.seeding import Draw
+from tests.support.errors import has_code
 
 E, K, S, D = 6, 2, 5, 8
 NAME = "mlp.router"
@@ -81,7 +82,7 @@ def test_a_file_of_ones_own_may_leave_tokens_to_the_router(tmp_path: Path) -> No
 
 
 def refused(directory: Path, code: str, facts: dict[str, str | int] | None = None) -> str:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, check=has_code("MW-EP-005", "MW-EP-006", "MW-EP-007")) as error:
         run(RoutingPlan(replay=directory, fingerprint=facts or {}), layers())
     assert error.value.code == code
     return error.value.message
@@ -93,7 +94,7 @@ def test_a_file_of_another_run_is_refused_in_one_message(tmp_path: Path) -> None
     said = refused(tmp_path, "MW-EP-006", fingerprint_of("models:build", {"a": 2}, {"corpus": "cd"}, 8, S))
     assert all(word in said for word in ("model.options is", "data is", "run.seed is 8, the file's 7"))
     assert "model.builder" not in said
-    with pytest.raises(ConfigError, match="samples is 9 to 12, the file's 8 to 11"):
+    with pytest.raises(ConfigError, match="samples is 9 to 12, the file's 8 to 11", check=has_code("MW-EP-006")):
         run(RoutingPlan(replay=tmp_path, fingerprint=facts), layers(), start=9)
 
 
@@ -125,12 +126,16 @@ def test_ids_of_dropped_tokens_are_refused_by_a_router_without_a_capacity(tmp_pa
     ids = torch.tensor([0, E + 1]).expand(4, S, K).contiguous()
     save_file({NAME: ids}, tmp_path / "step-00000001.safetensors")
     assert run(RoutingPlan(replay=tmp_path), layers()).shape == (4, S, D)
-    with pytest.raises(ConfigError, match=rf"ids from 0 to {E + 1} for mlp.router, not below {E}"):
+    with pytest.raises(
+        ConfigError, match=rf"ids from 0 to {E + 1} for mlp.router, not below {E}", check=has_code("MW-EP-007")
+    ):
         run(RoutingPlan(replay=tmp_path), layers(capacity_factor=0.0))
 
 
 def test_a_router_that_sees_a_token_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"25 tokens in a step of 4 samples of 5 tokens.*") as error:
+    with pytest.raises(
+        ConfigError, match=r"25 tokens in a step of 4 samples of 5 tokens.*", check=has_code("MW-EP-010")
+    ) as error:
         run(RoutingPlan(tmp_path), layers(), (0, 1, 2, 3, 3))
     assert error.value.code == "MW-EP-010"
 

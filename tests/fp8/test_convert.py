@@ -15,6 +15,7 @@ from meshwright.fp8.convert import names_in_fp8
 from meshwright.fp8.linear import Fp8Linear
 from meshwright.model.build import build_model, configured_model
 from meshwright.tools.verify import layout_config, parse_layout
+from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -64,20 +65,26 @@ def test_what_a_rule_of_the_users_splits_stays() -> None:
     ],
 )
 def test_patterns_without_a_meaning(train: dict[str, Any], code: str, said: str) -> None:
-    with pytest.raises(ModelError, match=said.replace("[", r"\[")) as caught:
+    with pytest.raises(
+        ModelError, match=said.replace("[", r"\["), check=has_code("MW-MODEL-037", "MW-MODEL-038")
+    ) as caught:
         configured_model(config(**train))
     assert caught.value.code == code
 
 
 def test_a_model_without_middle_blocks_has_nothing_to_convert() -> None:
-    with pytest.raises(ModelError, match="by default the first and last block and the head") as caught:
+    with pytest.raises(
+        ModelError, match="by default the first and last block and the head", check=has_code("MW-MODEL-038")
+    ) as caught:
         configured_model(config(num_layers=2))
     assert caught.value.code == "MW-MODEL-038"
 
 
 def test_sizes_that_the_kernels_on_a_gpu_do_not_take() -> None:
     given = layout_config(config(), parse_layout("tp2"), 4, "bfloat16", "cuda")
-    with pytest.raises(ModelError, match=r"block1.mlp.down 32 x 24") as caught:  # 48 / 2
+    with pytest.raises(
+        ModelError, match=r"block1.mlp.down 32 x 24", check=has_code("MW-MODEL-039")
+    ) as caught:  # 48 / 2
         draw_blueprint(given)
     assert caught.value.code == "MW-MODEL-039"
     draw_blueprint(layout_config(config(), parse_layout("tp2"), 4, "bfloat16", "cpu"))
@@ -93,5 +100,5 @@ def test_sizes_that_the_kernels_on_a_gpu_do_not_take() -> None:
     ],
 )
 def test_keys_that_contradict_each_other(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-065")):
         load(DEMO, words)

@@ -16,6 +16,7 @@ from meshwright.launch.arguments.common import size
 from meshwright.launch.cli import main, split_overrides
 from meshwright.launch.drawing import parse_costs
 from tests.data.corpora import bytes_tokenizer
+from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -223,5 +224,5 @@ def test_sizes_and_costs_beyond_all_bounds() -> None:
     for text in (f"{'9' * 400}GB", "1e308"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
             size(text)
-    with pytest.raises(ConfigError, match=r"--costs .* is not a cost"):
+    with pytest.raises(ConfigError, match=r"--costs .* is not a cost", check=has_code("MW-LAUNCH-017")):
         parse_costs("f=1e308,comm=1e308")

@@ -11,6 +11,7 @@ from meshwright.config import RunConfig, load
 from meshwright.errors import ConfigError
 from meshwright.launch.devices import ORDER, VISIBLE, check_devices, choose_devices, num_devices
 from meshwright.launch.forking import preload
+from tests.support.errors import has_code
 
 CONFIG = "configs/demo.toml"
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -50,17 +51,21 @@ def test_numbers_are_places_in_what_the_environment_leaves(monkeypatch: pytest.M
 @pytest.mark.parametrize(("visible", "number", "left"), [("7,3", "2", 2), ("", "2", 0)])
 def test_the_environment_is_never_gone_past(monkeypatch, visible: str, number: str, left: int) -> None:
     monkeypatch.setenv(VISIBLE, visible)
-    with pytest.raises(ConfigError, match=f"device {number}, and {VISIBLE}={visible} has {left}"):
+    with pytest.raises(
+        ConfigError, match=f"device {number}, and {VISIBLE}={visible} has {left}", check=has_code("MW-LAUNCH-014")
+    ):
         choose_devices(config_of("2"))
 
 
 def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices(config_of("2,0"), 2)
     check_devices(config_of(""), 0)
-    with pytest.raises(ConfigError, match="'5' names 1 GPU, and torch sees no GPU"):
+    with pytest.raises(ConfigError, match="'5' names 1 GPU, and torch sees no GPU", check=has_code("MW-LAUNCH-015")):
         check_devices(config_of("5"), 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="'2,0' names 2 GPUs, and torch sees the first 1 of them"):
+    with pytest.raises(
+        ConfigError, match="'2,0' names 2 GPUs, and torch sees the first 1 of them", check=has_code("MW-LAUNCH-015")
+    ):
         num_devices(config_of("2,0"))
 
 
@@ -75,12 +80,12 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_no_list_of_devices(devices: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-020", "MW-CONFIG-039")):
         config_of(devices)
 
 
 def test_devices_on_cpu() -> None:
-    with pytest.raises(ConfigError, match=r'names GPUs, and train\.device is "cpu"'):
+    with pytest.raises(ConfigError, match=r'names GPUs, and train\.device is "cpu"', check=has_code("MW-CONFIG-039")):
         config_of("0", "cpu")
 
 

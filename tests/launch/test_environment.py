@@ -16,6 +16,7 @@ from meshwright.launch.environment import (
     read_place,
     torch_variables,
 )
+from tests.support.errors import has_code
 
 SRUN = {
     "SLURM_JOB_ID": "4711",
@@ -47,11 +48,11 @@ def test_who_started_this_process(env: dict[str, str], launcher: Launcher) -> No
 
 
 def test_half_an_environment_is_told() -> None:
-    with pytest.raises(MeshError, match=r"RANK = '3' alone"):
+    with pytest.raises(MeshError, match=r"RANK = '3' alone", check=has_code("MW-LAUNCH-025")):
         launch_environment({"RANK": "3"})
-    with pytest.raises(MeshError, match="LOCAL_RANK = 'x'"):
+    with pytest.raises(MeshError, match="LOCAL_RANK = 'x'", check=has_code("MW-LAUNCH-026")):
         read_place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"})
-    with pytest.raises(MeshError, match="RANK = 2 and WORLD_SIZE = 2"):
+    with pytest.raises(MeshError, match="RANK = 2 and WORLD_SIZE = 2", check=has_code("MW-LAUNCH-027")):
         read_place({"RANK": "2", "WORLD_SIZE": "2"})
 
 
@@ -70,7 +71,7 @@ def test_srun_is_translated_for_torch() -> None:
     uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,3", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
     assert torch_variables(uneven)["LOCAL_WORLD_SIZE"] == "0"
     assert (torch_variables(uneven)["MASTER_ADDR"], torch_variables(uneven)["MASTER_PORT"]) == ("head", "1234")
-    with pytest.raises(MeshError, match="MASTER_ADDR"):
+    with pytest.raises(MeshError, match="MASTER_ADDR", check=has_code("MW-LAUNCH-031")):
         torch_variables({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"})
 
 
@@ -99,9 +100,9 @@ def test_a_taken_port_is_told() -> None:
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(MeshError, match=rf"port {port} \(MASTER_PORT\)"):
+        with pytest.raises(MeshError, match=rf"port {port} \(MASTER_PORT\)", check=has_code("MW-LAUNCH-029")):
             check_port(str(port))
     assert check_port(str(port)) == port
     for text in ("", "x", "0", "70000", "-1"):
-        with pytest.raises(MeshError, match="is not a port"):
+        with pytest.raises(MeshError, match="is not a port", check=has_code("MW-LAUNCH-028")):
             check_port(text)

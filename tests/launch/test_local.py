@@ -22,6 +22,7 @@ from meshwright.launch.failure import RankFailed
 from meshwright.launch.forking import warm_up
 from meshwright.launch.local import launch
 from meshwright.system.process import GiveUp
+from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,12 +150,12 @@ def test_what_is_known_before_the_start(run: RunConfig, monkeypatch: pytest.Monk
         holder.bind(("", 0))
         holder.listen()
         monkeypatch.setenv("MASTER_PORT", str(holder.getsockname()[1]))
-        with pytest.raises(MeshError, match="MASTER_PORT"):
+        with pytest.raises(MeshError, match="MASTER_PORT", check=has_code("MW-LAUNCH-029")):
             launch(meet, run)
     monkeypatch.delenv("MASTER_PORT")
     notes(run).rename(notes(run).with_name("moved"))
     notes(run).write_text("a file where the run directory should be")
-    with pytest.raises(ConfigError, match=r"run\.directory"):
+    with pytest.raises(ConfigError, match=r"run\.directory", check=has_code("MW-LAUNCH-034")):
         launch(meet, run)
 
 

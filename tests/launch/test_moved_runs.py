@@ -21,6 +21,7 @@ from meshwright.tracking.record import StepRecord, to_json
 from meshwright.watch.hang.heartbeat import Heartbeat
 from meshwright.watch.hang.status import RankStatus, Status
 from tests.end_to_end.driving import run_config
+from tests.support.errors import has_code
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_moved_run_is_refused(command: tuple[str, ...], run: Path, capsys: pyt
 def test_a_copy_is_refused_a_link_and_a_named_run_are_not(run: Path, tmp_path: Path) -> None:
     config = run_config(tmp_path / "corpus", tmp_path / "runs")
     copied = shutil.copytree(run, tmp_path / "elsewhere" / "run")
-    with pytest.raises(ConfigError, match="it was moved, copied or renamed"):
+    with pytest.raises(ConfigError, match="it was moved, copied or renamed", check=has_code("MW-RUN-037")):
         check_not_moved(config, str(copied / "config.toml"), ["--train.steps=9"])
     for named in (["--run.name=two"], ["--run.directory", str(copied.parent)], ["--run.name", "run"]):
         check_not_moved(config, str(copied / "config.toml"), named)
@@ -93,5 +94,5 @@ def test_the_status_of_a_step_without_end(step_s: float, tmp_path: Path) -> None
 
 def test_a_status_of_no_time_is_damaged(tmp_path: Path) -> None:
     (tmp_path / STATUS).write_text(live_status(at_s=1e300, ended={"how": "failed", "message": ""}))
-    with pytest.raises(DataError, match="no status of a run: at_s"):
+    with pytest.raises(DataError, match="no status of a run: at_s", check=has_code("MW-WATCH-004")):
         describe(tmp_path)

@@ -25,6 +25,7 @@ from meshwright.launch.python import OpenRun
 from meshwright.tools.report.page import page
 from meshwright.tools.report.run import read_run
 from meshwright.tracking.jsonl import read_records
+from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
 SURFACE = ROOT / "tests" / "golden" / "public.txt"
@@ -150,7 +151,7 @@ def test_metrics_of_callbacks_are_recorded_and_survive_a_resume(tmp_path: Path) 
     ],
 )
 def test_a_metric_that_cannot_be_recorded_ends_the_run_saved(tmp_path: Path, name: Any, value: Any, place: str) -> None:
-    with pytest.raises(CallbackError) as error:
+    with pytest.raises(CallbackError, check=has_code("MW-LAUNCH-058")) as error:
         meshwright.run_training(made(tmp_path, checkpoint={"every": 1}), [Measure(name, value)])
     assert error.value.code == "MW-LAUNCH-058" and place in str(error.value)
     assert "callback Measure.after_step, step 1, rank 0: " in str(error.value)
@@ -184,11 +185,19 @@ def shortened(split: str) -> Shortened:
 
 def test_sys_exit_of_a_callback_or_a_dataset_is_an_error_with_its_name(tmp_path: Path) -> None:
     """Not the end of one rank without a word, while the others wait for it."""
-    with pytest.raises(CallbackError, match=r"ExitsAtTwo\.after_step failed after step 2 .*: SystemExit: no more"):
+    with pytest.raises(
+        CallbackError,
+        match=r"ExitsAtTwo\.after_step failed after step 2 .*: SystemExit: no more",
+        check=has_code("MW-LAUNCH-058"),
+    ):
         meshwright.run_training(made(tmp_path, checkpoint={"every": 2}), [ExitsAtTwo()])
     assert [each.step for each in find(tmp_path / "own")] == [2]
     config = made(tmp_path, run={"name": "data"}, data={"builder": "tests.launch.test_python:shortened"})
-    with pytest.raises(DataError, match=r"sample 9 of 64 failed at .*test_python\.py:\d+: SystemExit: no more"):
+    with pytest.raises(
+        DataError,
+        match=r"sample 9 of 64 failed at .*test_python\.py:\d+: SystemExit: no more",
+        check=has_code("MW-DATA-009"),
+    ):
         meshwright.run_training(config.replace(train={"steps": 40}))
 
 
@@ -212,7 +221,9 @@ class Keeps(meshwright.Observer):
 )
 def test_a_state_that_no_checkpoint_holds_is_named_at_its_callback(tmp_path: Path, value: Any, text: str) -> None:
     """Where the standard library raises, the user's line is named."""
-    with pytest.raises(CallbackError, match=rf"callback Keeps\.state_dict failed .*{text}"):
+    with pytest.raises(
+        CallbackError, match=rf"callback Keeps\.state_dict failed .*{text}", check=has_code("MW-LAUNCH-058")
+    ):
         meshwright.run_training(made(tmp_path), [Keeps(value)])
 
 
@@ -225,7 +236,7 @@ def test_steps_by_hand_are_those_of_the_command_and_resume(tmp_path: Path) -> No
         first = [run.take_step().loss for _ in range(4)]
         saved = run.save()
         assert run.save() == saved and open_checkpoint(saved).manifest.step == 4
-        with pytest.raises(LockError), meshwright.open_run(config):
+        with pytest.raises(LockError, check=has_code("MW-RUN-012")), meshwright.open_run(config):
             pass
     with meshwright.open_run(config) as run:
         assert run.step == 4 and run.save() == saved
@@ -265,7 +276,9 @@ def test_an_error_on_one_rank_ends_all_after_the_save(tmp_path: Path) -> None:
 def test_an_error_in_this_process(tmp_path: Path) -> None:
     with pytest.raises(CallbackError, match=r"a bug of the user \[MW-LAUNCH-058\]"):
         meshwright.run_training(made(tmp_path), [FailAt(2)])
-    with pytest.raises(CallbackError, match=r"FailAfter\.after_training failed after step 6"):
+    with pytest.raises(
+        CallbackError, match=r"FailAfter\.after_training failed after step 6", check=has_code("MW-LAUNCH-058")
+    ):
         meshwright.run_training(made(tmp_path, run={"name": "after"}), [FailAfter()])
     assert [each.step for each in find(tmp_path / "after")] == [STEPS]
 
@@ -281,12 +294,14 @@ def test_callbacks_of_the_configuration(tmp_path: Path, capfd: pytest.CaptureFix
             ("stop_at_too", "did you mean tests.launch.test_python:stop_at_two?"),
         ]
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(
+            ConfigError, match=message, check=has_code("MW-CONFIG-010", "MW-LAUNCH-056", "MW-LAUNCH-057")
+        ):
             meshwright.run_training(made(tmp_path, run={"name": str(number)}, train={"callbacks": [f"{here}:{name}"]}))
 
 
 def test_what_a_script_gets_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="did you mean"):
+    with pytest.raises(ConfigError, match="did you mean", check=has_code("MW-CONFIG-013")):
         meshwright.make_config(train={"stepps": 3})
     with pytest.raises(ConfigError, match="MW-LAUNCH-059"):
         config = made(tmp_path, data={"options": {"has_validation": False}})

@@ -15,6 +15,7 @@ from meshwright.errors import CommunicationError, MeshError, MissingRanksError
 from meshwright.mesh import rendezvous
 from meshwright.system import host
 from meshwright.system.host import open_listener
+from tests.support.errors import has_code
 
 
 def free_port() -> int:
@@ -146,6 +147,8 @@ def test_the_store_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        with pytest.raises(MeshError, match=r"cannot listen at 127\.0\.0\.1:.*MASTER_PORT free"):
+        with pytest.raises(
+            MeshError, match=r"cannot listen at 127\.0\.0\.1:.*MASTER_PORT free", check=has_code("MW-MESH-014")
+        ):
             rendezvous.open_rendezvous(0, 1, 30.0)
     del store

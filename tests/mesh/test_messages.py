@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import CommunicationError
 from meshwright.mesh.messages import decode, encode
+from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
 plain = st.recursive(
@@ -83,12 +84,12 @@ class Payload:
     ],
 )
 def test_other_messages_are_refused(message: bytes) -> None:
-    with pytest.raises(CommunicationError, match="cannot be read"):
+    with pytest.raises(CommunicationError, match="cannot be read", check=has_code("MW-MESH-012")):
         decode(message)
 
 
 def test_a_pickle_is_no_message(tmp_path: Path) -> None:
-    with pytest.raises(CommunicationError):
+    with pytest.raises(CommunicationError, check=has_code("MW-MESH-012")):
         decode(pickle.dumps(Payload(tmp_path / "ran")))
     assert not (tmp_path / "ran").exists()
 

@@ -13,6 +13,7 @@ from meshwright.mesh.device import ALLOCATOR_VARIABLES, RECORDER_VARIABLES, pick
 from meshwright.mesh.traffic import WIRE_FACTORS, Traffic
 from meshwright.system import host
 from meshwright.terminal.output import abridge
+from tests.support.errors import has_code
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -59,14 +60,14 @@ def test_a_rank_picks_the_device_of_its_number(gpus: pytest.MonkeyPatch) -> None
     gpus.setattr(torch.cuda, "device_count", lambda: 4)
     assert str(pick_device("auto", 3)) == str(pick_device("cuda", 3)) == "cuda:3"
     assert str(pick_device("cpu", 3)) == "cpu"
-    with pytest.raises(MeshError, match="local rank 4 has no GPU of its own: 4 visible"):
+    with pytest.raises(MeshError, match="local rank 4 has no GPU of its own: 4 visible", check=has_code("MW-MESH-011")):
         pick_device("auto", 4)
     assert [str(pick_device("auto", each, share=True)) for each in (3, 4, 9)] == ["cuda:3", "cuda:0", "cuda:1"]
 
 
 def test_a_rank_that_sees_one_device_picks_that_under_slurm_alone(gpus: pytest.MonkeyPatch) -> None:
     gpus.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(MeshError, match="1 visible"):
+    with pytest.raises(MeshError, match="1 visible", check=has_code("MW-MESH-011")):
         pick_device("cuda", 3)
     gpus.setenv("SLURM_PROCID", "3")
     assert str(pick_device("cuda", 3)) == "cuda:0"

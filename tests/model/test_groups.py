@@ -14,6 +14,7 @@ from meshwright.model.build import configured_model
 from meshwright.model.groups import assign_groups
 from meshwright.tools.verify import parse_layout, verify
 from tests.launch.test_python import made
+from tests.support.errors import has_code
 
 SHAPES = {"0.weight": (8, 4), "1.up.weight": (4, 4), "1.up.bias": (4,), "2.weight": (8, 4)}
 HERE = "tests.model.test_groups"
@@ -44,21 +45,21 @@ def test_a_function_gives_each_parameter_its_group() -> None:
 
 
 def test_a_pattern_without_a_match_is_refused_with_the_closest_name() -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-030")) as caught:
         assign_groups(SHAPES, [ParameterGroup(names=["1.up.wieght"])])
     assert caught.value.code == "MW-MODEL-030" and "the closest is 1.up.weight" in caught.value.message
 
 
 @pytest.mark.parametrize(("name", "text"), [("misspelt", "lr: Extra inputs"), ("SHAPES", "no function SHAPES")])
 def test_a_function_that_returns_something_else_is_refused(name: str, text: str) -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-CONFIG-010", "MW-MODEL-028")) as caught:
         assign_groups(SHAPES, f"{HERE}:{name}")
     assert text in caught.value.message
 
 
 def test_a_model_without_anything_to_train_is_refused() -> None:
     config = grouped([{"names": ["*"], "frozen": True}])
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-029")) as caught:
         configured_model(config)
     assert caught.value.code == "MW-MODEL-029"
 

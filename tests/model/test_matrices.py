@@ -16,6 +16,7 @@ from meshwright.model.build import configured_model
 from meshwright.optimizer.matrix_plan import Matrix
 from meshwright.optimizer.matrix_plan import matrices_of as matrices_in
 from meshwright.parameters import ParameterInfo, Slice
+from tests.support.errors import has_code
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 4, "max_sequence_length": 8}
 
@@ -176,6 +177,6 @@ def test_declarations_that_fit_no_model_are_refused(matrices: Any, code: str, sa
 
 def test_mup_is_for_adamw() -> None:
     options = {**SIZES, "mup_base_size": 8}
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-043")) as caught:
         configured_model(config_of("meshwright.models.gpt2:build", options))
     assert caught.value.code == "MW-MODEL-043" and "has an eps_factor" in caught.value.message

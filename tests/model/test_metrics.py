@@ -13,6 +13,7 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ModelError
 from meshwright.model.metrics import MAX_NAMES, Recorder, Recording, means
+from tests.support.errors import has_code
 
 
 def test_outside_of_a_run_it_does_nothing() -> None:
@@ -61,7 +62,7 @@ def model(names: list[str], shape: list[int]) -> nn.Sequential:
     ],
 )
 def test_refused_before_the_first_step(names: list[str], shape: list[int]) -> None:
-    with pytest.raises(ModelError, match="at most 64 letters") as caught:
+    with pytest.raises(ModelError, match="at most 64 letters", check=has_code("MW-MODEL-032")) as caught:
         draw_blueprint(config_of(names, shape))
     assert caught.value.code == "MW-MODEL-032"
 
@@ -72,11 +73,13 @@ def test_a_value_that_is_no_real_number_is_refused_by_name(value: Any, names: tu
     for pair in ((value, 1), (1.0, value)):
         with (
             Recording(Recorder(names)),
-            pytest.raises(ModelError, match=r"record\('norm', .*one real number") as caught,
+            pytest.raises(
+                ModelError, match=r"record\('norm', .*one real number", check=has_code("MW-MODEL-032")
+            ) as caught,
         ):
             meshwright.record("norm", *pair)
         assert caught.value.code == "MW-MODEL-032"
-    with Recording(Recorder()), pytest.raises(ModelError, match=r"record\(None"):
+    with Recording(Recorder()), pytest.raises(ModelError, match=r"record\(None", check=has_code("MW-MODEL-032")):
         meshwright.record(None, 1.0)  # type: ignore[arg-type]
 
 

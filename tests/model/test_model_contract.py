@@ -17,6 +17,7 @@ from meshwright.launch.pool import RankError, RankPool
 from meshwright.model.build import build_model
 from meshwright.seeding import SeededDropout
 from meshwright.tools.verify import layout_config, parse_layout, run_layout, verify
+from tests.support.errors import has_code
 
 
 def config_of(builder: str, layout: str = "pp1", **options: Any) -> RunConfig:
@@ -142,7 +143,7 @@ def test_a_tie_to_no_parameter() -> None:
 
 def test_a_parameter_that_nobody_can_draw_again() -> None:
     """Said before any rank starts; a model with ``initialise`` does not need it."""
-    with pytest.raises(ModelError) as raised:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-008")) as raised:
         build_model("tests.support.builders:without_reset", {}, 0)
     message = str(raised.value)
     assert "parameter 1.factor: Scale has no reset_parameters()" in message
@@ -286,7 +287,11 @@ def test_a_buffer_made_out_of_a_parameter() -> None:
 def test_a_layer_with_a_state_of_its_own(pool: RankPool) -> None:
     """Kept where meta tensors do not show it: verify's probe sees it, and a run does in its first step."""
     config = config_of("with_layer", kind="running_mean")
-    with pytest.raises(ModelError, match=r"layer 1 \(RunningMean\) returns other numbers for the same samples"):
+    with pytest.raises(
+        ModelError,
+        match=r"layer 1 \(RunningMean\) returns other numbers for the same samples",
+        check=has_code("MW-VERIFY-008"),
+    ):
         verify(config, [parse_layout("pp1")], pool, global_batch=4, steps=1, dtype="float32", random_tokens=True)
     text = layout_config(config, parse_layout("pp1"), 4, "float32").model_dump_json()
     with pytest.raises(RankError, match="layer 1 changes its buffer mean"):
@@ -294,7 +299,11 @@ def test_a_layer_with_a_state_of_its_own(pool: RankPool) -> None:
 
 
 def test_a_layer_that_draws() -> None:
-    with pytest.raises(ModelError, match=r"layer 1 .* draws from torch's random generator \(bernoulli_\) in forward"):
+    with pytest.raises(
+        ModelError,
+        match=r"layer 1 .* draws from torch's random generator \(bernoulli_\) in forward",
+        check=has_code("MW-PIPELINE-024"),
+    ):
         draw_blueprint(config_of("with_layer", kind="dropout"))
 
 

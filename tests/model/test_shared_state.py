@@ -16,6 +16,7 @@ from meshwright.model.build import build_model, configured_model
 from meshwright.seeding import seed_dropouts
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tools.verify.layouts import layout_config, parse_layout
+from tests.support.errors import has_code
 from tests.tensor_parallel.ranks_of_tp import lonely_group
 from tests.tools.verify.cases import config_of
 
@@ -75,7 +76,9 @@ def half_frozen() -> nn.Sequential:
 
 
 def test_half_a_frozen_tie_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"only embedding\.weight has requires_grad = False") as caught:
+    with pytest.raises(
+        ModelError, match=r"only embedding\.weight has requires_grad = False", check=has_code("MW-MODEL-047")
+    ) as caught:
         build_model(f"{HERE}:half_frozen", {}, 0)
     assert caught.value.code == "MW-MODEL-047"
 
@@ -121,7 +124,9 @@ def test_running_buffers_at_two_places_are_refused(builder: str, layout: str) ->
     if builder == "two_layers":
         assert draw_blueprint(asked).running
         return
-    with pytest.raises(ModelError, match="is at several places of the model") as caught:
+    with pytest.raises(
+        ModelError, match="is at several places of the model", check=has_code("MW-PIPELINE-044")
+    ) as caught:
         draw_blueprint(asked)
     assert caught.value.code == "MW-PIPELINE-044"
 
@@ -164,7 +169,9 @@ def test_a_tie_of_a_partial_and_a_whole_gradient_is_refused() -> None:
     model = nn.Sequential(OrderedDict(a=nn.LayerNorm(4), f=nn.LayerNorm(4), up=up, down=down)).to("meta")
     plan = {"up": "column", "down": "row"}
     ties = [("a.weight", "f.weight")]
-    with pytest.raises(ModelError, match=r"a\.weight is heads, f\.weight is replicate") as caught:
+    with pytest.raises(
+        ModelError, match=r"a\.weight is heads, f\.weight is replicate", check=has_code("MW-TP-008")
+    ) as caught:
         apply(model, plan | {"a": "heads"}, ties, lonely_group(0, 2), False, {})
     assert caught.value.code == "MW-TP-008"
     model.up, model.down = up.to("meta"), down.to("meta")

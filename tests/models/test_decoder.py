@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.models import decoder, gpt2, llama
+from tests.support.errors import has_code
 
 IDS = torch.tensor([[3, 14, 15, 92, 65, 35, 89, 79], [32, 38, 46, 26, 43, 38, 1, 2]])
 SIZES = {"vocab_size": 97, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16}
@@ -206,7 +207,7 @@ def test_dropout_of_attention_is_its_own() -> None:
 )
 def test_wrong_options_are_named(options: dict[str, Any], said: str) -> None:
     given = {key: value for key, value in (SIZES | {"ffn_size": 44} | options).items() if value is not None}
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-001", "MW-MODEL-003")) as caught:
         build_model("meshwright.models.decoder:build", given, 0)
     assert said in str(caught.value)
 

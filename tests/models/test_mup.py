@@ -25,6 +25,7 @@ from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parameters import ParameterInfo
 from meshwright.tools.verify import parse_layout, verify
 from tests.launch.test_python import made, tokens
+from tests.support.errors import has_code
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16}
 OPTIONS = {
@@ -205,7 +206,7 @@ WRONG = [
 @pytest.mark.parametrize("form", FORMS)
 def test_what_has_no_meaning_is_refused(form: str, options: Any, optimizer: Any, said: str) -> None:
     model = {"builder": f"meshwright.models.{form}:build", "options": OPTIONS[form] | options}
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-003", "MW-MODEL-036")) as caught:
         configured_model(made(Path("unused"), model=model, optimizer=optimizer))
     assert said in caught.value.message
 
@@ -233,7 +234,7 @@ def mistaken(groups: Any, **options: Any) -> nn.Sequential:
 )
 def test_an_attribute_of_another_form_is_refused(groups: Any, code: str, said: str) -> None:
     model = {"builder": "tests.models.test_mup:mistaken", "options": SIZES | {"groups": groups}}
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-030", "MW-MODEL-035")) as caught:
         configured_model(made(Path("unused"), model=model))
     assert caught.value.code == code and said in caught.value.message
 

@@ -19,6 +19,7 @@ from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entrop
 from meshwright.tensor_parallel.layers import ColumnLinear, RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding
+from tests.support.errors import has_code
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 
 B, SE, SD, V = 2, 12, 8, 31
@@ -116,7 +117,7 @@ def test_where_everything_is_on_a_rank(sequence: bool) -> None:
 
 def test_a_tp_that_does_not_divide_the_heads_is_refused() -> None:
     model = small(num_heads=6)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-TP-002")) as caught:
         check_plan(model, model.sharding_plan, model.tied_weights, 4, False, model.divisible)
     said = str(caught.value)
     assert "relative_bias (column" in said and "6 x 6" in said and "its 6 features cannot be split over" in said

@@ -25,6 +25,7 @@ from meshwright.optimizer.eight_bit import (
 )
 from meshwright.parameters import ParameterInfo, Slice
 from meshwright.tools.at_rest import state_bytes
+from tests.support.errors import has_code
 
 BETAS, EPS, RATE, DECAY = (0.8, 0.95), 1e-8, 1e-2, 0.1
 
@@ -230,13 +231,21 @@ def test_which_are_kept_in_8_bits() -> None:
     said = (
         r"block_size = 32 does not divide a row of by_columns, of which tp leaves 48 .* Set optimizer\.block_size = 24,"
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-OPTIM-001")):
         with_blocks(INFOS, 32)
     thick = {"thick": ParameterInfo("thick", (4, 48), Slice(1, 0, 24, 24))}
-    with pytest.raises(ConfigError, match=r"leaves 24 elements on a rank.* Set optimizer\.block_size = 24, or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"leaves 24 elements on a rank.* Set optimizer\.block_size = 24, or",
+        check=has_code("MW-OPTIM-001"),
+    ):
         with_blocks(thick, 48)
     with_blocks(thick, 24)
-    with pytest.raises(ConfigError, match=r"leaves 12 elements on a rank.* Choose another layout, or"):
+    with pytest.raises(
+        ConfigError, match=r"leaves 12 elements on a rank.* Choose another layout, or", check=has_code("MW-OPTIM-001")
+    ):
         with_blocks({"odd": ParameterInfo("odd", (4, 24), Slice(1, 0, 12, 12))}, 24)  # in blocks of 16 nothing is kept
-    with pytest.raises(ConfigError, match=r"leaves 6 elements on a rank.* Choose another layout, or"):
+    with pytest.raises(
+        ConfigError, match=r"leaves 6 elements on a rank.* Choose another layout, or", check=has_code("MW-OPTIM-001")
+    ):
         with_blocks({"thin": ParameterInfo("thin", (4, 24), Slice(1, 0, 6, 6))}, 8)

@@ -21,6 +21,7 @@ from meshwright.tools.verify.compare import tolerance_of
 from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import run_reference
 from tests.end_to_end.driving import save
+from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, config_of, model_config, size_for
 from tests.watch.spoiling import (
     LIMIT_S,
@@ -258,7 +259,7 @@ def test_a_checkpoint_without_a_scale_starts_with_the_first_one() -> None:
     ],
 )
 def test_what_is_no_scale_is_refused(state: object) -> None:
-    with pytest.raises(CheckpointError, match="no loss scale") as refused:
+    with pytest.raises(CheckpointError, match="no loss scale", check=has_code("MW-RUN-033")) as refused:
         saved_scale(Manifest.model_construct(step=3, state={"loss_scale": state}), scaled())
     assert refused.value.code == "MW-RUN-033"
 
@@ -275,5 +276,5 @@ def test_what_is_no_scale_is_refused(state: object) -> None:
     ],
 )
 def test_keys_without_effect(words: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-CONFIG-062")):
         load(Path(__file__).parents[2] / "configs" / "demo.toml", words)

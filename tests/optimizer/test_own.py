@@ -15,6 +15,7 @@ from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.optimizer.own import element_states
 from meshwright.parameters import GroupSettings
+from tests.support.errors import has_code
 
 HERE = "tests.optimizer.test_own"
 
@@ -137,7 +138,7 @@ def test_all_others_are_refused_by_name(builder: str, code: str, text: str) -> N
 
 def test_a_group_that_mixes_learning_rates_is_refused() -> None:
     shards = [_shard(torch.ones(4), torch.ones(4), factor) for factor in (1.0, 0.5)]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-OPTIM-003")) as caught:
         FlatOptimizer(shards, own("one_group"))
     assert caught.value.code == "MW-OPTIM-003" and "other learning rates" in caught.value.message
 
@@ -220,7 +221,7 @@ def test_a_schedule_is_a_function_of_the_step() -> None:
     ],
 )
 def test_a_schedule_that_fails_is_named(name: str, code: str, text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-OPTIM-006", "MW-OPTIM-007")) as caught:
         learning_rate(Optimizer(schedule=f"{HERE}:{name}"), 0, 8)
     assert caught.value.code == code and text in caught.value.message
 

@@ -23,6 +23,7 @@ from meshwright.tools.verify.compare import tolerance_of
 from meshwright.tools.verify.rank import RecordingSource, merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import run_reference
 from tests.end_to_end.driving import save
+from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, Size, model_config
 from tests.watch.spoiling import LIMIT_S, held, opened, parts_for, quiet, same_bits, size_of
 
@@ -112,5 +113,7 @@ def test_every_schedule_is_drawn_and_checked_before_the_first_step(tmp_path: Pat
     file = tmp_path / "schedule.txt"
     file.write_text(format_schedule(blueprint.schedule))
     from_file = ramped("pp2").replace(pipeline={"schedule_file": str(file)})
-    with pytest.raises(UserError, match=r"chunks=16, but parallel.pp = 2 and batch.chunks = 4"):
+    with pytest.raises(
+        UserError, match=r"chunks=16, but parallel.pp = 2 and batch.chunks = 4", check=has_code("MW-SCHEDULE-015")
+    ):
         draw_blueprint(from_file)

@@ -20,6 +20,7 @@ from meshwright.model.meter import Meter, OperationCost, ReferenceDevice, causal
 from meshwright.models import gpt2, llama, t5
 from meshwright.pipeline.plan import LayerCost, count_layers, layer_weights, recompute_parts
 from tests.support import builders
+from tests.support.errors import has_code
 
 BY = ReferenceDevice("a device of round numbers", 1000.0, 10.0, fused=False)
 FUSED = BY._replace(fused=True)
@@ -358,10 +359,16 @@ def test_a_layer_that_fails_in_the_training_dtype_is_named() -> None:
     layers = nn.Sequential(OrderedDict(linear=nn.Linear(4, 4), picky=Apply(picky), head=nn.Linear(4, 4)))
     assert len(count_layers(layers, torch.zeros(3, 4), None, BY)) == 3
     with pytest.raises(
-        ModelError, match=r"layer picky \(Apply\) cannot be run .* dtype.* TypeError: only float32 here"
+        ModelError,
+        match=r"layer picky \(Apply\) cannot be run .* dtype.* TypeError: only float32 here",
+        check=has_code("MW-PIPELINE-001"),
     ):
         count_layers(layers, torch.zeros(3, 4), None, BY, dtype=torch.bfloat16)
-    with pytest.raises(ModelError, match=r"layer head \(Linear\), or the loss of what it returns, cannot be run"):
+    with pytest.raises(
+        ModelError,
+        match=r"layer head \(Linear\), or the loss of what it returns, cannot be run",
+        check=has_code("MW-PIPELINE-001"),
+    ):
         count_layers(layers, torch.zeros(3, 4), ids(5), BY)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
 from meshwright.pipeline.partition import partition, partition_explicit
+from tests.support.errors import has_code
 
 
 def every_cut(num_layers: int, num_stages: int) -> list[list[range]]:
@@ -117,7 +118,11 @@ def test_one_stage_and_a_stage_for_each_layer(num_stages: int) -> None:
 
 
 def test_fewer_layers_than_stages() -> None:
-    with pytest.raises(ConfigError, match=r"3 layers over 4 stages: each stage needs .* Use parallel.pp <= 3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"3 layers over 4 stages: each stage needs .* Use parallel.pp <= 3",
+        check=has_code("MW-PIPELINE-002"),
+    ):
         partition([1.0, 1.0, 1.0], 4)
 
 
@@ -136,7 +141,7 @@ def test_fewer_layers_than_stages() -> None:
     ],
 )
 def test_fewer_layers_than_interleaved_stages(num_layers: int, num_stages: int, interleave: int, moves: str) -> None:
-    with pytest.raises(ConfigError, match=moves):
+    with pytest.raises(ConfigError, match=moves, check=has_code("MW-PIPELINE-002")):
         partition([1.0] * num_layers, num_stages, interleave)
 
 
@@ -145,7 +150,7 @@ def test_the_user_s_own_cut() -> None:
 
 
 def test_a_cut_of_another_model() -> None:
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, check=has_code("MW-PIPELINE-003")) as raised:
         partition_explicit([2, 3], 6)
     assert "pipeline.balance = [2, 3]: 2 + 3 = 5, but the model has 6 layers" in str(raised.value)
     assert "embedding and head are layers too" in str(raised.value)

@@ -23,6 +23,7 @@ from meshwright.parts import StepFeed
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.rank import open_verify_source
 from tests.pipeline.kept import KeptBytes, MadeBytes
+from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
 
 B, S, D, H, F, L, V = 2, 6, 16, 4, 24, 2, 13
@@ -175,7 +176,11 @@ def test_only_the_layers_that_are_named() -> None:
 
 
 def test_a_pattern_that_fits_no_layer() -> None:
-    with pytest.raises(ModelError, match=r"recompute_layers holds 'blocks\*', which fits no layer; the layers are emb"):
+    with pytest.raises(
+        ModelError,
+        match=r"recompute_layers holds 'blocks\*', which fits no layer; the layers are emb",
+        check=has_code("MW-PIPELINE-005"),
+    ):
         measure("gpt2", 0.0, "full", ["blocks*"])
 
 
@@ -184,6 +189,8 @@ def test_a_model_that_does_not_say_what_is_cheap() -> None:
         config_of("tests.support.builders:plain", {}, S), Layout(recompute="selective"), 2, "float32"
     )
     with pytest.raises(
-        ModelError, match=r"does not name what is cheap to compute and expensive to keep: set model.sel"
+        ModelError,
+        match=r"does not name what is cheap to compute and expensive to keep: set model.sel",
+        check=has_code("MW-PIPELINE-006"),
     ):
         build(config, open_mesh(Grid(1, 1, 1), "cpu"), (open_verify_source(config, True), None))

@@ -20,6 +20,7 @@ from meshwright.schedule.build import BUILDERS, build
 from meshwright.schedule.degrees import INTERLEAVES
 from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
+from tests.support.errors import has_code
 
 INPUTS = torch.empty((4, 6), device="meta")
 
@@ -162,6 +163,8 @@ def test_what_meta_has_not_shown_is_caught_in_the_first_step(running: list[str],
         stage.forward(0, torch.randn(4, 6), labels, train=True)
         return
     with pytest.raises(
-        ModelError, match="layer kept changes its buffer mean in forward, and did not do so on the meta"
+        ModelError,
+        match="layer kept changes its buffer mean in forward, and did not do so on the meta",
+        check=has_code("MW-PIPELINE-019"),
     ):
         stage.forward(0, torch.randn(4, 6), labels, train=True)

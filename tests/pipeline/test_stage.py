@@ -15,6 +15,7 @@ from meshwright.pipeline.plan import describe_boundaries
 from meshwright.pipeline.stage import LossPart, Stage, StageSpec
 from meshwright.pipeline.values import IGNORED_LABEL, TensorSpec, ValueSpec, describe_value
 from tests.support import builders
+from tests.support.errors import has_code
 
 B, S, V = 2, 6, 17
 TOKENS = torch.zeros((B, S), dtype=torch.int64, device="meta")
@@ -224,7 +225,7 @@ def test_each_layer_is_announced_before_it_runs() -> None:
 
 
 def test_a_layer_that_does_not_take_what_it_is_handed() -> None:
-    with pytest.raises(ModelError) as raised:
+    with pytest.raises(ModelError, check=has_code("MW-PIPELINE-031")) as raised:
         describe_boundaries(builders.wrong_width(), [range(0, 1), range(1, 3)], TOKENS)
     said = str(raised.value)
     assert "layer middle (Linear) cannot take what layer embedding returns" in said
@@ -234,7 +235,11 @@ def test_a_layer_that_does_not_take_what_it_is_handed() -> None:
 def test_a_stage_that_begins_by_overwriting_its_input() -> None:
     """Autograd has no gradient for it: said while the stages are cut, not in the first step. Elsewhere it may."""
     model = nn.Sequential(nn.Embedding(V, 4), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, V))
-    with pytest.raises(ModelError, match=r"layer 2 \(ReLU\) overwrites, in place.*in-place operation"):
+    with pytest.raises(
+        ModelError,
+        match=r"layer 2 \(ReLU\) overwrites, in place.*in-place operation",
+        check=has_code("MW-PIPELINE-031"),
+    ):
         describe_boundaries(model, [range(0, 2), range(2, 4)], TOKENS)
     describe_boundaries(model, [range(0, 3), range(3, 4)], TOKENS)
 
@@ -298,12 +303,16 @@ def test_what_changes_something_is_run_each_time() -> None:
 def test_what_is_handed_on_as_it_came_is_still_that() -> None:
     """Through a layer that is not run, too: a later layer must not write into it."""
     for _ in range(2):
-        with pytest.raises(ModelError, match=r"layer 2 \(Counting\) overwrites, in place"):
+        with pytest.raises(
+            ModelError, match=r"layer 2 \(Counting\) overwrites, in place", check=has_code("MW-PIPELINE-032")
+        ):
             described(Counting("x"), Counting("x"), Counting("overwrites"))
 
 
 def test_a_value_that_is_no_tensor() -> None:
-    with pytest.raises(ModelError, match="layer 1 returns a int: layers pass tensors"):
+    with pytest.raises(
+        ModelError, match="layer 1 returns a int: layers pass tensors", check=has_code("MW-PIPELINE-030")
+    ):
         describe_boundaries(builders.hands_on_a_number(), [range(0, 2), range(2, 4)], TOKENS)
 
 
@@ -338,7 +347,7 @@ def test_a_buffer_that_is_changed_where_none_was_planned(table: float, written: 
     model = nn.Sequential(builders.plain(V, width=8)[0], WritesAside(table, written), nn.Linear(8, V))
     stages = cut(model, [3])
     if is_refused:
-        with pytest.raises(ModelError, match=r"layer 1 changes its buffer table"):
+        with pytest.raises(ModelError, match=r"layer 1 changes its buffer table", check=has_code("MW-PIPELINE-019")):
             forward(stages, 0, *batch(0))
     else:
         forward(stages, 0, *batch(0))

@@ -7,6 +7,7 @@ import pytest
 from meshwright.blueprint import draw_blueprint
 from meshwright.errors import ModelError
 from meshwright.tools.verify import Layout, layout_config
+from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
 
 
@@ -33,7 +34,11 @@ def test_what_is_not_its_own(kind: str, expected: str) -> None:
 
 @pytest.mark.parametrize("how", ["clamp", "row", "data", "data in place", "average"])
 def test_a_weight_that_forward_changes(how: str) -> None:
-    with pytest.raises(ModelError, match=r"layer 1 \(Writing\) writes to its parameter 1.linear.weight in forward"):
+    with pytest.raises(
+        ModelError,
+        match=r"layer 1 \(Writing\) writes to its parameter 1.linear.weight in forward",
+        check=has_code("MW-PIPELINE-026", "MW-PIPELINE-029"),
+    ):
         draw("writing", how)
 
 
@@ -51,7 +56,11 @@ def test_a_weight_that_forward_changes(how: str) -> None:
     ],
 )
 def test_a_layer_that_draws(how: str, source: str) -> None:
-    with pytest.raises(ModelError, match=rf"layer 1 \(Drawing\) draws from {source}.* in forward.*nn.Dropout"):
+    with pytest.raises(
+        ModelError,
+        match=rf"layer 1 \(Drawing\) draws from {source}.* in forward.*nn.Dropout",
+        check=has_code("MW-PIPELINE-023", "MW-PIPELINE-024"),
+    ):
         draw("drawing", how)
 
 
@@ -68,7 +77,9 @@ def test_a_layer_that_draws(how: str, source: str) -> None:
 )
 def test_a_layer_that_remembers(how: str, message: str) -> None:
     for _ in range(2):  # another drawing in the same process refuses it too
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(
+            ModelError, match=message, check=has_code("MW-PIPELINE-021", "MW-PIPELINE-024", "MW-PIPELINE-028")
+        ):
             draw("remembering", how)
 
 
@@ -82,5 +93,5 @@ def test_what_stands_alone_is_drawn() -> None:
     """Kernels that are tagged as random and drop nothing, recurrent layers, dropouts drawn by name."""
     for kind, how in (("plain", ""), ("attention", "0.0"), ("recurrent", "")):
         draw(kind, how)
-    with pytest.raises(ModelError, match="draws from torch's random generator"):
+    with pytest.raises(ModelError, match="draws from torch's random generator", check=has_code("MW-PIPELINE-024")):
         draw("attention", "0.1")

@@ -74,7 +74,7 @@ def replicas(momentum: float | None, num_replicas: int, chunks: int) -> tuple[nn
                 model(batch)
         total = torch.stack([state.vector(torch.device("cpu")) for state in states]).sum(0)
         for state in states:
-            assert state.take(torch.cat([torch.ones(3), total])).tolist() == [1.0] * 3
+            assert state.split_off(torch.cat([torch.ones(3), total])).tolist() == [1.0] * 3
             state.end()
     return plain, [model[0] for model in models]
 
@@ -97,7 +97,7 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     state.begin(1.0)
     model(torch.zeros((1, 8), dtype=torch.int64))
     assert model.get_buffer("balanced0.counts").sum() == 8
-    state.take(state.vector(torch.device("cpu")))
+    state.split_off(state.vector(torch.device("cpu")))
     state.undo()
     assert model.get_buffer("balanced0.counts").sum() == 0 and model.get_buffer("balanced0.bias").sum() == 0
 

@@ -16,6 +16,7 @@ import pytest
 from meshwright.errors import LockError
 from meshwright.run import lock
 from meshwright.run.lock import FILE, RunLock
+from tests.support.errors import has_code
 
 
 @pytest.fixture(autouse=True)
@@ -27,14 +28,14 @@ def test_the_second_is_told_of_the_first(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     with RunLock(tmp_path):
         for attempt in (RunLock(tmp_path).check_free, RunLock(tmp_path).__enter__):
-            with pytest.raises(LockError) as caught:
+            with pytest.raises(LockError, check=has_code("MW-RUN-011")) as caught:
                 attempt()
             message = str(caught.value)
             assert message.startswith(f"process {os.getpid()} of Slurm job 77 on {os.uname().nodename}, since 2")
             assert f"works in {tmp_path}: wait until it ends" in message
     RunLock(tmp_path).check_free()
     monkeypatch.delenv("SLURM_JOB_ID")
-    with RunLock(tmp_path), pytest.raises(LockError) as caught:
+    with RunLock(tmp_path), pytest.raises(LockError, check=has_code("MW-RUN-011")) as caught:
         RunLock(tmp_path).check_free()
     assert "Slurm" not in str(caught.value)
 
@@ -49,7 +50,7 @@ def test_a_requeued_job_waits_for_its_own_earlier_life(tmp_path: Path, monkeypat
     with RunLock(tmp_path):
         assert killed.finished.is_set()
         monkeypatch.setenv("SLURM_JOB_ID", "78")
-        with pytest.raises(LockError):
+        with pytest.raises(LockError, check=has_code("MW-RUN-011")):
             RunLock(tmp_path).check_free()
 
 
@@ -62,10 +63,10 @@ def test_a_restarted_jobset_waits_for_its_own_earlier_pods(tmp_path: Path, monke
     with RunLock(tmp_path):
         assert killed.finished.is_set()
         monkeypatch.setenv("MESHWRIGHT_JOBSET", "run-other")
-        with pytest.raises(LockError, match="of JobSet run-demo on "):
+        with pytest.raises(LockError, match="of JobSet run-demo on ", check=has_code("MW-RUN-011")):
             RunLock(tmp_path).check_free()
         monkeypatch.delenv("MESHWRIGHT_JOBSET")
-        with pytest.raises(LockError):
+        with pytest.raises(LockError, check=has_code("MW-RUN-011")):
             RunLock(tmp_path).check_free()
 
 
@@ -84,7 +85,7 @@ def test_a_holder_that_cannot_be_read_is_another_job(tmp_path: Path) -> None:
     with RunLock(tmp_path):
         for text in ("", "[1]", '{"host": 3}', "null"):
             (tmp_path / FILE).write_text(text)
-            with pytest.raises(LockError, match=r"\Aanother job works in "):
+            with pytest.raises(LockError, match=r"\Aanother job works in ", check=has_code("MW-RUN-011")):
                 RunLock(tmp_path).check_free()
 
 
@@ -144,7 +145,11 @@ def test_where_there_are_no_locks_the_run_goes_on(
 def test_a_lock_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).mkdir()
     with (
-        pytest.raises(LockError, match=f"the lock of this run, {tmp_path / FILE}, cannot be used: Is a directory"),
+        pytest.raises(
+            LockError,
+            match=f"the lock of this run, {tmp_path / FILE}, cannot be used: Is a directory",
+            check=has_code("MW-RUN-013"),
+        ),
         RunLock(tmp_path),
     ):
         pass

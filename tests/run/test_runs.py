@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.run.directory import find_run, runs_in
+from tests.support.errors import has_code
 
 
 @pytest.fixture
@@ -50,12 +51,12 @@ def test_anything_else_is_one_message(runs: Path, name: str, said: str) -> None:
     Path("new.toml").write_text('[run]\nname = "x"\ndirectory = "out"\n')
     Path("corpus/step-00000001").mkdir(parents=True)
     Path("corpus/step-00000001/manifest.json").write_text("{}")
-    with pytest.raises(ConfigError) as raised:
+    with pytest.raises(ConfigError, check=has_code("MW-RUN-008")) as raised:
         find_run(Path(name))
     assert said in str(raised.value)
 
 
 def test_where_there_is_none_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="name a run directory, such as runs/demo"):
+    with pytest.raises(ConfigError, match="name a run directory, such as runs/demo", check=has_code("MW-RUN-008")):
         find_run(Path("x"))

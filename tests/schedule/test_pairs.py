@@ -19,6 +19,7 @@ from meshwright.schedule.load import format_schedule, parse_schedule
 from meshwright.schedule.lower import lower
 from meshwright.schedule.text import is_pair
 from meshwright.tools.planner.fast_simulation import simulate_fast
+from tests.support.errors import has_code
 
 KINDS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 
@@ -120,7 +121,9 @@ def test_a_pair_by_hand() -> None:
 
 @pytest.mark.parametrize("word", ["{0F1+0B0}", "{1B0+0F1}", "{0F1+1W0}", "{0F1+1B0+0F0}", "{0F0+1F0}"])
 def test_what_is_no_pair(word: str) -> None:
-    with pytest.raises(ScheduleError, match=r"line 2, word 3: .*F and then B or I of another stage"):
+    with pytest.raises(
+        ScheduleError, match=r"line 2, word 3: .*F and then B or I of another stage", check=has_code("MW-SCHEDULE-004")
+    ):
         parse_schedule(BY_HAND.replace("{0F1+1B0}", word))
 
 

@@ -18,6 +18,7 @@ from meshwright.schedule.load import format_schedule, parse_schedule, read_sched
 from meshwright.schedule.lower import lower
 from meshwright.schedule.text import format_item
 from tests.schedule.sizes import built
+from tests.support.errors import has_code
 
 HEADER = "# hand pp=1 num_stages=1 chunks=1 placement=loop\n"
 
@@ -72,7 +73,7 @@ MANY_DIGITS = "0" * 5000
     "word", ["0X0", "F0", "0F", "0F0x", "0REDUCE1", "0STEP", "{0SEND_F0", "{0F0}", "{}", "0F-1", "0F" + MANY_DIGITS]
 )
 def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
-    with pytest.raises(ScheduleError, match="line 2") as caught:
+    with pytest.raises(ScheduleError, match="line 2", check=has_code("MW-SCHEDULE-004", "MW-SCHEDULE-005")) as caught:
         parse_schedule(HEADER + f"0F0 {word} STEP")
     assert word.strip("{}") in str(caught.value)
 
@@ -95,20 +96,20 @@ def test_an_unreadable_word_is_named_with_its_line(word: str) -> None:
     ],
 )
 def test_an_unreadable_header_is_an_error(text: str) -> None:
-    with pytest.raises(ScheduleError, match="line 1"):
+    with pytest.raises(ScheduleError, match="line 1", check=has_code("MW-SCHEDULE-002", "MW-SCHEDULE-003")):
         parse_schedule(text)
 
 
 def test_comments_and_blank_lines_may_stand_anywhere() -> None:
     commented = "# by hand\n\n" + HEADER + "#pp=1 is easy\n\n  0F0 0B0\t\n# the end\n"
     assert parse_schedule(commented) == parse_schedule(HEADER + "0F0 0B0")
-    with pytest.raises(ScheduleError, match="line 4, word 2: '0Q0' is no action"):
+    with pytest.raises(ScheduleError, match="line 4, word 2: '0Q0' is no action", check=has_code("MW-SCHEDULE-005")):
         parse_schedule("# by hand\n" + HEADER + "# more\n0F0 0Q0")
-    with pytest.raises(ScheduleError, match=r"line 2, word 1: .* is no action"):
+    with pytest.raises(ScheduleError, match=r"line 2, word 1: .* is no action", check=has_code("MW-SCHEDULE-005")):
         parse_schedule(HEADER + "0F\u0660 0B0")
-    with pytest.raises(ScheduleError, match="line 3: 2 headers"):
+    with pytest.raises(ScheduleError, match="line 3: 2 headers", check=has_code("MW-SCHEDULE-002")):
         parse_schedule(HEADER + "0F0\n" + HEADER)
-    with pytest.raises(ScheduleError, match="line 2: no header above"):
+    with pytest.raises(ScheduleError, match="line 2: no header above", check=has_code("MW-SCHEDULE-002")):
         parse_schedule("0F0\n" + HEADER)
 
 
@@ -117,13 +118,17 @@ def test_a_file_is_named_with_line_and_word(tmp_path: Path) -> None:
     path.write_text("# my own\n" + format_schedule(build("zb_v", 2, 3, 2)))
     assert read_schedule(path) == build("zb_v", 2, 3, 2)
     path.write_text(HEADER + "0F0 {0SEND_F0 0B0")
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(ScheduleError, check=has_code("MW-SCHEDULE-004")) as caught:
         read_schedule(path)
     assert str(caught.value).startswith(f"{path}, line 2, word 2: '{{0SEND_F0': a group is written")
     path.write_bytes(b"# caf\xe9")
-    with pytest.raises(ScheduleError, match=r"mine.txt: cannot be read \(not UTF-8 text\)"):
+    with pytest.raises(
+        ScheduleError, match=r"mine.txt: cannot be read \(not UTF-8 text\)", check=has_code("MW-SCHEDULE-001")
+    ):
         read_schedule(path)
-    with pytest.raises(ScheduleError, match=r"other.txt: cannot be read \(No such file"):
+    with pytest.raises(
+        ScheduleError, match=r"other.txt: cannot be read \(No such file", check=has_code("MW-SCHEDULE-001")
+    ):
         read_schedule(tmp_path / "other.txt")
 
 

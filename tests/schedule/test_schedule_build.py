@@ -18,6 +18,7 @@ from meshwright.schedule.lower import lower
 from meshwright.schedule.text import is_pair
 from tests.schedule.sizes import built, smallest
 from tests.support.bubbles import own_bubble_share
+from tests.support.errors import has_code
 
 degrees = st.integers(1, 8)
 num_chunks = st.integers(1, 20)
@@ -229,13 +230,15 @@ def test_one_rank_accumulates_gradients() -> None:
     ],
 )
 def test_what_cannot_be_built(name: str, pp: int, chunks: int, interleave: int, said: str) -> None:
-    with pytest.raises(ScheduleError) as caught:
+    with pytest.raises(
+        ScheduleError, check=has_code("MW-SCHEDULE-009", "MW-SCHEDULE-010", "MW-SCHEDULE-012")
+    ) as caught:
         build(name, pp, chunks, interleave)
     assert said in str(caught.value)
 
 
 def test_lowering_twice_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="lowered already"):
+    with pytest.raises(ScheduleError, match="lowered already", check=has_code("MW-SCHEDULE-016")):
         lower(lower(build("1f1b", 2, 2)))
 
 

@@ -19,6 +19,7 @@ from meshwright.schedule.build import build
 from meshwright.schedule.load import format_schedule, parse_schedule
 from meshwright.schedule.lower import lower
 from tests.schedule.sizes import built
+from tests.support.errors import has_code
 
 SOUND = lower(build("1f1b", 3, 4))
 
@@ -165,7 +166,7 @@ def test_what_comes_after_the_step_is_named() -> None:
 def test_rows_above_the_header_are_refused() -> None:
     text = format_schedule(SOUND).split("\n")
     assert parse_schedule("\n".join(text)) == SOUND
-    with pytest.raises(ScheduleError, match="no header above the first row"):
+    with pytest.raises(ScheduleError, match="no header above the first row", check=has_code("MW-SCHEDULE-002")):
         parse_schedule("\n".join([text[1], text[0], *text[2:]]))
 
 

@@ -21,6 +21,7 @@ from meshwright.schedule.load import parse_schedule
 from meshwright.schedule.lower import lower
 from meshwright.tools.planner.fast_simulation import simulate_fast
 from tests.schedule.sizes import built
+from tests.support.errors import has_code
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bubbles.py"
 spec = importlib.util.spec_from_file_location("bubbles", BENCHMARK)
@@ -43,7 +44,7 @@ def test_the_pace_is_that_of_the_lowered_schedule(schedule: Schedule, data: st.D
 
 def test_a_pace_that_nobody_can_keep_is_refused() -> None:
     hanging = parse_schedule("# mine pp=2 num_stages=2 chunks=1 placement=loop\n0B0 0F0\n1F0 1B0")
-    with pytest.raises(ScheduleError, match="mine hangs"):
+    with pytest.raises(ScheduleError, match="mine hangs", check=has_code("MW-SCHEDULE-008")):
         simulate_fast(hanging, [Costs()] * 2)
 
 
@@ -207,10 +208,18 @@ def test_bubble_share_says_idle_over_total_time() -> None:
 
 
 def test_what_cannot_be_simulated() -> None:
-    with pytest.raises(ScheduleError, match="lower"):
+    with pytest.raises(ScheduleError, match="lower", check=has_code("MW-SCHEDULE-006")):
         simulate(build("1f1b", 2, 2), Costs())
     text = "# hand pp=2 num_stages=2 chunks=1 placement=loop\n0F0 0RECV_B0 0B0 STEP\n1RECV_F0 1F0 STEP\n"
-    with pytest.raises(ScheduleError, match=r"rank 0 at position 2 \(0RECV_B0\), rank 1 at position 1 \(1RECV_F0\)"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"rank 0 at position 2 \(0RECV_B0\), rank 1 at position 1 \(1RECV_F0\)",
+        check=has_code("MW-SCHEDULE-007"),
+    ):
         simulate(parse_schedule(text), Costs())
-    with pytest.raises(ScheduleError, match=r"with rendezvous sends: rank 0 at position 2 \(0RECV_B0\), rank 1 at"):
+    with pytest.raises(
+        ScheduleError,
+        match=r"with rendezvous sends: rank 0 at position 2 \(0RECV_B0\), rank 1 at",
+        check=has_code("MW-SCHEDULE-007"),
+    ):
         simulate(parse_schedule(text), Costs(), Channel.RENDEZVOUS)

@@ -18,6 +18,7 @@ from meshwright.errors import ConfigError, DataError
 from meshwright.launch.cli import main
 from meshwright.run.files import check_run_files
 from meshwright.tracking.jsonl import drop_records_after
+from tests.support.errors import has_code
 from tests.tools.report.builders import make_run
 
 DEEP = 100_000
@@ -179,7 +180,11 @@ def test_something_else_where_a_run_keeps_a_file(file: str, make: Callable[[Path
     if file == "metrics.jsonl" and make is as_folder:  # the run begins, and its records wait for a file
         check_run_files(tmp_path)
         return
-    with pytest.raises(ConfigError, match=rf"{file} is a .*, and a regular file belongs there: move it away"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"{file} is a .*, and a regular file belongs there: move it away",
+        check=has_code("MW-RUN-009"),
+    ):
         check_run_files(tmp_path)
 
 
@@ -188,11 +193,11 @@ def test_metrics_without_a_line_feed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.touch()
     os.truncate(path, 2**40)
-    with pytest.raises(DataError, match=r"metrics\.jsonl: line 1 is longer than"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl: line 1 is longer than", check=has_code("MW-TRACKING-003")):
         drop_records_after(path, 10)
     (tmp_path / "starts.jsonl").touch()
     os.truncate(tmp_path / "starts.jsonl", 2**40)
-    with pytest.raises(ConfigError, match=r"starts\.jsonl has 1,099,511,627,776 bytes"):
+    with pytest.raises(ConfigError, match=r"starts\.jsonl has 1,099,511,627,776 bytes", check=has_code("MW-RUN-009")):
         check_run_files(tmp_path)
 
 
@@ -203,12 +208,12 @@ def test_a_gzipped_line_without_end(tmp_path: Path) -> None:
         stream.write(b'{"text": "short"}\n{"text": "')
         for _ in range(80):
             stream.write(b"a" * 2**20)
-    with pytest.raises(DataError, match=r"lines\.jsonl\.gz.* that a line may have"):
+    with pytest.raises(DataError, match=r"lines\.jsonl\.gz.* that a line may have", check=has_code("MW-DATA-060")):
         list(blocks(list_files([path]), ("text",)))
     plain = tmp_path / "lines.jsonl"
     with gzip.open(path) as packed:
         plain.write_bytes(packed.read())
-    with pytest.raises(DataError, match=r"lines\.jsonl: .* that a line may have"):
+    with pytest.raises(DataError, match=r"lines\.jsonl: .* that a line may have", check=has_code("MW-DATA-060")):
         lines_of_range(plain, 18, 1000)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.system.atomic import check_place, write_out, writing
+from tests.support.errors import has_code
 
 
 def test_a_file_in_a_folder_that_is_made(tmp_path: Path) -> None:
@@ -56,8 +57,8 @@ def test_a_place_is_refused_before_the_work(tmp_path: Path) -> None:
         (tmp_path / "file", True, "there is a file of that name"),
         (tmp_path / "file" / "x", False, "is a file, and nothing can lie below it"),
     ):
-        with pytest.raises(ConfigError) as refused:
+        with pytest.raises(ConfigError, check=has_code("MW-SYSTEM-003", "MW-SYSTEM-004")) as refused:
             check_place(out, folder=folder, example="x")
         assert said in str(refused.value)
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot be written", check=has_code("MW-SYSTEM-006")):
         write_out(tmp_path / "file" / "x", "")

@@ -19,6 +19,7 @@ from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.seeding import SeededDropout, seed_dropouts
 from meshwright.tensor_parallel.plan import apply
+from tests.support.errors import has_code
 from tests.tensor_parallel.ranks_of_tp import close, drawn, fill, lonely_group, part, summed, tp_group
 
 B, S, D, VOCAB = 2, 8, 8, 12
@@ -151,19 +152,27 @@ def cut_it(layer: Any) -> None:
 def test_a_rule_that_does_not_fit_is_refused(rule: Any, message: str) -> None:
     model = build()
     seed_dropouts(model, 0)
-    with pytest.raises(ModelError, match=f"(?s){message}"):
+    with pytest.raises(ModelError, match=f"(?s){message}", check=has_code("MW-TP-003", "MW-TP-004")):
         apply(model, {**PLAN, "1": rule}, [], lonely_group(0, 2), False, {})
 
 
 def test_a_size_that_tp_does_not_divide_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"up.weight is \(32, 8\), and parallel.tp = 3 does not divide its dim 0"):
+    with pytest.raises(
+        ModelError,
+        match=r"up.weight is \(32, 8\), and parallel.tp = 3 does not divide its dim 0",
+        check=has_code("MW-TP-004"),
+    ):
         apply(build(), {"1": split_gated}, [], lonely_group(0, 3), False, {})
 
 
 def test_a_rule_has_its_layer_for_itself() -> None:
-    with pytest.raises(ModelError, match=r"1.up .column by .* lies in 1 .a rule by .*whose rule splits all of it"):
+    with pytest.raises(
+        ModelError,
+        match=r"1.up .column by .* lies in 1 .a rule by .*whose rule splits all of it",
+        check=has_code("MW-TP-002"),
+    ):
         apply(build(), {**PLAN, "1.up": "column"}, [], lonely_group(0, 2), False, {})
-    with pytest.raises(ModelError, match=r"module 1 is a rule by .*1.. and row by"):
+    with pytest.raises(ModelError, match=r"module 1 is a rule by .*1.. and row by", check=has_code("MW-TP-002")):
         apply(build(), {"1": split_gated, "[1]": "row"}, [], lonely_group(0, 2), False, {})
 
 

@@ -19,6 +19,7 @@ from meshwright.tensor_parallel.cross_entropy import vocab_parallel_cross_entrop
 from meshwright.tensor_parallel.layers import RowLinear, VocabEmbedding, VocabHead
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.whole_layers import ColumnEmbedding
+from tests.support.errors import has_code
 from tests.tensor_parallel.ranks_of_tp import close, fill, lonely_group, summed, tp_group
 from tests.tensor_parallel.tiny_transformer import DIM, DIVISIBLE, LENGTH, PLAN, TIED, VOCAB, build
 
@@ -119,7 +120,7 @@ def test_a_dropout_between_column_and_row_sees_its_part_of_the_features() -> Non
     whole = model[1].mask(torch.Size([2, 3, 8]), torch.device("cpu"))
     apply(model, {"0": "column", "1": "features", "2": "row"}, [], lonely_group(1, 2), False, {})
     assert torch.equal(model[1].mask(torch.Size([2, 3, 4]), torch.device("cpu")), whole[..., 4:])
-    with pytest.raises(ModelError, match="has parameters"):
+    with pytest.raises(ModelError, match="has parameters", check=has_code("MW-TP-002")):
         apply(nn.Sequential(nn.Linear(4, 4)), {"0": "features"}, [], lonely_group(0, 2), False, {})
 
 
@@ -136,7 +137,7 @@ def test_one_rank_swaps_nothing_but_still_reads_the_plan() -> None:
     model, infos = infos_of(0, 1, True)
     assert {type(module) for module in model.modules()}.isdisjoint({VocabHead, VocabEmbedding, RowLinear})
     assert all(info == ParameterInfo(name, model.get_parameter(name).shape) for name, info in infos.items())
-    with pytest.raises(ModelError, match="no kind"):
+    with pytest.raises(ModelError, match="no kind", check=has_code("MW-TP-002")):
         apply(build(), {"head": "vocabulary"}, [], lonely_group(0, 1), False, {})
 
 
@@ -204,7 +205,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anyone_speaks(case: str) -> 
     builder, plan, tied, tp, sequence, divisible, words = MISFITS[case]
     model = builder()
     before = {name: id(module) for name, module in model.named_modules()}
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-TP-002")) as caught:
         apply(model, plan, tied, lonely_group(0, tp), sequence, divisible)
     for word in words:
         assert word in str(caught.value)
@@ -212,18 +213,20 @@ def test_a_plan_that_does_not_fit_is_refused_before_anyone_speaks(case: str) -> 
 
 
 def test_all_problems_of_a_plan_are_told_at_once() -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-TP-002")) as caught:
         apply(build(), {"nowhere": "row", "head": "diagonal", "norm": "column"}, [], lonely_group(0, 2), False, {})
     assert len(str(caught.value).splitlines()) == 3
 
 
 def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
     check_sequence_length(1024, 8)
-    with pytest.raises(ModelError, match=r"sequence_length = 255 .*use 254 or 256"):
+    with pytest.raises(ModelError, match=r"sequence_length = 255 .*use 254 or 256", check=has_code("MW-TP-001")):
         check_sequence_length(255, 2)
-    with pytest.raises(ModelError, match=r"use 8, or"):
+    with pytest.raises(ModelError, match=r"use 8, or", check=has_code("MW-TP-001")):
         check_sequence_length(3, 8)
     with pytest.raises(
-        ModelError, match=r"length of inputs\['decoder_ids'\], 9, is not .*make it 8 or 10, use another"
+        ModelError,
+        match=r"length of inputs\['decoder_ids'\], 9, is not .*make it 8 or 10, use another",
+        check=has_code("MW-TP-001"),
     ):
         check_sequence_length(9, 2, "inputs['decoder_ids']")

@@ -18,6 +18,7 @@ from meshwright.optimizer.rounded import whole_positions
 from meshwright.parameters import ParameterInfo
 from meshwright.tensor_parallel.plan import apply
 from meshwright.tensor_parallel.shared_units import SharedColumnLinear, SharedUnits
+from tests.support.errors import has_code
 
 SIZES = {"vocab_size": 61, "hidden_size": 16, "num_layers": 2, "num_heads": 8, "ffn_size": 64, "head_dim": 8}
 QKV, GATE_UP = "block0.attention.qkv.weight", "block1.mlp.gate_up.weight"
@@ -104,7 +105,7 @@ def test_what_cannot_be_shared_is_named(options: dict[str, Any], tp: int, said: 
     with torch.device("meta"):
         model: Any = build(**{**SIZES, **options})
     divisible = {"block*.attention.qkv": model.divisible["block*.attention.qkv"]}
-    with pytest.raises(ModelError, match=said) as caught:
+    with pytest.raises(ModelError, match=said, check=has_code("MW-TP-002")) as caught:
         apply(model, model.sharding_plan, [], Group("tp", tuple(range(tp)), 0), False, divisible, model.shared_units)
     assert caught.value.code == "MW-TP-002"
 
@@ -125,7 +126,7 @@ def test_what_cannot_be_shared_is_named(options: dict[str, Any], tp: int, said: 
 def test_entries_that_do_not_fit(pattern: str, entry: Any, said: str) -> None:
     with torch.device("meta"):
         model: Any = build(**SIZES, num_kv_heads=2)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-TP-002")) as caught:
         apply(model, model.sharding_plan, [], Group("tp", (0,), 0), False, {}, {pattern: entry})
     assert said in caught.value.message
 
@@ -134,7 +135,9 @@ def test_a_model_without_divisible_is_checked_too() -> None:
     with torch.device("meta"):
         model: Any = build(**SIZES, num_kv_heads=2)
     shared: dict[str, Tensor] = {name: each for name, each in model.shared_units.items() if name.endswith("qkv")}
-    with pytest.raises(ModelError, match=r"shared_units\['block\*.attention.qkv'\]\) has 2 units"):
+    with pytest.raises(
+        ModelError, match=r"shared_units\['block\*.attention.qkv'\]\) has 2 units", check=has_code("MW-TP-002")
+    ):
         apply(model, model.sharding_plan, [], Group("tp", (0, 1, 2), 0), False, {}, shared)
 
 
@@ -143,6 +146,8 @@ def test_matrices_of_other_rows_than_the_parts_of_a_unit() -> None:
     infos = {QKV: on_rank(1, 4, 2)[1][QKV]}
     for rows in ((32, 8, 8), ()):
         assert with_matrices(infos, {QKV: rows}, str)[QKV].matrix == rows
-    with pytest.raises(ModelError, match=r"\(40, 8\), .* a tp rank holds \[16, 4, 4\] rows") as caught:
+    with pytest.raises(
+        ModelError, match=r"\(40, 8\), .* a tp rank holds \[16, 4, 4\] rows", check=has_code("MW-OPTIM-008")
+    ) as caught:
         with_matrices(infos, {QKV: (40, 8)}, str)
     assert caught.value.code == "MW-OPTIM-008"

@@ -12,6 +12,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.tools.inference.load import ModelLocation, config_for
 from meshwright.tools.layout_keys import WHOLE_SAMPLES
+from tests.support.errors import has_code
 
 SAVED: dict[str, dict[str, Any]] = {
     "run": {"name": "saved"},
@@ -52,7 +53,11 @@ def test_a_degree_of_one_resets_its_keys(place: str) -> None:
     "words", [["cp=1", "cp_order=documents"], ["ep=1", "ep_across_nodes=true"], ["tp=1", "sequence=true"]]
 )
 def test_a_key_that_the_user_gives_is_refused(place: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=f"parallel.{words[1].partition('=')[0]}.* has no effect"):
+    with pytest.raises(
+        ConfigError,
+        match=f"parallel.{words[1].partition('=')[0]}.* has no effect",
+        check=has_code("MW-CONFIG-040", "MW-CONFIG-069", "MW-CONFIG-076"),
+    ):
         changed_by(place, [f"--parallel.{word}" for word in words])
 
 

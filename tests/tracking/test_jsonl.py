@@ -14,6 +14,7 @@ import pytest
 from meshwright.errors import DataError
 from meshwright.tracking.jsonl import JsonlSink, drop_records_after, read_records
 from meshwright.tracking.record import to_json
+from tests.support.errors import has_code
 
 
 @pytest.fixture
@@ -56,12 +57,12 @@ def test_a_damaged_line_in_the_middle_is_named(path) -> None:
     lines = path.read_text().splitlines()
     lines[2] = lines[2][:20]
     path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(DataError, match=r"metrics\.jsonl:3: .*Remove this line"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:3: .*Remove this line", check=has_code("MW-TRACKING-002")):
         list(read_records(path))
 
 
 def test_a_missing_file_is_a_clear_error(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read"):
+    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read", check=has_code("MW-TRACKING-001")):
         list(read_records(tmp_path / "none.jsonl"))
 
 

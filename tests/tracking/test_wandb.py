@@ -23,6 +23,7 @@ from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import metrics, to_json
 from meshwright.tracking.tracker import Tracker
 from meshwright.tracking.wandb import PUBLIC_SERVER, WandbMode, WandbSink, base_url, choose_mode, has_key, is_reachable
+from tests.support.errors import has_code
 
 pytestmark = pytest.mark.usefixtures("no_account")
 KEY = "0123456789abcdef" * 2 + "01234567"
@@ -320,7 +321,7 @@ def test_a_child_that_dies_is_told(tmp_path, record) -> None:
     assert dead._child is not None
     dead._child.kill()
     dead._child.wait()
-    with pytest.raises(Exception, match=r"ended before step 1"):
+    with pytest.raises(Exception, match=r"ended before step 1", check=has_code("MW-TRACKING-007")):
         dead.write(record(1))
     dead.close()
     wait_until_gone(tmp_path)

@@ -13,6 +13,7 @@ from meshwright.run.directory import STATUS
 from meshwright.watch.hang.diagnosis import MAX_LINES, judge, lines
 from meshwright.watch.hang.heartbeat import Heartbeat, PendingWait, ReceivedHeartbeat, describe_activity, in_words
 from meshwright.watch.hang.status import read_status
+from tests.support.errors import has_code
 
 LONG_S, SILENT_S = 2.5, 1.5
 WORLD, DP = "world-1", "dp-1"
@@ -292,7 +293,7 @@ def test_no_status(there: str | None, said: str, tmp_path: Path) -> None:
         run.mkdir()
         if there:
             (run / STATUS).write_text(there)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=said, check=has_code("MW-WATCH-002", "MW-WATCH-003", "MW-WATCH-004")):
         read_status(run / STATUS)
 
 

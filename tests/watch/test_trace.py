@@ -15,6 +15,7 @@ from meshwright.schedule.build import build
 from meshwright.schedule.load import format_schedule
 from meshwright.schedule.lower import lower
 from meshwright.watch.trace import RankSpans, Trace, clock_offsets, newest, read, traced_step, write
+from tests.support.errors import has_code
 
 SCHEDULE = lower(build("1f1b", 2, 2))
 TIMELINE = simulate(SCHEDULE, Costs(comm=0.25, step=1))
@@ -69,7 +70,7 @@ def spans_but(*left_out: str) -> list[Any]:
 def test_what_makes_no_sense_is_explained(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     path = tmp_path / "step-00000005.json"
     path.write_text(json.dumps(json.loads(trace().model_dump_json()) | changes))
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, check=has_code("MW-WATCH-011", "MW-WATCH-012")) as raised:
         read(path)
     assert said in str(raised.value) and str(path) in str(raised.value)
 
@@ -78,17 +79,17 @@ def test_what_makes_no_sense_is_explained(changes: dict[str, Any], said: str, tm
 def test_what_is_no_trace_is_explained(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "step-00000005.json"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="is no trace of a step"):
+    with pytest.raises(DataError, match="is no trace of a step", check=has_code("MW-WATCH-011")):
         read(path)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be read", check=has_code("MW-WATCH-010")):
         read(tmp_path / "nowhere.json")
 
 
 def test_the_newest_trace_is_the_one_written_last(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no trace"):
+    with pytest.raises(DataError, match="has no trace", check=has_code("MW-WATCH-009")):
         newest(tmp_path)
     traces = tmp_path / "traces"
     for index, name in enumerate(("step-00000009.json", "step-00000005.json", "step-00000005.trace.json")):

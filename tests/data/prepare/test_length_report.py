@@ -13,6 +13,7 @@ from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.prepare import length_report
 from meshwright.data.prepare.length_report import ContextReport, describe_balance, describe_lengths, document_lengths
 from meshwright.errors import DataError
+from tests.support.errors import has_code
 from tests.support.seen_keys import keys_seen
 
 LENGTHS = [3, 300, 40, 1, 500, 7, 120, 60]
@@ -60,5 +61,7 @@ def test_balance_is_that_of_the_samples(corpus: Corpus) -> None:
     assert describe_balance(corpus, ContextReport()) == []
     (whole,) = describe_balance(corpus, ContextReport(4, "zigzag", boundaries=False))
     assert whole.endswith("over whole samples: the busiest rank sees more keys than the mean by 0.0% zigzag")
-    with pytest.raises(DataError, match="into cp = 3 equal parts: use a length of 255 or 258"):
+    with pytest.raises(
+        DataError, match="into cp = 3 equal parts: use a length of 255 or 258", check=has_code("MW-DATA-120")
+    ):
         describe_balance(corpus, ContextReport(3))

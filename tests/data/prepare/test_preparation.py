@@ -29,6 +29,7 @@ from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import split_of
 from meshwright.errors import DataError
 from tests.data.corpora import END, bytes_tokenizer, contents, documents_in, made, write_lines
+from tests.support.errors import has_code
 
 
 @pytest.fixture(scope="module")
@@ -342,7 +343,7 @@ def test_changed_sources_are_refused_with_what_changed(tokenizer: Path, tmp_path
     file, other, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "out"
     write_lines(file, [{"text": "one"}])
     write_lines(other, [{"text": "two" * 30}, "broken"])
-    with pytest.raises(DataError, match=r"b\.jsonl:2 is a JSON string"):
+    with pytest.raises(DataError, match=r"b\.jsonl:2 is a JSON string", check=has_code("MW-DATA-050")):
         made(out, tokenizer, file, other)
     write_lines(other, [{"text": "two"}])
     half: list[tuple[tuple[Path, ...], dict[str, Any], str]] = [
@@ -352,17 +353,17 @@ def test_changed_sources_are_refused_with_what_changed(tokenizer: Path, tmp_path
         ((file, other), {"text_key": "body"}, "text_key was 'text' and is 'body'"),
     ]
     for sources, changes, message in half:
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=message, check=has_code("MW-DATA-084")):
             made(out, tokenizer, *sources, **changes)
     made(out, tokenizer, file, other, replace=True)
     assert documents_in(out) == {"train": ["one", "two"]}
     write_lines(file, [{"text": "owe"}])
     os.utime(file, ns=(1, 1))
     changed = r"was prepared from something else: \[MW-DATA-044\]\n  .*a\.jsonl was written to since"
-    with pytest.raises(DataError, match=changed):
+    with pytest.raises(DataError, match=changed, check=has_code("MW-DATA-044")):
         made(out, tokenizer, file, other)
     made(out, tokenizer, file, other, replace=True)
-    with pytest.raises(DataError, match="the files come in another order"):
+    with pytest.raises(DataError, match="the files come in another order", check=has_code("MW-DATA-044")):
         made(out, tokenizer, other, file)
     assert documents_in(out) == {"train": ["owe", "two"]}
 
@@ -372,7 +373,7 @@ def test_what_nobody_has_read_yet_may_be_mended(tokenizer: Path, tmp_path: Path)
     file, other, third, out = (tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl", "out"))
     write_lines(file, [{"text": "one"}])
     write_lines(other, ["broken"])
-    with pytest.raises(DataError, match=r"b\.jsonl:1 is a JSON string"):
+    with pytest.raises(DataError, match=r"b\.jsonl:1 is a JSON string", check=has_code("MW-DATA-050")):
         made(out, tokenizer, file, other)
     write_lines(other, [{"text": "two"}])
     write_lines(third, [{"text": "three"}])
@@ -404,7 +405,7 @@ def test_broken_lines_are_named(tokenizer: Path, tmp_path: Path, raw: bytes) -> 
     (tmp_path / "a.jsonl").write_bytes(raw)
     (tmp_path / "b.jsonl").write_bytes(good)
     for block_bytes in (5 if len(raw) < 100 else 5000, 1 << 20):
-        with pytest.raises(DataError, match=BROKEN[raw]):
+        with pytest.raises(DataError, match=BROKEN[raw], check=has_code("MW-DATA-050")):
             made(tmp_path / f"out{block_bytes}", tokenizer, tmp_path / "a.jsonl", block_bytes=block_bytes)
     files = (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
     outcome = made(tmp_path / "out", tokenizer, *files, skip_broken=True)
@@ -416,7 +417,7 @@ def test_broken_lines_are_named(tokenizer: Path, tmp_path: Path, raw: bytes) -> 
 
 def test_skipping_goes_on_after_a_refusal(tokenizer: Path, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [{"text": f"{i}"} if i % 7 else {} for i in range(1, 60)])
-    with pytest.raises(DataError, match=r"a\.jsonl:7 has no key 'text'"):
+    with pytest.raises(DataError, match=r"a\.jsonl:7 has no key 'text'", check=has_code("MW-DATA-050")):
         made(tmp_path / "out", tokenizer, file)
     made(tmp_path / "out", tokenizer, file, skip_broken=True)
     assert documents_in(tmp_path / "out")["train"] == [f"{i}" for i in range(1, 60) if i % 7]
@@ -449,16 +450,22 @@ def test_replace_begins_anew_where_it_cannot_go_on(tokenizer: Path, tmp_path: Pa
     file, out = write_lines(tmp_path / "a.jsonl", records), tmp_path / "out"
     last = write_lines(tmp_path / "b.jsonl.gz", [{"text": "last"}])
     last.write_bytes(last.read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz is damaged"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is damaged", check=has_code("MW-DATA-058")):
         made(out, tokenizer, file, last, skip_broken=True)
-    with pytest.raises(DataError, match=r"9 broken records were left out so far.*start over with --replace"):
+    with pytest.raises(
+        DataError,
+        match=r"9 broken records were left out so far.*start over with --replace",
+        check=has_code("MW-DATA-084"),
+    ):
         made(out, tokenizer, file)
-    with pytest.raises(DataError, match=r"a\.jsonl:1 has no key 'text'"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1 has no key 'text'", check=has_code("MW-DATA-050")):
         made(out, tokenizer, file, replace=True)
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz is damaged"):
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz is damaged", check=has_code("MW-DATA-058")):
         made(out, tokenizer, file, last, skip_broken=True)
     (tmp_path / ".out.preparing/corpus/train.bin").write_bytes(b"")
-    with pytest.raises(DataError, match=r"train\.bin has 0 bytes where .*Start over with --replace"):
+    with pytest.raises(
+        DataError, match=r"train\.bin has 0 bytes where .*Start over with --replace", check=has_code("MW-DATA-084")
+    ):
         made(out, tokenizer, file, skip_broken=True)
     made(out, tokenizer, file, skip_broken=True, replace=True)
     assert documents_in(out)["train"] == [f"{i}" for i in range(60) if i % 7]
@@ -479,7 +486,9 @@ def test_links_are_followed_and_lead_somewhere(tokenizer: Path, tmp_path: Path) 
     made(tmp_path / "out", tokenizer, folder)
     assert documents_in(tmp_path / "out")["train"] == ["one", "two", "three"]
     (folder / "z").symlink_to("../elsewhere/gone.txt")
-    with pytest.raises(DataError, match=r"in/z is a broken link to \.\./elsewhere/gone\.txt"):
+    with pytest.raises(
+        DataError, match=r"in/z is a broken link to \.\./elsewhere/gone\.txt", check=has_code("MW-DATA-045")
+    ):
         made(tmp_path / "again", tokenizer, folder)
 
 
@@ -496,7 +505,9 @@ def test_a_folder_that_cannot_be_read_is_named(
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(DataError, match=r"cannot read the folder .*in/closed: Permission denied"):
+    with pytest.raises(
+        DataError, match=r"cannot read the folder .*in/closed: Permission denied", check=has_code("MW-DATA-046")
+    ):
         made(tmp_path / "out", tokenizer, tmp_path / "in")
 
 
@@ -551,11 +562,11 @@ def test_other_things_that_cannot_be(tokenizer: Path, tmp_path: Path) -> None:
             made(out, tokenizer, tmp_path / name, **changes)
     (tmp_path / "link.txt").symlink_to("latin.txt")
     for other in ("latin.txt", "link.txt"):
-        with pytest.raises(DataError, match=r"latin\.txt is given 2 times"):
+        with pytest.raises(DataError, match=r"latin\.txt is given 2 times", check=has_code("MW-DATA-054")):
             made(out, tokenizer, tmp_path / "latin.txt", tmp_path / other)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("the only copy")
-    with pytest.raises(DataError, match=r"holds other files \(thesis\.txt\)"):
+    with pytest.raises(DataError, match=r"holds other files \(thesis\.txt\)", check=has_code("MW-DATA-042")):
         made(tmp_path / "mine", tokenizer, tmp_path / "null.parquet", replace=True, skip_broken=True)
     assert (tmp_path / "mine/thesis.txt").read_text() == "the only copy"
 
@@ -568,7 +579,7 @@ def test_globs_choose_files_of_folders(tokenizer: Path, tmp_path: Path) -> None:
     made(tmp_path / "some", tokenizer, tmp_path / "in", globs=["*.md"])
     assert documents_in(tmp_path / "all")["train"] == ["a.md", "b.py", "sub/c.md", "sub/d.json"]
     assert documents_in(tmp_path / "some")["train"] == ["a.md", "sub/c.md"]
-    with pytest.raises(DataError, match="none of its 4 files fits --glob \\*\\.rst"):
+    with pytest.raises(DataError, match="none of its 4 files fits --glob \\*\\.rst", check=has_code("MW-DATA-052")):
         made(tmp_path / "none", tokenizer, tmp_path / "in", globs=["*.rst"])
 
 
@@ -589,13 +600,17 @@ def test_where_the_end_of_document_comes_from(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
     said = {"eos_token": {"content": "<end>"}}
     assert "(<end>)" in str(made(tmp_path / "1", bytes_tokenizer(tmp_path / "t1", config=said, end="<end>"), file))
-    with pytest.raises(DataError, match=r"no token ends a document in .*special tokens: <fin>"):
+    with pytest.raises(
+        DataError, match=r"no token ends a document in .*special tokens: <fin>", check=has_code("MW-DATA-103")
+    ):
         made(tmp_path / "2", bytes_tokenizer(tmp_path / "t2", end="<fin>"), file)
     made(tmp_path / "2", tmp_path / "t2", file, end_token="<fin>", begin_token="<fin>")
     assert np.fromfile(tmp_path / "2/train.bin", np.uint16).tolist() == [256, 64, 256]
-    with pytest.raises(DataError, match=r"names the eos_token '<end>', which .* does not have"):
+    with pytest.raises(
+        DataError, match=r"names the eos_token '<end>', which .* does not have", check=has_code("MW-DATA-102")
+    ):
         made(tmp_path / "3", bytes_tokenizer(tmp_path / "t3", config=said), file)
-    with pytest.raises(DataError, match=r"holds no tokenizer\.json \(only vocab\.json"):
+    with pytest.raises(DataError, match=r"holds no tokenizer\.json \(only vocab\.json", check=has_code("MW-DATA-098")):
         (tmp_path / "t4").mkdir()
         (tmp_path / "t4/vocab.json").write_text("{}")
         made(tmp_path / "4", tmp_path / "t4", file)
@@ -608,7 +623,9 @@ def test_a_worker_that_is_killed_is_named() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return number
 
-    with pytest.raises(DataError, match="a worker was killed by SIGKILL: was there memory for 2 of them"):
+    with pytest.raises(
+        DataError, match="a worker was killed by SIGKILL: was there memory for 2 of them", check=has_code("MW-DATA-086")
+    ):
         list(ordered_map(die, range(9), 2))
 
 

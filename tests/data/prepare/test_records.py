@@ -18,6 +18,7 @@ from meshwright.data.span_corruption import open_corpus
 from meshwright.errors import DataError
 from meshwright.launch.cli import main
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
+from tests.support.errors import has_code
 
 PAIRS = [
     {"prompt": "2+2=", "response": "4"},
@@ -61,10 +62,16 @@ def test_without_its_mask_a_corpus_is_refused(tokenizer: Path, tmp_path: Path) -
     """Otherwise a copy without it would be trained on prompts too, without a word."""
     out = tmp_path / "out"
     made(out, tokenizer, write_lines(tmp_path / "a.jsonl", PAIRS), form=Form.PAIRS)
-    with pytest.raises(DataError, match=r"train\.mask limits the tokens .*: prepare the corpus with --format text"):
+    with pytest.raises(
+        DataError,
+        match=r"train\.mask limits the tokens .*: prepare the corpus with --format text",
+        check=has_code("MW-DATA-093"),
+    ):
         open_corpus(out / "train", 8, 300)
     (out / "train.mask").unlink()
-    with pytest.raises(DataError, match=r"train\.mask is missing: it marks the 19 of the 26 tokens"):
+    with pytest.raises(
+        DataError, match=r"train\.mask is missing: it marks the 19 of the 26 tokens", check=has_code("MW-DATA-008")
+    ):
         Corpus(out / "train", 4)
 
 
@@ -109,7 +116,7 @@ def test_messages_from_lines_and_rows_and_any_number_of_workers(tokenizer: Path,
     ],
 )
 def test_what_is_wrong_with_a_pair(tokenizer: Path, tmp_path: Path, form: Form, record: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message, check=has_code("MW-DATA-050")):
         made(tmp_path / "out", tokenizer, write_lines(tmp_path / "a.jsonl", [record]), form=form)
 
 
@@ -144,9 +151,15 @@ def test_show_of_a_damaged_corpus_and_of_another_tokenizer(tokenizer: Path, tmp_
     small.model = models.BPE(vocab={"a": 0}, merges=[])
     small.save(str(tmp_path / "small.json"))
     with pytest.raises(
-        DataError, match=r"holds token id .*, and .*small\.json has .*name the one that made the corpus"
+        DataError,
+        match=r"holds token id .*, and .*small\.json has .*name the one that made the corpus",
+        check=has_code("MW-DATA-089"),
     ):
         show(prefix, tmp_path / "small.json", 1, 8, "stream")
     (tmp_path / "out/train.bin").write_bytes(b"cut")
-    with pytest.raises(DataError, match=r"train\.bin has 3 bytes where its index counts 10 uint16 tokens"):
+    with pytest.raises(
+        DataError,
+        match=r"train\.bin has 3 bytes where its index counts 10 uint16 tokens",
+        check=has_code("MW-DATA-028"),
+    ):
         show(prefix, tokenizer / "tokenizer.json", 1, 8, "stream")

@@ -21,6 +21,7 @@ from meshwright.data.prepare import sources
 from meshwright.data.prepare.finish import Outcome
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import DataError
+from tests.support.errors import has_code
 
 VOCAB = 300
 
@@ -134,7 +135,11 @@ def test_another_corpus_is_not_overwritten_unasked(texts: Path, tmp_path: Path) 
     out = tmp_path / "corpus"
     prepare_files([texts], out, 280, 0.2)
     before = contents(out)
-    with pytest.raises(DataError, match=r"holds another corpus: .*vocab_size=280.* asked for: .*vocab_size=300"):
+    with pytest.raises(
+        DataError,
+        match=r"holds another corpus: .*vocab_size=280.* asked for: .*vocab_size=300",
+        check=has_code("MW-DATA-083"),
+    ):
         prepare_files([texts], out, VOCAB, 0.2)
     assert contents(out) == before
     assert prepare_files([texts], out, VOCAB, 0.2, replace=True).built
@@ -143,13 +148,13 @@ def test_another_corpus_is_not_overwritten_unasked(texts: Path, tmp_path: Path) 
 
 def test_other_files_are_never_touched(texts: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("the only copy")
-    with pytest.raises(DataError, match=r"holds other files \(thesis\.txt\)"):
+    with pytest.raises(DataError, match=r"holds other files \(thesis\.txt\)", check=has_code("MW-DATA-042")):
         prepare_files([texts], tmp_path, VOCAB, replace=True)
-    with pytest.raises(DataError, match="is a file: name a folder"):
+    with pytest.raises(DataError, match="is a file: name a folder", check=has_code("MW-DATA-041")):
         prepare_files([texts], tmp_path / "thesis.txt", VOCAB)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "train.bin").write_bytes(b"theirs")
-    with pytest.raises(DataError, match=r"without fingerprint\.json, so it is not ours"):
+    with pytest.raises(DataError, match=r"without fingerprint\.json, so it is not ours", check=has_code("MW-DATA-082")):
         prepare_files([texts], tmp_path / "theirs", VOCAB)
     assert (tmp_path / "thesis.txt").read_text() == "the only copy"
     assert contents(tmp_path / "theirs") == {"train.bin": b"theirs"}
@@ -175,7 +180,7 @@ def test_share_of_validation(texts: Path) -> None:
     assert len(sources.split(source, 1e-9).validation) == 1, "asked for some, so there is one"
     assert len(sources.split(source, 0.999999).train) >= 1
     for share in (-0.1, 1.0):
-        with pytest.raises(DataError, match=f"validation_share={share} is no share"):
+        with pytest.raises(DataError, match=f"validation_share={share} is no share", check=has_code("MW-DATA-075")):
             sources.split(source, share)
 
 
@@ -185,7 +190,7 @@ def test_no_validation(texts: Path, tmp_path: Path) -> None:
     )
     assert set(summary.fingerprint.splits) == {"train"}
     assert sorted(contents(tmp_path / "c")) == ["fingerprint.json", "tokenizer.json", "train.bin", "train.idx"]
-    with pytest.raises(DataError, match=r"one document \(0\.txt\) cannot be split"):
+    with pytest.raises(DataError, match=r"one document \(0\.txt\) cannot be split", check=has_code("MW-DATA-076")):
         prepare_files([texts / "0.txt"], tmp_path / "d", VOCAB, 0.5)
 
 
@@ -198,24 +203,28 @@ def test_text_that_is_no_text(tmp_path: Path) -> None:
         (tmp_path / "empty.txt", "all 1 files are empty"),
     ]
     for path, message in cases:
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=message, check=has_code("MW-DATA-071", "MW-DATA-074", "MW-DATA-077")):
             prepare_files([path], tmp_path / "out", VOCAB)
-    with pytest.raises(DataError, match="no files to prepare a corpus from in an empty list"):
+    with pytest.raises(
+        DataError, match="no files to prepare a corpus from in an empty list", check=has_code("MW-DATA-072")
+    ):
         prepare_files([], tmp_path / "out", VOCAB)
     assert not (tmp_path / "out").exists()
 
 
 def test_vocabulary_too_small(texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"vocabulary of 256 is too small.*need 257"):
+    with pytest.raises(DataError, match=r"vocabulary of 256 is too small.*need 257", check=has_code("MW-DATA-094")):
         prepare_files([texts], tmp_path / "out", 256)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tokenizer_file_missing_or_wrong(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer at .*tokenizer\.json"):
+    with pytest.raises(DataError, match=r"no tokenizer at .*tokenizer\.json", check=has_code("MW-DATA-095")):
         tokenizer.load(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": "none"}))
-    with pytest.raises(DataError, match=r"tokenizer\.json is no Hugging Face tokenizer\.json"):
+    with pytest.raises(
+        DataError, match=r"tokenizer\.json is no Hugging Face tokenizer\.json", check=has_code("MW-DATA-097")
+    ):
         tokenizer.load(tmp_path / "tokenizer.json")
 
 
@@ -223,7 +232,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one")
     [document] = sources.files([tmp_path / "a.txt"]).documents
     (tmp_path / "a.txt").write_text("two")
-    with pytest.raises(DataError, match=r"a\.txt changed while"):
+    with pytest.raises(DataError, match=r"a\.txt changed while", check=has_code("MW-DATA-069")):
         document.text()
 
 

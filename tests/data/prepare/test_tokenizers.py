@@ -18,6 +18,7 @@ from meshwright.data.sources import open_sources
 from meshwright.data.tokenizer import load
 from meshwright.errors import DataError
 from tests.data.corpora import END, bytes_tokenizer, contents, made, write_lines
+from tests.support.errors import has_code
 
 
 def changed(folder: Path, **sections: Any) -> Path:
@@ -84,7 +85,7 @@ def test_bytes_have_a_token_each(tmp_path: Path) -> None:
 
 def test_a_panic_of_the_library_is_a_message(tmp_path: Path) -> None:
     folder = changed(tmp_path / "tokenizer", normalizer={"type": "Precompiled", "precompiled_charsmap": ""})
-    with pytest.raises(DataError, match="is no Hugging Face"):
+    with pytest.raises(DataError, match="is no Hugging Face", check=has_code("MW-DATA-097")):
         load(folder / "tokenizer.json")
 
 
@@ -92,14 +93,16 @@ def test_a_word_without_a_token_names_the_file(lines: Path, tmp_path: Path) -> N
     (tmp_path / "tokenizer").mkdir()
     Tokenizer(models.WordLevel({"h": 0, END: 1}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer/tokenizer.json"))
     for workers in (1, 2):
-        with pytest.raises(DataError, match=rf"{lines}: the tokenizer cannot encode a text"):
+        with pytest.raises(
+            DataError, match=rf"{lines}: the tokenizer cannot encode a text", check=has_code("MW-DATA-122")
+        ):
             made(tmp_path / "out", tmp_path / "tokenizer", lines, end_token=END, num_workers=workers)
 
 
 def test_an_id_beyond_int32_is_refused(lines: Path, tmp_path: Path) -> None:
     folder = bytes_tokenizer(tmp_path / "tokenizer")
     changed(folder, model={"vocab": {"h": 2**31, "e": 1}})
-    with pytest.raises(DataError, match="has the token id 2,147,483,648"):
+    with pytest.raises(DataError, match="has the token id 2,147,483,648", check=has_code("MW-DATA-123")):
         made(tmp_path / "out", tmp_path / "tokenizer", lines, end_token=END)
 
 
@@ -112,7 +115,7 @@ def test_corpora_of_a_run_have_the_same_tokens(lines: Path, tmp_path: Path) -> N
     assert known is not None and known.files["tokenizer.json"] == file_sha256(one / "tokenizer.json")
     said = r"the id 300 is the token '(th|qu)' in .* and '(qu|th)' in .*MW-DATA-124"
     for prefixes, tokenizer in (([one, other], None), ([one], other), ([more, one, other], one)):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=said, check=has_code("MW-DATA-124")):
             named = None if tokenizer is None else str(tokenizer / "tokenizer.json")
             check_same_tokens([prefix / "train" for prefix in prefixes], named)
 
@@ -126,7 +129,7 @@ def test_corpora_of_a_run_have_the_same_tokens(lines: Path, tmp_path: Path) -> N
     mixed = [{"path": f"{one}/train", "weight": 1.0}, {"path": f"{other}/train", "weight": 1.0}]
     open_sources(config(f"{one}/train", f"{one}/validation"))
     for train, validation in ((mixed, f"{one}/validation"), (f"{one}/train", f"{other}/validation")):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=said, check=has_code("MW-DATA-124")):
             open_sources(config(train, validation))
     (other / "tokenizer.json").unlink()  # not beside the corpus: nothing to compare
     check_same_tokens([one / "train", other / "train"], None)

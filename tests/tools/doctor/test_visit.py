@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.pool import RankError, RankPool
 from meshwright.tools.doctor.rank import UnfitMachineError, expected_of, run_rank
 from tests.end_to_end.driving import layout, run_config
+from tests.support.errors import has_code
 
 
 def visit(rank: int, world_size: int, config: RunConfig) -> str:
@@ -51,5 +52,5 @@ def test_what_a_cluster_is_said_to_have(tmp_path: Path) -> None:
     place.write_text("[in_node]\n")
     assert expected_of(place) is None
     place.write_text("[")
-    with pytest.raises(ConfigError, match=r"cluster\.toml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"cluster\.toml: cannot be read", check=has_code("MW-DOCTOR-003")):
         expected_of(place)

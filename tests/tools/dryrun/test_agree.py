@@ -168,9 +168,8 @@ def test_a_schedule_that_has_one_number_of_micro_batches_runs_whole(tmp_path: Pa
     (tmp_path / "own.txt").write_text(format_schedule(draw_schedule(config)))
     reported: list[str] = []
     job = dry_run_job(config.replace(pipeline={"schedule_file": str(tmp_path / "own.txt")}), reported.append)
-    assert [line.partition(":")[0] for line in reported] == [
-        f"pipeline rank {r} runs all micro-batches" for r in (0, 1)
-    ]
+    said = [line.partition(":")[0] for line in reported if "micro-batches" in line]  # progress too, if it takes long
+    assert said == [f"pipeline rank {r} runs all micro-batches" for r in (0, 1)]
     assert job.short_config is job.config
     for read, drawn in zip(job.profiles, built.profiles, strict=True):
         assert read.peak_bytes == drawn.peak_bytes

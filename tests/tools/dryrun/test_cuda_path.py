@@ -23,6 +23,7 @@ from meshwright.tools.dryrun.cuda import process
 from meshwright.tools.dryrun.cuda.call_site import HIDDEN
 from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
 from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
+from tests.support.errors import has_code
 from tests.tools.dryrun.cuda_documents import LENGTH
 from tests.tools.dryrun.jobs import configured
 from tests.tools.interop.huggingface.architectures import directory
@@ -322,7 +323,9 @@ def test_a_model_may_print(library: Path) -> None:
 def test_a_rank_without_a_result_is_an_error(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = subprocess.CompletedProcess([], 0, "", "ended early")
     monkeypatch.setattr(process, "_run", lambda *_: nothing)
-    with pytest.raises(UserError, match="the step of rank 3 fails on fake CUDA tensors: ended early"):
+    with pytest.raises(
+        UserError, match="the step of rank 3 fails on fake CUDA tensors: ended early", check=has_code("MW-DRYRUN-003")
+    ):
         run_process(library, [(on_cuda(configured()), 3)])
 
 

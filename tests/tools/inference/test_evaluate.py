@@ -18,6 +18,7 @@ from meshwright.errors import DataError
 from meshwright.tools.inference.corpora import count_text
 from meshwright.tools.inference.evaluate import check
 from tests.data.corpora import END, bytes_tokenizer, made, write_lines
+from tests.support.errors import has_code
 
 TEXTS = ["a", "two words", "straße 東京", "\n", "z" * 40]
 
@@ -69,7 +70,11 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
 
     checked(tokenizer / "tokenizer.json")
     checked(again)
-    with pytest.raises(DataError, match=r"other/tokenizer\.json is not the tokenizer that made .*out/train"):
+    with pytest.raises(
+        DataError,
+        match=r"other/tokenizer\.json is not the tokenizer that made .*out/train",
+        check=has_code("MW-INFERENCE-002"),
+    ):
         checked(other / "tokenizer.json")
 
 

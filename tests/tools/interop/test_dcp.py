@@ -19,6 +19,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop import dcp as export
 from meshwright.tools.interop.dcp import export_dcp
 from meshwright.tools.interop.huggingface.destination import check_output_directory
+from tests.support.errors import has_code
 
 MODEL = """
 from collections import OrderedDict
@@ -123,7 +124,7 @@ def test_one_tensor_is_in_memory_at_a_time(desk: Path, monkeypatch: pytest.Monke
 def test_a_directory_among_the_checkpoints_of_a_run_is_refused(tmp_path: Path) -> None:
     """It would be a checkpoint without a manifest, which ends the next command of this run."""
     (tmp_path / "resolved.json").touch()
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, check=has_code("MW-INTEROP-096")) as caught:
         check_output_directory(tmp_path / "checkpoints" / "step-00000040")
     assert caught.value.code == "MW-INTEROP-096" and f"outside of {tmp_path}" in str(caught.value)
 

@@ -11,6 +11,7 @@ from meshwright.tools.planner.calibrate import to_toml
 from meshwright.tools.planner.hardware import Link, Rate, interpolated_seconds, known, read_hardware
 from meshwright.tools.planner.operations import Work, WorkKind
 from meshwright.tools.planner.rates import PerformanceModel
+from tests.support.errors import has_code
 from tests.tools.planner.small import hardware
 
 CURVE = [Rate(size=1e3, per_s=1e9), Rate(size=1e6, per_s=1e10), Rate(size=1e9, per_s=4e10)]
@@ -100,7 +101,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_dtype_without_a_rate_is_refused() -> None:
     box = hardware(flops_per_s={"float32": 1e12})
     box.check_dtype("float32")
-    with pytest.raises(ConfigError, match=r"no bfloat16.*it has float32.*--train.dtype=float32"):
+    with pytest.raises(
+        ConfigError, match=r"no bfloat16.*it has float32.*--train.dtype=float32", check=has_code("MW-PLANNER-001")
+    ):
         box.check_dtype("bfloat16")
 
 

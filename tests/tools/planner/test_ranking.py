@@ -26,6 +26,7 @@ from meshwright.tools.planner.ranking import (
 from meshwright.tools.planner.search import search
 from meshwright.tools.planner.sweep import sweep, sweep_figure, sweep_table
 from meshwright.tools.planner.text import describe
+from tests.support.errors import has_code
 from tests.tools.planner.small import cache, hardware
 
 
@@ -133,7 +134,7 @@ def test_the_users_own_layout_has_its_place(settled: tuple[ModelCache, Plan]) ->
     ("text", "code"), [("tp=x", "079"), ("color=8", "079"), ("recompute=some", "079"), (",", "080")]
 )
 def test_wrong_fields_are_refused(text: str, code: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, check=has_code("MW-LAUNCH-079", "MW-LAUNCH-080")) as error:
         read_wanted(text)
     assert error.value.code == f"MW-LAUNCH-{code}"
 

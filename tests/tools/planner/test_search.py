@@ -23,6 +23,7 @@ from meshwright.tools.planner.rates import PerformanceModel
 from meshwright.tools.planner.reduction_buffers import NCCL
 from meshwright.tools.planner.search import search
 from meshwright.tools.planner.text import chosen_config, describe
+from tests.support.errors import has_code
 from tests.tools.planner.small import OPTIONS, cache, hardware
 
 KINDS = {
@@ -208,7 +209,7 @@ def test_the_host_has_an_end_too() -> None:
 
 
 def test_a_dtype_that_nobody_has_timed_is_refused() -> None:
-    with pytest.raises(ConfigError, match="bfloat16"):
+    with pytest.raises(ConfigError, match="bfloat16", check=has_code("MW-PLANNER-001")):
         search(cache(), hardware(flops_per_s={"float32": 1e12}), 1)
 
 

@@ -11,6 +11,7 @@ import pytest
 from meshwright.errors import DataError, UserError
 from meshwright.tools.report.loss_curve import loss_curve, running_mean
 from meshwright.tracking.jsonl import JsonlSink
+from tests.support.errors import has_code
 
 
 @pytest.fixture
@@ -47,13 +48,13 @@ def test_short_and_diverged_runs_are_drawn(tmp_path, metrics_file, record, losse
 
 
 def test_no_records_is_a_clear_error(tmp_path, metrics_file) -> None:
-    with pytest.raises(DataError, match="no records yet"):
+    with pytest.raises(DataError, match="no records yet", check=has_code("MW-TRACKING-005")):
         loss_curve(metrics_file([]), tmp_path / "loss.png")
 
 
 def test_a_missing_matplotlib_is_a_clear_error(tmp_path, metrics_file, record, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what Python itself does to forbid an import
-    with pytest.raises(UserError, match=r"pip install 'meshwright\[plot\]'"):
+    with pytest.raises(UserError, match=r"pip install 'meshwright\[plot\]'", check=has_code("MW-PICTURE-001")):
         loss_curve(metrics_file([record(1)]), tmp_path / "loss.png")
 
 

@@ -25,6 +25,7 @@ from meshwright.tools.report.run import clock, read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
 from meshwright.watch.hang.status import Status
+from tests.support.errors import has_code
 from tests.tools.report.builders import make_checkpoint, make_run, record
 
 ROOT = Path(__file__).parents[3]
@@ -305,5 +306,7 @@ sys.exit(code)
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a run directory, or its run was never started"):
+    with pytest.raises(
+        ConfigError, match="is not a run directory, or its run was never started", check=has_code("MW-RUN-008")
+    ):
         read_run(tmp_path)

@@ -19,6 +19,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.tools.verify import Verification, compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, prove
 from tests.tools.verify.test_expert_parallel import model
 
@@ -188,7 +189,9 @@ def test_another_choice_of_matrices_is_seen(broken: str, pool: RankPool, referen
 def test_adapters_of_experts_are_refused_by_name() -> None:
     sections = {"adapter": {"rank": 2, "targets": ["*.mlp.experts"]}}
     with pytest.raises(
-        ModelError, match=r"names the experts block0.mlp.experts, whose weights are no nn.Linear"
+        ModelError,
+        match=r"names the experts block0.mlp.experts, whose weights are no nn.Linear",
+        check=has_code("MW-MODEL-046"),
     ) as got:
         configured_model(config_of("mixtral", sections))
     assert got.value.code == "MW-MODEL-046"
@@ -210,6 +213,6 @@ def test_parameters_that_do_not_count_experts_are_refused() -> None:
     layers = nn.Sequential()
     layers.add_module("experts", Normed())
     infos = {name: ParameterInfo(name, tuple(each.shape)) for name, each in layers.named_parameters()}
-    with pytest.raises(ModelError, match=r"experts, and these have up 4, norm 8") as got:
+    with pytest.raises(ModelError, match=r"experts, and these have up 4, norm 8", check=has_code("MW-EP-004")) as got:
         meshwright.expert_parallel.plan.apply("own", layers, {"experts": "experts"}, infos, Group("ep", (0, 1), 0))
     assert got.value.code == "MW-EP-004"

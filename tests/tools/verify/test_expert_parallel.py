@@ -31,6 +31,7 @@ from meshwright.tools.verify import (
 )
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, open_verify_source, run_layout
+from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, config_of, prove
 
 LENGTH = 8
@@ -238,10 +239,10 @@ def test_words_of_a_layout() -> None:
     layout = parse_layout("dp2,tp2,ep4,sequence")
     assert layout.ep == 4 and layout.size == 4
     assert str(layout) == "dp2,pp1,tp2,ep4,1f1b,zero1,sequence,mbs1" and parse_layout(str(layout)) == layout
-    with pytest.raises(ConfigError, match=r"ep4 must divide dp x cp x tp = 2"):
+    with pytest.raises(ConfigError, match=r"ep4 must divide dp x cp x tp = 2", check=has_code("MW-VERIFY-011")):
         layout_config(model("mixtral"), parse_layout("dp2,ep4"), 8, "float64")
-    with pytest.raises(ConfigError, match=r"ep4 with tp2 needs the word sequence"):
+    with pytest.raises(ConfigError, match=r"ep4 with tp2 needs the word sequence", check=has_code("MW-VERIFY-012")):
         layout_config(model("mixtral"), parse_layout("dp2,tp2,ep4"), 8, "float64")
     whole = model("mixtral").replace(optimizer={"name": "adafactor"})
-    with pytest.raises(ConfigError, match=r"leave out ep2"):
+    with pytest.raises(ConfigError, match=r"leave out ep2", check=has_code("MW-VERIFY-013")):
         layout_config(whole, parse_layout("dp2,ep2"), 8, "float64")

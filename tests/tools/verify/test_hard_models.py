@@ -14,6 +14,7 @@ from meshwright.schedule.build import build
 from meshwright.schedule.load import format_schedule
 from meshwright.tools.verify import layout_config, parse_layout
 from meshwright.tools.verify.rank import run_layout
+from tests.support.errors import has_code
 from tests.tools.verify.cases import References, config_of, prove
 
 LENGTH = 6
@@ -113,16 +114,16 @@ def test_a_schedule_of_ones_own_is_proven(tmp_path: Path, pool: RankPool, refere
     row = prove(config, parse_layout("pp2,file"), pool, references, global_batch=4, steps=2, twice=False)
     assert row.passed, "\n".join(row.problems)
     own.write_text(format_schedule(build("zb_h1", 2, 4)).replace("0F2 ", ""))
-    with pytest.raises(ScheduleError, match=r"own\.txt"):
+    with pytest.raises(ScheduleError, match=r"own\.txt", check=has_code("MW-SCHEDULE-014")):
         draw_blueprint(layout_config(config, parse_layout("pp2,file"), 4, "float64"))
-    with pytest.raises(ConfigError, match=r"no pipeline\.schedule_file"):
+    with pytest.raises(ConfigError, match=r"no pipeline\.schedule_file", check=has_code("MW-VERIFY-006")):
         layout_config(hard(), parse_layout("pp2,file"), 4, "float64")
 
 
 def test_recompute_that_would_recompute_nothing_is_refused() -> None:
     config = layout_config(hard(), parse_layout("pp2,full"), 4, "float64")
     empty = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"recompute_layers": []})})
-    with pytest.raises((ModelError, ConfigError), match=r"recompute_layers = \[\]"):
+    with pytest.raises((ModelError, ConfigError), match=r"recompute_layers = \[\]", check=has_code("MW-PIPELINE-004")):
         draw_blueprint(empty)
 
 
@@ -138,7 +139,7 @@ def test_recompute_that_would_recompute_nothing_is_refused() -> None:
     ],
 )
 def test_parameters_that_would_lose_something(name: str, options: dict[str, str], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=message, check=has_code("MW-MODEL-012", "MW-MODEL-013", "MW-MODEL-016")):
         draw_blueprint(layout_config(hard(name, **options), parse_layout("pp2"), 4, "float64"))
 
 

@@ -17,6 +17,7 @@ from meshwright.pipeline.values import IGNORED_LABEL
 from meshwright.tools.verify import compare, layout_config, parse_layout
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from tests.support.errors import has_code
 from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for
 
 IN_SERIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -116,7 +117,7 @@ def test_the_loss_of_each_head_is_recorded_over_its_own_labels(pool: RankPool) -
 )
 def test_heads_that_mean_nothing(heads: Any, said: str) -> None:
     config = config_of("tests.support.parallel_heads:build", {"heads": heads}, 8)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-019", "MW-MODEL-034", "MW-PIPELINE-035")) as caught:
         meshwright.build.draw_blueprint(layout_config(config, parse_layout("dp1"), 8, "float64"))
     assert caught.value.code == said
     assert heads == [] or "loss_heads" in str(caught.value)
@@ -124,13 +125,15 @@ def test_heads_that_mean_nothing(heads: Any, said: str) -> None:
 
 def test_heads_beside_a_loss_of_the_model() -> None:
     config = config_of("tests.support.parallel_heads:with_own_loss", {}, 8)
-    with pytest.raises(ModelError, match=r"a model with its own model\.loss adds up its heads there"):
+    with pytest.raises(
+        ModelError, match=r"a model with its own model\.loss adds up its heads there", check=has_code("MW-MODEL-034")
+    ):
         meshwright.build.draw_blueprint(layout_config(config, parse_layout("dp1"), 8, "float64"))
 
 
 def test_a_head_that_would_see_a_part_of_the_sequence() -> None:
     config = config_of("tests.support.parallel_heads:build", {"heads": "first"}, 8)
-    with pytest.raises(ModelError, match="sees a part of the sequence") as caught:
+    with pytest.raises(ModelError, match="sees a part of the sequence", check=has_code("MW-RUN-003")) as caught:
         meshwright.build.draw_blueprint(layout_config(config, parse_layout("tp2,sequence"), 8, "float64"))
     assert caught.value.code == "MW-RUN-003"
 

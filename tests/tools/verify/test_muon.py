@@ -24,6 +24,7 @@ from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.layouts import is_possible
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
 from meshwright.tools.verify.traits import traits_of
+from tests.support.errors import has_code
 from tests.support.fused_attention import fused_from
 from tests.tools.verify.cases import LATER, References, config_of, model_config, prove, size_for
 
@@ -134,7 +135,7 @@ def test_layouts_with_offload_are_left_out_and_refused() -> None:
         traits = traits_of(config)
         assert is_possible(layout, traits, size.global_batch, size.sequence_length) == is_offloaded
         assert any("offload" in reason for reason in traits.left_out()) != is_offloaded
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-VERIFY-010")) as caught:
         layout_config(config, layout, size.global_batch, "float64")
     assert caught.value.code == "MW-VERIFY-010" and "dp2" in caught.value.message
 

@@ -9,6 +9,7 @@ import pytest
 from meshwright.errors import ModelError
 from meshwright.launch.cli import main
 from meshwright.tools.verify import Layout, layout_config, open_verify_source, probe_coupling, traits_of
+from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
 
 
@@ -29,7 +30,11 @@ def test_samples_that_see_each_other(how: str, found: str) -> None:
 
 
 def test_a_layer_that_counts_its_calls() -> None:
-    with pytest.raises(ModelError, match=r"layer 3 \(Block\) returns other numbers for the same samples"):
+    with pytest.raises(
+        ModelError,
+        match=r"layer 3 \(Block\) returns other numbers for the same samples",
+        check=has_code("MW-VERIFY-008"),
+    ):
         coupling("counting")
 
 

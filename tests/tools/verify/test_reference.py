@@ -23,6 +23,7 @@ from meshwright.tools.verify.dropout import KeyedDropout, keep_mask, key_of
 from meshwright.tools.verify.initial import difference, initial_problems
 from meshwright.tools.verify.rank import open_verify_source
 from meshwright.tools.verify.reference import RunNumbers
+from tests.support.errors import has_code
 from tests.support.layouts import samples
 from tests.tools.verify import models
 from tests.tools.verify.cases import config_of
@@ -126,7 +127,9 @@ def test_torch_is_afterwards_as_it_was() -> None:
 
 def test_a_hook_of_a_gradient_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plain run would show it; a run refuses the model before that, by name."""
-    with pytest.raises(ModelError, match=r"1\.linear\.weight has a hook on its gradient"):
+    with pytest.raises(
+        ModelError, match=r"1\.linear\.weight has a hook on its gradient", check=has_code("MW-MODEL-016")
+    ):
         plain("hooked", steps=1)
     monkeypatch.setattr(requirements, "has_hooks", lambda parameter: False)
     hooked = plain("hooked", steps=1).gradients
@@ -164,7 +167,9 @@ def plain_of_cross_entropy() -> RunNumbers:
 
 def test_a_model_that_does_not_run_plainly_says_so_in_one_message() -> None:
     with pytest.raises(
-        ModelError, match=r"the plain run of tests\.tools\.verify\.models:own_loss failed at .*no such label"
+        ModelError,
+        match=r"the plain run of tests\.tools\.verify\.models:own_loss failed at .*no such label",
+        check=has_code("MW-VERIFY-009"),
     ):
         plain("own_loss", breaks=True)
 

@@ -12,6 +12,7 @@ from meshwright.config import RunConfig, parse
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.tools.verify import layout_config, parse_layout
+from tests.support.errors import has_code
 from tests.tools.verify.cases import References, Size, model_config, prove
 
 SMALL = Size(heads=4, sequence_length=12, num_blocks=2, global_batch=4)
@@ -74,5 +75,9 @@ def test_what_goes_over_the_wire() -> None:
 
 def test_a_decoder_that_tp_does_not_divide_is_refused() -> None:
     config = model_config("t5", Size(heads=3, sequence_length=12, num_blocks=2, global_batch=4))
-    with pytest.raises(ModelError, match=r"length of inputs\['decoder_ids'\], 8, is not .* 3: make it 6 or 9"):
+    with pytest.raises(
+        ModelError,
+        match=r"length of inputs\['decoder_ids'\], 8, is not .* 3: make it 6 or 9",
+        check=has_code("MW-TP-001"),
+    ):
         draw_blueprint(layout_config(config, parse_layout("tp3,sequence"), 4, "float64"))

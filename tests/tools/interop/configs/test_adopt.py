@@ -17,6 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file, file_text, format_report
 from meshwright.tools.interop.configs.torchtitan_model import LLAMA3
+from tests.support.errors import has_code
 from tests.tools.interop.configs import samples
 
 ROOT = Path(__file__).parents[4]
@@ -410,7 +411,9 @@ def test_a_model_of_ones_own(adopted: Callable[..., ImportedConfig]) -> None:
     """What no builder here makes is refused, unless the command line names one."""
     text = FILES["gpt.sh"].replace("--num-layers 8", "--num-layers 8 --num-experts 8")
     with pytest.raises(
-        ConfigError, match=r"gpt.sh:15: --num-experts 8: meshwright has no model with mixture of experts"
+        ConfigError,
+        match=r"gpt.sh:15: --num-experts 8: meshwright has no model with mixture of experts",
+        check=has_code("MW-INTEROP-030"),
     ):
         adopted("gpt.sh", text=text)
     found = adopted("gpt.sh", "--model.builder=mine:build", "--model.options.experts=8", text=text)

@@ -13,6 +13,7 @@ from meshwright.config import resolve
 from meshwright.errors import ConfigError
 from meshwright.models.attention import AttentionCore
 from meshwright.tools.interop.configs import convert_file
+from tests.support.errors import has_code
 from tests.tools.interop.configs import samples
 
 HEADS = "--num-attention-heads 4 --group-query-attention --num-query-groups 2 --kv-channels 16"
@@ -74,7 +75,7 @@ def test_the_window_has_the_tokens_of_megatrons_mask(tmp_path: Path) -> None:
 def test_other_windows_and_norms_are_refused(tmp_path: Path, flags: str, said: str) -> None:
     path = tmp_path / "a.sh"
     path.write_text(llama(flags))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-030")) as caught:
         convert_file(path)
     assert said in str(caught.value)
 
@@ -109,7 +110,7 @@ def test_nanotrons_qwen_has_biases_and_a_window(tmp_path: Path) -> None:
 def test_where_nanotrons_numbers_are_others_it_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-030")) as caught:
         convert_file(path)
     assert said in str(caught.value)
 
@@ -122,5 +123,7 @@ def test_the_qwen3_of_torchtitan(tmp_path: Path, flavor: str, tied: bool) -> Non
     found = convert_file(path).config.model.options
     assert (found["head_dim"], found["qk_norm"], found["norm_eps"], found["tied"]) == (128, True, 1e-6, tied)
     path.write_text('[model]\nname = "qwen3"\nflavor = "30B-A3B"\n')
-    with pytest.raises(ConfigError, match="has no model with the flavor qwen3 30B-A3B"):
+    with pytest.raises(
+        ConfigError, match="has no model with the flavor qwen3 30B-A3B", check=has_code("MW-INTEROP-030")
+    ):
         convert_file(path)

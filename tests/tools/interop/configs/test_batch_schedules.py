@@ -12,6 +12,7 @@ from meshwright.config import Batch, phases
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs import convert_file
 from meshwright.tools.interop.configs.megatron_batch import ramp_of
+from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps
 from tests.tools.interop.configs.test_formats import LOW
 
@@ -79,7 +80,7 @@ def test_a_schedule_in_a_functional_test(tmp_path: Path) -> None:
 def test_a_schedule_of_megatron_bridge_has_no_unit(tmp_path: Path) -> None:
     path, schedule = tmp_path / "run_config.yaml", "step_batch_size_schedule: 0:4 500:8\n  rampup_batch_size: null"
     path.write_text(dumps.BRIDGE.replace("rampup_batch_size: null", schedule))
-    with pytest.raises(ConfigError, match="its thresholds are samples or tokens"):
+    with pytest.raises(ConfigError, match="its thresholds are samples or tokens", check=has_code("MW-INTEROP-089")):
         convert_file(path)
     found = convert_file(path, without={"train.step_batch_size_schedule"})
     assert found.config.batch.ramp is None and found.config.batch.global_batch == 8

@@ -11,6 +11,7 @@ from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file
+from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 
 YAML = """\
@@ -122,7 +123,7 @@ def test_the_form_of_a_functional_test(
 def test_other_models_are_refused_by_name(tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
     path = tmp_path / "model_config.yaml"
     path.write_text(with_flags(*flags))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-030", "MW-INTEROP-089")) as caught:
         convert_file(path)
     assert said in str(caught.value)
 
@@ -130,7 +131,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path, flags: tuple[str, ...]
 def test_a_corpus_of_sentences_is_of_bert(tmp_path: Path) -> None:
     path = tmp_path / "model_config.yaml"
     path.write_text(YAML.replace("corpus_text_document", "my-bert_00_text_sentence"))
-    with pytest.raises(ConfigError, match="no model with the training of BERT"):
+    with pytest.raises(ConfigError, match="no model with the training of BERT", check=has_code("MW-INTEROP-030")):
         convert_file(path)
 
 
@@ -144,7 +145,11 @@ def test_another_rate_of_embedding_and_head_is_a_parameter_group(tmp_path: Path)
     config = read(path, with_flags(*flags)).config
     assert config.model.parameter_groups[0].names == ["embedding.tokens.weight", "head.weight"]
     path.write_text(with_flags("decoupled-lr: 0.002"))  # the minimum stays
-    with pytest.raises(ConfigError, match="a learning rate of its own is a factor here, on --lr and --min-lr alike"):
+    with pytest.raises(
+        ConfigError,
+        match="a learning rate of its own is a factor here, on --lr and --min-lr alike",
+        check=has_code("MW-INTEROP-089"),
+    ):
         convert_file(path)
 
 

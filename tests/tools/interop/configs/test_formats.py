@@ -14,6 +14,7 @@ from meshwright.config import RunConfig, resolve
 from meshwright.errors import ConfigError
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.tools.interop.configs import ImportedConfig, convert_file, file_text, format_report
+from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 
 
@@ -96,7 +97,7 @@ def test_modules_that_no_option_describes_are_refused(tmp_path: Path, changed: d
     document["model_spec"]["model"] |= changed
     path = tmp_path / "a.json"
     path.write_text(dumps.text(document))
-    with pytest.raises(ConfigError, match=f"model_spec.name.*{said}"):
+    with pytest.raises(ConfigError, match=f"model_spec.name.*{said}", check=has_code("MW-INTEROP-030")):
         convert_file(path)
 
 
@@ -110,7 +111,7 @@ def test_modules_that_no_option_describes_are_refused(tmp_path: Path, changed: d
 def test_its_fine_tuning_is_refused(tmp_path: Path, section: str, change: dict[str, Any], said: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(dumps.text(dumps.torchtitan(**{section: change})))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-INTEROP-089")):
         convert_file(path)
 
 
@@ -119,7 +120,7 @@ def test_several_optimizers_are_refused(tmp_path: Path) -> None:
     document["optimizer"]["param_groups"] *= 2
     path = tmp_path / "a.json"
     path.write_text(dumps.text(document))
-    with pytest.raises(ConfigError, match="one group of parameters is read"):
+    with pytest.raises(ConfigError, match="one group of parameters is read", check=has_code("MW-INTEROP-093")):
         convert_file(path)
 
 
@@ -182,7 +183,7 @@ def test_what_a_run_config_may_not_have(tmp_path: Path, old: str, new: str, said
     path = tmp_path / "run_config.yaml"
     assert old in dumps.BRIDGE
     path.write_text(dumps.BRIDGE.replace(old, new))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-INTEROP-030", "MW-INTEROP-089")):
         convert_file(path)
 
 
@@ -214,7 +215,7 @@ FOREIGN = {
 def test_files_of_other_programs_are_named_with_the_way(tmp_path: Path, program: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(FOREIGN[program])
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-090")) as caught:
         convert_file(path)
     assert caught.value.code == "MW-INTEROP-090" and program in str(caught.value)
     assert "hf:DIR" in str(caught.value) or program in ("GPT-NeoX", "NeMo", "DeepSpeed")
@@ -224,7 +225,7 @@ def test_files_of_other_programs_are_named_with_the_way(tmp_path: Path, program:
 def test_other_json_is_one_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-091", "MW-INTEROP-092")):
         convert_file(path)
 
 

@@ -10,6 +10,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.optimizer.matrix import SCALES
 from meshwright.tools.interop.configs import ImportedConfig, convert_file
+from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 
 FIELDS = """  optimizer: muon
@@ -81,7 +82,7 @@ def test_a_script_without_momentum_is_a_guess(tmp_path: Path) -> None:
     ],
 )
 def test_another_update_is_refused_by_its_flag(tmp_path: Path, flags: str, key: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-INTEROP-089")) as caught:
         script(tmp_path / "a.sh", f"{FLAGS} {flags}")
     assert f"--without {key}" in str(caught.value)
     assert script(tmp_path / "a.sh", f"{FLAGS} {flags}", without={key, "muon-tp-mode"}).config.optimizer.name == "muon"

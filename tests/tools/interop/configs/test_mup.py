@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.model.build import configured_model, find_builder
 from meshwright.tools.interop.configs import DropReason, ImportedConfig, convert_file, file_text
+from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 
 HIDDEN, HEAD_DIM, LAYERS = 64, 16, 4
@@ -137,13 +138,15 @@ def test_what_a_variable_leaves_open_is_open(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_without_a_meaning(flags: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said, check=has_code("MW-INTEROP-029")):
         imported(tmp_path / "a.sh", LLAMA.replace("--swiglu", f"--swiglu --use-mup {flags}"))
 
 
 def test_a_model_of_ones_own_has_its_own_factors(tmp_path: Path) -> None:
     text = LLAMA.replace("--swiglu", "--swiglu --use-mup --mup-base-hidden-size 16")
-    with pytest.raises(ConfigError, match="declares its learning-rate factors itself"):
+    with pytest.raises(
+        ConfigError, match="declares its learning-rate factors itself", check=has_code("MW-INTEROP-089")
+    ):
         imported(tmp_path / "a.sh", text, "--model.builder=mine:build")
     found = imported(tmp_path / "a.sh", text, "--model.builder=mine:build", without={"use-mup"})
     assert [key.item.key for key in found.dropped if "mup" in key.item.key] == ["--use-mup"]

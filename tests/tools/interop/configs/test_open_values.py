@@ -10,6 +10,7 @@ from meshwright.config import load
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.tools.interop.configs import ImportedConfig, convert_file, file_text, format_report
+from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 
 FLAGS = (
@@ -130,7 +131,7 @@ def test_an_option_that_nothing_gives_a_value_is_open(tmp_path: Path) -> None:
 
 def test_a_negative_number_of_samples_is_refused(tmp_path: Path) -> None:
     text = UNSET.replace("$GBS", "8").replace("--train-samples 4000", "--train-samples -1")
-    with pytest.raises(ConfigError, match=r"train-samples -1.*a number from 0 up"):
+    with pytest.raises(ConfigError, match=r"train-samples -1.*a number from 0 up", check=has_code("MW-INTEROP-029")):
         imported(tmp_path / "a.sh", text)
 
 
@@ -156,5 +157,5 @@ def test_the_placeholder_is_refused_wherever_it_is_given(tmp_path: Path) -> None
     ours.write_text('[model.options]\nnum_layers = 2\n[data]\ntrain = "x"\n[batch]\nchunks = 1\nmicro_batch_size = 1\n')
     load(ours)
     for words in ("--run.seed=SET-ME", "--model.options.num_layers=SET-ME", "--data.train=SET-ME"):
-        with pytest.raises(ConfigError, match="still to be set"):
+        with pytest.raises(ConfigError, match="still to be set", check=has_code("MW-CONFIG-058")):
             load(ours, [words])

@@ -10,6 +10,7 @@ from meshwright.config import load
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.tools.interop.configs import DropReason, convert_file, file_text
+from tests.support.errors import has_code
 from tests.tools.interop.configs import dumps, samples
 
 FLAGS = samples.MEGATRON_FLAGS
@@ -132,7 +133,7 @@ def test_a_recipe_without_a_counterpart_is_refused_by_name(
 ) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-089")) as caught:
         convert_file(path)
     message = str(caught.value)
     assert said in message and f"`--without {key}` imports the file without it" in message
@@ -155,7 +156,7 @@ def test_a_warm_up_as_long_as_the_run_is_imported(tmp_path: Path) -> None:
 def test_all_of_them_are_named_at_once(tmp_path: Path) -> None:
     path = tmp_path / "a.sh"
     path.write_text(f"--rampup-batch-size 2 2 100 --sft --optimizer lion {FLAGS}")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, check=has_code("MW-INTEROP-089")) as caught:
         convert_file(path)
     assert len(caught.value.problems) == 3
 
@@ -191,7 +192,7 @@ def test_stages_of_data_keep_their_starts_and_weights(tmp_path: Path) -> None:
         'stages = [{train = [{path = "SET-ME", weight = 3.0}, {path = "SET-ME", weight = 1.0}], from_step = 10}]'
     )
     assert open_stage in own.read_text() and "Annealing from step 10" in own.read_text()
-    with pytest.raises(ConfigError, match=r"data\.stages is still to be set"):
+    with pytest.raises(ConfigError, match=r"data\.stages is still to be set", check=has_code("MW-CONFIG-058")):
         load(own, ["--data.train=c"])
     set_ = '--data.stages=[{from_step = 10, train = "d"}]'
     assert load(own, ["--data.train=c", set_]).data.stages[0].train == "d"

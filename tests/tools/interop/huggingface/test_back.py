@@ -20,6 +20,7 @@ from meshwright.launch.work import work
 from meshwright.run.directory import run_directory
 from meshwright.tools.interop.huggingface.restructure.export import export
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
+from tests.support.errors import has_code
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
@@ -127,7 +128,7 @@ def test_what_options_changed_is_in_the_configuration(corpus: Path, tmp_path: Pa
 def test_a_corpus_that_does_not_fit_the_vocabulary_is_refused(corpus: Path, tmp_path: Path) -> None:
     data = {"train": str(corpus / "train"), "tokenizer": str(corpus / "tokenizer.json")}
     config = run_config(directory("llama", tmp_path), data=data)
-    with pytest.raises(DataError, match="67"):
+    with pytest.raises(DataError, match="67", check=has_code("MW-DATA-090")):
         open_sources(config)
 
 
@@ -141,6 +142,10 @@ def test_a_checkpoint_of_another_builder_is_refused(corpus: Path, tmp_path: Path
         parallel={"dp": 1},
     )
     run = trained(pool, config)
-    with pytest.raises(ModelError, match=r"was trained with model\.builder = meshwright\.models\.gpt2:build: only"):
+    with pytest.raises(
+        ModelError,
+        match=r"was trained with model\.builder = meshwright\.models\.gpt2:build: only",
+        check=has_code("MW-INTEROP-062"),
+    ):
         export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -20,6 +20,7 @@ from meshwright.run.directory import run_directory
 from meshwright.tools.interop.huggingface.restructure.export import export
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.verify import parse_layout, verify
+from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import configuration, directory, run_config
 
@@ -115,5 +116,9 @@ def test_a_forward_that_writes_one_is_refused(biased: Path, monkeypatch: pytest.
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(DeepseekV3TopkRouter, "forward", writing)
-    with pytest.raises(ModelError, match=r"its forward writes block1\.layer\.mlp\.gate\.e_score_correction_bias"):
+    with pytest.raises(
+        ModelError,
+        match=r"its forward writes block1\.layer\.mlp\.gate\.e_score_correction_bias",
+        check=has_code("MW-INTEROP-116"),
+    ):
         build_model(f"hf:{biased}", {}, 1)

@@ -35,6 +35,7 @@ from meshwright.tools.interop.huggingface.restructure.places import at_places, o
 from meshwright.tools.verify import compare, layout_config, parse_layout, verify
 from meshwright.tools.verify.compare import TOLERANCES
 from meshwright.tools.verify.rank import RankFindings, merge, run_layout
+from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 from tests.tools.interop.huggingface.test_restructure import unmodified
@@ -210,7 +211,7 @@ def drawn(kind: str, place: Path, **parallel: Any) -> Any:
     ],
 )
 def test_other_layers_are_refused(kind: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=words, check=has_code("MW-RUN-004")):
         drawn(kind, tmp_path)
 
 
@@ -253,7 +254,11 @@ def test_masks_that_the_registry_did_not_create() -> None:
     with pytest.raises(ModelError, match=r"its mask is a Tensor that transformers' registry.*MW-INTEROP-137"):
         core(q, q, q, torch.zeros(1, 1, 3, 3), core, {}, torch.arange(3)[None])
     rule = MaskRule("sdpa", {"kv_length": 3})
-    with pytest.raises(ModelError, match=r"takes position_bias \(1, 2, 3, 3\), values for all queries and keys"):
+    with pytest.raises(
+        ModelError,
+        match=r"takes position_bias \(1, 2, 3, 3\), values for all queries and keys",
+        check=has_code("MW-INTEROP-137"),
+    ):
         core(q, q, q, rule, core, {"position_bias": torch.zeros(1, 2, 3, 3)}, torch.arange(3)[None])
     assert install_cores(nn.Sequential(nn.Linear(1, 1))) == []
 

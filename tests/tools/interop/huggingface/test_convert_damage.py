@@ -18,6 +18,7 @@ from meshwright.tools.interop.huggingface.convert.decoders import read_llama, re
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import import_model
 from meshwright.tools.interop.huggingface.convert.settings import Settings
+from tests.support.errors import has_code
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.conftest import Written
 from tests.tools.interop.huggingface.test_convert_families import files, same_bits
@@ -226,7 +227,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(source: Path) -> N
     assert done.notes == ["tokenizer.json has 90 tokens, the model has 99 rows: the last are not used"]
     # and on the way out: a tokenizer that was put in its place meanwhile
     theirs.tokenizer(120).save(str(source.parent / "run/huggingface/tokenizer.json"))
-    with pytest.raises(UserError, match="'w119' is number 119, one of 21 beyond the model"):
+    with pytest.raises(
+        UserError, match="'w119' is number 119, one of 21 beyond the model", check=has_code("MW-INTEROP-040")
+    ):
         export_checkpoint(done.path, source.parent / "out")
     assert not (source.parent / "out").exists()
 
@@ -272,10 +275,10 @@ def test_places_that_are_no_model_or_cannot_take_a_run(source: Path, written: Wr
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
-    with pytest.raises(UserError, match="is not empty: name a directory that is new"):
+    with pytest.raises(UserError, match="is not empty: name a directory that is new", check=has_code("MW-INTEROP-042")):
         import_model(written("gpt2")[0], taken)
     done = import_model(written("gpt2")[0], tmp_path / "gpt2")
-    with pytest.raises(UserError, match="is not empty: name a directory that is new"):
+    with pytest.raises(UserError, match="is not empty: name a directory that is new", check=has_code("MW-INTEROP-042")):
         export_checkpoint(done.path, taken)
     assert [found.name for found in taken.iterdir()] == ["notes.txt"]
 
@@ -286,7 +289,9 @@ def test_what_cannot_be_taken_away(written: Write, tmp_path: Path) -> None:
     spoiled = bytearray(shard.read_bytes())
     spoiled[-3] ^= 1
     shard.write_bytes(bytes(spoiled))
-    with pytest.raises(UserError, match="its sha256 is not the one in the manifest"):
+    with pytest.raises(
+        UserError, match="its sha256 is not the one in the manifest", check=has_code("MW-CHECKPOINT-016")
+    ):
         export_checkpoint(find(tmp_path / "run")[0].path, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".tmp-*"))
 
@@ -302,15 +307,17 @@ def test_a_write_that_fails_leaves_nothing(written: Write, tmp_path: Path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr("meshwright.tools.interop.huggingface.convert.exporting.side_files.write", fail)
-        with pytest.raises(UserError, match="No space left"):
+        with pytest.raises(UserError, match="No space left", check=has_code("MW-CHECKPOINT-003")):
             export_checkpoint(done.path, tmp_path / "out")
     with monkeypatch.context() as patched:
         patched.setattr("meshwright.tools.interop.huggingface.convert.importing.write_snapshot", fail)
-        with pytest.raises(UserError, match="No space left"):
+        with pytest.raises(UserError, match="No space left", check=has_code("MW-CHECKPOINT-003")):
             import_model(path, tmp_path / "again")
     with monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda _: Usage(total=10**9, free=1000))
-        with pytest.raises(UserError, match=r"has 1,000 bytes free, and [\d,]+ are to be written"):
+        with pytest.raises(
+            UserError, match=r"has 1,000 bytes free, and [\d,]+ are to be written", check=has_code("MW-INTEROP-043")
+        ):
             export_checkpoint(done.path, tmp_path / "out")
     assert sorted(found.name for found in tmp_path.iterdir()) == ["run"]
 
@@ -365,7 +372,11 @@ def test_numbers_beyond_the_element_type_of_an_export(written: Write, tmp_path: 
     shutil.copytree(written("llama 2")[0], tmp_path / "theirs")
     change_file(tmp_path / "theirs", NORM, lambda tensors: tensors[NORM].fill_(-1e5))
     done = import_model(tmp_path / "theirs", tmp_path / "run", ["--train.dtype=float32"])
-    with pytest.raises(UserError, match=rf"{NORM} has numbers up to 1e\+05, beyond float16, whose largest is"):
+    with pytest.raises(
+        UserError,
+        match=rf"{NORM} has numbers up to 1e\+05, beyond float16, whose largest is",
+        check=has_code("MW-INTEROP-125"),
+    ):
         export_checkpoint(done.path, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
     export_checkpoint(done.path, tmp_path / "out", dtype="bfloat16")

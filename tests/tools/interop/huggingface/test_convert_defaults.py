@@ -17,6 +17,7 @@ from meshwright.tools.interop.huggingface.convert.families import FAMILIES
 from meshwright.tools.interop.huggingface.convert.family import Family
 from meshwright.tools.interop.huggingface.convert.importing import import_model
 from meshwright.tools.interop.huggingface.convert.settings import Settings
+from tests.support.errors import has_code
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.conftest import Written
@@ -118,13 +119,13 @@ def test_null_is_false_where_transformers_tests_for_truth() -> None:
     assert of_kind("deepseek_v3", norm_topk_prob=None) == of_kind("deepseek_v3", norm_topk_prob=False)
     assert of_kind("t5", tie_word_embeddings=None)["tied"], "its class asks for `is not False`"
     for kind, name in (("deepseek_v3", "rope_interleave"), ("mistral", "is_causal"), ("gpt2", "is_causal")):
-        with pytest.raises(ModelError, match=f"{name} = null counts as false"):
+        with pytest.raises(ModelError, match=f"{name} = null counts as false", check=has_code("MW-INTEROP-038")):
             of_kind(kind, **{name: None})
 
 
 @pytest.mark.parametrize("value", [5, True, [1]])
 def test_dense_layers_of_qwen3_moe_are_a_list_from_0_on(value: Any) -> None:
-    with pytest.raises(ModelError, match=r"mlp_only_layers = .* is not supported"):
+    with pytest.raises(ModelError, match=r"mlp_only_layers = .* is not supported", check=has_code("MW-INTEROP-038")):
         of_kind("qwen3_moe", mlp_only_layers=value)
 
 

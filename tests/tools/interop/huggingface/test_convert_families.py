@@ -18,6 +18,7 @@ from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import import_model
 from tests.end_to_end.driving import differing, tensors
+from tests.support.errors import has_code
 from tests.support.plain import load_plain
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.conftest import Written
@@ -126,7 +127,7 @@ def test_mixtures_that_have_no_place_here(
     shutil.copytree(written(name)[0], tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | field))
-    with pytest.raises(ModelError, match=said) as caught:
+    with pytest.raises(ModelError, match=said, check=has_code("MW-INTEROP-038")) as caught:
         import_model(tmp_path / "model", tmp_path / "run")
     assert caught.value.code == "MW-INTEROP-038"
 
@@ -298,6 +299,10 @@ def test_a_model_of_ours_with_the_tokenizer_of_another(written: Write, tmp_path:
 
 def test_modules_of_multi_token_prediction_are_not_made_up(written: Write, tmp_path: Path) -> None:
     path, _ = written("llama 3")
-    with pytest.raises(ModelError, match=r"model\.options\.mtp_layers = 1: .* has no weights for modules") as caught:
+    with pytest.raises(
+        ModelError,
+        match=r"model\.options\.mtp_layers = 1: .* has no weights for modules",
+        check=has_code("MW-INTEROP-097"),
+    ) as caught:
         import_model(path, tmp_path / "run", ["--model.options.mtp_layers=1"])
     assert caught.value.code == "MW-INTEROP-097" and not (tmp_path / "run").exists()

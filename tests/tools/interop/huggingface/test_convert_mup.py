@@ -17,6 +17,7 @@ from meshwright.parameters import ParameterInfo
 from meshwright.tools.interop.huggingface.convert.exporting import export_checkpoint
 from meshwright.tools.interop.huggingface.convert.importing import import_model
 from tests.launch.test_python import made
+from tests.support.errors import has_code
 from tests.support.plain import load_plain
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": 16}
@@ -57,7 +58,11 @@ def test_imported_weights_have_no_multipliers(tmp_path: Path) -> None:
         run.take_step()
         run.save()
     assert not [note for note in export_checkpoint(tmp_path / "own", tmp_path / "out").notes if "muP" in note]
-    with pytest.raises(ConfigError, match="mup_base_size = 16: the imported weights were trained without") as caught:
+    with pytest.raises(
+        ConfigError,
+        match="mup_base_size = 16: the imported weights were trained without",
+        check=has_code("MW-INTEROP-098"),
+    ) as caught:
         import_model(tmp_path / "out", tmp_path / "back", ["--model.options.mup_base_size=16"])
     assert caught.value.code == "MW-INTEROP-098"
 

@@ -11,6 +11,7 @@ from meshwright.errors import UserError
 from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.convert.families import family_of_model, family_of_type, with_defaults
 from meshwright.tools.interop.huggingface.convert.settings import Settings
+from tests.support.errors import has_code
 from tests.tools.interop.huggingface import theirs
 from tests.tools.interop.huggingface.released import RELEASED
 
@@ -119,10 +120,10 @@ def test_a_model_that_began_here_is_of_the_family_that_can_hold_it(options: dict
         {"model": {"builder": "meshwright.models.llama:build", "options": sizes | options}}
     )
     if " " in said:
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=said, check=has_code("MW-INTEROP-033")):
             family_of_model(config)
         return
     family = family_of_model(config)
     assert family.model_type == said
-    with pytest.raises(UserError, match="its tensors have no names in transformers"):
+    with pytest.raises(UserError, match="its tensors have no names in transformers", check=has_code("MW-INTEROP-032")):
         family_of_model(config.model_copy(update={"model": config.model.model_copy(update={"builder": "my.own:net"})}))

@@ -15,6 +15,7 @@ from meshwright.model.build import build_model, configured_model
 from meshwright.tools.interop.huggingface.restructure.constants import MetaConstants
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.verify import parse_layout, verify
+from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 from tests.tools.interop.huggingface.test_restructure import unmodified
@@ -87,7 +88,7 @@ def test_layers_and_names(tmp_path: Path) -> None:
     assert list(model.layers._modules) == ["embedding", "block0", "block1", "block2", "ln_f", "head"]
     assert [name for name, _ in model.layers.embedding.named_children()] == ["wte", "wpe", "drop"]
     assert model.tied == [("embedding.wte.weight", "head.lm_head.weight")]
-    with pytest.raises(ModelError, match="proven for whole rows only") as found:
+    with pytest.raises(ModelError, match="proven for whole rows only", check=has_code("MW-INTEROP-107")) as found:
         ids = torch.zeros(1, 4, dtype=torch.int64)
         plain_layers(model, torch.float32)({"tokens": ids, "starts": ids == 0})
     assert "MW-INTEROP-107" in str(found.value)
@@ -120,7 +121,9 @@ def test_a_value_that_crosses_a_block_is_refused(what: str, tmp_path: Path, monk
 
     monkeypatch.setattr(model, "forward", forward)
     if what == "skip":
-        with pytest.raises(ModelError, match="the cut at its module lists is not the same model") as found:
+        with pytest.raises(
+            ModelError, match="the cut at its module lists is not the same model", check=has_code("MW-INTEROP-109")
+        ) as found:
             build_model(f"hf:{path}", {}, 1)
         assert "MW-INTEROP-109" in str(found.value)
         return

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.peft_files import AdapterSettings, settings_of
+from tests.support.errors import has_code
 
 DEFAULTS: dict[str, Any] = {
     "alora_invocation_tokens": None,
@@ -95,14 +96,16 @@ def test_settings_that_change_no_number_are_left_out(changes: dict[str, Any]) ->
 @pytest.mark.parametrize("value", CHANGED, ids=str)
 def test_adapters_of_a_changed_base_are_refused(value: Any) -> None:
     """PiSSA and others take the initial B A off the base's weights: on the unchanged base they are another model."""
-    with pytest.raises(ModelError, match="path_initial_model_for_weight_conversion") as caught:
+    with pytest.raises(
+        ModelError, match="path_initial_model_for_weight_conversion", check=has_code("MW-INTEROP-104")
+    ) as caught:
         settings_of(DEFAULTS | {"init_lora_weights": value}, Path("a"))
     assert caught.value.code == "MW-INTEROP-104" and f"init_lora_weights = {json.dumps(value)}" in str(caught.value)
 
 
 @pytest.mark.parametrize("changes", OTHER, ids=str)
 def test_adapters_that_are_more_than_lora_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(ModelError, check=has_code("MW-INTEROP-104")) as caught:
         settings_of(DEFAULTS | changes, Path("a"))
     ((key, value),) = changes.items()
     assert caught.value.code == "MW-INTEROP-104" and f"{key} = {json.dumps(value)}: only LoRA" in str(caught.value)

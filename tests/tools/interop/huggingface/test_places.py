@@ -13,6 +13,7 @@ import pytest
 from meshwright.errors import CheckpointError
 from meshwright.launch.cli import main
 from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
+from tests.support.errors import has_code
 
 
 def test_others_that_are_at_work_keep_what_they_have(tmp_path: Path) -> None:
@@ -51,7 +52,11 @@ def test_a_link_is_followed_and_a_file_above_is_named(tmp_path: Path) -> None:
         (temporary / "file").write_text("whole")
     assert (tmp_path / "link" / "file").read_text() == "whole"
     (tmp_path / "plain").write_text("")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/plain/a/b cannot be created: {tmp_path}/plain is a file"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"{tmp_path}/plain/a/b cannot be created: {tmp_path}/plain is a file",
+        check=has_code("MW-INTEROP-041"),
+    ):
         check_output_directory(tmp_path / "plain" / "a" / "b")
 
 

@@ -21,6 +21,7 @@ from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.restructure.blocks import merge_blocks
 from meshwright.tools.interop.huggingface.restructure.directory import configuration, fields_of, with_overrides
 from meshwright.tools.verify import layout_config, parse_layout
+from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
@@ -156,7 +157,7 @@ def test_frequencies_that_change(tmp_path: Path) -> None:
     ],
 )
 def test_layouts_that_a_model_cannot_have(kind: str, layout: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError, check=has_code("MW-RUN-004", "MW-TP-002")) as found:
         drawn(directory(kind, tmp_path), layout)
     assert message in str(found.value)
 
@@ -165,7 +166,11 @@ def test_weights_that_a_plan_leaves_out_and_splits_the_input_of(tmp_path: Path) 
     """Of each head its own: nobody says that they are split with it."""
     path = directory("cohere", tmp_path, use_qk_norm=True)
     drawn(path, "pp2")
-    with pytest.raises(UserError, match=r"self_attn.q_norm.weight \[4, 8\] acts on activations that its plan shards"):
+    with pytest.raises(
+        UserError,
+        match=r"self_attn.q_norm.weight \[4, 8\] acts on activations that its plan shards",
+        check=has_code("MW-RUN-004"),
+    ):
         drawn(path, "tp2")
 
 
@@ -239,7 +244,7 @@ def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:
         if fits:
             assert load(file, []).model.builder == builder
         else:
-            with pytest.raises(ConfigError, match="builder"):
+            with pytest.raises(ConfigError, match="builder", check=has_code("MW-CONFIG-020")):
                 load(file, [])
 
 
@@ -311,5 +316,7 @@ def test_a_rotary_table_replaces_the_file_s_in_either_form(tmp_path: Path, file:
 
 def test_one_rope_theta_for_several_rotary_tables_is_refused(tmp_path: Path) -> None:
     path = directory("gemma3_text", tmp_path)
-    with pytest.raises(ModelError, match=r"rope_theta = 5000.0 has no effect.*rope_parameters"):
+    with pytest.raises(
+        ModelError, match=r"rope_theta = 5000.0 has no effect.*rope_parameters", check=has_code("MW-INTEROP-128")
+    ):
         configuration(path, {"rope_theta": 5e3})

@@ -17,6 +17,7 @@ from meshwright.model.build import PlainModel, build_model, configured_model
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 from meshwright.tools.verify import parse_layout, verify
 from meshwright.tools.verify.initial import initial_problems
+from tests.support.errors import has_code
 from tests.support.plain import plain_layers
 from tests.tools.interop.huggingface.architectures import directory, run_config
 
@@ -233,7 +234,9 @@ def test_documents_that_would_reach_each_other_are_refused(kind: str, reason: st
         {"tokens": ids, "starts": ids < 10},
         {"input_ids": ids, "position_ids": torch.arange(12).repeat(2, 1)},
     ):
-        with pytest.raises(ModelError, match=rf"{reason}.*document_boundaries = false"):
+        with pytest.raises(
+            ModelError, match=rf"{reason}.*document_boundaries = false", check=has_code("MW-INTEROP-140")
+        ):
             layers(given)
 
 
