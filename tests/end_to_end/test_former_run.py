@@ -1,0 +1,38 @@
+"""A run directory of commit 9f5e7374, from before the packages moved, is resumed.
+
+``tests/golden/former_run`` was written by ``python -m launch train run.toml`` there (torch 2.13.0, CPU, 2026-11-27):
+8 steps of a GPT-2 with dropout as dp2, ZeRO-1. Its last checkpoint was removed, so that step 4 is the newest.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from meshwright.tracking.jsonl import read_records
+from tests.end_to_end.shell import Shell
+
+pytestmark = pytest.mark.slow
+
+FORMER = Path(__file__).parents[1] / "golden" / "former_run"
+BUILDER = "models.gpt2:build"
+TOLERANCE = 1e-5
+"""Relative, of losses in float32: on the processor that wrote them the same layout gives the same bits."""
+
+
+@pytest.mark.parametrize(
+    "layout", [[], ["--parallel.dp=1", "--parallel.tp=2", "--batch.chunks=4"]], ids=["same", "tp2"]
+)
+def test_a_former_run_is_resumed(layout: list[str], tmp_path: Path, shell: Shell) -> None:
+    shutil.copytree(FORMER, tmp_path, dirs_exist_ok=True)
+    assert BUILDER in (tmp_path / "run.toml").read_text()
+    metrics = tmp_path / "saved" / "run" / "metrics.jsonl"
+    former = [record.loss for record in read_records(metrics)]
+    done = shell.run("-m", "meshwright.launch", "train", "run.toml", *layout)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from saved/run/checkpoints/step-00000004" in done.stdout
+    assert len(former) == 8
+    assert [record.loss for record in read_records(metrics)] == pytest.approx(former, rel=TOLERANCE)
+    assert (tmp_path / "saved" / "run" / "checkpoints" / "step-00000008" / "manifest.json").is_file()
