@@ -11,7 +11,8 @@ micro-batch, h hidden, m micro-batches per replica:
                                                      and as much for the head (backward)
                       3 x 2 b s (t-1)/t              per micro-batch for the loss: one maximum, two sums of each token
     pipeline          b s h                          per micro-batch, boundary and direction
-    all ranks         2 x STEP_NUMBERS (n-1)/n       of 8 bytes: loss, labels, gradient norm, two clock readings, flags
+    all ranks         2 x (STEP_NUMBERS + p) (n-1)/n of 8 bytes: loss, labels, gradient norm, a clock reading, three
+                                                     flags; a clock reading for each pipeline rank
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from meshwright.mesh.comm import Group
 
 FLOAT32 = 4
 FLOAT64 = 8
-STEP_NUMBERS = 8
+STEP_NUMBERS = 7
 
 
 def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[tuple[int, ...], float]:
@@ -47,7 +48,7 @@ def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[
         Axis.TP: 2 * tokens * all_reduced * (tp - 1) / tp * chunks * FLOAT32,
         Axis.PP: float(tokens * HIDDEN_SIZE * boundaries * chunks * FLOAT32),
     }
-    found = {tuple(range(n)): 2 * STEP_NUMBERS * (n - 1) / n * FLOAT64}
+    found = {tuple(range(n)): 2 * (STEP_NUMBERS + pp) * (n - 1) / n * FLOAT64}
     for axis, wire_bytes in by_axis.items():
         ranks = grid.group(axis, rank)
         found[ranks] = found.get(ranks, 0.0) + wire_bytes
