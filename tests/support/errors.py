@@ -7,4 +7,10 @@ from collections.abc import Callable
 
 def has_code(*codes: str) -> Callable[[BaseException], bool]:
     """Return a check for ``pytest.raises(..., check=...)``: the error has one of these codes."""
-    return lambda error: getattr(error, "code", None) in codes
+
+    def check(error: BaseException) -> bool:
+        found = getattr(error, "code", None)
+        assert found in codes, f"the code of the error is {found}, not {' or '.join(codes)}: {error}"
+        return True
+
+    return check
