@@ -197,15 +197,15 @@ class SeededDropout(nn.Module):
             self._add_keys()
         return sample_indices.to(device), self.keys[self.num_calls]
 
-    def _check_tokens(self, shape: torch.Size, dim: int, positions: TokenPositions) -> None:
+    def _check_tokens(self, shape: torch.Size, dim: int, tokens: TokenPositions) -> None:
         """Raise :class:`ModelError` for an input whose dim of tokens is not where the plan has it."""
         parts = _parts(self.shard, dim)
-        share = positions.positions(torch.device("cpu"), parts).shape[1]
+        share = tokens.positions(torch.device("cpu"), parts).shape[1]
         if len(shape) <= dim or shape[dim] * parts != share:
             raise ModelError(
                 "MW-CP-005",
                 f"dropout {self.name} acts on {tuple(shape)}, and with context parallelism dim {dim} of it has the "
-                f"rank's {share} {positions.unit} of {positions.length}: give the module its kind in the "
+                f"rank's {share} {tokens.unit} of {tokens.length}: give the module its kind in the "
                 f"sharding_plan (heads for the probabilities of an attention), or use parallel.cp = 1",
             )
 

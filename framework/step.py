@@ -3,7 +3,7 @@
 take_step
     executor.run(feed)      this rank's row of the schedule
         F, B, ...           forward and backward of every micro-batch; gradients accumulate in the buckets
-        last B or W         posts reduce-scatters (ZeRO-0: all-reduces) of full buckets; ZeRO-2, 3: every B or W
+        last B or W         posts reduce-scatters (ZeRO-0: all-reduces) of complete buckets; ZeRO-2, 3: every B, W
         REDUCE              waits for all of them; sums partial gradients over tp
         STEP                _optimizer_step: sums over all ranks, clipping, optimizer, all-gather of the weights
 """
@@ -117,8 +117,8 @@ class StepSums(NamedTuple):
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     """Sum tied-weight gradients, then all-reduce the step's scalars, in float64.
 
-    They are :class:`StepSums`; seconds of each pipeline rank to the end of its last computation; 2 per metric; and the
-    step state, split off. Does not wait for the device: the sums stay there; on CUDA, times are of the step before.
+    The vector has :class:`StepSums`, the seconds of each pipeline rank up to the end of its last computation, 2 sums
+    per metric, and the step state. Does not wait for the device. On CUDA the times are those of the step before.
     """
     mesh, optimizer = parts.mesh, parts.optimizer
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)

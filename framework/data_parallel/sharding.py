@@ -53,7 +53,7 @@ class Tie(NamedTuple):
 
 
 class BucketKind(NamedTuple):
-    """Properties that all parameters of a bucket share. ``is_eight_bit``: optimizer state; ``is_matrix``: Muon."""
+    """Properties that parameters of a bucket share. ``is_eight_bit``: 8-bit optimizer state; ``is_matrix``: Muon."""
 
     decays: bool
     is_eight_bit: bool

@@ -182,7 +182,7 @@ class StepStats(NamedTuple):
     num_tokens: int
     """Labels that counted."""
     bubble_share: float
-    """Mean share of forward and backward, with reads of samples, in which ranks did not compute; CUDA: a step ago."""
+    """Idle share of the ranks, 0..1, from the row's start to the last computation of all; on CUDA of the last step."""
     flags: frozenset[str] = frozenset()
     """FLAGS that some rank raised."""
     skipped: bool = False

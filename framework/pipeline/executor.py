@@ -58,7 +58,7 @@ class _Run(NamedTuple):
     times: RowTimes
     result: RowResult
     recording: Recording
-    waited_before_s: float  # that this rank had waited for others when the row began
+    waited_before_s: float  # seconds of waits for other ranks before the row
 
 
 @dataclass
