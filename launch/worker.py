@@ -45,6 +45,7 @@ def serve(pipe: Connection, stack: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    _renew_thread_pool()
     gc.freeze()  # exempts what exists before the first world, so that collections stay fast
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
@@ -60,6 +61,17 @@ def serve(pipe: Connection, stack: Path) -> None:
                 pipe.recv_bytes()
                 _destroy_groups()
     os._exit(0)
+
+
+def _renew_thread_pool() -> None:
+    """Replace torch's thread pool, which is unusable after a fork, while this process has one thread.
+
+    Otherwise each of gloo's threads replaces it in its first copy of a large tensor. Two at once race, and the message
+    fails with "Invalid thread pool!" (torch 2.13, ``caffe2::pthreadpool``).
+    """
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _run(message: bytes) -> bytes:

@@ -49,6 +49,18 @@ def train(rank: int, world_size: int) -> float:
     return float(layer.weight.detach().sum())
 
 
+def gather_at_once(rank: int, world_size: int) -> None:
+    """Post messages so large that gloo's threads copy them with torch's thread pool, all in their first copy."""
+    shards = [torch.ones(50_000) for _ in range(4)]
+    wholes = [torch.empty(100_000) for _ in shards]
+    works = [
+        dist.all_gather_into_tensor(whole, shard, async_op=True) for whole, shard in zip(wholes, shards, strict=True)
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
 def fail_one_after_another(rank: int, world_size: int) -> None:
     """Rank 2 fails; rank 0 fails later, of its own; the others wait for both."""
     if rank == 2:
@@ -102,6 +114,15 @@ def test_forked_ranks_can_train_after_the_parent_did(pool: RankPool) -> None:
     train(0, 1)
     pool.kill()
     assert len(set(pool.run(train, 4))) == 1
+
+
+def test_first_messages_of_a_fork_do_not_race_for_its_thread_pool() -> None:
+    """Without a renewed thread pool about one world in fifty fails."""
+    torch.get_num_threads()  # as in a process that has computed: its forks do not renew the pool by themselves
+    with RankPool(2) as pool:
+        for _ in range(80):
+            pool.run(gather_at_once, 2)
+            pool.kill()
 
 
 def test_messages_larger_than_a_pipe(pool: RankPool) -> None:
