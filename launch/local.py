@@ -46,6 +46,12 @@ SHUTDOWN_S = 3
 """Time for the remaining ranks to end by themselves after a failure."""
 
 
+class ForkServerError(MeshError):
+    """End of the process that forks the ranks. A restart may succeed."""
+
+    exit_code = 1
+
+
 class Interrupted(BaseException):
     """Exit by a signal that arrived before the ranks could save; the launcher has killed them."""
 
@@ -66,10 +72,10 @@ def launch(work: Work, config: RunConfig) -> None:
     restarted.
 
     Raises:
-        MeshError: the port in MASTER_PORT is taken, the launcher cannot listen on loopback, or the fork server ended.
+        MeshError: the port in MASTER_PORT is taken, or the launcher cannot listen on loopback.
         ConfigError: too many ranks, or the log directory cannot be written.
-        RankFailed: a rank raised or died; has its message and those of later failures. With exit code 85: all ranks
-            have saved and exited after a signal.
+        RankFailed: a rank raised or died; has its message and those of later failures. Also if the fork server ended.
+            With exit code 85: all ranks have saved and exited after a signal.
         Interrupted: a signal arrived before all ranks could save.
     """
     num_ranks = config.launch.processes
@@ -146,7 +152,7 @@ def _start(
     """Fork all ranks; return their processes by rank.
 
     Raises:
-        MeshError: the fork server has died meanwhile.
+        RankFailed: the fork server has died meanwhile.
     """
     context = multiprocessing.get_context("forkserver")
     num_ranks = config.launch.processes
@@ -160,7 +166,7 @@ def _start(
         try:
             process.start()
         except (OSError, EOFError) as error:
-            raise _server_gone(f"while it started rank {rank} ({error or type(error).__name__})") from None
+            raise _server_gone(f"while it started rank {rank} ({error or type(error).__name__})", rank) from None
         ranks.append(process)
     return ranks
 
@@ -169,8 +175,8 @@ def _watch(ranks: Sequence[Any], records: Path, logs: Path) -> None:
     """Block until all ranks have exited, or until one has failed and the others were ended after it.
 
     Raises:
-        RankFailed: a rank failed, or all have saved and exited on request.
-        MeshError: the fork server was killed, and the ranks with it.
+        RankFailed: a rank failed, all have saved and exited on request, or the fork server was killed, and the ranks
+            with it.
     """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     while running:
@@ -181,7 +187,7 @@ def _watch(ranks: Sequence[Any], records: Path, logs: Path) -> None:
             _end_all(ranks)
             failures = read_failures(records)
             if not failures and codes[failed[0]] == UNKNOWN_EXIT:
-                raise _server_gone("and all ranks with it")
+                raise _server_gone("and all ranks with it", failed[0])
             raise build_error(failed[0], codes[failed[0]], failures, logs)
     for record in read_failures(records):  # no rank failed: all have saved and exited on request
         raise RankFailed(record.message, record.rank, record.exit_code)
@@ -201,12 +207,14 @@ def _end_all(ranks: Sequence[Any]) -> None:
             process.join()
 
 
-def _server_gone(when: str) -> MeshError:
-    return MeshError(
+def _server_gone(when: str, rank: int) -> RankFailed:
+    """Return the failure of a run whose fork server has ended: the kernel may have killed it, as it may kill a rank."""
+    error = ForkServerError(
         "MW-LAUNCH-036",
         f"the process that forks the ranks has ended {when}: if nobody killed it, the kernel was out of memory "
         f"(see `dmesg`). Start again, with fewer ranks or a smaller model if memory is short",
     )
+    return RankFailed(str(error), rank, error.exit_code)
 
 
 class _SignalForwarder:

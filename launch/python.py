@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.build import build
-from meshwright.checkpoint import find
+from meshwright.checkpoint.files import final_directory
 from meshwright.config import RunConfig, default_world_size, load, load_saved, resolve
 from meshwright.data.sources import corpus_times
 from meshwright.errors import ConfigError
@@ -107,7 +107,7 @@ class OpenRun:
         if self._saver.saved_step != self.step:
             self._saver.start()
             self._saver.finish_or_fail()
-        return next(each.path for each in find(self.directory) if each.step == self.step)
+        return final_directory(self.directory, self.step)
 
 
 @contextlib.contextmanager
@@ -136,7 +136,7 @@ def run_training(config: RunConfig, observers: Sequence[Observer] = ()) -> None:
     """Train in this rank to ``train.steps``, as ``meshwright train`` does, with observers of the caller.
 
     Saving, resuming, tracking and the watchdog are those of the command. Each rank must bring the same observers in
-    the same order; they run after the records of a step and before its checkpoint.
+    the same order; they run before the record of a step, to which they may add, and before its checkpoint.
 
     Raises:
         UserError: the configuration cannot work on these ranks.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -116,6 +117,8 @@ class FsdpLayers:
         """Sharded parameters that are frozen: gathered with their unit, without a gradient."""
         self._is_ending = False
         """True while FSDP's callback at the end of a stage's backward runs."""
+        self.is_reducing = False
+        """True during a backward, or a W, whose gradients are reduced in it or right after it."""
         for unit in self.units():
             every = [FsdpParameter(of_torch) for of_torch in unit.fsdp_params]
             parameters = [each for each in every if each.sharded.requires_grad]
@@ -190,7 +193,11 @@ class FsdpLayers:
         reduced when the stage's backward has ended.
         """
 
-        post_backward = unit.post_backward
+        post_backward, reference = unit.post_backward, weakref.ref(self)
+
+        def is_reducing() -> bool:
+            layers = reference()
+            return layers is None or layers.is_reducing
 
         def run(*unused: Any) -> None:
             if len(unit.modules) > 1 and not self._is_ending:
@@ -199,6 +206,9 @@ class FsdpLayers:
                 accumulated = any(parameter.has_accumulated for parameter in parameters)
                 for parameter in parameters:
                     parameter.prepare_reduction(accumulated=accumulated)
+            for parameter in () if unit.reduce_grads else parameters:
+                if parameter.was_gathered and not parameter.has_gradient:  # deferred to a W
+                    parameter.sum_deferred(is_reducing)
             post_backward(*unused)
 
         return run

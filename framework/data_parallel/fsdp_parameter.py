@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ class FsdpParameter:
         place = of_torch._module_info
         self.key = (id(place.module), place.param_name)
         """Identity of the parameter's module, and the parameter's name in it."""
+        self._is_summed = False
+        """True once :meth:`sum_deferred` was called."""
 
     @property
     def sharded(self) -> nn.Parameter:
@@ -67,6 +71,37 @@ class FsdpParameter:
         if self.was_gathered:
             self._of_torch._unsharded_param.grad = None
 
+    @property
+    def has_gradient(self) -> bool:
+        """True when the full parameter has a gradient in either dtype."""
+        return self.has_accumulated or self._of_torch._unsharded_param.grad is not None
+
+    def sum_deferred(self, is_reducing: Callable[[], bool]) -> None:
+        """Add each gradient to the sum in the reduction dtype as autograd computes it, unless it is reduced next.
+
+        NOTE [16-bit sums]: FSDP does so at the end of a backward. A W of a split backward is none that FSDP sees: the
+        gradients of several Ws in a row would be summed in 16 bits.
+        """
+        if self._is_summed or self._of_torch.reduce_dtype in (None, self._of_torch._unsharded_param.dtype):
+            return
+        self._is_summed = True
+        reference = weakref.ref(self)  # see NOTE [weak hooks] in replica.py
+
+        def add(_: Tensor) -> None:
+            own = reference()
+            if own is not None and not is_reducing():
+                own._add_to_accumulated()
+
+        self._of_torch._unsharded_param.register_post_accumulate_grad_hook(add)
+
+    def _add_to_accumulated(self) -> None:
+        """Move the gradient to the accumulated one, which has the reduction dtype."""
+        parameter = self._of_torch._unsharded_param
+        if self.has_accumulated and parameter.grad is not None:
+            self._of_torch.unsharded_accumulated_grad += parameter.grad
+            parameter.grad = None
+        self._of_torch.to_accumulated_grad_if_needed()
+
     def prepare_reduction(self, *, accumulated: bool) -> None:
         """Prepare the full gradient for a reduction: one tensor, of zeros if there was no gradient.
 
@@ -77,10 +112,7 @@ class FsdpParameter:
         """
         of_torch = self._of_torch
         parameter = of_torch._unsharded_param
-        if parameter.grad is None and not self.has_accumulated:
+        if not self.has_gradient:
             parameter.grad = torch.zeros(of_torch._orig_size, dtype=parameter.dtype, device=parameter.device)
         if accumulated:
-            if self.has_accumulated and parameter.grad is not None:
-                of_torch.unsharded_accumulated_grad += parameter.grad
-                parameter.grad = None
-            of_torch.to_accumulated_grad_if_needed()
+            self._add_to_accumulated()

@@ -103,6 +103,7 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
         manifest = checkpoint.manifest
         optimizer_steps = saved_count(manifest, "optimizer_steps")
         restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
+        changes += _describe_added(checkpoint, parts)
     check_resumed(parts, manifest, str(path))
     parts.state.step = manifest.step
     parts.state.optimizer_steps = optimizer_steps
@@ -117,6 +118,19 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
         log(f"resuming from {path}: step {manifest.step}, {manifest.samples_seen} samples seen")
     for change in changes:
         log(f"  changed: {change}")
+
+
+def _describe_added(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> list[str]:
+    """Return a line for each state of a callback that only the checkpoint has, or only this start."""
+    own = {checkpoints.TensorKind.WEIGHTS, checkpoints.TensorKind.MASTER, *saved_states_of(parts.config.optimizer)}
+    saved, added = set(checkpoint.kinds()) - own, set(parts.optimizer.added)
+    dropped = [
+        f"the state {name} of a callback that does not run now: the next checkpoint will not have it"
+        for name in sorted(saved - added)
+    ]
+    if checkpoint.manifest.step == 0:
+        return dropped
+    return dropped + [f"the callback's state {name} starts from the weights" for name in sorted(added - saved)]
 
 
 def record_start(

@@ -36,8 +36,16 @@ def sync_tree(directory: Path) -> None:
 
 
 def rename_synced(source: Path, target: Path) -> None:
-    """Rename a file or directory, then fsync the directory of ``target``. A file there is replaced."""
-    source.rename(target)
+    """Rename a file or directory, then fsync the directory of ``target``. A file there is replaced.
+
+    An NFS client repeats a request whose answer was lost. The server may refuse it then, because the source is gone.
+    """
+    moved = source.stat()
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        if not (target.exists() and os.path.samestat(moved, target.stat())):
+            raise
     sync(target.parent)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from meshwright.build import build
 from meshwright.config import RunConfig, parse
+from meshwright.data_parallel.fully_sharded import FullyShardedStage
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
 from meshwright.mesh.grid import Grid
@@ -62,6 +63,41 @@ def test_bfloat16_is_summed_in_float32(layout: str, pool: RankPool) -> None:
         twice=False,
     )
     assert row.passed, "\n".join(row.problems)
+
+
+def gradients(rank: int, world_size: int, config_json: str) -> tuple[dict[str, list[float]], list[str]]:
+    """Take a step. Return the summed gradients of this rank's rows, and parameters with a 16-bit sum after a W."""
+    config = parse(config_json)
+    parts = build(config, open_mesh(Grid(2, 2, 1), "cpu"), (open_verify_source(config, True), None))
+    [replica], [stage] = parts.replicas.values(), parts.executor.stages.values()
+    assert isinstance(replica, FullyShardedStage)
+    narrow: list[str] = []
+    accumulate = stage.backward_weight
+
+    def backward_weight(microbatch: int) -> None:
+        accumulate(microbatch)
+        if not replica.fsdp.is_reducing:
+            narrow.extend(
+                each.slots[0].member.info.name for each in replica.buckets if len(each.gradient_of(each.slots[0]))
+            )
+
+    stage.backward_weight = backward_weight  # type: ignore[method-assign]
+    take_step(parts)
+    return {each.slots[0].member.info.name: each.shard_gradient.tolist() for each in replica.buckets}, narrow
+
+
+@pytest.mark.parametrize("reduce", ["step", "microbatch"])
+def test_weight_gradients_that_follow_each_other_are_summed_in_float32(reduce: str, pool: RankPool) -> None:
+    """Halves of a backward have the sums of whole ones, bit for bit; zb_h2 has several Ws in a row."""
+    size = size_for(parse_layout("dp2,pp2"))
+    found = []
+    for schedule in ("1f1b", "zb_h2"):
+        layout = parse_layout(f"dp2,pp2,zero3,{schedule}" + (",step" if reduce == "step" else ""))
+        config = layout_config(model_config("gpt2", size), layout, 16, "bfloat16")
+        results = pool.run(gradients, 4, config.model_dump_json())
+        assert not any(narrow for _, narrow in results)
+        found.append([sums for sums, _ in results])
+    assert found[0] == found[1]
 
 
 class Gathered(NamedTuple):

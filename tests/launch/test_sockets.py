@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE
 from meshwright.run.directory import run_directory
 from meshwright.tracking.jsonl import read_records
 from tests.end_to_end.driving import layout, run_config, with_own_samples
@@ -46,8 +47,17 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     return found
 
 
+def wait_for_a_step(process: subprocess.Popen[str], metrics: Path, after_s: float = 0.0) -> None:
+    """Block until the run has recorded a step, after a time of the clock."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not metrics.exists() or metrics.stat().st_mtime < after_s or not list(read_records(metrics)):
+        assert process.poll() is None and process.stdout is not None, process.stdout.read()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
 @contextmanager
-def training(shell: Shell, tmp_path: Path, **parallel: Any) -> Iterator[subprocess.Popen[str]]:
+def training(shell: Shell, tmp_path: Path, restarts: int = 0, **parallel: Any) -> Iterator[subprocess.Popen[str]]:
     """A run of two ranks in the middle of its steps."""
     config = with_own_samples(
         run_config(
@@ -56,17 +66,14 @@ def training(shell: Shell, tmp_path: Path, **parallel: Any) -> Iterator[subproce
             parallel=parallel or layout("dp2"),
             train={"steps": 100_000, "validate_every": 0},
             checkpoint={"every": 0},
+            launch={"max_restarts": restarts},
         )
     )
     shell.environment |= {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}  # as for a cluster
     metrics = run_directory(config) / "metrics.jsonl"
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with shell.start(["-m", "meshwright.launch", "train", written(config, tmp_path)], **how) as process:
-        deadline_s = time.monotonic() + LIMIT_S
-        while not metrics.exists() or not list(read_records(metrics)):
-            assert process.poll() is None and process.stdout is not None, process.stdout.read()
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_for_a_step(process, metrics)
         try:
             yield process
         finally:
@@ -158,14 +165,31 @@ def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_a_fork_server_that_is_killed_is_one_message(shell: Shell, tmp_path: Path) -> None:
     with training(shell, tmp_path) as process:
-        server = next(
-            pid for pid in shell.alive() if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes() and _forks(pid)
-        )
-        os.kill(server, signal.SIGKILL)
+        os.kill(_fork_server(shell), signal.SIGKILL)
         assert process.stdout is not None
         said = process.stdout.read()
-        assert process.wait(LIMIT_S) == 2
-    assert "Traceback" not in said and "process that forks the ranks has ended" in said
+        assert process.wait(LIMIT_S) == 1
+    assert "Traceback" not in said and "process that forks the ranks has ended" in said and "[MW-LAUNCH-036]" in said
+
+
+@pytest.mark.slow
+def test_a_run_is_restarted_after_its_fork_server_was_killed(shell: Shell, tmp_path: Path) -> None:
+    with training(shell, tmp_path, restarts=1) as process:
+        assert process.stdout is not None
+        os.kill(_fork_server(shell), signal.SIGKILL)
+        restart = next(line for line in iter(process.stdout.readline, "") if "restart 1 of 1" in line)
+        assert "process that forks the ranks has ended" in restart
+        wait_for_a_step(process, next(tmp_path.rglob("metrics.jsonl")), after_s=time.time())
+        os.kill(_fork_server(shell), signal.SIGKILL)
+        said = process.stdout.read()
+        assert process.wait(LIMIT_S) == GIVEN_UP_EXIT_CODE
+    assert "given up after 2 failures" in said and "Traceback" not in said
+
+
+def _fork_server(shell: Shell) -> int:
+    return next(
+        pid for pid in shell.alive() if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes() and _forks(pid)
+    )
 
 
 def _forks(pid: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.system.atomic import check_place, write_out, writing
+from meshwright.system.atomic import check_place, rename_synced, write_out, writing
 from tests.support.errors import has_code
 
 
@@ -62,3 +62,39 @@ def test_a_place_is_refused_before_the_work(tmp_path: Path) -> None:
         assert said in str(refused.value)
     with pytest.raises(ConfigError, match="cannot be written", check=has_code("MW-SYSTEM-006")):
         write_out(tmp_path / "file" / "x", "")
+
+
+def test_a_rename_that_is_asked_for_twice_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an NFS client does when the answer to the first request was lost."""
+    source, target = tmp_path / "new", tmp_path / "kept"
+    source.write_text("new")
+    target.write_text("old")
+    rename = Path.rename
+
+    def twice(path: Path, to: Path) -> Path:
+        rename(path, to)
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", twice)
+        rename_synced(source, target)
+    assert target.read_text() == "new" and not source.exists()
+    with pytest.raises(FileNotFoundError):
+        rename_synced(source, target)
+    assert target.read_text() == "new"
+
+
+def test_a_rename_of_what_another_took_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "new", tmp_path / "kept"
+    source.write_text("new")
+    target.write_text("old")
+    rename = Path.rename
+
+    def taken(path: Path, to: Path) -> Path:
+        path.unlink()
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", taken)
+    with pytest.raises(FileNotFoundError):
+        rename_synced(source, target)
+    assert target.read_text() == "old"
