@@ -66,7 +66,7 @@ path:
 # every combination of layouts, models, schedules: three to four hours on 2 cores; `PART=3/20`: a twentieth
 PART ?= 1/1
 verify-all: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist load -m all_layouts --part $(PART)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m all_layouts --part $(PART)
 
 clean:
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy .mypy_cache .ruff_cache .hypothesis

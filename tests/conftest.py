@@ -43,7 +43,7 @@ def pool() -> Iterator[RankPool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of what `make torture` draws: moments, ranks, signals, bits")
-    parser.addoption("--part", default="1/1", help="K/N: one of N parts of the tests, which are dealt by their names")
+    parser.addoption("--part", default="1/1", help="K/N: one of N parts of the tests, dealt by their names or groups")
     parser.addoption("--soak-minutes", type=float, default=15.0, help="how long `make torture` disturbs one run")
 
 
@@ -75,11 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         hidden = not marks.isdisjoint(LONG_MARKS) and marks.isdisjoint(named)
-        if hidden or crc32(item.nodeid.encode()) % parts != part - 1:
+        group = item.get_closest_marker("xdist_group")
+        name = str(group.args[0]) if group else item.nodeid
+        if hidden or crc32(name.encode()) % parts != part - 1:
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        apart = set(left_out)
+        items[:] = [item for item in items if item not in apart]
     for item in items:
         rows = [
             mark.kwargs["row"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,6 +89,20 @@ def model_config(model: str, size: Size, **options: Any) -> RunConfig:
         own = {"hidden_size": 4 * size.heads, "num_heads": 2 * size.heads, "num_kv_heads": size.heads}
         own["ffn_size"] = 6 * size.heads
     return config_of(f"meshwright.models.{model}:build", common | own | options, size.sequence_length)
+
+
+def by_reference(cases: Iterable[Case], steps: int) -> list[Any]:
+    """Rows of ``make verify-all``: those with the same reference go to one worker and one part, which computes it once."""
+    return [
+        pytest.param(
+            case,
+            marks=[
+                pytest.mark.all_layouts,
+                pytest.mark.xdist_group("-".join(map(str, (case.model, *size_for(case.layout), case.dtype, steps)))),
+            ],
+        )
+        for case in cases
+    ]
 
 
 class References:

@@ -18,6 +18,7 @@ from tests.tools.verify.cases import (
     MODELS,
     Case,
     References,
+    by_reference,
     every_layout,
     every_other_schedule,
     model_config,
@@ -127,25 +128,23 @@ def test_other_optimizers_give_them_too(
     assert row.passed, "\n".join(row.problems)
 
 
-@pytest.mark.all_layouts
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("case", FLOAT64, ids=lambda case: f"{case.model}-{case.layout}")
-def test_every_layout_gives_the_numbers_of_one_process(
-    case: Case, dtype: str, pool: RankPool, references: References
-) -> None:
-    check(case._replace(dtype=dtype), 2, pool, references, twice=False)
+@pytest.mark.parametrize(
+    "case",
+    by_reference([case._replace(dtype=dtype) for dtype in ("float64", "float32") for case in FLOAT64], steps=2),
+    ids=str,
+)
+def test_every_layout_gives_the_numbers_of_one_process(case: Case, pool: RankPool, references: References) -> None:
+    check(case, 2, pool, references, twice=False)
 
 
-@pytest.mark.all_layouts
-@pytest.mark.parametrize("case", OTHER_SCHEDULES, ids=str)
+@pytest.mark.parametrize("case", by_reference(OTHER_SCHEDULES, steps=2), ids=str)
 def test_every_other_schedule_gives_the_numbers_of_one_process(
     case: Case, pool: RankPool, references: References
 ) -> None:
     check(case, 2, pool, references, twice=False)
 
 
-@pytest.mark.all_layouts
-@pytest.mark.parametrize("case", [*SELECTION, *OTHER_SELECTION, *FLOAT32], ids=str)
+@pytest.mark.parametrize("case", by_reference([*SELECTION, *OTHER_SELECTION, *FLOAT32], steps=10), ids=str)
 def test_the_numbers_stay_so_over_ten_steps(case: Case, pool: RankPool, references: References) -> None:
     check(case, 10, pool, references)
 
