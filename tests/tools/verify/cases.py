@@ -92,7 +92,7 @@ def model_config(model: str, size: Size, **options: Any) -> RunConfig:
 
 
 def by_reference(cases: Iterable[Case], steps: int) -> list[Any]:
-    """Rows of ``make verify-all``: those with the same reference go to one worker and one part, which computes it once."""
+    """Rows of ``make verify-all``. Those of one reference go to one worker of one part, which computes it once."""
     return [
         pytest.param(
             case,
