@@ -28,7 +28,7 @@ EXIT_CODES = {
     name: value.exit_code
     for name, value in vars(meshwright.errors).items()
     if isinstance(value, type) and issubclass(value, UserError)
-} | {"UnfitMachineError": 3}
+} | {"UnfitMachineError": 3, "ForkServerError": 1}
 
 ROOMS = {
     "CHECKPOINT": "checkpoints: the file format, reading, writing",
