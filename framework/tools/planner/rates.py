@@ -168,6 +168,20 @@ class PerformanceModel(NamedTuple):
         return cls(hardware, MEASURED, CPU_TRAITS)
 
     @property
+    def linked_devices(self) -> int:
+        """Number of neighbouring ranks that the node's link connects: those of a node, or of a domain of nodes.
+
+        A job's nodes are spread evenly over as few domains as hold them, as by Slurm's ``--segment``: 64 nodes of 4
+        devices take 16 in each of four domains of 18, where a group of 64 ranks leaves none.
+        """
+        hardware = self.hardware
+        if self.num_ranks is None or hardware.linked_devices == hardware.devices_per_node:
+            return hardware.linked_devices
+        nodes = math.ceil(self.num_ranks / hardware.devices_per_node)
+        domains = math.ceil(nodes * hardware.devices_per_node / hardware.linked_devices)
+        return math.ceil(nodes / domains) * hardware.devices_per_node
+
+    @property
     def memory_bytes_per_s(self) -> float:
         """Memory bandwidth of a device that operations reach."""
         return float(self.hardware.memory_bytes_per_s * self.fractions.memory)
@@ -224,7 +238,7 @@ class PerformanceModel(NamedTuple):
         job's ranks (:func:`spread_of`). Measured rings replace both rates.
         """
         hardware = self.hardware
-        spread = spread_of(size, stride, hardware.linked_devices, self.num_ranks)
+        spread = spread_of(size, stride, self.linked_devices, self.num_ranks)
         (in_node, crossings), reached = spread, self.reached_links(spread)
         within, node_latency_s = reached.node_bytes_per_s, reached.node_latency_s
         measured: tuple[tuple[str, Link], ...] = tuple(hardware.messages.items())
@@ -253,7 +267,7 @@ class PerformanceModel(NamedTuple):
         measured = self.hardware.cluster_send if crosses else self.hardware.node_send
         if measured is not None:
             return GroupLink(measured.bytes_per_s, measured.latency_s, 2)
-        return self.group_link(2, self.hardware.linked_devices if crosses else 1)
+        return self.group_link(2, self.linked_devices if crosses else 1)
 
 
 def head_dim_share(head_dim: int, kernel_dims: tuple[int, ...]) -> float:

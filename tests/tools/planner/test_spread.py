@@ -63,6 +63,31 @@ def test_a_job_in_one_domain_leaves_it_nowhere() -> None:
     assert performance._replace(num_ranks=64).group_link(16, 1).bytes_per_s > performance.group_link(16, 1).bytes_per_s
 
 
+@pytest.mark.parametrize(
+    ("nodes", "linked"), [(1, 4), (16, 64), (18, 72), (19, 40), (36, 72), (54, 72), (64, 64), (65, 68), (2048, 72)]
+)
+def test_nodes_of_a_job_are_spread_evenly_over_domains(nodes: int, linked: int) -> None:
+    performance = PerformanceModel.of(read_hardware("gb200"))
+    assert performance._replace(num_ranks=4 * nodes).linked_devices == linked
+    assert (
+        PerformanceModel.of(
+            read_hardware("h100"),
+        )
+        ._replace(num_ranks=8 * nodes)
+        .linked_devices
+        == 8
+    )
+
+
+def test_experts_of_64_ranks_stay_in_their_domain() -> None:
+    """DeepSeek-V3 on 256 GB200 takes 16 nodes of each NVL72. With whole domains every second group straddles two."""
+    performance = PerformanceModel.of(read_hardware("gb200"))
+    message = GroupMessages("all_to_all", 1, 2**30, "ep")
+    within = exchange_s(performance._replace(num_ranks=64), 64, [message])
+    assert exchange_s(performance._replace(num_ranks=256), 64, [message]) == within
+    assert exchange_s(performance._replace(num_ranks=288), 32, [message]) > 3 * within  # four whole domains
+
+
 def test_experts_of_a_group_that_crosses_nodes_send_most_rows_away() -> None:
     performance = PerformanceModel.of(read_hardware("h100"))
     message = GroupMessages("all_to_all", 1, 2**30, "ep")
