@@ -172,7 +172,7 @@ def test_a_fork_server_that_is_killed_is_one_message(shell: Shell, tmp_path: Pat
     assert "Traceback" not in said and "process that forks the ranks has ended" in said and "[MW-LAUNCH-036]" in said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_restarted_after_its_fork_server_was_killed(shell: Shell, tmp_path: Path) -> None:
     with training(shell, tmp_path, restarts=1) as process:
         assert process.stdout is not None
