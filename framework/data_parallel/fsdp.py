@@ -117,7 +117,7 @@ class FsdpLayers:
         """Sharded parameters that are frozen: gathered with their unit, without a gradient."""
         self._is_ending = False
         """True while FSDP's callback at the end of a stage's backward runs."""
-        self.is_reducing = False
+        self.is_reduction_due = False
         """True during a backward, or a W, whose gradients are reduced in it or right after it."""
         for unit in self.units():
             every = [FsdpParameter(of_torch) for of_torch in unit.fsdp_params]
@@ -195,9 +195,9 @@ class FsdpLayers:
 
         post_backward, reference = unit.post_backward, weakref.ref(self)
 
-        def is_reducing() -> bool:
+        def is_reduction_due() -> bool:
             layers = reference()
-            return layers is None or layers.is_reducing
+            return layers is None or layers.is_reduction_due
 
         def run(*unused: Any) -> None:
             if len(unit.modules) > 1 and not self._is_ending:
@@ -208,7 +208,7 @@ class FsdpLayers:
                     parameter.prepare_reduction(accumulated=accumulated)
             for parameter in () if unit.reduce_grads else parameters:
                 if parameter.was_gathered and not parameter.has_gradient:  # deferred to a W
-                    parameter.sum_deferred(is_reducing)
+                    parameter.sum_deferred(is_reduction_due)
             post_backward(*unused)
 
         return run

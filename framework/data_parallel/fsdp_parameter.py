@@ -76,7 +76,7 @@ class FsdpParameter:
         """True when the full parameter has a gradient in either dtype."""
         return self.has_accumulated or self._of_torch._unsharded_param.grad is not None
 
-    def sum_deferred(self, is_reducing: Callable[[], bool]) -> None:
+    def sum_deferred(self, is_reduction_due: Callable[[], bool]) -> None:
         """Add each gradient to the sum in the reduction dtype as autograd computes it, unless it is reduced next.
 
         NOTE [16-bit sums]: FSDP does so at the end of a backward. A W of a split backward is none that FSDP sees: the
@@ -89,7 +89,7 @@ class FsdpParameter:
 
         def add(_: Tensor) -> None:
             own = reference()
-            if own is not None and not is_reducing():
+            if own is not None and not is_reduction_due():
                 own._add_to_accumulated()
 
         self._of_torch._unsharded_param.register_post_accumulate_grad_hook(add)

@@ -170,7 +170,7 @@ class FullyShardedStage:
             gradient.zero_()
         for bucket in self.buckets:
             bucket.begin_step()
-        self._in_halves = self.fsdp.is_reducing = False
+        self._in_halves = self.fsdp.is_reduction_due = False
         self.fsdp.set_reducing(False)
         self.fsdp.set_last_backward(False)
         self.fsdp.set_reshard_shared(False)
@@ -183,7 +183,7 @@ class FullyShardedStage:
             last: the step's last backward, which frees the shared weights.
         """
         self._add_from_host()
-        self._in_halves, self.fsdp.is_reducing = awaited is not None, True
+        self._in_halves, self.fsdp.is_reduction_due = awaited is not None, True
         self.fsdp.set_reducing(awaited is None)
         self.fsdp.set_reshard_shared(last)
 
@@ -192,7 +192,7 @@ class FullyShardedStage:
         if self._in_halves:
             self.fsdp.set_reducing(True)
             self.fsdp.finish_backward()
-        self._in_halves = self.fsdp.is_reducing = False
+        self._in_halves = self.fsdp.is_reduction_due = False
         self.fsdp.set_reducing(False)
 
     def finish_reduce(self) -> None:

@@ -76,7 +76,7 @@ def gradients(rank: int, world_size: int, config_json: str) -> tuple[dict[str, l
 
     def backward_weight(microbatch: int) -> None:
         accumulate(microbatch)
-        if not replica.fsdp.is_reducing:
+        if not replica.fsdp.is_reduction_due:
             narrow.extend(
                 each.slots[0].member.info.name for each in replica.buckets if len(each.gradient_of(each.slots[0]))
             )

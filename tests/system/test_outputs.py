@@ -64,12 +64,16 @@ def test_a_place_is_refused_before_the_work(tmp_path: Path) -> None:
         write_out(tmp_path / "file" / "x", "")
 
 
+def new_and_old(folder: Path) -> tuple[Path, Path]:
+    """Write two files, one of which is to replace the other."""
+    for name in ("new", "old"):
+        (folder / name).write_text(name)
+    return folder / "new", folder / "old"
+
+
 def test_a_rename_that_is_asked_for_twice_is_done_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an NFS client does when the answer to the first request was lost."""
-    source, target = tmp_path / "new", tmp_path / "kept"
-    source.write_text("new")
-    target.write_text("old")
-    rename = Path.rename
+    (source, target), rename = new_and_old(tmp_path), Path.rename
 
     def twice(path: Path, to: Path) -> Path:
         rename(path, to)
@@ -85,10 +89,7 @@ def test_a_rename_that_is_asked_for_twice_is_done_once(tmp_path: Path, monkeypat
 
 
 def test_a_rename_of_what_another_took_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = tmp_path / "new", tmp_path / "kept"
-    source.write_text("new")
-    target.write_text("old")
-    rename = Path.rename
+    (source, target), rename = new_and_old(tmp_path), Path.rename
 
     def taken(path: Path, to: Path) -> Path:
         path.unlink()

@@ -203,7 +203,7 @@ def _message_s(layout: LayoutModel, stage: int, performance: PerformanceModel, t
     source, target = (placement.pp_rank(stage + offset, pp_degree) * ranks for offset in (0, 1))
     if source == target:
         return 0.0
-    crosses = leaves_node(source, target, ranks, performance.linked_devices)
+    crosses = leaves_node(source, target, ranks, performance.linked_ranks)
     pp, parallel, traits = performance.send_link(crosses), layout.config.parallel, performance.traits
     if traits.scatters_sends and parallel.tp > 1 and not parallel.sequence:
         return pp.seconds(sent / parallel.tp, kind="send") + tp.seconds(sent * (parallel.tp - 1) / parallel.tp)

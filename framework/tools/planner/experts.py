@@ -118,7 +118,7 @@ def exchange_s(performance: PerformanceModel, ep: int, messages: Sequence[GroupM
     other nodes over its network link. With measured links (CPU) an all-to-all takes as long as a reduce-scatter.
     """
     hardware = performance.hardware
-    spread = spread_of(ep, 1, performance.linked_devices, performance.num_ranks)
+    spread = spread_of(ep, 1, performance.linked_ranks, performance.num_ranks)
     reached, far_share = performance.reached_links(spread), (ep - spread.fewest) / max(1, ep - 1)
     latency_s = reached.cluster_latency_s if far_share else reached.node_latency_s
     seconds = 0.0

@@ -168,7 +168,7 @@ class PerformanceModel(NamedTuple):
         return cls(hardware, MEASURED, CPU_TRAITS)
 
     @property
-    def linked_devices(self) -> int:
+    def linked_ranks(self) -> int:
         """Number of neighbouring ranks that the node's link connects: those of a node, or of a domain of nodes.
 
         A job's nodes are spread evenly over as few domains as hold them, as by Slurm's ``--segment``: 64 nodes of 4
@@ -238,7 +238,7 @@ class PerformanceModel(NamedTuple):
         job's ranks (:func:`spread_of`). Measured rings replace both rates.
         """
         hardware = self.hardware
-        spread = spread_of(size, stride, self.linked_devices, self.num_ranks)
+        spread = spread_of(size, stride, self.linked_ranks, self.num_ranks)
         (in_node, crossings), reached = spread, self.reached_links(spread)
         within, node_latency_s = reached.node_bytes_per_s, reached.node_latency_s
         measured: tuple[tuple[str, Link], ...] = tuple(hardware.messages.items())
@@ -267,7 +267,7 @@ class PerformanceModel(NamedTuple):
         measured = self.hardware.cluster_send if crosses else self.hardware.node_send
         if measured is not None:
             return GroupLink(measured.bytes_per_s, measured.latency_s, 2)
-        return self.group_link(2, self.linked_devices if crosses else 1)
+        return self.group_link(2, self.linked_ranks if crosses else 1)
 
 
 def head_dim_share(head_dim: int, kernel_dims: tuple[int, ...]) -> float:

@@ -67,16 +67,9 @@ def test_a_job_in_one_domain_leaves_it_nowhere() -> None:
     ("nodes", "linked"), [(1, 4), (16, 64), (18, 72), (19, 40), (36, 72), (54, 72), (64, 64), (65, 68), (2048, 72)]
 )
 def test_nodes_of_a_job_are_spread_evenly_over_domains(nodes: int, linked: int) -> None:
-    performance = PerformanceModel.of(read_hardware("gb200"))
-    assert performance._replace(num_ranks=4 * nodes).linked_devices == linked
-    assert (
-        PerformanceModel.of(
-            read_hardware("h100"),
-        )
-        ._replace(num_ranks=8 * nodes)
-        .linked_devices
-        == 8
-    )
+    gb200, h100 = (PerformanceModel.of(read_hardware(name)) for name in ("gb200", "h100"))
+    assert gb200._replace(num_ranks=4 * nodes).linked_ranks == linked
+    assert h100._replace(num_ranks=8 * nodes).linked_ranks == 8
 
 
 def test_experts_of_64_ranks_stay_in_their_domain() -> None:
