@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.mesh.turns import Turns
+from meshwright.system.process import leave
 
 LIMIT_S = 30.0
 """For a few operations, on a busy machine."""
@@ -66,3 +67,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave(
+        0
+    )  # autograd's thread for the device may still be freeing its tensors: at interpreter shutdown it would abort

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.system.process import leave
 from meshwright.tools.dryrun.cuda.library import load_library
 
 
@@ -188,8 +189,8 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def main(library: str) -> int:
-    """Run the ranks; return the exit code."""
+def main(library: str) -> None:
+    """Run the ranks."""
     load_library(Path(library))
     from meshwright.tools.dryrun.cuda.streams import Streams
     from meshwright.tools.dryrun.cuda.stubs import HostWaits, install
@@ -206,8 +207,8 @@ def main(library: str) -> int:
         with pytest.MonkeyPatch.context() as patch:
             FAULTS[fault](patch)
             print(json.dumps(check_rank(parse(config), int(rank), waits, streams)._asdict()), flush=True)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])
+    leave(0)

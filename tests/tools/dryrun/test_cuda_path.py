@@ -19,7 +19,6 @@ import torch
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import UserError
 from meshwright.mesh.grid import Grid
-from meshwright.tools.dryrun.cuda import process
 from meshwright.tools.dryrun.cuda.call_site import HIDDEN
 from meshwright.tools.dryrun.cuda.library import compile_library, find_compiler
 from meshwright.tools.dryrun.cuda.process import CudaStep, describe_cuda_steps, run_process
@@ -322,7 +321,7 @@ def test_a_model_may_print(library: Path) -> None:
 
 def test_a_rank_without_a_result_is_an_error(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = subprocess.CompletedProcess([], 0, "", "ended early")
-    monkeypatch.setattr(process, "_run", lambda *_: nothing)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: nothing)
     with pytest.raises(
         UserError, match="the step of rank 3 fails on fake CUDA tensors: ended early", check=has_code("MW-DRYRUN-003")
     ):

@@ -10,11 +10,12 @@ import json
 import sys
 from pathlib import Path
 
+from meshwright.system.process import leave
 from meshwright.tools.dryrun.cuda.library import load_library
 
 
-def main(library: str, results: str) -> int:
-    """Run the ranks; return the exit code."""
+def main(library: str, results: str) -> None:
+    """Run the ranks."""
     load_library(Path(library))
     from meshwright.tools.dryrun.cuda.streams import Streams
     from meshwright.tools.dryrun.cuda.stubs import HostWaits, install
@@ -29,8 +30,8 @@ def main(library: str, results: str) -> int:
         step = check_rank(parse(config), int(rank), waits, streams)
         with Path(results).open("a", encoding="utf-8") as file:
             file.write(json.dumps(step._asdict()) + "\n")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    main(*sys.argv[1:])
+    leave(0)  # autograd's thread may still be freeing tensors: at interpreter shutdown it would abort

@@ -59,24 +59,20 @@ def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[Cu
     with tempfile.TemporaryDirectory(prefix="meshwright-cuda-") as directory:
         results = Path(directory) / "steps.jsonl"
         results.touch()
-        done = _run(library, results, jobs)
+        done = subprocess.run(
+            [sys.executable, "-m", "meshwright.tools.dryrun.cuda", str(library), str(results)],
+            input="".join(f"{rank} {config.model_dump_json()}\n" for config, rank in jobs),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         steps = [CudaStep(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
     if done.returncode or len(steps) != len(jobs):
         last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
         rank = jobs[min(len(steps), len(jobs) - 1)][1]
         raise UserError("MW-DRYRUN-003", f"--device cuda: the step of rank {rank} fails on fake CUDA tensors: {last}")
     return steps
-
-
-def _run(library: Path, results: Path, jobs: Sequence[tuple[RunConfig, int]]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "meshwright.tools.dryrun.cuda", str(library), str(results)],
-        input="".join(f"{rank} {config.model_dump_json()}\n" for config, rank in jobs),
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def describe_cuda_steps(steps: Sequence[CudaStep]) -> str:
