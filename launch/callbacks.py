@@ -22,6 +22,7 @@ from meshwright.config.functions import error_place, find_function
 from meshwright.data.sources import StreamSource
 from meshwright.errors import CallbackError, ConfigError
 from meshwright.parts import Observer, Parts, StepEvent
+from meshwright.system.bounded import parse_json
 from meshwright.terminal.output import tell
 from meshwright.tracking.record import MAX_EXTRA, is_extra_name
 
@@ -97,9 +98,10 @@ class Callbacks(Observer):
         self._agreed: str | None = None
         """The first error on any rank; the same on all ranks."""
         names = [_name(each) for each in self.observers]
-        self._names = [
+        self.names = [
             f"{name}-{number}" if (number := names[: at + 1].count(name)) > 1 else name for at, name in enumerate(names)
         ]
+        """Names of the observers' states in a checkpoint."""
 
     def setup(self, parts: Parts) -> None:
         """Run ``setup`` of each callback, before a checkpoint is loaded. Collective over all ranks; blocks.
@@ -117,7 +119,7 @@ class Callbacks(Observer):
         Raises:
             CallbackError: on every rank; a callback has failed on some rank.
         """
-        name_of = dict(zip(map(id, self.observers), self._names, strict=True))
+        name_of = dict(zip(map(id, self.observers), self.names, strict=True))
         self._call("load_state_dict", parts, lambda each: _load(each, parts.state.callbacks.get(name_of[id(each)])))
         self._agree(parts)
         self.raise_error()
@@ -134,7 +136,7 @@ class Callbacks(Observer):
         states: list[Mapping[str, Any]] = []
         self._call("state_dict", parts, lambda each: states.append(_as_json(each.state_dict())))
         if self._problem is None:  # otherwise those of the step before are saved
-            parts.state.callbacks = {name: state for name, state in zip(self._names, states, strict=True) if state}
+            parts.state.callbacks = {name: state for name, state in zip(self.names, states, strict=True) if state}
         self._agree(parts)
 
     def after_training(self, parts: Parts) -> None:
@@ -237,14 +239,15 @@ def _load(observer: Observer, state: Mapping[str, Any] | None) -> None:
 def _as_json(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a callback's state as a checkpoint will return it; ValueError if it is no JSON object, or too large."""
     try:
-        text = json.dumps(dict(state), allow_nan=False)
+        text = json.dumps(dict(state), allow_nan=False, ensure_ascii=False)
+        table = parse_json(b"[[[" + text.encode() + b"]]]")[0][0][0]  # as deep as in a manifest
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the state is no plain JSON object: {error}") from error
     if len(text) > MAX_STATE_CHARS:
         raise ValueError(
             f"a state of {len(text):,} characters as JSON, at most {MAX_STATE_CHARS:,}: see Parts.add_state"
         )
-    return dict(json.loads(text))
+    return dict(table)
 
 
 def _name(observer: Observer) -> str:

@@ -18,6 +18,8 @@ from meshwright.system.atomic import write_atomic
 LOG_TAIL_LINES = 20
 FAILURES = "MESHWRIGHT_FAILURES"
 """Environment variable with a directory, for failure records of ranks that torchrun has started (launch/pod.py)."""
+OWN_EXIT_CODES = {UserError.exit_code} | {each.exit_code for each in UserError.__subclasses__()}
+"""Exit codes of meshwright's errors, valid without a failure record too."""
 LOG_HEAD = "=== started "
 """Start of a process's part of a log file; a resumed run appends to the same file."""
 
@@ -106,8 +108,11 @@ def build_error(noticed: int, exit_code: int, failures: Sequence[FailureRecord],
         failures: Records as :func:`read_failures` returns them.
         logs: Directory of the ranks' logs.
     """
-    if all(failure.rank != noticed for failure in failures):  # it wrote no record: killed, or crashed in C++
-        return RankFailed("\n".join([_describe_exit(noticed, exit_code, logs), *_later_failures(failures)]), noticed)
+    if all(
+        failure.rank != noticed for failure in failures
+    ):  # it wrote no record: killed, crashed in C++, or the disk is full
+        lines = [_describe_exit(noticed, exit_code, logs), *_later_failures(failures)]
+        return RankFailed("\n".join(lines), noticed, exit_code if exit_code in OWN_EXIT_CODES else 1)
     first, rest = failures[0], [failure for failure in failures[1:] if failure.message != failures[0].message]
     if not first.trace:  # usually every rank has the same error, and some were ended before they could report it
         return RankFailed(first.message, first.rank, first.exit_code)

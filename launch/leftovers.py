@@ -1,7 +1,8 @@
 """Temporary directory of a launcher, and removal of directories that killed launchers have left behind.
 
-A process killed with -9 removes nothing. Each launcher holds a lock on a file in its directory while it lives, so a
-directory with a free lock is abandoned. (A process id would prove nothing: two containers may share /tmp.)
+A process killed with -9 removes nothing. Each launcher holds a lock on its directory while it lives, so one with a free
+lock is abandoned. (A process id would prove nothing: two containers may share /tmp.) systemd-tmpfiles, which deletes
+old files of /tmp, leaves a locked directory alone.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from meshwright.system.process import FileLock
 
 PREFIX = "meshwright-launcher-"
 PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
-LOCK = "lock"
 YOUNG_S = 60
-"""Age below which a directory without a lock may still be under construction."""
+"""Age in seconds below which a launcher may still be about to lock its directory."""
+LOCK = "lock"
+"""File that was locked instead of the directory before; a launcher of that time may run beside this one."""
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 MAX_PATH_LENGTH = 60
 """Bytes of a directory's path that leave room for the name of a Unix socket; the kernel allows 107 in all."""
 
-_own: dict[int, tuple[Path, FileLock]] = {}
+_own: dict[int, tuple[Path, list[FileLock]]] = {}
 
 
 def own_directory() -> Path:
@@ -38,9 +41,10 @@ def own_directory() -> Path:
     pid = os.getpid()
     if pid not in _own:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_temporary_directory()))
-        lock = FileLock(path / LOCK, mode=0o600)
-        lock.take()
-        _own[pid] = path, lock
+        locks = [FileLock(path, DIRECTORY), FileLock(path / LOCK, mode=0o600)]
+        for lock in locks:
+            lock.take()
+        _own[pid] = path, locks
         # multiprocessing.util.get_temp_dir puts its sockets there, instead of a directory of its own
         multiprocessing.process.current_process()._config.setdefault("tempdir", str(path))  # type: ignore[attr-defined]
         atexit.register(_remove_own, pid)
@@ -69,9 +73,8 @@ def remove_leftovers() -> None:
 
 
 def _is_abandoned(directory: Path, modified_s: float) -> bool:
-    try:
-        lock = FileLock(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return time.time() - modified_s > YOUNG_S
-    with lock:
-        return lock.take()
+    with contextlib.suppress(FileNotFoundError), FileLock(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW) as lock:
+        if not lock.take():
+            return False
+    with FileLock(directory, DIRECTORY) as lock:
+        return time.time() - modified_s > YOUNG_S and lock.take()

@@ -23,7 +23,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ LOOPBACK = "127.0.0.1"
 MAX_RANKS = 1024
 UNKNOWN_EXIT = 255
 """Exit code that multiprocessing reports for a child whose fork server is gone: the true one is lost."""
+POLL_S = 1.0
+"""Interval in seconds in which the launcher looks for signal handlers of ranks, until all have one."""
 SHUTDOWN_S = 3
 """Time for the remaining ranks to end by themselves after a failure."""
 
@@ -117,7 +119,7 @@ def launch(work: Work, config: RunConfig) -> None:
         _, bound = stack.enter_context(_open_store(port, num_ranks))
         try:
             ranks = _start(work, config, bound, logs, records, ignored)
-            _watch(ranks, records, logs)
+            _watch(ranks, records, logs, forwarder.all_listen)
         except RankFailed as failed:
             failed.is_requested = forwarder.has_forwarded
             raise
@@ -171,8 +173,10 @@ def _start(
     return ranks
 
 
-def _watch(ranks: Sequence[Any], records: Path, logs: Path) -> None:
+def _watch(ranks: Sequence[Any], records: Path, logs: Path, all_listen: Callable[[], bool]) -> None:
     """Block until all ranks have exited, or until one has failed and the others were ended after it.
+
+    Calls ``all_listen`` until it returns True.
 
     Raises:
         RankFailed: a rank failed, all have saved and exited on request, or the fork server was killed, and the ranks
@@ -180,7 +184,8 @@ def _watch(ranks: Sequence[Any], records: Path, logs: Path) -> None:
     """
     running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     while running:
-        ended = sorted(running.pop(sentinel) for sentinel in wait(list(running)) if sentinel in running)
+        changed = wait(list(running), None if all_listen() else POLL_S)
+        ended = sorted(running.pop(sentinel) for sentinel in changed if sentinel in running)
         failed = [rank for rank in ended if ranks[rank].exitcode]
         if failed:
             codes = {rank: ranks[rank].exitcode for rank in failed}
@@ -221,13 +226,16 @@ class _SignalForwarder:
     """Signal handler of the launcher: forwards the first signal to the ranks, which then save and exit.
 
     While some rank has no handler yet, there is nothing to save, and all are killed. ``listening``: directory with a
-    file for each rank that has a handler, named by its process id.
+    file for each rank that has a handler, named by its process id. A file is needed only once: a program that cleans
+    the temporary directory may delete it while the run goes on.
     """
 
     def __init__(self, listening: Path, num_ranks: int, others: list[multiprocessing.process.BaseProcess]) -> None:
         self._listening = listening
         self._num_ranks = num_ranks
         self._others = others
+        self._pids: set[int] = set()
+        """Process ids of the ranks that have a handler."""
         self.has_forwarded = False
 
     @contextlib.contextmanager
@@ -243,18 +251,24 @@ class _SignalForwarder:
             for each, handler in before.items():
                 signal.signal(each, signal.SIG_IGN if self.has_forwarded else handler)
 
+    def all_listen(self) -> bool:
+        """Return True if all ranks have a handler, from the first time on."""
+        if len(self._pids) < self._num_ranks:
+            with contextlib.suppress(FileNotFoundError):
+                self._pids |= {int(place.name) for place in self._listening.iterdir()}
+        return len(self._pids) == self._num_ranks
+
     def _handle(self, signum: int, frame: object) -> None:
         """Forward the first signal to all ranks; raise Interrupted on SIGQUIT, or if some rank has no handler yet."""
         if signum == signal.SIGQUIT:
             raise Interrupted(signum)
         if self.has_forwarded:
             return
-        pids = [int(place.name) for place in self._listening.iterdir()]
-        if len(pids) < self._num_ranks:
+        if not self.all_listen():
             _kill_children(self._others)
             raise Interrupted(signum)
         self.has_forwarded = True
-        for pid in pids:
+        for pid in self._pids:
             with contextlib.suppress(ProcessLookupError):  # the rank has finished its last step and exited
                 os.kill(pid, signum)
 

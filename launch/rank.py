@@ -87,25 +87,35 @@ def run_rank(
         set_threads(config.launch.threads)
         work(config, partial(_end_rank, rank, Path(records)))
     except Preempted as error:  # exit code 0: after a failure the launcher would end the other ranks at once
-        _report(error, rank, Path(records))
+        if not _report(describe(error, rank), Path(records)):
+            leave(error.exit_code)
     except BaseException as error:
         _end_rank(rank, Path(records), error)
     finally:
         ignore_signals()  # the rank is exiting and has reported everything
 
 
-def _report(error: BaseException, rank: int, records: Path) -> FailureRecord:
-    """Write the failure record for the launcher, and on ranks other than 0 the error to the log; return the record."""
-    failure = describe(error, rank)
-    write_failure(failure, records)
-    if rank != 0:
+def _report(failure: FailureRecord, records: Path) -> bool:
+    """Write the failure record for the launcher, and on ranks other than 0 the error to the log.
+
+    Return False if the record cannot be written, for example because the temporary directory is full. The launcher then
+    has only the exit code.
+    """
+    is_written = True
+    try:
+        write_failure(failure, records)
+    except OSError as error:
+        is_written = False
+        tell(f"no record of this failure can be written to {records}: {error.strerror}")
+    if failure.rank != 0 or not is_written:
         tell(failure.trace or failure.message)
-    return failure
+    return is_written
 
 
 def _end_rank(rank: int, records: Path, error: BaseException) -> None:
     """Report the error and end this process."""
-    failure = _report(error, rank, records)
+    failure = describe(error, rank)
+    _report(failure, records)
     leave(failure.exit_code, LINGER_S if failure.lost_peer else 0.0)
 
 

@@ -123,7 +123,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
     callbacks.setup(parts)
     check_added_states(parts, directory)
-    resume(parts, directory, log)
+    resume(parts, directory, log, callbacks.names)
     callbacks.load(parts)
     if mesh.rank == 0 and (balance := describe_balance(parts)):
         log(balance)

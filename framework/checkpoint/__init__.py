@@ -41,6 +41,7 @@ from meshwright.checkpoint.read import Candidate as Candidate
 from meshwright.checkpoint.read import CheckpointReader as CheckpointReader
 from meshwright.checkpoint.read import find as find
 from meshwright.checkpoint.read import first_sound as first_sound
+from meshwright.checkpoint.read import has_checkpoint as has_checkpoint
 from meshwright.checkpoint.read import newest_valid as newest_valid
 from meshwright.checkpoint.read import open_checkpoint as open_checkpoint
 from meshwright.checkpoint.retention import prune as prune

@@ -16,10 +16,13 @@ from typing import TypeVar
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh import Grid
 from meshwright.system.atomic import rename_synced
+from meshwright.terminal.output import Warn
 
 Found = TypeVar("Found")
 MAX_FILE_BYTES = 512 * 2**20
 """Default size at which a shard starts another file."""
+DELETED = "-deleted"
+"""Suffix of a directory while its files are deleted."""
 READ_PAUSES_S = 0.1, 0.5, 2.0
 """Seconds between attempts to read after an OSError."""
 
@@ -143,7 +146,17 @@ def delete(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def remove_directory(path: Path, aside: Path) -> None:
-    """Delete a directory so that readers never see half of it: rename it to ``aside``, then remove file by file."""
+def delete_leftovers(paths: Iterable[Path], warn: Warn) -> None:
+    """Delete files of dead attempts. An error is only a warning: another user's file, or one still open on NFS."""
+    for path in paths:
+        try:
+            delete(path)
+        except OSError as error:
+            warn(f"files of a dead save cannot be removed: {error.filename or path}: {error.strerror}")
+
+
+def remove_directory(path: Path) -> None:
+    """Delete a directory so that readers never see half of it: rename it aside, then remove file by file."""
+    aside = path.with_name(f".tmp-{path.name}{DELETED}")
     rename_synced(path, aside)
     delete(aside)

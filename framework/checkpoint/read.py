@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -22,6 +21,7 @@ from meshwright.checkpoint.shard import local_boxes
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
+from meshwright.system.process import map_on_daemons
 from meshwright.terminal.output import Warn, print_warning
 
 
@@ -33,16 +33,30 @@ class Candidate(NamedTuple):
 
 
 def find(run_directory: Path) -> list[Candidate]:
-    """Find all published checkpoints of a run by name, newest first. Temporary and set-aside ones are ignored."""
+    """Find all published checkpoints of a run by name, newest first. Temporary and set-aside ones are ignored.
+
+    Raises:
+        UnreadableError: The file system cannot be read.
+    """
     directory = checkpoints_directory(run_directory)
-    if not directory.is_dir():
-        return []
-    found = []
-    for path in directory.iterdir():
-        match = re.fullmatch(r"step-(\d{8,18})", path.name, flags=re.ASCII)
-        if match and path.name == step_name(int(match[1])) and path.is_dir():
-            found.append(Candidate(int(match[1]), path))
-    return sorted(found, reverse=True)
+
+    def read() -> list[Candidate]:
+        found = []
+        for path in directory.iterdir() if directory.is_dir() else ():
+            match = re.fullmatch(r"step-(\d{8,18})", path.name, flags=re.ASCII)
+            if match and path.name == step_name(int(match[1])) and path.is_dir():
+                found.append(Candidate(int(match[1]), path))
+        return sorted(found, reverse=True)
+
+    return retried(read, directory)
+
+
+def has_checkpoint(run_directory: Path, above: int = -1) -> bool:
+    """Return True if the run has a checkpoint of a step > ``above``, or cannot read the directory of them."""
+    try:
+        return any(candidate.step > above for candidate in find(run_directory))
+    except UnreadableError:
+        return True
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
@@ -166,8 +180,7 @@ class CheckpointReader:
             CheckpointError: Lists every file whose bytes differ from those written.
         """
         names = sorted(self.manifest.files)[share]
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            found = list(pool.map(self._damage, names))
+        found = map_on_daemons(self._damage, names, min(8, os.cpu_count() or 1))
         problems = [f"{self.path / name}: {damage}" for name, damage in zip(names, found, strict=True) if damage]
         if problems:
             raise CheckpointError("MW-CHECKPOINT-016", "\n".join(problems))

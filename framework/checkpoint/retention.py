@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.checkpoint.files import as_checkpoint_error, remove_directory
+from meshwright.checkpoint.files import (
+    DELETED,
+    as_checkpoint_error,
+    checkpoints_directory,
+    delete_leftovers,
+    remove_directory,
+)
 from meshwright.checkpoint.read import Candidate, find, open_checkpoint
 from meshwright.errors import CheckpointError
 from meshwright.terminal.output import Warn, print_warning
@@ -24,6 +30,7 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: War
         warn: Receives the warnings.
     """
     assert keep_last >= 1 and keep_every >= 0, (keep_last, keep_every)
+    delete_leftovers(checkpoints_directory(run_directory).glob(f".tmp-*{DELETED}"), warn)
     sound: list[Candidate] = []
     candidates = find(run_directory)
     for candidate in candidates:
@@ -48,5 +55,5 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: War
         return []
     for candidate in obsolete:
         with as_checkpoint_error(candidate.path):
-            remove_directory(candidate.path, candidate.path.with_name(f".tmp-{candidate.path.name}-deleted"))
+            remove_directory(candidate.path)
     return obsolete

@@ -17,11 +17,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.checkpoint.check import check
+from meshwright.checkpoint.check import check, parse
 from meshwright.checkpoint.files import (
+    DELETED,
     as_checkpoint_error,
     checkpoints_directory,
-    delete,
+    delete_leftovers,
     final_directory,
     regular_size,
     temporary_directory,
@@ -79,11 +80,8 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_wa
                 f"{final} exists and is sound: a checkpoint is never overwritten. Resume from it with the same "
                 f"command, or choose another run.name",
             )
-    for leftover in directory.glob(".tmp-*"):
-        try:
-            delete(leftover)
-        except OSError as error:  # no reason not to save: another user's file, or one still open on NFS
-            warn(f"files of a dead save cannot be removed: {error.filename or leftover}: {error.strerror}")
+    dead = [path for path in directory.glob(".tmp-*") if not path.name.endswith(DELETED)]  # those are left to `prune`
+    delete_leftovers(dead, warn)
     with as_checkpoint_error(temporary):
         temporary.mkdir()
     return temporary
@@ -95,8 +93,8 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
     One rank calls it, after all shards are written.
 
     Raises:
-        CheckpointError: A tensor is not covered exactly once, a file has the wrong size, or ``final`` exists.
-            Nothing is published.
+        CheckpointError: A tensor is not covered exactly once, a file has the wrong size, a value of ``head`` could not
+            be read back, or ``final`` exists. Nothing is published.
     """
     reports = sorted(temporary.glob(f"*{REPORT_SUFFIX}"))
     manifest = merge(head, [ShardReport.model_validate_json(read_bytes(path, MAX_MANIFEST_BYTES)) for path in reports])
@@ -111,6 +109,7 @@ def publish(temporary: Path, final: Path, head: CheckpointMetadata) -> Manifest:
             "\n".join(f"{final.name}: {problem}" for problem in problems[:20])
             + f"\nnothing is published; the written files stay in {temporary} until the next save",
         )
+    parse(render(manifest.model_copy(update={"tensors": {}, "files": {}})), str(final / MANIFEST))  # as a resume will
     text = render(manifest)
     for report in reports:
         report.unlink()

@@ -37,7 +37,8 @@ DELETED = " (deleted)"
 
 
 def check_run_files(directory: Path) -> None:
-    """Refuse a run directory in which something unusable has the name of a run's file: opening a FIFO would block.
+    """Refuse a run directory in which something unusable has the name of a run's file: opening a FIFO would block, and
+    writing follows a link.
 
     Raises:
         ConfigError: names each such path and the reason.
@@ -45,9 +46,14 @@ def check_run_files(directory: Path) -> None:
     problems = []
     for name in (*REQUIRED_FILES, FILE, STATUS):
         is_log = name in (METRICS, METRICS_AGAIN)
-        why = why_unusable(directory / name, None if is_log else MAX_FILE_BYTES)
-        if why is not None and not (is_log and (directory / name).is_dir()):  # records wait until they can be written
-            problem = f"{directory / name} {why}: move it away, or choose another run.name"
+        path = directory / name
+        why = why_unusable(path, None if is_log else MAX_FILE_BYTES)
+        if is_log and path.is_dir():  # records wait until they can be written
+            why = None
+        if path.is_symlink():
+            why = "is a symbolic link, through which the run would write a file somewhere else"
+        if why is not None:
+            problem = f"{path} {why}: move it away, or choose another run.name"
             problems.append(ConfigError("MW-RUN-009", problem))
     if problems:
         raise ConfigError.join(problems)

@@ -79,7 +79,7 @@ class RunLock:
         return self
 
     def _open_and_lock(self) -> bool:
-        self._file = FileLock(self.path)
+        self._file = FileLock(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         return self._wait_for(self._file)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

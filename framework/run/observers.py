@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.checkpoint import find
+from meshwright.checkpoint import has_checkpoint
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
 from meshwright.model.metrics import means, model_metrics
 from meshwright.optimizer import evaluating
@@ -121,7 +121,7 @@ class Checkpoints(Observer):
         saver.check(NOT_WRITTEN in flags and FILES_LOST not in flags)
         if event.is_saving:
             with parts.mesh.activity.during("saving a checkpoint"):
-                saver.start()
+                saver.start(is_urgent=event.is_stopping)  # the time until a kill is limited
                 if FILES_LOST in flags:
                     saver.finish(retention=False)
         if event.is_stopping:
@@ -166,7 +166,7 @@ class Checkpoints(Observer):
             saver.finish(retention=False)
         if saver.saved_step == parts.state.step:
             return "it is saved"
-        if parts.mesh.world.gather_objects(bool(parts.mesh.rank == 0 and find(saver.directory)))[0]:
+        if parts.mesh.world.gather_objects(parts.mesh.rank == 0 and has_checkpoint(saver.directory))[0]:
             return "it could not be saved, the last checkpoint remains"
         return "it could not be saved, and there is no other checkpoint"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
 from meshwright.run.tensors import checkpoint_metadata, restore, saved_factors, saved_running, saved_tensors
 from meshwright.terminal.output import Warn, print_warning
+
+_DROPPED = "the state {} of a callback that does not run now: the next checkpoint will not have it"
 
 
 def prepare(blueprint: Blueprint, data_fingerprint: Mapping[str, str], warn: Warn = print_warning) -> None:
@@ -77,8 +79,10 @@ def _check_space(blueprint: Blueprint, directory: Path, num_added: int, warn: Wa
     )
 
 
-def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
+def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks: Collection[str] = ()) -> None:
     """Resume from the newest checkpoint that verifies, if there is one. Collective over all ranks.
+
+    ``callbacks``: names of the callbacks of this start. The states of others are dropped.
 
     Raises:
         CheckpointError: on every rank, when there are checkpoints and none of them verifies, or the newest belongs to
@@ -104,6 +108,8 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
         optimizer_steps = saved_count(manifest, "optimizer_steps")
         restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
         changes += _describe_added(checkpoint, parts)
+    states = saved_callbacks(manifest)
+    changes += [_DROPPED.format(name) for name in sorted(states.keys() - set(callbacks))]
     check_resumed(parts, manifest, str(path))
     parts.state.step = manifest.step
     parts.state.optimizer_steps = optimizer_steps
@@ -111,7 +117,7 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None]) -> None:
     parts.state.samples_seen = manifest.samples_seen
     parts.state.tokens_seen = saved_count(manifest, "tokens_seen")
     parts.state.loss_scale = saved_scale(manifest, parts.config)
-    parts.state.callbacks = saved_callbacks(manifest)
+    parts.state.callbacks = {name: state for name, state in states.items() if name in callbacks}
     if manifest.step == 0:
         log(f"starting from the weights of {path}")
     else:
@@ -124,10 +130,7 @@ def _describe_added(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> l
     """Return a line for each state of a callback that only the checkpoint has, or only this start."""
     own = {checkpoints.TensorKind.WEIGHTS, checkpoints.TensorKind.MASTER, *saved_states_of(parts.config.optimizer)}
     saved, added = set(checkpoint.kinds()) - own, set(parts.optimizer.added)
-    dropped = [
-        f"the state {name} of a callback that does not run now: the next checkpoint will not have it"
-        for name in sorted(saved - added)
-    ]
+    dropped = [_DROPPED.format(name) for name in sorted(saved - added)]
     if checkpoint.manifest.step == 0:
         return dropped
     return dropped + [f"the callback's state {name} starts from the weights" for name in sorted(added - saved)]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, find, prune, shard_names
+from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, has_checkpoint, prune, shard_names
 from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
 from meshwright.run.base import fingerprint, saves_frozen
@@ -70,18 +70,19 @@ class Saver:
         """Last step whose checkpoint is known to be published; the same on all ranks."""
         self._save_s: float | None = None
 
-    def start(self) -> None:
+    def start(self, *, is_urgent: bool = False) -> None:
         """Start to save this step. Collective over all ranks.
 
         Blocks until the save before is finished and the tensors are copied to host memory; with
-        ``checkpoint.asynchronous = false`` until the checkpoint is published.
+        ``checkpoint.asynchronous = false`` until it is published. ``is_urgent``: a deletion of old ones is left behind.
 
         Raises:
             CheckpointError: on every rank; the step is saved already, or this checkpoint or the one before cannot be
                 written and ``checkpoint.on_failure`` is "fail" or the run has no checkpoint yet.
         """
         parts, mesh = self.parts, self.parts.mesh
-        self.finish()
+        self.finish(retention=not is_urgent)
+        self.writer.leave()
         head = checkpoint_metadata(parts.config, parts.state, parts.data_fingerprint, fingerprint(parts))
         own = self._begin(head.step) if mesh.rank == 0 else None
         result: _BeginResult = mesh.world.gather_objects(own, _BeginResult)[0]
@@ -283,12 +284,11 @@ class Saver:
         """Return True if the run has a checkpoint of a step > 0 (0: an imported model). Collective over all ranks."""
         if self.saved_step is not None:
             return True
-        own = self.parts.mesh.rank == 0 and any(candidate.step for candidate in find(self.directory))
+        own = self.parts.mesh.rank == 0 and has_checkpoint(self.directory, above=0)
         return bool(self.parts.mesh.world.gather_objects(own)[0])
 
     def _report_published(self) -> None:
-        published = self.writer.take_published()
-        if published is not None:
+        if (published := self.writer.take_published()) is not None:
             path, self._save_s = published
             self._log(f"saved {path}")
 

@@ -9,6 +9,7 @@ written is refused before long work where possible (`check_place`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,6 +61,7 @@ def replacing(path: Path, *, is_durable: bool = True) -> Iterator[Path]:
         is_durable: Fsync the file before the rename and the directory after it.
     """
     aside = path.with_name(f".part-{path.name}")
+    aside.unlink(missing_ok=True)  # of a dead process; a link there would be written through
     try:
         yield aside
         if is_durable:
@@ -83,7 +85,9 @@ def replace_in(directory: int, name: str, text: str) -> None:
     The file goes where that directory is now, whatever its old path names.
     """
     aside = f".part-{name}"
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666, dir_fd=directory)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(aside, dir_fd=directory)  # as in `replacing`
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=directory)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)

@@ -21,11 +21,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from meshwright.errors import HangError, UserError
 from meshwright.terminal.output import tell
@@ -90,6 +91,10 @@ def ignored_signals() -> list[signal.Signals]:
     return [each for each in KEPT_IGNORED if signal.getsignal(each) is signal.SIG_IGN]
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
 class FileLock:
     """Kernel lock (flock) on an open file or directory; it ends with :meth:`close`, or with this process.
 
@@ -128,6 +133,26 @@ class FileLock:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def map_on_daemons(function: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
+    """Return the results for all items, in order, or raise the first error; blocks.
+
+    Unlike those of a ThreadPoolExecutor, the threads do not hold up the end of this process: a read that hangs would.
+    """
+    futures = [(item, Future[Result]()) for item in items]
+    waiting = iter(futures)
+
+    def work() -> None:
+        for item, future in waiting:
+            try:
+                future.set_result(function(item))
+            except BaseException as error:
+                future.set_exception(error)
+
+    for _ in range(min(num_threads, len(futures))):
+        threading.Thread(target=work, daemon=True).start()
+    return [future.result() for _, future in futures]
 
 
 def leave(exit_code: int, after_s: float = 0.0) -> None:

@@ -71,6 +71,7 @@ def drop_records_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     new_path = path.with_name(path.name + ".kept")
+    new_path.unlink(missing_ok=True)  # of a dead process; a link there would be written through
     changed = False
     with contextlib.ExitStack() as files:
         old, new = files.enter_context(path.open("rb")), files.enter_context(new_path.open("wb"))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -70,14 +72,23 @@ class Fake:
             state={"optimizer_steps": step},
         )
 
-    def save(self, run: Path, step: int, *, tp: int = 1, state: State | None = None, max_file_bytes: int = 800) -> Path:
-        """Save as ``tp`` ranks would, in the order of the steps, without ranks."""
+    def save(
+        self,
+        run: Path,
+        step: int,
+        *,
+        tp: int = 1,
+        state: State | None = None,
+        max_file_bytes: int = 800,
+        extra: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Path:
+        """Save as ``tp`` ranks would, in the order of the steps, without ranks. ``extra``: more scalar state."""
         state = self.state(step) if state is None else state
         temporary = begin(run, step, "a1")
         for tp_rank in range(tp):
             write_shard(temporary, f"pp0-tp{tp_rank}", self.pieces(state, tp, tp_rank), max_file_bytes=max_file_bytes)
         final = final_directory(run, step)
-        publish(temporary, final, self.head(step))
+        publish(temporary, final, self.head(step)._replace(state={"optimizer_steps": step} | dict(extra)))
         return final
 
 

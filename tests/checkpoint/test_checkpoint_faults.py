@@ -20,13 +20,14 @@ from meshwright.checkpoint import (
     begin,
     files,
     find,
+    has_checkpoint,
     newest_valid,
     open_checkpoint,
     prune,
     publish,
     write_shard,
 )
-from meshwright.checkpoint.files import final_directory
+from meshwright.checkpoint.files import DELETED, final_directory
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.system import atomic
 from tests.support.errors import has_code
@@ -160,6 +161,49 @@ def test_a_read_error_is_no_damage(
     with pytest.raises(UnreadableError, check=has_code("MW-CHECKPOINT-004")):
         begin(tmp_path, 200, "a2", warn=warned.append)
     assert newest.is_dir() and not list(newest.parent.glob("broken-*")) and not warned
+
+
+@pytest.mark.parametrize("directory", ["checkpoints", "checkpoints/step-00000100"])
+def test_a_directory_that_cannot_be_read_is_an_error_with_its_errno(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, directory: str
+) -> None:
+    """A stale handle on NFS."""
+    fake.save(tmp_path, 100)
+    stat, left = os.stat, 4
+
+    def refuse(path: Any, **how: Any) -> os.stat_result:
+        nonlocal left
+        if str(path) == str(tmp_path / directory) and left:
+            left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(files, "READ_PAUSES_S", (0.0, 0.0, 0.0))
+    with pytest.raises(UnreadableError, match="tried 4 times", check=has_code("MW-CHECKPOINT-004")):
+        find(tmp_path)
+    assert [each.step for each in find(tmp_path)] == [100]
+    left = 4
+    assert has_checkpoint(tmp_path, above=0)
+
+
+def test_what_could_not_be_read_back_is_not_published(tmp_path: Path, fake: Any) -> None:
+    """A state of a user's stream, for example, which has a file name that is not UTF-8."""
+    with pytest.raises(CheckpointError, match="surrogate", check=has_code("MW-CHECKPOINT-008")):
+        fake.save(tmp_path, 100, extra={"name": "\udcff"})
+    assert find(tmp_path) == []
+
+
+def test_retention_removes_what_a_dead_one_left(tmp_path: Path, fake: Any) -> None:
+    """The save does not: the files are on a thread that hangs, perhaps."""
+    fake.save(tmp_path, 100)
+    left = tmp_path / "checkpoints" / f".tmp-step-00000050{DELETED}"
+    left.mkdir()
+    (left / "pp0-tp0-00000.safetensors").touch()
+    fake.save(tmp_path, 200)
+    assert left.is_dir()
+    prune(tmp_path, 2)
+    assert not left.exists()
 
 
 # An existing step

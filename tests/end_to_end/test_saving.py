@@ -17,6 +17,7 @@ import pytest
 
 from meshwright.build import build
 from meshwright.checkpoint import find, open_checkpoint
+from meshwright.checkpoint.files import DELETED
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import CheckpointError
 from meshwright.launch.pool import RankPool
@@ -28,6 +29,9 @@ from meshwright.run.directory import run_directory
 from meshwright.run.saving import Saver
 from meshwright.step import take_step
 from tests.end_to_end.driving import differing, layout, run_config, size, tensors
+
+LIMIT_S = 60.0
+"""Time after which a test stops waiting, in seconds."""
 
 
 def opened(config: RunConfig, world_size: int) -> Parts:
@@ -194,12 +198,16 @@ def deletion_hangs(rank: int, world_size: int, config: RunConfig) -> list[Any]:
     num_hung, has_answered = [0], threading.Event()
     saver = Saver(parts, run_directory(config), lambda text: None, warned.append)
 
-    def hang(*what: Any, **how: Any) -> None:
-        num_hung[0] += 1
-        has_answered.wait()
+    remove = shutil.rmtree
+
+    def hang(path: Any, *what: Any, **how: Any) -> None:
+        if str(path).endswith(DELETED):
+            num_hung[0] += 1
+            has_answered.wait(LIMIT_S)
+        remove(path, *what, **how)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(saving, "prune", hang)
+        monkeypatch.setattr(shutil, "rmtree", hang)
         for _ in range(3):
             step(parts, saver)
             saver.start()
@@ -213,6 +221,32 @@ def deletion_hangs(rank: int, world_size: int, config: RunConfig) -> list[Any]:
     saver.finish_or_fail()
     close_mesh(parts.mesh)
     return [*found, len(warned)]
+
+
+def stop_while_deleting(rank: int, world_size: int, config: RunConfig) -> list[Any]:
+    """The save of a stop while the deletion after the save before hangs."""
+    parts = opened(config, world_size)
+    has_answered = threading.Event()
+    warned: list[str] = []
+    saver = Saver(parts, run_directory(config), lambda text: None, warned.append)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(saving, "prune", lambda *what, **how: has_answered.wait(LIMIT_S))
+        step(parts, saver)
+        saver.start()
+        step(parts, saver)
+        since_s = time.monotonic()
+        saver.start(is_urgent=True)
+        saver.finish(retention=False)
+        took_s = time.monotonic() - since_s
+    has_answered.set()
+    close_mesh(parts.mesh)
+    return [saver.saved_step, took_s < LIMIT_S / 2, warned]
+
+
+def test_a_save_before_a_stop_does_not_wait_for_a_deletion(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
+    config = run_config(corpus, tmp_path, parallel=layout("dp2"), checkpoint={"keep_last": 1})
+    assert pool.run(stop_while_deleting, 2, config) == [[2, True, []]] * 2
+    assert [checkpoint.step for checkpoint in find(run_directory(config))] == [2, 1]
 
 
 def test_a_deletion_that_hangs_does_not_stop_the_run(corpus: Path, tmp_path: Path, pool: RankPool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config import Data, Launch, Run, RunConfig
-from meshwright.errors import ConfigError, DataError, MeshError
+from meshwright.errors import ConfigError, DataError, MeshError, NonFiniteError, Preempted, UserError
 from meshwright.launch.failure import RankFailed
 from meshwright.launch.forking import warm_up
 from meshwright.launch.local import launch
-from meshwright.system.process import GiveUp
+from meshwright.system.process import LISTENING, GiveUp, StopRequest
 from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +103,49 @@ def hang(run: RunConfig, give_up: GiveUp) -> None:
     join()
     dist.barrier()
     signal.pause()
+
+
+def fail_without_records(run: RunConfig, give_up: GiveUp) -> None:
+    """Fail where no record can be written, as with a full temporary directory."""
+    code = run.train.steps
+    if join() == 1:
+        shutil.rmtree(Path(os.environ[LISTENING]).parent)
+    dist.barrier()
+    raise Preempted("MW-TEST-001", "stopped") if code == Preempted.exit_code else NonFiniteError("MW-TEST-001", "NaN")
+
+
+@pytest.mark.parametrize("kind", [Preempted, NonFiniteError])
+def test_without_records_the_exit_code_remains(
+    run: RunConfig, capfd: pytest.CaptureFixture[str], kind: type[UserError]
+) -> None:
+    """Otherwise a stopped run would be restarted."""
+    with pytest.raises(RankFailed, match=f"exited with code {kind.exit_code}") as caught:
+        launch(fail_without_records, run.replace(train={"steps": kind.exit_code}))
+    assert caught.value.exit_code == kind.exit_code
+    assert "[MW-TEST-001]" in capfd.readouterr().err + (notes(run) / "logs/rank-1.log").read_text()
+
+
+def stop_after_a_cleanup(run: RunConfig, give_up: GiveUp) -> None:
+    """The first rank deletes the marks of the signal handlers, and has the launcher stop the run."""
+    with StopRequest() as request:
+        rank = join()
+        dist.barrier()
+        if rank == 0:
+            time.sleep(3.0)  # the launcher looks for the marks every second
+            shutil.rmtree(Path(os.environ[LISTENING]))
+            launcher = multiprocessing.parent_process()
+            assert launcher is not None and launcher.pid is not None
+            os.kill(launcher.pid, signal.SIGTERM)
+        for _ in range(600):
+            if request.is_requested():
+                raise Preempted("MW-TEST-001", "stopped and saved")
+            time.sleep(0.1)
+
+
+def test_a_cleaned_temporary_directory_does_not_kill_a_run_that_is_stopped(run: RunConfig) -> None:
+    with pytest.raises(RankFailed, match="stopped and saved") as caught:
+        launch(stop_after_a_cleanup, run)
+    assert caught.value.exit_code == 85
 
 
 def test_ranks_meet_and_print_where_they_should(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -216,6 +217,11 @@ class Keeps(meshwright.Observer):
     [
         (float("nan"), "the state is no plain JSON object: Out of range"),
         (torch.ones(1), "the state is no plain JSON object: Object of type Tensor"),
+        ("a file name of \udcff", "the state is no plain JSON object: 'utf-8' codec can't encode"),
+        (
+            functools.reduce(lambda inner, _: [inner], range(98), 0),
+            "the state is no plain JSON object: nested more than",
+        ),
         (lambda: json.loads("{"), r"at \S*test_python\.py:\d+: JSONDecodeError"),
     ],
 )
@@ -225,6 +231,36 @@ def test_a_state_that_no_checkpoint_holds_is_named_at_its_callback(tmp_path: Pat
         CallbackError, match=rf"callback Keeps\.state_dict failed .*{text}", check=has_code("MW-LAUNCH-058")
     ):
         meshwright.run_training(made(tmp_path), [Keeps(value)])
+
+
+def test_the_deepest_state_is_read_back(tmp_path: Path) -> None:
+    deepest = functools.reduce(lambda inner, _: [inner], range(96), "an é, and \\ud800")
+    meshwright.run_training(made(tmp_path), [Keeps(deepest)])
+    assert open_checkpoint(find(tmp_path / "own")[0].path).manifest.state["callbacks"] == {"Keeps": {"value": deepest}}
+
+
+class Other(Keeps):
+    """A callback of another name."""
+
+
+@pytest.mark.parametrize("between", [[], [Other(2)], None])
+def test_a_state_of_a_callback_that_is_gone_is_not_saved_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], between: list[Keeps] | None
+) -> None:
+    """Otherwise its next start would load the state of an older step. None: a loop of the user's own."""
+    config = made(tmp_path, train={"steps": 2})
+    meshwright.run_training(config, [Keeps(1)])
+    capfd.readouterr()
+    config = made(tmp_path, train={"steps": 4})
+    if between is not None:
+        meshwright.run_training(config, between)
+    else:
+        with meshwright.open_run(config) as run:
+            run.take_step(), run.take_step()
+            run.save()
+    states = open_checkpoint(find(tmp_path / "own")[0].path).manifest.state.get("callbacks", {})
+    assert states == ({"Other": {"value": 2}} if between else {})
+    assert "changed: the state Keeps of a callback that does not run now" in capfd.readouterr().out
 
 
 def test_steps_by_hand_are_those_of_the_command_and_resume(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE
 from meshwright.run.directory import run_directory
+from meshwright.system.process import FileLock
 from meshwright.tracking.jsonl import read_records
 from tests.end_to_end.driving import layout, run_config, with_own_samples
 from tests.end_to_end.shell import LIMIT_S, Shell, written
@@ -133,6 +134,8 @@ def test_a_local_run_listens_on_loopback_and_survives_strangers(
     left = temporary(here)
     assert [name for name in left if not re.fullmatch(r"meshwright-launcher-\w+", name)] == [], left
     assert set(Path("/dev/shm").glob("sem.mp-*")) <= semaphores
+    for name in left:
+        os.utime(here / name, (1, 1))
     done = shell.run("-c", "from meshwright.launch.leftovers import remove_leftovers; remove_leftovers()")
     assert done.returncode == 0 and temporary(here) == [], done.stderr
 
@@ -143,6 +146,9 @@ def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(leftovers, "_temporary_directory", lambda: tmp_path)
     monkeypatch.setattr(leftovers, "_own", {})
     mine = leftovers.own_directory()
+    for each in mine.iterdir():  # what a program that cleans /tmp does
+        each.unlink()
+    os.utime(mine, (1, 1))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "lock").touch()
@@ -151,14 +157,19 @@ def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch:
     young.mkdir()
     other = tmp_path / "meshwright-notes"
     other.mkdir()
-    dead = tmp_path / "meshwright-launcher-dead"
+    dead, former = tmp_path / "meshwright-launcher-dead", tmp_path / "meshwright-launcher-former"
     dead.mkdir()
+    former.mkdir()
+    lock = FileLock(former / "lock")  # of a version before, which did not lock the directory
+    lock.take()
+    os.utime(former, (1, 1))
     (dead / "lock").touch()
+    os.utime(dead, (1, 1))
     old = tmp_path / "meshwright-launcher-old"
     old.mkdir()
     os.utime(old, (1, 1))
     leftovers.remove_leftovers()
-    assert mine.is_dir() and elsewhere.is_dir() and young.is_dir() and other.is_dir()
+    assert mine.is_dir() and former.is_dir() and elsewhere.is_dir() and young.is_dir() and other.is_dir()
     assert (elsewhere / "lock").exists() and not dead.exists() and not old.exists()
 
 

@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.errors import ConfigError
 from meshwright.run import RunFiles, RunLock
+from meshwright.run.files import check_run_files
+from meshwright.system.atomic import write_atomic
+from meshwright.tracking.jsonl import drop_records_after
+from tests.support.errors import has_code
 
 
 @pytest.fixture
@@ -42,6 +47,25 @@ def test_a_write_that_fails_leaves_the_file_and_nothing_else(files: RunFiles, mo
     with pytest.raises(OSError, match="full"):
         files.write("status.json", "b")
     assert contents(files.directory) == {"status.json": "a"}
+
+
+def test_links_in_a_received_run_are_not_written_through(files: RunFiles, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("precious")
+    for name in (".part-status.json", ".part-resolved.json", "metrics.jsonl.kept"):
+        (files.directory / name).symlink_to(elsewhere)
+    files.write("status.json", "a")
+    write_atomic(files.directory / "resolved.json", "b")
+    (files.directory / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    drop_records_after(files.directory / "metrics.jsonl", 1)
+    assert elsewhere.read_text() == "precious"
+    assert contents(files.directory)["status.json"] == "a" and contents(files.directory)["resolved.json"] == "b"
+    for name in ("metrics.jsonl", "status.json"):
+        (files.directory / name).unlink()
+        (files.directory / name).symlink_to(elsewhere)
+        with pytest.raises(ConfigError, match=rf"{name} is a symbolic link", check=has_code("MW-RUN-009")):
+            check_run_files(files.directory)
+        (files.directory / name).unlink()
 
 
 def test_nothing_is_written_where_another_directory_is(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:

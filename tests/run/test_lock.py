@@ -40,6 +40,15 @@ def test_the_second_is_told_of_the_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert "Slurm" not in str(caught.value)
 
 
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("precious")
+    (tmp_path / FILE).symlink_to(elsewhere)
+    with pytest.raises(LockError, check=has_code("MW-RUN-013")), RunLock(tmp_path):
+        pass
+    assert elsewhere.read_text() == "precious"
+
+
 def test_a_requeued_job_waits_for_its_own_earlier_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     first = RunLock(tmp_path)
