@@ -9,11 +9,13 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,10 +36,17 @@ def derive(seed: int, *names: str | int) -> int:
 
 @contextmanager
 def seeded(seed: int, *names: str | int) -> Iterator[None]:
-    """Seed torch's CPU generator for a purpose within the block; restore its state afterwards."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive(seed, *names))
-        yield
+    """Seed the generators of torch (CPU), numpy and Python for a purpose in the block, then restore them."""
+    value, of_python, of_numpy = derive(seed, *names), random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(value)
+            random.seed(value)
+            np.random.seed(value % 2**32)
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import re
@@ -15,6 +16,10 @@ from meshwright.launch.arguments.common import load_command, text
 from meshwright.launch.jobs import print_error
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
+
+
+NOT_OURS = errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP
+"""errno values of paths that a user cannot use, before any file is opened."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,11 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return load_command(options.run)(options, overrides)
     except UserError as error:
         return print_error(error, error.exit_code)
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # `meshwright ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if error.errno not in NOT_OURS or error.filename is None:
+            raise
+        return print_error(UserError("MW-LAUNCH-093", f"{error.filename}: {error.strerror}"), UserError.exit_code)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _open_standard_streams() -> None:

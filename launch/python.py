@@ -27,7 +27,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch import devices, local
 from meshwright.launch.callbacks import StreamState
 from meshwright.launch.environment import Launcher, launch_environment, torch_variables
-from meshwright.launch.work import check, open_run_files, open_run_mesh, work
+from meshwright.launch.work import check, check_data, open_run_files, open_run_mesh, work
 from meshwright.mesh.mesh import close_mesh, environment_rank
 from meshwright.parts import Observer, Parts, StepStats
 from meshwright.run import RunFiles
@@ -127,6 +127,7 @@ def open_run(config: RunConfig) -> Iterator[OpenRun]:
     log = print_lines if rank == 0 else _print_nothing
     with open_run_files(config, mesh) as files:
         parts = build(config, mesh, blueprint=blueprint if world_size == 1 else None)
+        check_data(parts)
         resume(parts, files.directory, log, [StreamState.__name__])  # a stream reads forward from an older position
         record_start(parts, files, corpus_times(parts.source), log)
         yield OpenRun(parts, files)

@@ -22,7 +22,7 @@ from meshwright.data.sources import (
     open_sources,
     unigram_nats,
 )
-from meshwright.errors import Preempted, RunFilesError
+from meshwright.errors import DataError, Preempted, RunFilesError
 from meshwright.launch.callbacks import CallbackErrors, Callbacks, StreamState, find_callbacks, make_callbacks
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import Mesh, close_mesh, environment_rank, open_mesh
@@ -114,6 +114,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     """Build the parts, resume, train and close the mesh; ``config`` is resolved."""
     directory = files.directory
     parts = build(config, mesh)
+    check_data(parts)
     log = print_lines if mesh.rank == 0 else _print_nothing
     log(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     if corpus := describe_source(parts.source, samples_after(config.batch, config.train.steps)):
@@ -147,6 +148,28 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     if tracker.lost is not None:
         raise RunFilesError(
             "MW-LAUNCH-053", f"{tracker.lost}. The run itself is complete and saved up to step {parts.state.step}"
+        )
+
+
+def check_data(parts: Parts) -> None:
+    """Compare the data of all ranks. One with other samples would train on inputs that do not match the labels.
+
+    Collective over all ranks; blocks.
+
+    Raises:
+        DataError: on every rank; names the ranks that have other data than rank 0.
+    """
+    own = {f"validation: {name}": value for name, value in data_fingerprint(parts.validation).items()}
+    every: list[dict[str, str]] = parts.mesh.world.gather_objects(own | dict(parts.data_fingerprint))
+    different = [rank for rank, found in enumerate(every) if found != every[0]]
+    if different:
+        found = every[different[0]]
+        names = sorted(name for name in found.keys() | every[0].keys() if found.get(name) != every[0].get(name))
+        raise DataError(
+            "MW-LAUNCH-094",
+            f"ranks {different} have other data than rank 0: rank {different[0]} has {found.get(names[0])} for "
+            f"{names[0]!r}, rank 0 {every[0].get(names[0])}. Give all nodes the same files; a data.builder must return "
+            f"the same samples in every process, for example by a generator with a fixed seed",
         )
 
 

@@ -140,6 +140,12 @@ def _hook(name: str, module: nn.Module, kind: str, cut: TokenCut, heads: HeadCut
     elif kind == PLACES:
         before = partial(_give_places, cut)
     elif kind == VOCAB and isinstance(module, nn.Embedding):
+        if module.scale_grad_by_freq:
+            raise ModelError(
+                "MW-CP-016",
+                f"{name} has scale_grad_by_freq set, which counts the tokens of whole samples: build it without, or "
+                f"use parallel.cp = 1",
+            )
         before = partial(_own_ids, cut)
     elif kind == POSITIONS:
         before = partial(_lengthen, cut)

@@ -86,7 +86,7 @@ def _change(leaf: Any, tokens: int) -> Any:
         return leaf
     changed = leaf.clone()
     token = changed.select(tuple(leaf.shape).index(tokens), tokens // 2)
-    token.copy_(token == 0 if not leaf.dtype.is_floating_point else token * 100 + 1000)
+    token.copy_(token == 0 if not leaf.dtype.is_floating_point else token.double() * 100 + 1000)
     return changed
 
 

@@ -45,6 +45,11 @@ def sha256_of(sample: tuple[Any, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def as_index(labels: Tensor) -> Tensor:
+    """Return integer labels as int64, which losses of classes need; others unchanged."""
+    return labels if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool else labels.long()
+
+
 class Collate(NamedTuple):
     """Collate function: converts raw samples to tensors and checks their shapes."""
 
@@ -69,6 +74,7 @@ class Collate(NamedTuple):
         where = f"data.collate = {self.path!r}, samples {', '.join(map(str, numbers))} of {self.name}"
         try:
             inputs, labels = (tree_map(torch.as_tensor, part) for part in self.function(list(raws)))
+            labels = as_index(labels)
             ragged = [leaf for leaf in (*tree_leaves(inputs), labels) if leaf.dim() < 1 or len(leaf) != len(raws)]
         except (Exception, SystemExit) as error:
             raise DataError(
@@ -128,6 +134,7 @@ class Collate(NamedTuple):
             raise DataError(
                 "MW-DATA-012", f"{self.name}: the labels of sample {number} are a {type(raw[1]).__name__}, no tensor"
             )
+        labels = as_index(labels)
         specs = specs_of(inputs, labels)
         if self.like is not None and specs != self.like:
             raise DataError(

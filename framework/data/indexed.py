@@ -187,6 +187,8 @@ def megatron_indexed_dataset() -> Any:
 
 
 def _check_present(prefix: Path) -> None:
+    if not prefix.name:
+        raise DataError("MW-DATA-126", f"{str(prefix)!r} names no corpus: give the path of a .bin/.idx pair, no suffix")
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     if not missing:
         return

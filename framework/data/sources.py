@@ -172,7 +172,7 @@ def describe_source(source: Source, num_samples: int) -> str:
     return "\n".join(lines)
 
 
-def data_fingerprint(source: Source) -> dict[str, str]:
+def data_fingerprint(source: Source | None) -> dict[str, str]:
     """Return the hashes that must not change between a checkpoint and its resume, by name."""
     if isinstance(source, DatasetSource):
         return source.samples.fingerprint()

@@ -25,6 +25,8 @@ USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Usual names of the end-of-document token in families of tokenizers."""
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-document token."""
+MAX_VOCAB_SIZE = 2**22
+"""The trainer allocates memory for it at once."""
 _TEXTS_PER_BATCH = 64
 
 
@@ -36,6 +38,8 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"a vocabulary of {vocab_size} is too small for byte-level BPE: 256 bytes and {END_OF_DOCUMENT} need "
             f"{MIN_VOCAB_SIZE}; 4096 is a good size for a few megabytes of text",
         )
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise DataError("MW-DATA-125", f"a vocabulary of {vocab_size:,} is too large: at most {MAX_VOCAB_SIZE:,}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

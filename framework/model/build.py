@@ -162,7 +162,7 @@ def vocabulary_size(path: str, options: dict[str, Any]) -> int | None:
 
 
 def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
-    """Build the user's model with its parameters on meta, check its requirements, seed its dropouts by name.
+    """Build the user's model: parameters on meta, the builder's random buffers and the dropouts seeded; check it.
 
     Raises:
         ModelError: The model cannot be cut into stages, or its builder failed. The text names the builder.
@@ -170,7 +170,7 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
     builder = find_builder(path)
     requirements.check_options(path, builder, options)
     try:
-        with WriteRecord() as record, parameters_on_meta(record):
+        with WriteRecord() as record, parameters_on_meta(record), seeded(seed, "builder"):
             layers = builder(**options)
     except UserError:
         raise

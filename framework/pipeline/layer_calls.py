@@ -21,7 +21,7 @@ from meshwright.pipeline.pointwise import Hooks
 from meshwright.pipeline.recompute import RecomputeContext, recompute_layers, recomputed
 from meshwright.pipeline.split_backward import SplitBackward
 from meshwright.pipeline.stage_checks import InspectedLayer, advise, check_ignored, explained, nested_checkpoint
-from meshwright.pipeline.values import Loss
+from meshwright.pipeline.values import IGNORED_LABEL, Loss
 from meshwright.seeding import Draw, dropouts_of, restart_calls
 
 
@@ -116,8 +116,10 @@ class LayerCalls:
         if checks and self._checks_loss:
             check_ignored(loss, value, labels)
             self._checks_loss = False
-        total: Tensor = explained("the loss", self._context.draw, loss, value, labels).sum()
-        return total
+        losses: Tensor = explained("the loss", self._context.draw, loss, value, labels)
+        if labels.is_floating_point():  # of a model's own loss, which knows no ignored label
+            losses = losses.masked_fill(labels == IGNORED_LABEL, 0.0)
+        return losses.sum()
 
     def run_backward(self, stage: int, microbatch: int, roots: list[Tensor], gradients: list[Tensor] | None) -> None:
         """Run torch.autograd.backward from these roots, with their gradients."""

@@ -104,7 +104,8 @@ def _shapes(leaves: Sequence[Tensor | TensorSpec]) -> str:
 def check_ignored(loss: Loss, output: Any, labels: Tensor) -> None:
     """Raise :class:`ModelError` unless the loss is zero where labels are ignored. Computes the loss once more.
 
-    All labels (B, ...) are replaced by ``IGNORED_LABEL``. Labels that are not integers are not checked: they all count.
+    All labels (B, ...) are replaced by ``IGNORED_LABEL``. Other labels than integers are not checked: float ones are
+    masked after the loss.
     """
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         return

@@ -147,6 +147,7 @@ def verify(added: Added) -> None:
     parser.add_argument(
         "--layouts",
         nargs="+",
+        action="extend",
         metavar="LAYOUT",
         help="words joined by commas, such as dp2,pp2,tp2: dpN, ppN, tpN, cpN, epN, zero0 to zero3, mbsN, a schedule, "
         "sequence, offload, ...; docs/verify.md lists them (default: the layout of CONFIG and a selection)",

@@ -124,9 +124,12 @@ class Mixer(nn.Module):
 CORES = {"core": Core, "forgetful": ForgetfulCore}
 
 
-def own_model(plan: dict[str, str], *, core: str = "core", mixer: str = "", alone: str = "") -> nn.Sequential:
+def own_model(
+    plan: dict[str, str], *, core: str = "core", mixer: str = "", alone: str = "", by_frequency: bool = False
+) -> nn.Sequential:
     """Embedding, attention, head."""
-    layers = [("embedding", nn.Embedding(11, 8)), ("attention", Attention(CORES[core](), 0.1))]
+    embedding = nn.Embedding(11, 8, scale_grad_by_freq=by_frequency)
+    layers = [("embedding", embedding), ("attention", Attention(CORES[core](), 0.1))]
     if mixer == "scaled":
         layers.append(("mixer", Scaled()))
     elif mixer or alone:
@@ -195,6 +198,7 @@ def test_an_own_attention_core_needs_no_more_than_its_name() -> None:
         ("MW-CP-013", lambda: plan._give_heads("core", own().cut, nn.Identity(), (), torch.zeros(1, LENGTH, 2, 4))),
         ("MW-CP-014", lambda: draw_blueprint(grouped(3))),
         ("MW-CP-014", lambda: draw_blueprint(grouped(2, tp=2))),  # a key-value head for each tp rank
+        ("MW-CP-016", lambda: own(by_frequency=True)),
         ("MW-CP-015", lambda: own(parallel={"cp_head_groups": 2})),
         ("MW-CP-007", lambda: draw_blueprint(config_of("meshwright.models.llama:build", {**LLAMA, "mtp_layers": 1}))),
         (

@@ -76,6 +76,16 @@ def test_numbers_of_one_plain_process(
     assert row.passed, "\n".join(row.problems)
 
 
+@pytest.mark.parametrize("layout", ["cp2", "cp2,tp2,sequence"])
+def test_beside_context_parallelism(layout: str, pool: RankPool, references: References) -> None:
+    """With samples long enough for the search for layers that mix tokens."""
+    chosen = parse_layout(layout)
+    size = size_for(chosen)._replace(sequence_length=32)
+    config = model_config("llama", size).replace(train=FP8)
+    row = prove(config, chosen, pool, references, global_batch=size.global_batch, steps=2, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
 def patched(change: Callable[[pytest.MonkeyPatch], None], rank: int, *args: Any) -> RankFindings:
     """``run_layout`` in a rank with a changed quantiser."""
     with pytest.MonkeyPatch.context() as patch:

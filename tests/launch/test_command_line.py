@@ -166,6 +166,31 @@ def test_a_word_that_is_no_layout_starts_no_rank(
     assert "banana" in capsys.readouterr().err
 
 
+def test_layouts_of_two_options_are_all_proven(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.launch.pool.RankPool", None)
+    assert main(["verify", small, "--layouts", "dp2,banana", "--layouts", "dp2"]) == 2
+    assert "banana" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["config", "show", "x" * 5000], "MW-LAUNCH-093"),
+        (["data", "show", "x" * 5000], "MW-LAUNCH-093"),
+        (["train", "SMALL", f"--data.train={'x' * 5000}"], "MW-LAUNCH-093"),
+        (["train", "SMALL", "--data.train=."], "MW-DATA-126"),
+        (["train", "SMALL", "--data.train=/"], "MW-DATA-126"),
+    ],
+)
+def test_a_path_that_cannot_be_is_one_message(
+    small: str, words: list[str], code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([small if word == "SMALL" else word for word in words]) == 2
+    assert f"[{code}]" in capsys.readouterr().err
+
+
 NO_TEXT = "caf\udce9"
 """As Python has the argument when a terminal of Latin 1 sends an é."""
 

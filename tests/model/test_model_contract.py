@@ -76,6 +76,12 @@ def test_an_unknown_option() -> None:
     assert "model.options.widht: tests.support.builders:plain does not take it; did you mean width?" in message
 
 
+def test_text_for_a_flag_is_refused() -> None:
+    """``--model.options.tied=no`` is text, which Python takes for true."""
+    options = {"vocab_size": 17, "hidden_size": 8, "num_heads": 2, "num_layers": 1, "max_sequence_length": 8}
+    assert "model.options.tied = 'no': true or false" in said("meshwright.models.gpt2:build", **options, tied="no")
+
+
 def test_an_option_like_no_other() -> None:
     assert (
         "model.options.zzz: tests.support.builders:plain does not take it; it takes vocab_size, width, depth"

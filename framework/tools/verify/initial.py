@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
-from meshwright.model.build import PlainModel, find_builder
+from meshwright.model.build import PlainModel, build_model, find_builder
 from meshwright.seeding import seeded
 
 STANDARD_ERRORS = 8.0
@@ -51,6 +51,25 @@ def builder_values(config: RunConfig, draw: int, model: PlainModel) -> dict[str,
             elif not parameter.is_meta:
                 values[name] = _real(parameter.detach())
     return values
+
+
+def copy_random_buffers(layers: nn.Sequential, config: RunConfig, model: PlainModel) -> None:
+    """Give ``layers`` the framework's values of constant buffers that the builder draws at random, as of weights.
+
+    They are those that two builds under different seeds do not share.
+    """
+    drawn = dict(model.layers.named_buffers())
+    different = {
+        name: buffer
+        for name, buffer in layers.named_buffers()
+        if name in drawn and not buffer.is_meta and not torch.equal(buffer, drawn[name].to(buffer))
+    }
+    if different:
+        others = [build_model(config.model.builder, config.model.options, config.run.seed + i) for i in range(2)]
+        first, second = (dict(each.layers.named_buffers()) for each in others)
+        for name, buffer in different.items():
+            if not torch.equal(first[name], second[name]):
+                buffer.copy_(first[name])
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 from meshwright.model.metrics import Recorder
 
 
+def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return CPU copies of running buffers; integer counts become float64, so that they compare like the others."""
+    copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
+    return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
+
+
 def begin_state(layers: nn.Module, running: Iterable[str], scale: float) -> dict[str, Tensor]:
     """Set ``gradient_scale`` on the modules that have it, and return copies of the running buffers by name."""
     for module in layers.modules():

@@ -25,8 +25,8 @@ from meshwright.parts import Parts
 from meshwright.run.observers import total_loss
 from meshwright.step import take_step
 from meshwright.tools.verify.checksums import checksum
-from meshwright.tools.verify.plain_state import digests
-from meshwright.tools.verify.reference import RunNumbers, validated_after, widened
+from meshwright.tools.verify.plain_state import digests, widened
+from meshwright.tools.verify.reference import RunNumbers, validated_after
 from meshwright.tools.verify.routes import validation_key
 from meshwright.tools.verify.sources import VerifySource, own_sample, random_corruption, random_documents, random_sample
 from meshwright.tracking.observer import hooks_of, step_key

@@ -31,13 +31,14 @@ from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_float
 from meshwright.seeding import Draw, seeded
 from meshwright.tools.verify.checksums import checksums
 from meshwright.tools.verify.dropout import KeyedDropout
+from meshwright.tools.verify.initial import copy_random_buffers
 from meshwright.tools.verify.near_ties import NearestTie, TieWatch
 from meshwright.tools.verify.plain_adapter import use_adapters
 from meshwright.tools.verify.plain_formulas import averaged
 from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
-from meshwright.tools.verify.plain_state import begin_state, end_state, metrics_of
+from meshwright.tools.verify.plain_state import begin_state, end_state, metrics_of, widened
 from meshwright.tools.verify.routes import validation_key
 from meshwright.tracking.observer import step_key
 
@@ -70,12 +71,13 @@ class RunNumbers(NamedTuple):
 def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
     """Return the module that the user's builder returns, with the framework's initial values, in ``dtype``.
 
-    Parameters stay the builder's own objects. Declared ties that the builder does not share become one parameter.
-    Constant buffers stay unchanged. ``model`` supplies the initial values and the ties, by name.
+    Parameters stay the builder's own objects, constant buffers unchanged (random ones are ``model``'s). Declared ties
+    that the builder does not share become one parameter. ``model`` supplies the initial values and the ties, by name.
     """
     with seeded(config.run.seed, "verify plain run"):
         layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
         use_adapters(layers, config)
+    copy_random_buffers(layers, config, model)
     for name, parameter in list(layers.named_parameters(remove_duplicate=False)):
         canonical, (owner_name, _, attribute) = model.canonical(name), name.rpartition(".")
         owner = layers.get_submodule(owner_name)
@@ -93,12 +95,6 @@ def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -
                 parameter.data = parameter.data.to(dtype)
             parameter.copy_(model.initial(name))
     return layers
-
-
-def widened(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return CPU copies of running buffers; integer counts become float64, so that they compare like the others."""
-    copies = {name: buffer.detach().cpu().clone() for name, buffer in buffers.items()}
-    return {name: copy if copy.is_floating_point() else copy.double() for name, copy in copies.items()}
 
 
 class PlainRun:

@@ -212,9 +212,11 @@ def test_text_that_is_no_text(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_vocabulary_too_small(texts: Path, tmp_path: Path) -> None:
+def test_vocabulary_out_of_range(texts: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"vocabulary of 256 is too small.*need 257", check=has_code("MW-DATA-094")):
         prepare_files([texts], tmp_path / "out", 256)
+    with pytest.raises(DataError, match="999,999,999 is too large: at most 4,194,304", check=has_code("MW-DATA-125")):
+        prepare_files([texts], tmp_path / "out", 999_999_999)
     assert list(tmp_path.iterdir()) == []
 
 
