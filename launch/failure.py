@@ -108,9 +108,7 @@ def build_error(noticed: int, exit_code: int, failures: Sequence[FailureRecord],
         failures: Records as :func:`read_failures` returns them.
         logs: Directory of the ranks' logs.
     """
-    if all(
-        failure.rank != noticed for failure in failures
-    ):  # it wrote no record: killed, crashed in C++, or the disk is full
+    if all(failure.rank != noticed for failure in failures):  # no record: killed, crashed in C++, or a full disk
         lines = [_describe_exit(noticed, exit_code, logs), *_later_failures(failures)]
         return RankFailed("\n".join(lines), noticed, exit_code if exit_code in OWN_EXIT_CODES else 1)
     first, rest = failures[0], [failure for failure in failures[1:] if failure.message != failures[0].message]
