@@ -31,7 +31,7 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
             close = difflib.get_close_matches(name, parameters, 1)
             hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(parameters)}"
             problems.append(f"model.options.{name}: {path} does not take it{hint}")
-        elif isinstance(parameters[name].default, bool) and not isinstance(options[name], bool):
+        elif parameters[name].annotation in (bool, "bool") and not isinstance(options[name], bool):
             problems.append(f"model.options.{name} = {options[name]!r}: true or false")
     for name, parameter in parameters.items():
         if (

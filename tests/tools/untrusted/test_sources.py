@@ -54,6 +54,7 @@ BUILDERS = {
     "framework/blueprint.py": "the configuration of a command line, of tools/inference/load.py or tools/reshard.py",
     "framework/tools/planner/model_cache.py": "the configuration of a command line",
     "framework/tools/verify/reference.py": "the configuration of a command line",
+    "framework/tools/verify/initial.py": "the configuration of a command line",
     "framework/tools/verify/rank.py": "the configuration of a command line",
     "framework/tools/verify/run.py": "the configuration of a command line",
     "framework/tools/verify/traits.py": "the configuration of a command line",
