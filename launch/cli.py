@@ -18,8 +18,8 @@ from meshwright.launch.jobs import print_error
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 
 
-NOT_OURS = errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP
-"""errno values of paths that a user cannot use, before any file is opened."""
+UNUSABLE_PATH = errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP
+"""errno values of a path that the user cannot use: no permission, too long, circular links."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        if error.errno not in NOT_OURS or error.filename is None:
+        if error.errno not in UNUSABLE_PATH or error.filename is None:
             raise
-        return print_error(UserError("MW-LAUNCH-093", f"{error.filename}: {error.strerror}"), UserError.exit_code)
+        problem = f"{str(error.filename)[:300]}: {error.strerror}: give another path, or have its owner grant access"
+        return print_error(UserError("MW-LAUNCH-093", problem), UserError.exit_code)
     except KeyboardInterrupt:
         return 130
 

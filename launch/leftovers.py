@@ -25,8 +25,8 @@ PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
 YOUNG_S = 60
 """Age in seconds below which a launcher may still be about to lock its directory."""
 LOCK = "lock"
-"""File that was locked instead of the directory before; a launcher of that time may run beside this one."""
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+"""Lock file, the only lock of earlier versions, whose launchers may run beside this one."""
+DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 MAX_PATH_LENGTH = 60
 """Bytes of a directory's path that leave room for the name of a Unix socket; the kernel allows 107 in all."""
 
@@ -41,7 +41,7 @@ def own_directory() -> Path:
     pid = os.getpid()
     if pid not in _own:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_temporary_directory()))
-        locks = [FileLock(path, DIRECTORY), FileLock(path / LOCK, mode=0o600)]
+        locks = [FileLock(path, DIRECTORY_FLAGS), FileLock(path / LOCK, mode=0o600)]
         for lock in locks:
             lock.take()
         _own[pid] = path, locks
@@ -76,5 +76,5 @@ def _is_abandoned(directory: Path, modified_s: float) -> bool:
     with contextlib.suppress(FileNotFoundError), FileLock(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW) as lock:
         if not lock.take():
             return False
-    with FileLock(directory, DIRECTORY) as lock:
+    with FileLock(directory, DIRECTORY_FLAGS) as lock:
         return time.time() - modified_s > YOUNG_S and lock.take()

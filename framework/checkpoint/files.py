@@ -21,7 +21,7 @@ from meshwright.terminal.output import Warn
 Found = TypeVar("Found")
 MAX_FILE_BYTES = 512 * 2**20
 """Default size at which a shard starts another file."""
-DELETED = "-deleted"
+DELETED_SUFFIX = "-deleted"
 """Suffix of a directory while its files are deleted."""
 READ_PAUSES_S = 0.1, 0.5, 2.0
 """Seconds between attempts to read after an OSError."""
@@ -157,6 +157,6 @@ def delete_leftovers(paths: Iterable[Path], warn: Warn) -> None:
 
 def remove_directory(path: Path) -> None:
     """Delete a directory so that readers never see half of it: rename it aside, then remove file by file."""
-    aside = path.with_name(f".tmp-{path.name}{DELETED}")
+    aside = path.with_name(f".tmp-{path.name}{DELETED_SUFFIX}")
     rename_synced(path, aside)
     delete(aside)

@@ -21,7 +21,7 @@ from meshwright.checkpoint.shard import local_boxes
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.parameters import ParameterInfo
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
-from meshwright.system.process import map_on_daemons
+from meshwright.system.process import map_in_daemon_threads
 from meshwright.terminal.output import Warn, print_warning
 
 
@@ -180,7 +180,7 @@ class CheckpointReader:
             CheckpointError: Lists every file whose bytes differ from those written.
         """
         names = sorted(self.manifest.files)[share]
-        found = map_on_daemons(self._damage, names, min(8, os.cpu_count() or 1))
+        found = map_in_daemon_threads(self._damage, names, min(8, os.cpu_count() or 1))
         problems = [f"{self.path / name}: {damage}" for name, damage in zip(names, found, strict=True) if damage]
         if problems:
             raise CheckpointError("MW-CHECKPOINT-016", "\n".join(problems))

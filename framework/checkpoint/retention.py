@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.checkpoint.files import (
-    DELETED,
+    DELETED_SUFFIX,
     as_checkpoint_error,
     checkpoints_directory,
     delete_leftovers,
@@ -30,7 +30,7 @@ def prune(run_directory: Path, keep_last: int, keep_every: int = 0, *, warn: War
         warn: Receives the warnings.
     """
     assert keep_last >= 1 and keep_every >= 0, (keep_last, keep_every)
-    delete_leftovers(checkpoints_directory(run_directory).glob(f".tmp-*{DELETED}"), warn)
+    delete_leftovers(checkpoints_directory(run_directory).glob(f".tmp-*{DELETED_SUFFIX}"), warn)
     sound: list[Candidate] = []
     candidates = find(run_directory)
     for candidate in candidates:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from meshwright.checkpoint.check import check, parse
 from meshwright.checkpoint.files import (
-    DELETED,
+    DELETED_SUFFIX,
     as_checkpoint_error,
     checkpoints_directory,
     delete_leftovers,
@@ -80,8 +80,8 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_wa
                 f"{final} exists and is sound: a checkpoint is never overwritten. Resume from it with the same "
                 f"command, or choose another run.name",
             )
-    dead = [path for path in directory.glob(".tmp-*") if not path.name.endswith(DELETED)]  # those are left to `prune`
-    delete_leftovers(dead, warn)
+    left = directory.glob(".tmp-*")  # what is being deleted is left to `prune`
+    delete_leftovers((path for path in left if not path.name.endswith(DELETED_SUFFIX)), warn)
     with as_checkpoint_error(temporary):
         temporary.mkdir()
     return temporary

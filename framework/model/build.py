@@ -162,7 +162,7 @@ def vocabulary_size(path: str, options: dict[str, Any]) -> int | None:
 
 
 def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
-    """Build the user's model: parameters on meta, the builder's random buffers and the dropouts seeded; check it.
+    """Build the user's model with parameters on meta and seeded random buffers, check it, seed its dropouts by name.
 
     Raises:
         ModelError: The model cannot be cut into stages, or its builder failed. The text names the builder.

@@ -32,7 +32,7 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
             hint = f"; did you mean {close[0]}?" if close else f"; it takes {', '.join(parameters)}"
             problems.append(f"model.options.{name}: {path} does not take it{hint}")
         elif parameters[name].annotation in (bool, "bool") and not isinstance(options[name], bool):
-            problems.append(f"model.options.{name} = {options[name]!r}: true or false")
+            problems.append(f"model.options.{name} = {options[name]!r}: give true or false")
     for name, parameter in parameters.items():
         if (
             parameter.default is parameter.empty

@@ -37,8 +37,7 @@ DELETED = " (deleted)"
 
 
 def check_run_files(directory: Path) -> None:
-    """Refuse a run directory in which something unusable has the name of a run's file: opening a FIFO would block, and
-    writing follows a link.
+    """Refuse a run directory with something unusable in place of a run's file: a FIFO blocks, a link leads elsewhere.
 
     Raises:
         ConfigError: names each such path and the reason.

@@ -74,7 +74,7 @@ class Saver:
         """Start to save this step. Collective over all ranks.
 
         Blocks until the save before is finished and the tensors are copied to host memory; with
-        ``checkpoint.asynchronous = false`` until it is published. ``is_urgent``: a deletion of old ones is left behind.
+        ``checkpoint.asynchronous = false`` until it is published. ``is_urgent``: do not wait for deletions of others.
 
         Raises:
             CheckpointError: on every rank; the step is saved already, or this checkpoint or the one before cannot be

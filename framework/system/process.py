@@ -1,4 +1,4 @@
-"""This process: requests to stop, file locks, exit without waiting for peers, versions of its software. No torch.
+"""This process: requests to stop, file locks, threads and exit without waiting, versions of its software. No torch.
 
 Slurm, a launcher or a user stops a run with a signal. All ranks save at the same step and leave with exit code 85:
 
@@ -91,10 +91,6 @@ def ignored_signals() -> list[signal.Signals]:
     return [each for each in KEPT_IGNORED if signal.getsignal(each) is signal.SIG_IGN]
 
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
 class FileLock:
     """Kernel lock (flock) on an open file or directory; it ends with :meth:`close`, or with this process.
 
@@ -135,10 +131,14 @@ class FileLock:
             os.close(descriptor)
 
 
-def map_on_daemons(function: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_in_daemon_threads(function: Callable[[Item], Result], items: Iterable[Item], num_threads: int) -> list[Result]:
     """Return the results for all items, in order, or raise the first error; blocks.
 
-    Unlike those of a ThreadPoolExecutor, the threads do not hold up the end of this process: a read that hangs would.
+    The interpreter waits at exit for the threads of a ThreadPoolExecutor, but not for these, should a read hang.
     """
     futures = [(item, Future[Result]()) for item in items]
     waiting = iter(futures)

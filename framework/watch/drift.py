@@ -228,8 +228,8 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
             text += f". So do those of {', '.join(others[:MAX_NAMED])}{more}"
     return (
         f"{text}. This step is not saved: the same command resumes from the last checkpoint. Copies drift apart by "
-        f"faults of memory, device or network: if it recurs, exclude the machines of these ranks, and if it does on "
-        f"others, run `meshwright verify`: a layer may compute with a part of the features"
+        f"faults of memory, device or network: if it recurs, exclude the machines of these ranks; if it recurs on "
+        f"others, run `meshwright verify`, since a layer may see a part of its features only"
     )
 
 

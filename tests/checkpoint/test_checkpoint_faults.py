@@ -27,7 +27,7 @@ from meshwright.checkpoint import (
     publish,
     write_shard,
 )
-from meshwright.checkpoint.files import DELETED, final_directory
+from meshwright.checkpoint.files import DELETED_SUFFIX, final_directory
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.system import atomic
 from tests.support.errors import has_code
@@ -197,7 +197,7 @@ def test_what_could_not_be_read_back_is_not_published(tmp_path: Path, fake: Any)
 def test_retention_removes_what_a_dead_one_left(tmp_path: Path, fake: Any) -> None:
     """The save does not: the files are on a thread that hangs, perhaps."""
     fake.save(tmp_path, 100)
-    left = tmp_path / "checkpoints" / f".tmp-step-00000050{DELETED}"
+    left = tmp_path / "checkpoints" / f".tmp-step-00000050{DELETED_SUFFIX}"
     left.mkdir()
     (left / "pp0-tp0-00000.safetensors").touch()
     fake.save(tmp_path, 200)

@@ -17,7 +17,7 @@ import pytest
 
 from meshwright.build import build
 from meshwright.checkpoint import find, open_checkpoint
-from meshwright.checkpoint.files import DELETED
+from meshwright.checkpoint.files import DELETED_SUFFIX
 from meshwright.config import RunConfig, resolve
 from meshwright.errors import CheckpointError
 from meshwright.launch.pool import RankPool
@@ -201,7 +201,7 @@ def deletion_hangs(rank: int, world_size: int, config: RunConfig) -> list[Any]:
     remove = shutil.rmtree
 
     def hang(path: Any, *what: Any, **how: Any) -> None:
-        if str(path).endswith(DELETED):
+        if str(path).endswith(DELETED_SUFFIX):
             num_hung[0] += 1
             has_answered.wait(LIMIT_S)
         remove(path, *what, **how)

@@ -12,12 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import meshwright
-from meshwright.checkpoint import CheckpointReader, TensorKind, find, open_checkpoint
-from meshwright.parameters import ParameterInfo
 from meshwright.pipeline.values import MetaMicrobatch
 from meshwright.tools.report.page import page
 from meshwright.tools.report.run import read_run
-from tests.launch import test_python
 from tests.launch.test_python import made
 
 
@@ -78,44 +75,6 @@ def test_a_perplexity_only_of_a_cross_entropy(
     assert ("nats" in page([read_run(tmp_path / "own")])) == has_perplexity
     meshwright.run_training(config)  # a finished run prints its validation loss
     assert ("nats" in capsys.readouterr().out) == has_perplexity
-
-
-def five(split: str) -> list[tuple[Tensor, Tensor]]:
-    """A validation set that does not fill its last global batch of four."""
-    return numbers(split)[: 5 if split == "validation" else None]
-
-
-def test_float_labels_of_a_batch_that_is_not_full_do_not_count(tmp_path: Path) -> None:
-    """Rows past the end have labels of -100, which a model's own loss takes for numbers."""
-    config = made(tmp_path, **of("squares", "five"), train={"steps": 2, "validate_steps": 2})
-    meshwright.run_training(config)
-    found = meshwright.evaluate(str(tmp_path / "own"), batches=2, trust_code=True)
-    saved = open_checkpoint(find(tmp_path / "own")[0].path)
-    model = squares().double()
-    model.load_state_dict({name: whole(saved, name) for name in saved.parameters(TensorKind.WEIGHTS)})
-    x, y = (torch.stack(part) for part in zip(*five("validation"), strict=True))
-    assert found.loss == pytest.approx(float(F.mse_loss(model(x), y)), rel=1e-9)
-
-
-def whole(saved: CheckpointReader, name: str) -> Tensor:
-    """A weight of the checkpoint, in float64."""
-    tensor = saved.read(TensorKind.WEIGHTS, ParameterInfo(name, saved.shape(TensorKind.WEIGHTS, name)))
-    assert tensor is not None
-    return tensor.double()
-
-
-def classes(split: str, dtype: str) -> list[tuple[Tensor, Tensor]]:
-    """Labels of another integer type, as numpy gives them."""
-    return [(ids, labels.to(getattr(torch, dtype))) for ids, labels in test_python.tokens(split) or []]
-
-
-def test_labels_of_any_integer_type_are_classes(tmp_path: Path) -> None:
-    losses = []
-    for dtype in ("int64", "int32", "uint8"):
-        data = {"builder": "tests.launch.test_perplexity:classes", "options": {"dtype": dtype}}
-        meshwright.run_training(made(tmp_path, run={"name": dtype}, data=data, train={"steps": 2}))
-        losses.append(test_python.losses_of(tmp_path, dtype))
-    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize(

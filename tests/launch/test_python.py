@@ -256,7 +256,8 @@ def test_a_state_of_a_callback_that_is_gone_is_not_saved_again(
         meshwright.run_training(config, between)
     else:
         with meshwright.open_run(config) as run:
-            run.take_step(), run.take_step()
+            for _ in range(2):
+                run.take_step()
             run.save()
     states = open_checkpoint(find(tmp_path / "own")[0].path).manifest.state.get("callbacks", {})
     assert states == ({"Other": {"value": 2}} if between else {})

@@ -169,6 +169,7 @@ def test_leftovers_of_others_and_of_the_living_stay(tmp_path: Path, monkeypatch:
     old.mkdir()
     os.utime(old, (1, 1))
     leftovers.remove_leftovers()
+    lock.close()
     assert mine.is_dir() and former.is_dir() and elsewhere.is_dir() and young.is_dir() and other.is_dir()
     assert (elsewhere / "lock").exists() and not dead.exists() and not old.exists()
 

@@ -67,6 +67,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    leave(
-        0
-    )  # autograd's thread for the device may still be freeing its tensors: at interpreter shutdown it would abort
+    leave(0)  # autograd's thread may still be freeing tensors: at interpreter shutdown it would abort

@@ -79,7 +79,7 @@ def test_an_unknown_option() -> None:
 def test_text_for_a_flag_is_refused() -> None:
     """``--model.options.tied=no`` is text, which Python takes for true."""
     options = {"vocab_size": 17, "hidden_size": 8, "num_heads": 2, "num_layers": 1, "max_sequence_length": 8}
-    assert "model.options.tied = 'no': true or false" in said("meshwright.models.gpt2:build", **options, tied="no")
+    assert "model.options.tied = 'no': give true or false" in said("meshwright.models.gpt2:build", **options, tied="no")
 
 
 def test_an_option_like_no_other() -> None:

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from meshwright.system.process import map_on_daemons
+from meshwright.system.process import map_in_daemon_threads
 
 HANGS = """
 import threading
-from meshwright.system.process import map_on_daemons
-threading.Thread(target=map_on_daemons, args=(lambda item: threading.Event().wait(), [1, 2], 2), daemon=True).start()
+from meshwright.system.process import map_in_daemon_threads
+hang = lambda item: threading.Event().wait()
+threading.Thread(target=map_in_daemon_threads, args=(hang, [1, 2], 2), daemon=True).start()
 """
 
 
@@ -24,10 +25,10 @@ def halve(number: int) -> int:
 
 @pytest.mark.parametrize("num_threads", [1, 3, 100])
 def test_results_are_in_order_and_the_first_error_is_raised(num_threads: int) -> None:
-    assert map_on_daemons(halve, range(0, 20, 2), num_threads) == list(range(10))
-    assert map_on_daemons(halve, [], num_threads) == []
+    assert map_in_daemon_threads(halve, range(0, 20, 2), num_threads) == list(range(10))
+    assert map_in_daemon_threads(halve, [], num_threads) == []
     with pytest.raises(ValueError, match="3 is odd"):
-        map_on_daemons(halve, [2, 3, 5], num_threads)
+        map_in_daemon_threads(halve, [2, 3, 5], num_threads)
 
 
 def test_a_process_ends_while_they_hang() -> None:

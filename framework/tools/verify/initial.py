@@ -54,9 +54,9 @@ def builder_values(config: RunConfig, draw: int, model: PlainModel) -> dict[str,
 
 
 def copy_random_buffers(layers: nn.Sequential, config: RunConfig, model: PlainModel) -> None:
-    """Give ``layers`` the framework's values of constant buffers that the builder draws at random, as of weights.
+    """Copy the framework's values into the constant buffers of ``layers`` that the builder draws at random.
 
-    They are those that two builds under different seeds do not share.
+    A buffer is random if two builds under different seeds differ in it.
     """
     drawn = dict(model.layers.named_buffers())
     different = {
