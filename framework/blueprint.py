@@ -3,8 +3,8 @@ place in its tp, cp and ep groups.
 
     RunConfig -> Grid, model on meta, sharding, stages, schedule, shapes between stages -> Blueprint
 
-The launcher draws it once, to refuse what cannot work before any process exists. In ``build`` each rank draws it again,
-and the ranks compare digests. Nothing here needs a GPU, a network, or more memory than a model on the meta device.
+The launcher draws it once, so that an impossible run is refused before any process starts. In ``build`` each rank draws
+it again, and the ranks compare digests. Nothing here needs a GPU, a network, or more memory than a model on meta.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Blueprint:
     boundaries: list[ValueSpec]
     """Output spec of stage i, the input spec of stage i+1."""
     layer_costs: list[LayerCost]
-    """Cost of one micro-batch of each full (unsharded) layer, the loss included in the last."""
+    """Cost of each full (unsharded) layer for one micro-batch; that of the last layer includes the loss."""
     running: tuple[str, ...] = ()
     """Names of the buffers that a training forward changes: part of the model's state, as weights are."""
     recomputed: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class Blueprint:
         return found
 
     def digest(self) -> str:
-        """Return a digest of configuration, schedule and stages, which must be equal on all ranks."""
+        """Return a digest that must be equal on all ranks: config, schedules, stages, settings, rates, metric names."""
         groups = sorted((i.name, *i.settings) for i in self.infos.values())
         rates = sampled_rates(self.config.optimizer, self.config.train.steps)
         schedules = "".join(map(schedule_digest, self.schedules))
@@ -125,12 +125,12 @@ def draw_blueprint(
     """Draw the blueprint of a resolved config: describe the model, check it, shard it, plan its stages.
 
     Args:
-        tp: this rank's tensor-parallel group; None: rank 0 of a group that is not created yet (also of cp and ep).
+        tp: this rank's tensor-parallel group. None (also for cp and ep): act as rank 0, before the groups exist.
         cp: the ranks that split the tokens of a sample.
         ep: the ranks that split the experts of a layer.
 
     Raises:
-        UserError: whatever cannot work, before any process group exists.
+        UserError: the configuration, the model or the layout cannot work.
     """
     parallel, batch, dtype = config.parallel, batch_numbers(config), DTYPES[config.train.dtype]
     grid = Grid(*parallel.degrees)

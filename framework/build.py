@@ -169,7 +169,7 @@ def _replica(
     members_of: Callable[[int, nn.Sequential], list[StageParameter]],
     host: HostMemory | None,
 ) -> tuple[nn.Sequential, Replica]:
-    """Return the layers of a stage with their weights, and the replica that shards them as the configuration asks."""
+    """Return the layers of a stage with their weights, and their replica, sharded according to ``parallel.zero``."""
     parallel, dtype = blueprint.config.parallel, DTYPES[blueprint.config.train.dtype]
     has_rows = any(parameter.dim() for parameter in blueprint.stage_layers(stage).parameters())
     plain = blueprint.stage_layers(stage), blueprint.model, blueprint.infos, dtype

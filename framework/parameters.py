@@ -141,6 +141,14 @@ def sum_for(parameter: Tensor, gradient: Callable[[], Tensor]) -> GradientSum | 
     return getattr(parameter, "gradient_sum", None) if isinstance(gradient, WeightProduct) else None
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype to which ``torch.autocast`` casts the operands of a linear of x here, or None."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def add_gradient(parameter: Tensor, gradient: Callable[[], Tensor]) -> Tensor | None:
     """Return a gradient for autograd, or None after its product was added to the parameter's sum.
 

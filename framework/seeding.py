@@ -226,7 +226,7 @@ class SeededDropout(nn.Module):
         self.keys = torch.cat([self.keys, torch.tensor(more, device=self.keys.device)])
 
     def forward(self, x: Tensor) -> Tensor:
-        outline = x.is_meta and self.draw.sample_indices is None  # shapes are asked for, and there are no samples
+        outline = x.is_meta and self.draw.sample_indices is None  # only shapes matter; there are no samples
         if not self.training or self.p == 0.0 or outline:
             return x
         if self.p >= 1.0:

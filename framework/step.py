@@ -64,9 +64,9 @@ def take_step(parts: Parts) -> StepStats:
 def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
     """Run STEP of the schedule: all-reduce the sums over all ranks, then update this rank's shards.
 
-    The buckets hold the gradient of loss scale x loss_sum / label positions, ignored ones included. The mean over the
-    labels that counted needs the factor positions / counted / loss scale: 1 unless labels are ignored, or the run
-    computes in float16. Clipping is one more factor. All are applied at once.
+    The buckets hold the gradient of loss scale x loss_sum / label positions of the largest global batch. The mean over
+    the labels that counted needs the factor positions / counted / loss scale: 1 unless labels are ignored, the batch
+    size is still ramping up, or the run computes in float16. Clipping is one more factor. All are applied at once.
     """
     config = parts.config
     numbers: list[float] = all_reduce_sums(parts, row).tolist()
@@ -111,7 +111,7 @@ class StepSums(NamedTuple):
     stop: float
     not_written: float
     files_lost: float
-    """Ranks that raise each of FLAGS."""
+    """Number of ranks that raise each of FLAGS: ``stop``, ``not_written``, ``files_lost``."""
 
 
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
@@ -124,7 +124,7 @@ def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:
     sum_ties(bucket for replica in parts.replicas.values() for bucket in replica.buckets)
     loss_parts = row.loss_parts if mesh.at.tp_rank == 0 else []  # all tp ranks have the same loss
     zero = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    spare = optimizer.uncounted_square_norm() * 0.0  # NaN where another rank's copy may be NaN or Inf
+    spare = optimizer.uncounted_square_norm() * 0.0  # NaN if this rank's copy of others' elements has NaN or Inf
     timed = parts.last if row.times.is_on_device and parts.last is not None else row
     busy_s, passed_s = timed.times.computing()
     on_device = {

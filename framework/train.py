@@ -3,8 +3,8 @@
     for each step     before_step of every observer, take_step, after_step of every observer
     at the end        after_training of every observer, or on_error
 
-Observers see a run between its steps: validation, records, checks, checkpoints. :func:`meshwright.launch.work.observe`
-lists those of a run in their order.
+Observers run between steps: validation, records, checks, checkpoints. :func:`meshwright.launch.work.observe` lists
+those of a run in their order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def train(parts: Parts, observers: Sequence[Observer]) -> None:
     Raises:
         Preempted: on every rank, after the step in which a signal was seen, once its checkpoint is saved.
         NonFiniteError: on every rank, from a step that was not taken.
-        DriftError: on every rank, before a checkpoint of copies that differ is written.
+        DriftError: on every rank, when copies that must be equal differ; no checkpoint of them is written.
         RunFilesError: on every rank, when the run's directory belongs to another run, or cannot be made again.
     """
     first_step = parts.state.step + 1

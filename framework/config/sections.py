@@ -156,10 +156,10 @@ class Data(Section):
 
 
 class Batch(Section):
-    """``global_batch = micro_batch_size x chunks x dp``: give any two of the three."""
+    """``global_batch = micro_batch_size x chunks x dp``: give two of global_batch, micro_batch_size and chunks."""
 
     micro_batch_size: Count | None = None
-    """Samples that go through the pipeline at once."""
+    """Samples of one micro-batch, the unit that moves through the pipeline."""
     chunks: Count | None = None
     """Micro-batches per replica and step (gradient accumulation)."""
     global_batch: Length | None = None
@@ -183,11 +183,11 @@ class Parallel(Section):
     cp: Count = 1
     """Context-parallel degree: ranks that share the tokens of each sample. `docs/long-context.md` has the details."""
     cp_order: Literal["zigzag", "contiguous", "documents"] = "zigzag"
-    """Tokens of each context-parallel rank: two runs, of the beginning and the end, so that all see as many keys; one
-    run; or blocks by the documents of each sample, so that all see about as many keys of their documents."""
+    """Tokens of a context-parallel rank. zigzag: two runs, of the beginning and the end, so that causal attention costs
+    all ranks the same. contiguous: one run. documents: blocks with about as many keys in their documents per rank."""
     cp_exchange: Literal["keys", "heads"] = "keys"
-    """Exchange of an attention: gather the keys and values of all tokens; or of heads (Ulysses): each rank attends with
-    all tokens of 1/cp of the heads, which cp x tp must divide."""
+    """Communication of attention under cp. keys: all-gather keys and values. heads (Ulysses): all-to-all, after which a
+    rank has all tokens of 1/cp of its heads; cp x tp must divide the number of heads."""
     cp_head_groups: Count | None = None
     """Groups of a tensor-parallel rank's key-value heads, whose keys and values are gathered, used and released one
     after the other, and again in backward; 1: all at once, and kept. Default: see `docs/long-context.md`."""
@@ -209,7 +209,7 @@ class Parallel(Section):
     """Folder of memory-mapped files for the offloaded memory, which may exceed the RAM; with zero = 3 for the optimizer
     state only. Default: none, host memory."""
     bucket_bytes: Annotated[int, Field(gt=0, lt=2**63)] | None = None
-    """Size of a gradient bucket: the message of one reduction. Default: 4 MiB per replica, and at least 25 MiB; on CUDA
+    """Size of a gradient bucket: the message of one reduction. Default: 4 MiB x dp x cp, at least 25 MiB; on CUDA
     (``auto``: with a 16-bit dtype) at least 160 MiB."""
     tp_across_nodes: bool = False
     """Allow a tensor-parallel group to straddle nodes (slow: its traffic is in every layer)."""
@@ -266,7 +266,7 @@ class Pipeline(Section):
     balance: Literal["time", "parameters", "layers"] | list[Count] = "time"
     """Measure that balances the stages; or the number of layers of each stage, first to last."""
     recompute: Literal["none", "pointwise", "selective", "full"] = "none"
-    """Activation checkpointing (recompute) of nothing, norms and pointwise operations, listed modules, or layers."""
+    """Activation checkpointing (recompute) of norms and pointwise operations, ``selective_recompute``, or layers."""
     recompute_layers: list[str] = Field(default_factory=lambda: ["*"], min_length=1)
     """Name patterns of the layers to recompute, such as ``block1?``."""
     offload_activations: list[str] = Field(default_factory=list)

@@ -138,7 +138,7 @@ class Checkpoint(Section):
     """Times of saving. Resuming needs no key: the same command again continues the run."""
 
     every: Steps = 0
-    """Steps between checkpoints; 0: only after the last step."""
+    """Steps between checkpoints; 0: only after the last step and on a signal."""
     keep_last: Length = 2
     """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Steps = 0
@@ -146,7 +146,7 @@ class Checkpoint(Section):
     asynchronous: bool = True
     """Write checkpoints while training continues; a step blocks only for the copy of its shards to host memory."""
     on_failure: Literal["warn", "fail"] = "warn"
-    """If a checkpoint cannot be written (a full disk): warn and continue, or end the run. The last always ends it."""
+    """Reaction to a failed save (a full disk): warn and continue, or end the run, as the first and last always do."""
 
 
 class Watch(Section):
@@ -193,12 +193,12 @@ class Tracking(Section):
 
 
 class Launch(Section):
-    """Local ranks that ``meshwright train`` starts when no launcher has started it."""
+    """Ranks of one machine, hang limit, restarts; under torchrun or srun without ``processes`` and ``max_restarts``."""
 
     processes: Count | Literal["auto"] = "auto"
     """Number of local ranks. auto: dp x pp x cp x tp; with dp = "auto" one per device (on CPU pp x cp x tp)."""
     devices: Annotated[str, Field(pattern=r"^([0-9]+(,[0-9]+)*)?$")] = ""
-    """GPUs: "2,0" gives local rank 0 the first, by nvidia-smi or position in CUDA_VISIBLE_DEVICES. "": all, by bus."""
+    """GPUs of the local ranks in order, as in nvidia-smi or positions in CUDA_VISIBLE_DEVICES. "": all, by PCI bus."""
     share_devices: bool = False
     """Let several ranks share a GPU, which take the GPUs in turns and communicate through host memory: for tests."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
@@ -209,4 +209,4 @@ class Launch(Section):
     cluster: str = Field(default="", description="the path of a TOML file, in the form of a run's links.toml")
     """Expected performance of the cluster, with which `meshwright doctor` compares its measurements. "": none."""
     max_restarts: Annotated[int, Field(ge=0, le=10**6)] = 0
-    """Restarts of a failed run from its newest checkpoint. torchrun and srun have their own options."""
+    """Most restarts of a failed run from its newest checkpoint; 0: none. torchrun and srun have their own options."""

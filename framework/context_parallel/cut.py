@@ -118,7 +118,7 @@ class TokenCut:
             vars(self).update(own)
 
     def take_labels(self, labels: Tensor, tokens: SampleTokens | None = None) -> Tensor:
-        """Return this rank's labels: (B, S) -> (B, S/cp). They are shifted before, along the whole sample.
+        """Return this rank's part of labels that are already shifted along the sample: (B, S) -> (B, S/cp).
 
         Raises:
             ModelError: the labels are not one for each token.

@@ -32,7 +32,7 @@ from meshwright.errors import ModelError
 PLACES = "places"
 """Keyword of an attention core: positions of its queries among the keys."""
 BLOCKS = "query_blocks"
-"""Method of a core that attends by blocks of queries."""
+"""Method by which an attention core declares its blocks of queries."""
 
 
 def num_groups(cp: int, num_heads: int, num_kv_heads: int, wanted: int | None = None) -> int:

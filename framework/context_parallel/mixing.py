@@ -1,10 +1,10 @@
 """Search for layers that mix the tokens of a sample outside of attention cores, by one forward on the meta device.
 
 The samples of the search have p tokens per rank, for a prime p that divides no dim of a parameter: so a dim of p
-elements holds tokens. p is at most S/cp; if no such prime is left, above it, and a model that refuses longer samples is
-not searched. The aten operations listed here mix tokens if they contract, reduce, sort, shift or cut a dim of p
-elements, or make a second one; ``arange(p)`` counts a rank's own tokens. Other operations that are not pointwise are
-probed with random numbers (probe.py). What gathers by index, and what has no kernel for CPU, passes unnoticed.
+elements holds tokens. p is at most S/cp. If there is no such prime, a larger one is used, and a model that fails on
+longer samples is not searched. The aten operations listed here mix tokens if they contract, reduce, sort, shift or cut
+a dim of p elements, or make a second one; ``arange(p)`` counts a rank's own tokens. Other operations that are not
+pointwise are probed with random numbers (probe.py). Operations that gather by index, or have no CPU kernel, are missed.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class FsdpParameter:
     def sum_deferred(self, is_reduction_due: Callable[[], bool]) -> None:
         """Add each gradient to the sum in the reduction dtype as autograd computes it, unless it is reduced next.
 
-        NOTE [16-bit sums]: FSDP does so at the end of a backward. A W of a split backward is none that FSDP sees: the
+        NOTE [16-bit sums]: FSDP does so at the end of a backward. It does not see the W of a split backward, so the
         gradients of several Ws in a row would be summed in 16 bits.
         """
         if self._is_summed or self._of_torch.reduce_dtype in (None, self._of_torch._unsharded_param.dtype):

@@ -72,7 +72,7 @@ class StageReplica:
         self._members = [frozenset(slot.member.parameter for slot in bucket.slots) for bucket in self.buckets]
         """Parameters of each bucket."""
         self._untouched: set[Tensor] = set()
-        """Parameters without a gradient in this step so far; their bucket slot holds last step's gradient, or zero."""
+        """Parameters without a gradient since begin_step or the bucket's last reduction; slots are stale or zero."""
         self._multiplied: set[Tensor] = set()
         """Parameters whose gradient a GEMM added to the bucket (fused accumulation, products.py), not counted yet."""
         for index, bucket in enumerate(self.buckets):
@@ -197,7 +197,7 @@ class StageReplica:
         sum_over_tp(self.buckets, self.tp)
 
     def wait_for_layer(self, layer: str) -> None:
-        """Block until the all-gathered weights of one layer are complete. Free when nothing is pending."""
+        """Block until all that is posted for a layer's buckets is done: all-gathers; in ZeRO-2 a reduction too."""
         for bucket in self._buckets_of_layer[layer]:
             if bucket.pending is not None:
                 bucket.wait()

@@ -26,8 +26,9 @@ class Waits(NamedTuple):
     operation: str
     """``1RECV_F3``, or ``all-reduce of (3,)``."""
     group: str = ""
-    """Name of the group of a collective, its key in :attr:`ActivitySnapshot.posted`."""
+    """Name of the group of a collective."""
     key: str = ""
+    """Key of that group in :attr:`ActivitySnapshot.posted`."""
     number: int = 0
     """Number of the collective among those of its group, from 1."""
 

@@ -140,7 +140,7 @@ class Group:
         return self._handle(work, f"all-reduce of {tuple(tensor.shape)}", [tensor], finish)
 
     def all_gather(self, out: Tensor, part: Tensor) -> CollectiveHandle:
-        """All-gather: ``out`` (n x part, flat along dim 0) = every rank's ``part`` in group order. Does not block."""
+        """All-gather: ``out`` (n x part, M bytes) = every rank's ``part`` in order. M (n-1)/n sent. Does not block."""
         if self.size == 1:
             if place_of(out) != place_of(part):
                 out.copy_(part.view_as(out))
@@ -153,8 +153,8 @@ class Group:
         """Reduce-scatter: ``part`` = this rank's slice of the sum of every rank's ``whole`` (n x part, dim 0). Does not
         block.
 
-        With gloo it is an all-to-all, and ``wait`` sums the slices in rank order: gloo's own reduce-scatter is an
-        all-reduce and a copy, 2 M (n-1)/n on the wire. ``part`` may be a slice of ``whole``.
+        Wire: M (n-1)/n, M = bytes of ``whole``. With gloo it is an all-to-all, and ``wait`` sums the slices in rank
+        order: gloo's own reduce-scatter is an all-reduce and a copy, 2 M (n-1)/n. ``part`` may be a slice of ``whole``.
         """
         if self.size == 1:
             if place_of(part) != place_of(whole):

@@ -2,9 +2,9 @@
 
 rank = ((pp_rank x dp + dp_rank) x cp + cp_rank) x tp + tp_rank
 
-  pp=2 dp=2 tp=2 on 2 nodes of 4         a tp group is a run of neighbours and stays inside a node;
-  node 0   | 0 1 | 2 3 |   pp_rank 0     its stage's replicas come next; the next pipeline rank is
-  node 1   | 4 5 | 6 7 |   pp_rank 1     the farthest away: it sends the least.
+  pp=2 dp=2 tp=2 on 2 nodes of 4         A tp group is a run of neighbours inside one node. The replicas
+  node 0   | 0 1 | 2 3 |   pp_rank 0     of a stage come next. Neighbouring stages are the farthest
+  node 1   | 4 5 | 6 7 |   pp_rank 1     apart, because they exchange the fewest bytes.
 """
 
 from __future__ import annotations

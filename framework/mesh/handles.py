@@ -90,7 +90,7 @@ class TransferHandle:
     works: Sequence[Any]
     """torch's ``Work`` objects: one per tensor, or one for all (NCCL)."""
     operation: Callable[[], str]
-    """Return the description, such as ``1RECV_F3``. Called only on failure and by the watchdog."""
+    """Function that returns the description, such as ``1RECV_F3``. Called only on failure and by the watchdog."""
     keep: Sequence[Tensor]
     """Tensors to keep alive until done: gloo reads the sent ones until then."""
     group: GroupMembers

@@ -81,7 +81,7 @@ class Mesh:
         return NoteStore(dist.distributed_c10d._get_default_store()) if self.grid.size > 1 else None
 
     def holds_store(self) -> bool:
-        """Return True on the rank whose process serves that store: the store ends with it."""
+        """Return True on the rank whose process hosts the store of :meth:`open_store`: the store ends with it."""
         return self.grid.size > 1 and self.rank == 0 and needs_rendezvous()
 
     def split(self, replicas: Group, shard_factor: int) -> tuple[Group, Group]:

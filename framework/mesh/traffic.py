@@ -2,7 +2,7 @@
 
 Ring formulas for n ranks and a message of M bytes (the whole tensor):
 
-    all-reduce 2 M (n-1)/n     all-gather, reduce-scatter, all-to-all M (n-1)/n     send M
+    all-reduce 2 M (n-1)/n     all-gather, reduce-scatter, all-to-all, broadcast M (n-1)/n     send M
 """
 
 from __future__ import annotations

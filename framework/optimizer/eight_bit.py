@@ -5,8 +5,8 @@
 
 The levels are the paper's dynamic tree: seven decades, with most levels in the largest. Unlike the paper's they contain
 both 1 and -1, so that saving and loading gives the same bytes. The second moment is kept as its square root, which
-spans half as many decades. Of it only zero is rounded to zero, so that no step divides by a second moment that rounding
-has made zero.
+spans half as many decades. Only an exact zero of it is stored as zero, so that no step divides by a second moment
+that was rounded to zero.
 
 A block lies inside one row of a matrix, wherever the matrix is cut, so all layouts round alike. Vectors, and matrices
 whose rows are no multiple of the block size, keep torch's own state. See :func:`with_blocks`.

@@ -264,7 +264,7 @@ class ShardedAdafactor(torch.optim.Optimizer):
 
 # NOTE [sums of tied weights] An all-reduce adds three and more addends in an order that depends on their place in the
 # message. A tied weight has another place on each stage, so its copies would drift apart by one bit. All take the
-# sums of the first copy. Two addends have one sum: no message is needed.
+# sums of the first copy. The sum of two does not depend on their order: no message.
 
 
 def _take_first(copies: list[tuple[Group, list[int]]], sums: Sequence[Tensor]) -> None:

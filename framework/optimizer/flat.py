@@ -17,12 +17,12 @@ NORM_PIECE = 2**16
 """Elements per piece of the norm: squares are summed in float32 within a piece, and in float64 over pieces.
 
 torch's CPU kernel loses 1e-3 of the norm of a flat tensor of 4 million elements. The norm, and clipping, would then
-depend on the layout. CUDA sums pairwise: a whole shard is as accurate, and a billion elements would be 15,000 pieces.
+depend on the layout. CUDA sums pairwise, which is accurate for a whole shard; a billion elements make 15,000 pieces.
 """
 
 
 class OptimizerShard(NamedTuple):
-    """Flat shard of weights, its gradient, and the properties that its parameters share."""
+    """Flat shard of weights (numel/n,), its gradient (numel/n,), and the properties that its parameters share."""
 
     weights: Tensor
     gradient: Tensor
@@ -69,7 +69,7 @@ class FlatOptimizer:
         """States of callbacks by name, one flat tensor per shard; see :func:`~.states.add_state`."""
         decay = config.weight_decay
         groups: dict[tuple[bool, GroupSettings], list[nn.Parameter]] = {
-            (True, GroupSettings(weight_decay=decay)): [],  # torch accepts empty groups, but no empty list
+            (True, GroupSettings(weight_decay=decay)): [],  # torch accepts empty groups, not an empty list
             (False, GroupSettings(weight_decay=decay)): [],
             (False, GroupSettings(weight_decay=0.0)): [],
         }

@@ -65,7 +65,7 @@ class ForwardParts:
     """Seconds of the current step that went into reading samples."""
 
     def feeds(self, source: Source, batches: Iterable[int]) -> Iterator[StepFeed]:
-        """Yield the feeds of these global batches of a source, counted from 0."""
+        """Return the feeds of these global batches of a source; ``batches``: their numbers, from 0."""
         size = batch_numbers(self.config).global_batch
         return (StepFeed(self, source, batch * size) for batch in batches)
 
@@ -76,8 +76,8 @@ class StepFeed:
 
     NOTE [sample indices]: a step trains on global_batch consecutive sample indices from samples_seen on. Micro-batch m
     of replica dp_rank is the block of micro_batch_size indices that starts at samples_seen + (dp_rank x chunks + m) x
-    micro_batch_size. No other place has this formula: sources are read by index, so that the layout does not matter
-    and a resume needs one number.
+    micro_batch_size. This formula is nowhere else. Sources are read by index, so the layout does not matter, and a
+    resume needs one number.
     """
 
     parts: ForwardParts
@@ -153,7 +153,7 @@ class Parts(ForwardParts):
         self.step_state = StepState(layers, self.blueprint.running, own, replica, adds)
 
     def add_state(self, name: str) -> list[Tensor]:
-        """Add an optimizer-like state, one number per weight of this rank. Called from an observer's ``setup``."""
+        """Add a state of one number per weight; return a flat tensor per shard. For an observer's ``setup``."""
         return add_state(self.optimizer, name)
 
     def validation_feeds(self) -> Iterator[StepFeed]:
@@ -182,7 +182,7 @@ class StepStats(NamedTuple):
     num_tokens: int
     """Labels that counted."""
     bubble_share: float
-    """Idle share of the ranks, 0..1, from the row's start to the last computation of all; on CUDA of the last step."""
+    """Idle share of the ranks, 0..1, until the last computation on any rank ends; on CUDA, of the step before."""
     flags: frozenset[str] = frozenset()
     """FLAGS that some rank raised."""
     skipped: bool = False

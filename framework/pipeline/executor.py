@@ -41,11 +41,11 @@ from meshwright.seeding import Draw
 
 
 class RowResult(NamedTuple):
-    """Result of one run of a row. It fills while the row runs."""
+    """Result of one run of a row, filled while the row runs."""
 
     times: RowTimes
     loss_parts: list[LossPart]
-    """Loss of each micro-batch on the last stage; empty on other stages."""
+    """Loss of each micro-batch; empty on ranks without the last stage."""
     recorder: Recorder
     """Metrics that layers and the loss recorded."""
 
@@ -80,9 +80,9 @@ class Executor:
     offload: ActivationOffload | None = None
     """Offload of the stages' saved tensors to the host."""
     ep: Group | None = None
-    """Expert group at whose all-to-alls the two of a pair take turns. None, or with offload: they run in order."""
+    """Expert group: the computations of a pair alternate at its all-to-alls. None, or with offload: first F, then B."""
     reads_samples: bool = False
-    """Read the samples on every stage, not only on the first and the last: they decide the tokens of this cp rank."""
+    """Read the samples on every stage, not only first and last: document starts decide this cp rank's tokens."""
 
     def __post_init__(self) -> None:
         """Prepare to run the schedule."""

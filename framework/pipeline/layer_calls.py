@@ -112,12 +112,12 @@ class LayerCalls:
         return value
 
     def run_loss(self, loss: Loss, value: Any, labels: Tensor, *, checks: bool) -> Tensor:
-        """Return the sum of the labels' losses, (). ``checks``: check once that the loss is zero at ignored labels."""
+        """Return the sum of the losses of labels (B, ...), (). ``checks``: check once that ignored labels have none."""
         if checks and self._checks_loss:
             check_ignored(loss, value, labels)
             self._checks_loss = False
         losses: Tensor = explained("the loss", self._context.draw, loss, value, labels)
-        if labels.is_floating_point():  # of a model's own loss, which knows no ignored label
+        if labels.is_floating_point():  # of a model's own loss, which may ignore none
             losses = losses.masked_fill(labels == IGNORED_LABEL, 0.0)
         return losses.sum()
 

@@ -37,9 +37,9 @@ def in_order(forward: Callable[[], None], backward: Callable[[], None], times: R
 
 
 def in_turns(ep: Group, draw: Draw) -> RunPair:
-    """Return the function that runs pairs in turns, which end at the all-to-alls of the expert group ``ep``.
+    """Return the function that runs pairs in turns; a turn ends at an all-to-all of the expert group ``ep``.
 
-    Without any, the two run in order. ``draw``: samples of the present micro-batch, saved and restored at each turn.
+    A group of one rank, and a dry run, take no turns. ``draw``: samples of the micro-batch, saved and restored in each.
     """
     activity = ep.activity
 

@@ -64,7 +64,7 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
 
 
 def _with_calls(dropouts: Sequence[SeededDropout], context: Context) -> AbstractContextManager[object]:
-    """Return the context of ``context()`` that also sets the dropouts' present call numbers while entered."""
+    """Return ``context()``, extended: while it is entered, the dropouts have the call numbers that they have now."""
     return _at_calls(dropouts, [dropout.num_calls for dropout in dropouts], context())
 
 

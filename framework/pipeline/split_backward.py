@@ -5,9 +5,9 @@
     W           W.grad += gy^T x                         the deferred gradients, in the order of I
 
 Every call of ``F.linear`` or ``F.embedding`` with a parameter (of two dims) as its weight is split: nn.Linear and
-nn.Embedding, their tensor-parallel versions, and a user's module. Calls inside ``torch.func`` transforms are not. All
-other parameters (a norm's, a convolution's, one that is multiplied directly) get their gradient in I already, which is
-correct, but leaves less work to W. Between I and W, x and gy of the deferred gradients are kept.
+nn.Embedding, their tensor-parallel versions, and a user's module. Calls inside ``torch.func`` or ``torch.autocast`` are
+not. All other parameters (a norm's, a convolution's, one that is multiplied directly) get their gradient in I already,
+which is correct, but leaves less work to W. Between I and W, x and gy of the deferred gradients are kept.
 
 Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 
-from meshwright.parameters import WeightProduct, add_gradient, sum_for
+from meshwright.parameters import WeightProduct, add_gradient, autocast_dtype, sum_for
 
 
 class DeferredGradient(NamedTuple):
@@ -83,7 +83,8 @@ class SplitBackward(TorchFunctionMode):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not _is_trained(weight) or weight.dim() != 2 or torch._C._are_functorch_transforms_active():
+        whole = autocast_dtype(input) is not None or torch._C._are_functorch_transforms_active()
+        if not _is_trained(weight) or weight.dim() != 2 or whole:
             return F.linear(input, weight, bias)
         if bias is not None and not _is_trained(bias):
             return _Linear.apply(input, weight, None, self) + bias  # type: ignore[no-untyped-call,no-any-return]

@@ -28,7 +28,7 @@ from meshwright.seeding import Draw
 class LossPart(NamedTuple):
     """Loss of one micro-batch as sums, so that parts of unequal size add up correctly."""
 
-    loss_sum: Tensor  # () in the logits' accumulation dtype
+    loss_sum: Tensor  # (), float32 or float64
     num_tokens: Tensor  # () int64, labels that count
 
 
@@ -42,7 +42,7 @@ class StageSpec:
     output: ValueSpec | None
     """Spec of the sent value; None on the last stage, which computes the loss."""
     loss_scale: float = 1.0
-    """Factor of ``loss_sum`` in backward: 1 / (label positions of the global batch, ignored ones included)."""
+    """Factor of ``loss_sum`` in backward: 1 / (label positions of the largest global batch, ignored ones included)."""
     splits_backward: bool = False
     recomputed: Collection[str] = ()
     """Layers, and parts of layers, with activation checkpointing (recompute)."""

@@ -130,8 +130,8 @@ class RowTimes:
     def reducing_s(self) -> float:
         """Return the seconds by which exposed gradient reductions delayed this rank and its STEP.
 
-        Waits in STEP are subtracted, because they would have hidden as much of the reduction. On CUDA they cannot be
-        measured, and all of REDUCE counts.
+        Waits in STEP are slack and are subtracted: the rank would have waited there without the reduction. On CUDA they
+        cannot be measured, and all of REDUCE counts.
         """
         if self.is_on_device:
             at = self.clock.resolve

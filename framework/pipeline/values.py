@@ -91,7 +91,7 @@ class MetaMicrobatch(NamedTuple):
 
     inputs: Any
     """Tensor, or tuple or dict of tensors; the first dim of each is B, the samples."""
-    labels: Tensor
+    labels: Tensor  # (B, ...)
 
     @property
     def labels_per_sample(self) -> int:

@@ -197,7 +197,7 @@ def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:
     """
     names = parts.executor.metrics
     sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=parts.mesh.device)
-    schedule = parts.executor.schedule
+    schedule, data_s = parts.executor.schedule, parts.data_s
     parts.executor.set_schedule(parts.blueprint.schedule)
     stages = parts.executor.stages.values()
     modes = {module: module.training for stage in stages for module in stage.layers.modules()}
@@ -211,6 +211,7 @@ def total_loss(parts: ForwardParts, feeds: Iterable[Feed]) -> TotalLoss:
     for module, training in modes.items():  # modules that the builder put into eval mode stay in it
         module.training = training
     parts.executor.set_schedule(schedule)
+    parts.data_s = data_s  # reads of a validation are no part of the step
     parts.mesh.world.all_reduce(sums).wait()
     loss_sum, num_tokens, *recorded = sums.tolist()
     return TotalLoss(float(loss_sum), int(num_tokens), means(names, recorded))

@@ -38,7 +38,7 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
-    """Ends the stage's gradient reduction: posts the reductions left, waits for all, sums partial gradients over tp."""
+    """End of a stage's gradient reduction: post the remaining ones, wait for all, sum partial gradients over tp."""
     STEP = "STEP"
     """One optimizer step of all stages of the rank."""
 

@@ -8,7 +8,7 @@ Every message gets a position in one global order of the step; a row has one ran
     row 0                    0F0 0SEND_F0 0RECV_B0 0F1 0SEND_F1 0B0 ..      receives one computation earlier       (3)
     row 0, grouped           0F0 {0SEND_F0+0RECV_B0} 0F1 0SEND_F1 0B0 ..    adjacent messages are posted together  (4)
 
-Such rows cannot deadlock, even if every send blocks until its receive is posted and the message is there (rendezvous):
+Such rows cannot deadlock, even if a send blocks until its receive is posted and the message has arrived (rendezvous):
 the earliest unfinished item of the global order can always run. Messages between two ranks arrive in the order in which
 they were sent. A posted receive blocks only the computation that uses its value.
 """

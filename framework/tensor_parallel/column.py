@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.mesh.comm import CollectiveHandle, Group
-from meshwright.parameters import WeightProduct, add_gradient
+from meshwright.parameters import WeightProduct, add_gradient, autocast_dtype
 from meshwright.tensor_parallel.regions import join_sequence, outside_graphs, split_sequence
 
 Defer = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
@@ -49,6 +49,9 @@ def column_linear(
     if has_torch_function((x, weight)):
         arguments = x, weight, bias, group, sequence
         return handle_torch_function(column_linear, (x, weight), *arguments, defer=defer)
+    dtype = autocast_dtype(x)
+    if dtype is not None:  # the gradient of a cast weight is that of no parameter: it cannot be deferred
+        x, weight, bias, defer = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), add_gradient
     return _ColumnLinear.apply(x, weight, bias, group, sequence, defer)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -2,8 +2,8 @@
 
     column   weight (O/tp, I)   y = x W^T + b        input whole, output split along the features
     row      weight (O, I/tp)   y = sum(x W^T) + b   input split along the features, output whole; b once, after the sum
-    vocab    weight (V/tp, D)   an embedding looks up the rows it holds and sums; a head is a column, its logits stay
-                                split
+    vocab    weight (V/tp, D)   embedding: looks up this rank's rows, then sums over tp; head: a column linear whose
+                                logits stay split
 
 :mod:`whole_layers` has variants for models that compute on whole features between a column and a row.
 
@@ -124,10 +124,10 @@ class RowLinear(nn.Module):
             y = reduce_scatter_sequence(partial, self.group)
         else:
             y = reduce_out(partial, self.group, fresh=True)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def whole_sums(self, sums: Tensor) -> Tensor:
-        """All-reduce, in place, sums over this rank's input columns (any shape) over tp. Blocks. Adapters call it."""
+        """All-reduce this rank's partial sums (any shape) over tp, in place. Blocks. Adapters call it."""
         return reduce_out(sums, self.group, fresh=True)
 
     def extra_repr(self) -> str:

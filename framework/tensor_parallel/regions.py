@@ -58,8 +58,8 @@ def reduce_out(x: Tensor, group: Group, *, fresh: bool = False) -> Tensor:
     """All-reduce (sum) ``x`` over tp, any shape; backward passes the gradient unchanged. Blocks in forward.
 
     Args:
-        fresh: no other code reads ``x``, so it may be summed in place; otherwise a copy is summed. Autograd would not
-            notice that a tensor it has saved was overwritten.
+        fresh: no other code reads ``x``, so it may be summed in place. Otherwise a copy is summed, because autograd
+            does not detect that a tensor which it saved was overwritten.
     """
     if group.size == 1:
         return x
@@ -113,7 +113,7 @@ def join_sequence(parts: Tensor) -> Tensor:
 def cut_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's part of ``x`` along ``dim``, a view: (.., S, ..) -> (.., S/tp, ..).
 
-    It needs no communication in backward either: the gradient of the operation that computed ``x`` stays a partial sum.
+    Backward needs no communication either: gradients of the parameters that computed ``x`` stay partial sums.
     """
     length = x.shape[dim]
     assert length % group.size == 0, (tuple(x.shape), dim, group.size)

@@ -112,10 +112,10 @@ def share_counts(model: nn.Module) -> None:
 
 @outside_graphs
 def copy_parts(y: Tensor, group: Group, sharers: int, copied: int, size: int) -> Tensor:
-    """Return y (..., F) with its last ``copied`` parts, of size / sharers features each, completed to ``size``.
+    """Complete the last ``copied`` parts of y, from size / sharers features each to ``size``: (..., O/tp) -> (..., F).
 
     The ``sharers`` neighbouring tp ranks exchange theirs. Blocks, also in backward. Bytes on the wire per rank, each
-    way: (sharers - 1) m, m = bytes of this rank's shares. The traffic counts sharers m (tp-1)/tp.
+    way: (sharers - 1) m, m = bytes of this rank's shares. Traffic counts it as sharers m (tp-1)/tp.
     """
     return _CopiedParts.apply(y, group, sharers, copied, size)  # type: ignore[no-untyped-call,no-any-return]
 

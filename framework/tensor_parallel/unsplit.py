@@ -11,11 +11,11 @@
                                    gathered once before it, not by each column    then do not communicate
     "*.router"         router      scores of the experts, replicated              whole -> whole, token by token
 
-Kinds for other axes, which tensor parallelism ignores:
+Kinds for other axes. For tensor parallelism ``context`` is like ``heads``, and the others are like ``replicate``:
 
-    "*.core"           context     attention core (q, k, v, ...), on heads; of    (B, H/tp, ...)
-    "*.rotary"         positions   outputs by position, and a module that takes   (.., S, r), the same on all ranks
-    "block0"           places      its tokens' places: context_parallel/plan
+    "*.core"           context     attention core (q, k, v, ...), on heads        (B, H/tp, ...)
+    "*.rotary"         positions   outputs indexed by position                    (.., S, r), the same on all ranks
+    "block0"           places      gets its tokens' positions as a keyword        see context_parallel/plan.py
     "*.experts"        experts     dim 0 of each parameter counts the experts,    whole -> whole, token by token
                                    forward(x, ids, weights); never cut by tp
 """

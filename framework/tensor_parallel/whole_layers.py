@@ -27,7 +27,7 @@ from meshwright.tensor_parallel.regions import mappings_of, outside_graphs
 def gather_features(x: Tensor, group: Group) -> Tensor:
     """All-gather the features over tp: (..., F/tp) -> (..., F), for a computation that all ranks repeat. Blocks.
 
-    Backward takes this rank's slice of the gradient, which is the same on all ranks. It needs no communication.
+    M (tp-1)/tp bytes on the wire, M = bytes of (..., F). Backward takes a slice of the gradient, without communication.
     """
     if group.size == 1:
         return x
@@ -41,7 +41,7 @@ def gather_features(x: Tensor, group: Group) -> Tensor:
 def split_features(x: Tensor, group: Group) -> Tensor:
     """Return this rank's slice of the features: (..., F), the same on all ranks -> (..., F/tp). No communication.
 
-    Backward all-gathers the gradient over tp and blocks, so that all ranks have the full gradient again.
+    Backward all-gathers the gradient over tp and blocks: M (tp-1)/tp bytes on the wire per rank, M = bytes of (..., F).
     """
     if group.size == 1:
         return x

@@ -70,7 +70,9 @@ def part_of_a_run(
     while parts.state.step < steps:
         stats = take_step(parts)
         found.append((stats.num_samples, stats.loss))
+        data_s = parts.data_s
         total_loss(parts, parts.feeds(open_verify_source(config, True), [0]))
+        assert parts.data_s == data_s > 0
     if not resumes:
         save(parts, saved)
     close_mesh(mesh)

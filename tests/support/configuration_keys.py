@@ -19,13 +19,14 @@ UNITS = {
     r"bytes$": "bytes",
     r"_s$": "seconds",
     r"^validate_steps$": "global batches",
+    r"^ns_steps$": "iterations",
     r"steps$|_step$|every$": "steps",
     r"^sequence_length$": "tokens",
     r"^micro_batch_size$|^global_batch$": "samples",
     r"^chunks$": "micro-batches",
     r"^block_size$": "elements",
     r"^dp$|^shard_factor$": "replicas",
-    r"^pp$|^tp$|^processes$": "ranks",
+    r"^pp$|^tp$|^cp$|^ep$|^processes$": "ranks",
     r"^interleave$": "stages",
 }
 """Pattern of a key's name -> its unit."""
@@ -69,7 +70,14 @@ def document() -> str:
         ]
         for (owner, key), field in KEYS.items():
             if owner == section:
-                unit = next((unit for pattern, unit in UNITS.items() if re.search(pattern, key)), "")
+                unit = next(
+                    (
+                        unit
+                        for pattern, unit in UNITS.items()
+                        if re.search(pattern, key) and field.annotation is not bool
+                    ),
+                    "",
+                )
                 default = field.get_default(call_default_factory=True)
                 shown = "unset" if default is None else f"`{toml_value(default)}`"
                 about = told[model.__name__, key].replace("``", "`")

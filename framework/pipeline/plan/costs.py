@@ -112,7 +112,7 @@ def count_layers(
 def model_costs(
     config: RunConfig, model: PlainModel, layers: nn.Sequential, shapes: MetaMicrobatch, recompute: Sequence[str]
 ) -> list[LayerCost]:
-    """Count the costs of a model's layers in a run, see :func:`count_layers`. ``layers``: all, or some for others."""
+    """Count the costs of a model's layers in a run, see :func:`count_layers`. ``layers``: its own, or equal ones."""
     by, dtype = reference(config.train.device, config.train.dtype), DTYPES[config.train.dtype]
     return count_layers(
         layers, shapes.inputs, shapes.labels, by, dtype=dtype, loss=full_loss(model), recompute=recompute
