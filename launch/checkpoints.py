@@ -22,6 +22,8 @@ from meshwright.tools.trust import foreign_builders
 def list_checkpoints(options: argparse.Namespace, _: list[str]) -> int:
     """Print a table of a run's checkpoints, oldest first, and the other directories beside them."""
     run: Path = options.place
+    if is_checkpoint(run) and run.absolute().parent == checkpoints_directory(run.absolute().parents[1]):
+        run = run.absolute().parents[1]
     rows = [("step", "samples seen", "saved on", "tensors", "files", "size", "")]
     candidates = _find_all(run)
     for candidate in reversed(candidates):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.errors import DataError
 from meshwright.terminal.format import format_count, format_duration
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LINE_EVERY_S = 10.0
 """Time between progress lines if stderr is no terminal."""
+SHOWN_TOKENS = 256
+"""Tokens of a sample that `data show` prints."""
 
 
 def prepare(options: argparse.Namespace, _: list[str]) -> int:
@@ -78,7 +80,9 @@ def show(options: argparse.Namespace, _: list[str]) -> int:
             put()
         tokenizer = options.tokenizer or prefix.with_name("tokenizer.json")
         context = data.ContextReport(options.cp, options.cp_order)
-        data.show(prefix, Path(tokenizer), options.samples, options.sequence_length, options.packing, context)
+        length = options.sequence_length or SHOWN_TOKENS
+        packing: Literal["stream", "documents"] = options.packing or "stream"
+        data.show(prefix, Path(tokenizer), options.samples, length, packing, context)
     return 0
 
 
@@ -87,7 +91,9 @@ def _show_stages(options: argparse.Namespace) -> int:
     from meshwright.config import default_world_size, load, resolve, samples_after
     from meshwright.data import prepare as data
     from meshwright.data.sources import causal_corpora, describe_source, open_sources
+    from meshwright.tools.trust import check_file
 
+    check_file(str(options.place), trust_code=options.trust_code)
     config = load(options.place)
     config = resolve(config, default_world_size(config, 0))
     source, _ = open_sources(config)
@@ -98,7 +104,8 @@ def _show_stages(options: argparse.Namespace) -> int:
         context = data.ContextReport(
             options.cp if options.cp > 1 else config.parallel.cp, options.cp_order, config.data.document_boundaries
         )
-        length, packing = config.data.sequence_length, config.data.packing
+        length = options.sequence_length or config.data.sequence_length
+        packing = options.packing or config.data.packing
         data.show(corpus.prefix, Path(tokenizer), options.samples, length, packing, context)
     return 0
 

@@ -61,7 +61,7 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
         _warn_of_sizes(config, hardware, options.skew)
     elif options.skew > 1:
         raise ConfigError(
-            "MW-LAUNCH-086", f"--skew {options.skew:g} changes the predicted seconds alone: name a --cluster for them"
+            "MW-LAUNCH-086", f"--skew {options.skew:g} changes only the predicted seconds: name a --cluster for them"
         )
     gc.freeze()  # exempts existing objects, so that collections stay fast
     job = dry_run_job(config, tell)

@@ -56,7 +56,7 @@ def kubernetes(options: argparse.Namespace, overrides: list[str]) -> int:
     config, _ = resolve_for_nodes(load(options.config, overrides), options.nodes, options.devices_per_node)
     check_not_moved(config, options.config, overrides)
     print(render(config, overrides, options), end="")
-    tell("`meshwright kubernetes ... | kubectl apply -f -` starts it; the image has meshwright and the files it reads")
+    tell("`meshwright kubernetes ... | kubectl apply -f -` starts it; the image needs meshwright and the run's files")
     return 0
 
 

@@ -256,7 +256,7 @@ class _SignalForwarder:
         if len(self._pids) < self._num_ranks:
             with contextlib.suppress(FileNotFoundError):
                 self._pids |= {int(place.name) for place in self._listening.iterdir()}
-        return len(self._pids) == self._num_ranks
+        return len(self._pids) >= self._num_ranks
 
     def _handle(self, signum: int, frame: object) -> None:
         """Forward the first signal to all ranks; raise Interrupted on SIGQUIT, or if some rank has no handler yet."""

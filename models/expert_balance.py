@@ -10,7 +10,7 @@
 
 Each loss is counted once per token, as the label's loss is: the objective of a step is (sum of the labels' losses + sum
 over tokens of coefficient x loss) / labels that count. So it does not depend on how samples are grouped into
-micro-batches and ranks, but for the batch loss, which is defined on a micro-batch.
+micro-batches and ranks, except for the batch loss, which is defined on a micro-batch.
 
 No layer returns these losses: :class:`AddLoss` adds their gradient in backward of the router's weights. By default it
 is that of their sum; a loop that divides its loss by n sets ``router.gradient_scale = 1 / n``.

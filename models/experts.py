@@ -42,7 +42,7 @@ class Experts(nn.Module):
         self.meta_device, self.may_drop = "", False
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * ffn_size, hidden_size))
         self.down = nn.Parameter(torch.empty(num_experts, hidden_size, ffn_size))
-        self.fused_rows = {"gate_up": (ffn_size, ffn_size)}  # of an optimizer of matrices: gate and up are two
+        self.fused_rows = {"gate_up": (ffn_size, ffn_size)}  # for Muon: gate and up are two matrices
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -116,7 +116,7 @@ def latent_of(options: Mapping[str, Any]) -> LatentOptions | None:
     """Return the sizes that a builder's table ``mla`` gives; None without one.
 
     Raises:
-        ValueError: a size is missing, unknown or no positive whole number, or an option of other attentions is set.
+        ValueError: a size is missing, unknown or not a positive integer, or an option that MLA does not have is set.
     """
     given = options["mla"]
     if given is None:

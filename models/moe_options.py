@@ -25,7 +25,7 @@ from meshwright.models.router import GROUP_SCORES, SCORES, Router, Routing
 BALANCES = ("none", "bias")
 LOSSES = ("sequence_loss", "batch_loss", "router_z_loss")
 NOT_NEGATIVE = ("shared_ffn_size", "first_dense", "count_tokens", "capacity_factor", *LOSSES)
-"""Options whose least value is 0."""
+"""Options that may be 0."""
 
 
 class MoeOptions(NamedTuple):
@@ -72,9 +72,11 @@ class MoeOptions(NamedTuple):
             if type(value) in (int, float) and value <= 0 and name not in NOT_NEGATIVE
         ]
         problems += [f"{name}={value} must not be negative" for name in LOSSES if (value := getattr(self, name)) < 0]
-        if self.capacity_factor and not 0 < self.capacity_factor < self.num_experts / self.top_k:
+        if self.capacity_factor and not 0 < self.capacity_factor < self.num_experts / max(self.top_k, 1):
             problems.append(f"capacity_factor={self.capacity_factor} must be positive and below num_experts / top_k = ")
-            problems[-1] += f"{self.num_experts / self.top_k:g}, from which on nothing is dropped; 0 turns it off"
+            problems[-1] += (
+                f"{self.num_experts / max(self.top_k, 1):g}, from which on nothing is dropped; 0 turns it off"
+            )
         if self.top_k > self.num_experts:
             problems.append(f"top_k={self.top_k} of num_experts={self.num_experts}: at most all of them")
         if self.shared_ffn_size < 0 or not 0 <= self.first_dense < num_layers:

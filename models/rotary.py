@@ -25,7 +25,7 @@ _ROWS = 256
 """Tables have a multiple of this many positions, because generation adds one token at a time."""
 Tables = dict[tuple[tuple[float, ...], torch.device, torch.dtype], Tensor]
 _TABLES: Tables = {}
-"""(radians per token, device, dtype) -> the longest table asked for so far."""
+"""(radians per token, device, dtype) -> the longest table computed so far."""
 
 
 class Rotary(nn.Module):

@@ -39,7 +39,7 @@ class Routing(NamedTuple):
     scaling: float = 1.0
     """Factor on the weights, after they are normalised."""
     num_groups: int = 1
-    """Groups of neighbouring experts."""
+    """Number of groups of consecutive experts."""
     groups_per_token: int = 1
     """Groups that a token's experts may come from, those of the highest score."""
     group_score: str = "top2"

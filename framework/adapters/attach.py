@@ -167,7 +167,7 @@ def find_targets(model: Adaptable, patterns: Sequence[str], *, dora: bool = Fals
         elif isinstance(module, nn.Embedding) and _patterns(name, "column", model.plan):
             why = "it is an embedding whose features are split (column)"
         elif isinstance(module, nn.Embedding) and dora:
-            why = "it is an embedding, and adapter.dora is of linears, whose rows are outputs"
+            why = "it is an embedding, and adapter.dora is for linears only: rows of their weights are outputs"
         if why is not None:
             raise ModelError("MW-MODEL-041", f"adapter.targets: {name} cannot have an adapter: {why}. Leave it out")
     return found

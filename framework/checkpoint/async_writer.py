@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -55,23 +55,43 @@ class SaveAttempt:
         return final_directory(self.run_directory, self.head.step)
 
 
+@dataclass
+class _Share:
+    """State of this rank's share of one save. A thread that was left behind still writes to that of its own save."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    abandoned: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None
+    done_s: float = 0.0
+    written_bytes: int = 0
+
+    def count(self, num_bytes: int) -> None:
+        self.written_bytes += num_bytes
+
+    def record(self, problem: str) -> None:
+        if not self.abandoned.is_set():  # otherwise a consequence of abandoning
+            self.problem = problem
+
+
 class AsyncWriter:
     """Asynchronous writer of one rank: idle, or with one save in progress."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._share_done = threading.Event()
-        self._abandoned = threading.Event()
-        self.problem: str | None = None
-        """Reason why this rank's share could not be written, or on the first rank not be published."""
+        self._share = _Share()
         self._published: SimpleQueue[tuple[Path, float]] = SimpleQueue()
-        self._start_s = 0.0
-        self._done_s = 0.0
-        """Time at which the share was done."""
         self._left: threading.Thread | None = None
         """Thread of an earlier save that :meth:`leave` has left behind."""
-        self.written_bytes = 0
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why this rank's share could not be written, or on the first rank not be published."""
+        return self._share.problem
+
+    @property
+    def written_bytes(self) -> int:
         """Bytes of this rank's share written so far; progress indicator for a slow disk."""
+        return self._share.written_bytes
 
     def start(
         self,
@@ -94,14 +114,10 @@ class AsyncWriter:
             after_publishing: Called on the first rank's thread after it, unless the thread left behind is still alive.
         """
         assert self._thread is None, "one save at a time"
-        for event in (self._share_done, self._abandoned):
-            event.clear()
-        self.problem = None
-        self.written_bytes = 0
-        self._start_s = time.monotonic()
+        self._share = _Share()
         self._thread = threading.Thread(
             target=self._work,
-            args=(attempt, shard_name, pieces, is_first, before_publishing, after_publishing),
+            args=(attempt, shard_name, pieces, is_first, before_publishing, after_publishing, self._share),
             name="checkpoint",
             daemon=True,
         )
@@ -113,18 +129,17 @@ class AsyncWriter:
 
     def is_share_done(self) -> bool:
         """Return True if this rank's share is written (first rank: the checkpoint is published) or has failed."""
-        return self._thread is None or self._share_done.is_set()
+        return self._thread is None or self._share.done.is_set()
 
     def is_idle(self, limit_s: float) -> bool:
         """Return True if the thread has ended, ``after_publishing`` included, or its share is done for ``limit_s``."""
         if self._thread is None or not self._thread.is_alive():
             return True
-        return self._share_done.is_set() and time.monotonic() - self._done_s > limit_s
+        return self._share.done.is_set() and time.monotonic() - self._share.done_s > limit_s
 
     def leave(self) -> bool:
-        """End the thread, whose share is done, without blocking. Return True if it is busy, and was left behind."""
-        thread, self._thread = self._thread, None
-        self.problem = None
+        """Detach the thread, whose share is done or abandoned, without blocking. Return True if it is still busy."""
+        thread, self._thread, self._share = self._thread, None, _Share()
         if thread is None or not thread.is_alive():
             return False
         self._left = thread
@@ -134,12 +149,11 @@ class AsyncWriter:
         """Block until the thread has ended. On the first rank call `abandon` first if the save has failed."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
-        self.problem = None
+        self._thread, self._share = None, _Share()
 
     def abandon(self) -> None:
         """Give up the save in progress, so that it is never published. Does not block for writes in progress."""
-        self._abandoned.set()
+        self._share.abandoned.set()
 
     def take_published(self) -> tuple[Path, float] | None:
         """Return the checkpoint published since the last call and its duration in seconds, or None. First rank only."""
@@ -158,8 +172,9 @@ class AsyncWriter:
         is_first: bool,
         before_publishing: Callable[[], object],
         after_publishing: Callable[[], object],
+        share: _Share,
     ) -> None:
-        done = not is_first
+        done, start_s = not is_first, time.monotonic()
         try:
             if shard_name is not None:
                 check_finite(pieces)
@@ -169,44 +184,38 @@ class AsyncWriter:
                     pieces,
                     max_file_bytes=attempt.max_file_bytes,
                     copied=True,
-                    on_bytes=self._count,
+                    on_bytes=share.count,
                 )
             pieces.clear()
-            if is_first and self._all_written(attempt):
+            if is_first and _all_written(attempt, share.abandoned):
                 before_publishing()
                 publish(attempt.temporary, attempt.final, attempt.head)
                 done = True
-                self._published.put((attempt.final, time.monotonic() - self._start_s))
+                self._published.put((attempt.final, time.monotonic() - start_s))
         except (CheckpointError, OSError) as error:
-            self._record_problem(str(error))
+            share.record(str(error))
         except BaseException as error:
-            self._record_problem(f"{type(error).__name__}: {error}")
+            share.record(f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._done_s = time.monotonic()
-            self._share_done.set()
+            share.done_s = time.monotonic()
+            share.done.set()
             if not done:
-                self._abandoned.wait()  # all ranks must see the failure before their directory is removed
+                share.abandoned.wait()  # all ranks must see the failure before their directory is removed
                 remove_attempt(attempt)
         if is_first and done and not (self._left is not None and self._left.is_alive()):
             after_publishing()
 
-    def _count(self, num_bytes: int) -> None:
-        self.written_bytes += num_bytes
 
-    def _record_problem(self, problem: str) -> None:
-        if not self._abandoned.is_set():  # otherwise a consequence of abandoning
-            self.problem = problem
-
-    def _all_written(self, attempt: SaveAttempt) -> bool:
-        """Block until the reports of all shards exist. Return False if the attempt was abandoned."""
-        wanted = {f"{name}{REPORT_SUFFIX}" for name in attempt.shard_names}
-        pause_s, longest_s = POLL_S
-        while not wanted <= {path.name for path in attempt.temporary.glob(f"*{REPORT_SUFFIX}")}:
-            if self._abandoned.wait(pause_s):
-                return False
-            pause_s = min(2 * pause_s, longest_s)
-        return not self._abandoned.is_set()
+def _all_written(attempt: SaveAttempt, abandoned: threading.Event) -> bool:
+    """Block until the reports of all shards exist. Return False if the attempt was abandoned."""
+    wanted = {f"{name}{REPORT_SUFFIX}" for name in attempt.shard_names}
+    pause_s, longest_s = POLL_S
+    while not wanted <= {path.name for path in attempt.temporary.glob(f"*{REPORT_SUFFIX}")}:
+        if abandoned.wait(pause_s):
+            return False
+        pause_s = min(2 * pause_s, longest_s)
+    return not abandoned.is_set()
 
 
 def check_finite(pieces: Iterable[TensorPiece]) -> None:

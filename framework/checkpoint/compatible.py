@@ -43,7 +43,7 @@ FREE = {"model.options.mtp_loss_weight"}
 SAMPLED = "sampled bytes"
 """Prefix in the data fingerprint: a hash of a sample of the corpus's bytes. Older checkpoints do not have it."""
 
-LATER_STAGE = re.compile(r"from sample (\d+): ")
+LATER_STAGE = re.compile(r"from sample (\d{1,18}): ")
 """Prefix in the data fingerprint: a stage of the data, by its first sample. It may change until it has begun."""
 
 WEIGHT = re.compile(r"(?<=\(weight )[^)]+(?=\)$)")

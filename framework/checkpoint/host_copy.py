@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint.shard import TensorPiece
 
 SEGMENT_BYTES = 2**28
-"""Bytes of a segment, unless one piece needs more. Memory that no piece reaches is reserved, and never touched."""
+"""Bytes of a segment, unless one piece needs more. Memory that no piece reaches costs nothing, unless it is pinned."""
 _ALIGNMENT = 64
 """Bytes; a view of any dtype may begin at a multiple of its size."""
 

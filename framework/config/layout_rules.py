@@ -175,7 +175,7 @@ def _own_keys(config: RunConfig) -> str | None:
         if config.optimizer.name not in (names := READ_BY[key]):
             given = f"optimizer.{key} = {format_value(getattr(config.optimizer, key))}"
             choice = " or ".join(map('"{}"'.format, names))
-            return f"{given} without effect: choose optimizer.name = {choice}, or leave it out"
+            return f"{given} has no effect: choose optimizer.name = {choice}, or leave it out"
     return None
 
 
@@ -184,7 +184,7 @@ def _muon_momentum(config: RunConfig) -> str | None:
     if config.optimizer.name != "muon" or not non_defaults(config.optimizer, "momentum"):
         return None
     return (
-        f'optimizer.momentum = {momentum} is that of optimizer.name = "sgd", without effect in "muon": set '
+        f'optimizer.momentum = {momentum} is read by optimizer.name = "sgd" only, not by "muon": set '
         f"optimizer.muon_momentum = {momentum}, or leave it out"
     )
 
@@ -195,7 +195,7 @@ def _offloaded_wholes(config: RunConfig) -> str | None:
     if config.optimizer.name == "adafactor":
         return (
             'parallel.offload = true keeps optimizer states on the host, and optimizer.name = "adafactor" has almost '
-            "none, whose sums the ranks add on the device: leave offload out"
+            "none: its row and column means, which ranks all-reduce on the device; leave offload out"
         )
     return (
         'parallel.offload = true runs the optimizer on the host, and optimizer.name = "muon" multiplies matrices: '

@@ -104,7 +104,7 @@ def _own_optimizer(config: RunConfig) -> str | None:
     changed = non_defaults(optimizer, "name", "betas", "eps", "momentum", "block_size")
     if changed:
         given = " and ".join(f"optimizer.{name} = {format_value(getattr(optimizer, name))}" for name in changed)
-        return f"{given} without effect with optimizer.builder: its arguments are optimizer.options"
+        return f"{given}: no effect with optimizer.builder, whose arguments are optimizer.options; leave it out"
     if config.parallel.offload_directory is not None:
         return (
             "parallel.offload_directory works with meshwright's own optimizers only: leave optimizer.builder out, or it"
@@ -117,7 +117,7 @@ def _own_schedule(config: RunConfig) -> str | None:
     if ":" not in config.optimizer.schedule or not changed:
         return None
     given = " and ".join(f"optimizer.{name} = {getattr(config.optimizer, name)}" for name in changed)
-    return f"{given} without effect: the function of optimizer.schedule gives the factor of every step; leave it out"
+    return f"{given}: no effect, since the function of optimizer.schedule gives the factor of every step; leave it out"
 
 
 def _loss_scale(config: RunConfig) -> str | None:
@@ -150,7 +150,7 @@ def _validation(config: RunConfig) -> str | None:
     if config.data.validation is not None or config.data.builder is not None or not changed:
         return None
     given = [f"train.{name} = {getattr(config.train, name)}" for name in changed]
-    return f"{' and '.join(given)} without effect: there is no data.validation; set it, or leave the other out"
+    return f"{' and '.join(given)}: no effect, as there is no data.validation; set it, or leave this out"
 
 
 def _keep_every(config: RunConfig) -> str | None:
@@ -190,7 +190,7 @@ def _corpus(config: RunConfig) -> str | None:
             return "data.processes = true has no effect with data.workers = 0: set the number of workers"
         if not given:
             return None
-        return f"{' and '.join(given)} without effect: the samples come from data.builder; leave one or the other out"
+        return f"{' and '.join(given)}: no effect, as the samples come from data.builder; leave one or the other out"
     if not data.train:
         return (
             "data.train is missing: the path of a .bin/.idx pair without the suffix (`meshwright data` makes one), "

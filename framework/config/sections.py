@@ -84,7 +84,7 @@ class Adapter(Section):
     dropout: Share = 0.0
     """Dropout of an adapter's input."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """First values of A: uniform as of a linear, or normal with a deviation of 1 / rank. B begins at zero."""
+    """Initial values of A: as in nn.Linear (uniform), or normal with standard deviation 1 / rank. B starts at zero."""
     dora: bool = False
     """Train a magnitude for each output beside the low-rank direction (weight-decomposed adapters)."""
 
@@ -183,8 +183,8 @@ class Parallel(Section):
     cp: Count = 1
     """Context-parallel degree: ranks that share the tokens of each sample. `docs/long-context.md` has the details."""
     cp_order: Literal["zigzag", "contiguous", "documents"] = "zigzag"
-    """Tokens of a context-parallel rank. zigzag: two runs, of the beginning and the end, so that causal attention costs
-    all ranks the same. contiguous: one run. documents: blocks with about as many keys in their documents per rank."""
+    """Tokens of a context-parallel rank. zigzag: two chunks, from the start and the end, so that causal attention costs
+    all ranks the same. contiguous: one chunk. documents: blocks, dealt so that each rank sees about as many keys."""
     cp_exchange: Literal["keys", "heads"] = "keys"
     """Communication of attention under cp. keys: all-gather keys and values. heads (Ulysses): all-to-all, after which a
     rank has all tokens of 1/cp of its heads; cp x tp must divide the number of heads."""

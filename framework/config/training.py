@@ -64,7 +64,7 @@ class Optimizer(Section):
     """Factor on Muon's updates of m x n matrices. match_rms_adamw: 0.2 sqrt(max(m, n)), for the learning rate of AdamW;
     spectral: sqrt(max(1, m/n))."""
     beta2_decay: float = Field(default=-0.8, le=0, ge=-1)
-    """Adafactor's mean squares move by step ** beta2_decay of the way."""
+    """Adafactor: the squared gradient of step t enters the running means with weight t ** beta2_decay."""
     clip_threshold: float = Field(default=1.0, ge=1)
     """Adafactor: root mean square of a weight's update above which it is scaled down."""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -97,7 +97,7 @@ class LossScaling(Section):
     backoff: float = Field(default=0.5, gt=0.0, lt=1.0)
     """Factor of a fall."""
     hysteresis: Count = 2
-    """Number of overflows since the last rise from which on the loss scale falls."""
+    """The loss scale falls from this many overflows since its last rise on; 1: at every overflow."""
 
 
 class Train(Section):
@@ -146,7 +146,7 @@ class Checkpoint(Section):
     asynchronous: bool = True
     """Write checkpoints while training continues; a step blocks only for the copy of its shards to host memory."""
     on_failure: Literal["warn", "fail"] = "warn"
-    """Reaction to a failed save (a full disk): warn and continue, or end the run, as the first and last always do."""
+    """After a failed save (a full disk): warn and continue, or end the run. A failed first or last save ends it."""
 
 
 class Watch(Section):
@@ -157,7 +157,7 @@ class Watch(Section):
     most_skipped: Length = 3
     """Maximal number of consecutive skipped steps; one more ends the run."""
     drift_every: Steps = 100
-    """Steps between comparisons of values that several ranks replicate; 0: never. Each checkpoint compares them too."""
+    """Steps between comparisons of replicated values; above 0, also before each checkpoint. 0: never."""
 
 
 WandbName = Annotated[str, Field(max_length=128)]
@@ -187,7 +187,7 @@ class Tracking(Section):
     trace_step: Steps = 5
     """Step after each start to record for `meshwright draw RUN`; the last step if there are fewer. 0: none."""
     stragglers_every: Steps = 20
-    """Steps between reports of stragglers: the slow rank, link or gradient reduction, if there is one. 0: never."""
+    """Steps between searches for a slow rank, link or gradient reduction, logged if found twice in a row. 0: never."""
     gpu_metrics: bool = True
     """Record utilization, memory, power, temperature and clock of the GPUs (NVML, extra ``gpu``); docs/cluster.md."""
 
@@ -200,7 +200,7 @@ class Launch(Section):
     devices: Annotated[str, Field(pattern=r"^([0-9]+(,[0-9]+)*)?$")] = ""
     """GPUs of the local ranks in order, as in nvidia-smi or positions in CUDA_VISIBLE_DEVICES. "": all, by PCI bus."""
     share_devices: bool = False
-    """Let several ranks share a GPU, which take the GPUs in turns and communicate through host memory: for tests."""
+    """Let several ranks share a GPU (local rank i uses GPU i modulo their number), over gloo: for tests."""
     threads: Annotated[int, Field(gt=0, le=1024)] = 1
     """Threads of one rank on CPU (OMP_NUM_THREADS)."""
     timeout_s: Annotated[float, Field(gt=0, le=10**8)] = 600.0

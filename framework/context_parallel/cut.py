@@ -169,7 +169,7 @@ class TokenCut:
             return []
         ranks = ORDERS[self.order](self.length, self.group.size)
         uneven = imbalance_of(rank_loads(self.order, self.group.size, np.zeros(self.length, dtype=np.bool_)))
-        last = f"{self.share:,} tokens a rank, {self.order}: of one document the busiest sees {uneven:.1%} more keys"
+        last = f"{self.share:,} tokens per rank, {self.order}: in one document the busiest has {uneven:.1%} more keys"
         drawn = [*draw(ranks).splitlines(), last]
         return [f"{'' if at else 'context':<10} {line}" for at, line in enumerate(drawn)]
 

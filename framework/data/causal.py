@@ -1,7 +1,7 @@
 """Causal language modelling over a corpus: token ids in, the next token as the label.
 
-B samples of S tokens each. Every rank that reads the same indices gets the same samples from the same memory-mapped
-file, so no tokens go over the wire.
+B samples of S tokens each. Every rank that reads the same indices reads the same samples from the same files (pread),
+so no tokens go over the wire.
 """
 
 from __future__ import annotations

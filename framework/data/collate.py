@@ -87,8 +87,8 @@ class Collate(NamedTuple):
             wanted = "the samples along the first dim" if ragged else ", ".join(map(str, self.like or ()))
             raise DataError(
                 "MW-DATA-107",
-                f"{where}, returned {', '.join(map(str, specs_of(inputs, labels)))}: {len(raws)} samples, each with "
-                f"{wanted}. All samples must have the shapes of the first: pad or crop to a fixed length",
+                f"{where}, returned {', '.join(map(str, specs_of(inputs, labels)))}, not {len(raws)} samples, each "
+                f"with {wanted}. All samples must have the shapes of the first: pad or crop to a fixed length",
             )
         return inputs, labels
 
@@ -111,9 +111,9 @@ class Collate(NamedTuple):
             if sha256_of(self.one(raw, number)) != sha256_of(beside):
                 raise DataError(
                     "MW-DATA-108",
-                    f"data.collate = {self.path!r}: sample {number} of {self.name} is another one beside others than "
-                    f"alone. Which samples form a micro-batch depends on the layout: each row must follow from its own "
-                    f"sample, without random numbers",
+                    f"data.collate = {self.path!r}: sample {number} of {self.name} differs between a micro-batch and "
+                    f"a call by itself. Which samples share a micro-batch depends on the layout: each row must follow "
+                    f"from its own sample, without random numbers",
                 )
 
     def _pair(self, raw: Any, number: int) -> tuple[Any, Tensor]:

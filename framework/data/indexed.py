@@ -236,11 +236,18 @@ def _check_sequences(index_file: Path, num_sequences: int, dtype: np.dtype[Any])
 
 def _check_documents(index_file: Path, num_sequences: int, num_ends: int) -> bool:
     """Check the document ends; return True if every document is one sequence."""
-    ends = np.fromfile(index_file, np.int64, num_ends, offset=HEADER.size + 12 * num_sequences)
-    if num_ends == 0 or ends[0] != 0 or ends[-1] != num_sequences or bool(np.any(np.diff(ends) < 0)):
+    before, rises, one_each = 0, True, True
+    for first in range(0, num_ends, _SEQUENCES_PER_READ):
+        count = min(_SEQUENCES_PER_READ, num_ends - first)
+        ends = np.fromfile(index_file, np.int64, count, offset=HEADER.size + 12 * num_sequences + 8 * first)
+        steps = np.diff(ends, prepend=before)
+        rises = rises and bool((steps >= 0).all()) and (first > 0 or ends[0] == 0)
+        one_each = one_each and bool((steps[first == 0 :] == 1).all())
+        before = int(ends[-1])
+    if not rises or num_ends == 0 or before != num_sequences:
         raise DataError(
             "MW-DATA-037",
             f"{index_file}: the {num_ends} document ends do not rise from 0 to the {num_sequences} sequences: "
             f"the index is damaged. Next: {RESTORE}",
         )
-    return bool((np.diff(ends) == 1).all())
+    return one_each

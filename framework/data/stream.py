@@ -67,7 +67,7 @@ class Stream:
         self._begin = StreamMark(0, 0, 0, None)
         self._marks: dict[int, StreamMark] = {}
         self._after: dict[int, Any] = {}
-        """Number of a mark -> the raw sample after it, once it is read: with read-ahead, before its checkpoint."""
+        """Number of a mark -> the raw sample at it, once read; read-ahead reads it before the checkpoint is saved."""
         self._at = self._begin
         self._dataset: Any = None
         self._samples: Iterator[Any] | None = None
@@ -171,8 +171,8 @@ class Stream:
     def _raise_inexact(self, number: int) -> NoReturn:
         raise DataError(
             "MW-DATA-110",
-            f"{self.name} cannot be resumed exactly: continued {self.how}, its sample {number} is another one than "
-            f"without a break. Samples in the buffer of a shuffle that is not in the state, random numbers without a "
+            f"{self.name} cannot be resumed exactly: continued {self.how}, its sample {number} differs from the one "
+            f"read without a break. Samples in a shuffle buffer that is not in the state, random numbers without a "
             f"fixed seed, changed files, or a count that is raised only after `yield` do this",
         )
 

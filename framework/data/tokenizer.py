@@ -57,19 +57,19 @@ def load(path: Path) -> Tokenizer:
     """Read a Hugging Face ``tokenizer.json``. Dropout of merges is turned off: a text has one encoding."""
     if not path.is_file():
         raise DataError(
-            "MW-DATA-095", f"there is no tokenizer at {path}: point data.tokenizer at a Hugging Face tokenizer.json"
+            "MW-DATA-095", f"there is no tokenizer at {path}: name a tokenizer.json (data.tokenizer, or --tokenizer)"
         )
     try:
         tokenizer = Tokenizer.from_str(read_text(path))
     except OSError as error:
         raise DataError(
-            "MW-DATA-096", f"{path}: cannot be read ({error.strerror or error}): prepare it again"
+            "MW-DATA-096", f"{path}: cannot be read ({error.strerror or error}): copy it again, or name another"
         ) from error
-    except BaseException as error:  # the library raises a bare Exception, or a panic that is none
+    except BaseException as error:  # the library raises a bare Exception, or a Rust panic, a BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         raise DataError(
-            "MW-DATA-097", f"{path} is no Hugging Face tokenizer.json ({error}): prepare it again"
+            "MW-DATA-097", f"{path} is not a tokenizer.json of Hugging Face ({error}): copy it again, or name another"
         ) from error
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None

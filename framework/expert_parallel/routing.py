@@ -43,7 +43,7 @@ def check_routers(builder: str, layers: nn.Module, experts: list[str]) -> None:
     having = {name.partition(".")[0] for name in routers}
     without = [name for name in experts if name.partition(".")[0] not in having]
     if without or not routers:
-        of = f"that of {without[0]} has none" if without else "the model has none"
+        of = f"the layer of {without[0]} has no such router" if without else "the model has no such router"
         raise ConfigError(
             "MW-EP-008",
             f"{builder}: a routing is recorded and replayed by a router's function route_ids; {of}: leave --routing "
@@ -53,8 +53,8 @@ def check_routers(builder: str, layers: nn.Module, experts: list[str]) -> None:
     if len(names) > len(routers):
         raise ConfigError(
             "MW-EP-009",
-            f"{builder}: one router stands at several places of the model ({', '.join(names)}), and a record has one "
-            f"choice for each token: leave --routing out",
+            f"{builder}: one router is used at several places of the model ({', '.join(names)}), and a recording "
+            f"holds one choice for each token: leave --routing out",
         )
 
 

@@ -63,7 +63,7 @@ def find_matrices(
         if declared != ADAMW:
             found[name] = () if declared == WHOLE else _checked(name, shape, declared)
     if not found:
-        what = "the model has no matrix to step as a whole: no trained weight of two dims beside embeddings and head"
+        what = "the model has no matrix to step as a whole: no trained 2-D weight besides the embeddings and the head"
         raise ModelError("MW-MODEL-042", f'optimizer.name = "muon", but {what}; choose "adamw"')
     scaled = next((name for name in found if name in groups and groups[name].eps_factor != 1), None)
     if scaled is not None:

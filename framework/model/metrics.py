@@ -42,9 +42,9 @@ class Recorder:
         if is_full or (self.names is None and not is_name) or not (_is_one(value_sum) and _is_one(count)):
             raise ModelError(
                 "MW-MODEL-032",
-                f"meshwright.record({name!r}, ...) with {_text(value_sum)} and {_text(count)}: a name has at most 64 "
-                f"letters, digits, _, - and ., perhaps a second part after /, value_sum and count are one real number "
-                f"each (x.sum() and x.numel()), and a model has at most {MAX_NAMES} names",
+                f"meshwright.record({name!r}, ...) with {_text(value_sum)} and {_text(count)}: a name is a letter and "
+                f"up to 63 of letters, digits, _, - and ., then perhaps / and up to 16 of these; not validation/...; "
+                f"value_sum and count are one real number each; and a model has at most {MAX_NAMES} names",
             )
         if self.names is not None and name not in self.names:
             raise ModelError(

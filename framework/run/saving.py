@@ -268,7 +268,7 @@ class Saver:
     def _report_failure(self, step: int, problems: list[str]) -> None:
         text = f"the checkpoint of step {step} could not be saved:\n" + "\n".join(f"  {each}" for each in problems)
         if self._are_files_lost():
-            self._warn(f"{text}\n  the run's directory is lost: see the next step")
+            self._warn(f"{text}\n  the run's directory is lost: the next step restores it, or ends the run")
             return
         if not self._has_checkpoint():
             raise CheckpointError(

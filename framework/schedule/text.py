@@ -110,7 +110,7 @@ def _header_problem(pp: int, num_stages: int, chunks: int, placement: str, num_r
     if pp < 1 or chunks < 1:
         return f"pp={pp} chunks={chunks}: a step needs at least one pipeline rank and one micro-batch"
     if num_stages < 1 or num_stages % pp:
-        return f"num_stages={num_stages} with pp={pp}: every rank holds equally many: write {pp}, {2 * pp}, {3 * pp} .."
+        return f"num_stages={num_stages} must be a multiple of pp={pp}: write {pp}, {2 * pp}, {3 * pp} .."
     if num_rows != pp:
         there = "is 1 row" if num_rows == 1 else f"are {num_rows} rows"
         return f"pp={pp}, but there {there}: write one row per pipeline rank"

@@ -134,7 +134,7 @@ def check_place(out: Path | None, *, folder: bool, example: str) -> None:
             "MW-SYSTEM-004", f"--out {out}: {below} is a file, and nothing can lie below it: choose another place"
         )
     if not os.access(below, os.W_OK):
-        raise ConfigError("MW-SYSTEM-005", f"--out {out}: {below} is not ours to write: choose another place")
+        raise ConfigError("MW-SYSTEM-005", f"--out {out}: {below} cannot be written to: choose another place")
 
 
 @contextmanager

@@ -229,7 +229,7 @@ def _message(parts: Parts, differs: Sequence[bool]) -> str:
     return (
         f"{text}. This step is not saved: the same command resumes from the last checkpoint. Copies drift apart by "
         f"faults of memory, device or network: if it recurs, exclude the machines of these ranks; if it recurs on "
-        f"others, run `meshwright verify`, since a layer may see a part of its features only"
+        f"others, run `meshwright verify`: a replicated layer may get only a shard of its input features"
     )
 
 

@@ -184,7 +184,7 @@ def _rank(
     why = f"it is busy for {busy_s:.3g} s, the next slowest for {next_s:.3g} s"
     same_stages = [report.busy_s for report in reports if report.pp_rank == reports[slowest].pp_rank]
     if len({report.pp_rank for report in reports}) > 1 and min(same_stages) > next_s:
-        why += "; all ranks with its stages are slow: look at it, or at the cut into stages (`meshwright stages`)"
+        why += "; all ranks with its stages are slow: check their balance (`meshwright stages`), then this rank"
     return Straggler(name, slowest, busy_s - next_s, step_s, why)
 
 

@@ -12,6 +12,7 @@ from meshwright.launch.arguments.common import (
     parse_count_from_0,
     size,
     text,
+    trust_code,
 )
 
 
@@ -150,14 +151,16 @@ def _data_show(sources: Added) -> None:
     )
     shown.add_argument("--samples", type=count, default=3, metavar="N", help="samples of each split (default: 3)")
     shown.add_argument(
-        "--sequence-length", type=count, default=256, metavar="S", help="tokens of a sample (default: 256)"
+        "--sequence-length", type=count, metavar="S", help="tokens of a sample (default: the configuration's, or 256)"
     )
-    shown.add_argument("--packing", choices=["stream", "documents"], default="stream", help="as data.packing")
+    packing = "as data.packing (default: the configuration's, or stream)"
+    shown.add_argument("--packing", choices=["stream", "documents"], help=packing)
     shown.add_argument("--cp", type=count, default=1, metavar="N", help="context-parallel ranks (default: none)")
     shown.add_argument(
         "--cp-order", choices=["contiguous", "zigzag", "documents"], help="order of their tokens (default: each)"
     )
     shown.add_argument("--tokenizer", type=Path, metavar="T", help="default: the tokenizer.json beside the corpus")
+    trust_code(shown)
 
 
 def config(added: Added) -> None:
@@ -235,7 +238,7 @@ def convert(added: Added) -> None:
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--from", dest="source", nargs=2, metavar=("hf|peft", "PATH"), help="a directory to read")
     direction.add_argument(
-        "--to", dest="target", nargs=2, metavar=("hf|peft", "PATH"), help="a directory to write; peft: of adapters"
+        "--to", dest="target", nargs=2, metavar=("hf|peft", "PATH"), help="a directory to write (peft: adapters only)"
     )
     parser.add_argument(
         "--base",

@@ -91,8 +91,8 @@ def draw(added: Added) -> None:
     parser.add_argument(
         "--costs",
         metavar="LIST",
-        help="costs in ticks of f, b, i, w, comm, reduce, step (default: f=1,b=2,i=1,w=1, others 0); of pairs: "
-        "exchanges (their number in F), exchange_f, exchange_b (of all)",
+        help="ticks of f, b, i, w, comm, reduce, step (default: f=1,b=2,i=1,w=1, others 0); for overlapped pairs: "
+        "exchanges (expert all-to-alls in F, and in B or I), exchange_f, exchange_b (their ticks in all)",
     )
 
 
@@ -134,7 +134,7 @@ def plan(added: Added) -> None:
     parser.add_argument("--best", type=count, metavar="N", help="number of layouts to list (default: 10)")
     for axis in ("pp", "dp", "cp", "tp", "ep"):
         pinned = parser.add_mutually_exclusive_group()
-        pinned.add_argument(f"--{axis}", type=count, metavar="N", help=f"search layouts with this {axis} alone")
+        pinned.add_argument(f"--{axis}", type=count, metavar="N", help=f"search only layouts with this {axis}")
         pinned.add_argument(f"--no-{axis}", dest=axis, action="store_const", const=1, help=f"the same as --{axis} 1")
     parser.add_argument(
         "--skew", type=load, default=1.0, metavar="LOAD", help="rows of the busiest rank's experts over the mean (1.0)"
@@ -142,8 +142,8 @@ def plan(added: Added) -> None:
     parser.add_argument(
         "--why",
         metavar="FIELDS",
-        help="compare the best layout with these values, such as tp=8,schedule=1f1b, with the first, or name the rules "
-        "against all of them",
+        help="explain why layouts with these values, such as tp=8,schedule=1f1b, are not first: compare the best of "
+        "them with the first, or name the rules that they break",
     )
     parser.add_argument(
         "--sweep-nodes", type=counts, metavar="LIST", help="plan for each of these numbers of nodes, such as 2,4,8"

@@ -165,7 +165,7 @@ def verify(added: Added) -> None:
         "--routing-directory",
         type=Path,
         metavar="DIR",
-        help="of the plain run's record, to write or to replay (default: a temporary one)",
+        help="directory of the plain run's recording, to write or to replay (default: a temporary one)",
     )
     trust_code(parser)
 

@@ -139,7 +139,7 @@ def test_embeddings_have_no_magnitudes_and_a_rank_is_needed() -> None:
     config, _ = decomposed("llama", "tp2", ["embedding.tokens"])
     with pytest.raises(ModelError, check=has_code("MW-MODEL-041")) as caught:
         configured_model(config)
-    assert caught.value.code == "MW-MODEL-041" and "adapter.dora is of linears" in str(caught.value)
+    assert caught.value.code == "MW-MODEL-041" and "adapter.dora is for linears" in str(caught.value)
     alone = model_config("gpt2", size_for(parse_layout("dp1"))).replace(adapter={"dora": True})
     assert [rule.code for rule in RULES if rule.check(alone)] == ["MW-CONFIG-066"]
 

@@ -275,7 +275,7 @@ def test_all_problems_in_one_go(write: Write) -> None:
         "run.toml: batch: micro_batch_size 4 x chunks 2 x dp 2 = 16, not global_batch 20",
         "run.toml: pipeline.balance = [3, 3] names the layers of 2 stages, but parallel.pp = 1",
         'run.toml: pipeline.schedule = "zigzag" is not allowed',
-        "run.toml: train.validate_every = 5 without effect",
+        "run.toml: train.validate_every = 5: no effect",
         "command line and run.toml: optimizer.warmup_steps = 20 is more than train.steps = 10",
         'command line: train.device = "gpu" is not allowed: "auto", "cpu" or "cuda"; did you mean "cuda"?',
         "command line: checkpoint.every needs a value: a whole number, at least 0",
@@ -328,11 +328,11 @@ def test_all_problems_in_one_go(write: Write) -> None:
         ),
         (
             "[train]\nvalidate_every = 10",
-            "run.toml: train.validate_every = 10 without effect: there is no data.validation",
+            "run.toml: train.validate_every = 10: no effect, as there is no data.validation",
         ),
         (
             "[train]\nvalidate_every = 10\nvalidate_steps = 3",
-            "run.toml: train.validate_every = 10 and train.validate_steps = 3 without effect: there is no data.valid",
+            "run.toml: train.validate_every = 10 and train.validate_steps = 3: no effect, as there is no data.valid",
         ),
         ("[parallel]\nsequence = true", "run.toml: parallel.sequence = true has no effect with parallel.tp = 1"),
         (

@@ -324,7 +324,7 @@ def test_the_summary_draws_the_tokens_of_each_rank() -> None:
     assert "context parallel   1 group of 2, as ranks 0 1; each inside one node" in lines
     drawn = [line.split()[-1] for line in lines if " cp0  " in line or " cp1  " in line][-2:]
     assert drawn == ["########................########", "........################........"]
-    assert any("16 tokens a rank, zigzag: of one document the busiest sees 0.0% more keys" in line for line in lines)
+    assert any("16 tokens per rank, zigzag: in one document the busiest has 0.0% more keys" in line for line in lines)
 
 
 @pytest.mark.parametrize("order", ["zigzag", "documents"])

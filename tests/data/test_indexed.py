@@ -126,9 +126,13 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 1 << 20])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_named(tmp_path: Path, kind: str) -> None:
+def test_damage_is_named(tmp_path: Path, kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sequences and document ends are read at once."""
+    monkeypatch.setattr(indexed, "_SEQUENCES_PER_READ", at_once)
     prefix = build(tmp_path / "c")
+    assert inspect(prefix).one_each
     spoil, message = DAMAGE[kind]
     spoil(indexed.bin_path(prefix), indexed.idx_path(prefix))
     with pytest.raises(DataError, match=message) as caught:

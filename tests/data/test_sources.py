@@ -86,7 +86,7 @@ def test_lists_in_files_and_on_the_command_line(corpora: Path, tmp_path: Path) -
             {"task": "span_corruption", "packing": "documents"},
             'packing has no effect with data.task = "span_corruption"',
         ),
-        ({"train": "", "builder": "a:b", "packing": "documents"}, 'data.packing = "documents" without effect'),
+        ({"train": "", "builder": "a:b", "packing": "documents"}, 'data.packing = "documents": no effect'),
     ],
 )
 def test_keys_without_effect(tmp_path: Path, data: dict[str, Any], said: str) -> None:

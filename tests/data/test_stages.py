@@ -120,6 +120,8 @@ def test_stages_are_described(corpora: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["data", "show", str(tmp_path / "run.toml"), "--samples", "1"]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[:7] == said and shown.count("--- sample 0") == 3
+    assert main(["data", "show", str(tmp_path / "run.toml"), "--samples", "1", "--sequence-length", "1"]) == 0
+    assert capsys.readouterr().out.count("--- sample 0: 1 tokens") == 3
 
 
 def compare(saved: RunConfig, now: RunConfig, samples_seen: int) -> list[str]:
@@ -206,7 +208,7 @@ def test_stages_need_a_corpus_and_samples_left(corpora: Path, tmp_path: Path) ->
     (tmp_path / "run.toml").write_text(to_toml(own))
     with pytest.raises(
         ConfigError,
-        match=r"data\.stages = .* without effect: the samples come from data\.builder",
+        match=r"data\.stages = .*: no effect, as the samples come from data\.builder",
         check=has_code("MW-CONFIG-046"),
     ):
         load(tmp_path / "run.toml")

@@ -64,6 +64,6 @@ def test_keys_that_contradict_each_other(corpus: Path, tmp_path: Path) -> None:
         assert "MW-CONFIG-078" in [problem.code for problem in error.value.problems]
     dense = of_layout(corpus, tmp_path, "dp1")
     options = {name: value for name, value in LLAMA.items() if name != "moe"}
-    with pytest.raises(ConfigError, match="the model has none", check=has_code("MW-EP-008")) as error:
+    with pytest.raises(ConfigError, match="the model has no such router", check=has_code("MW-EP-008")) as error:
         check(changed(dense, model={"options": options}, train={"routing": "record"}), 1)
     assert error.value.code == "MW-EP-008"

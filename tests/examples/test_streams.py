@@ -111,7 +111,7 @@ def test_a_place_saves_reading_again(tmp_path: Path) -> None:
     other.restore({**state, "state": {"at": 3}})
     with pytest.raises(
         DataError,
-        match=r"by load_state_dict, its sample 16 is another one than without a break",
+        match=r"by load_state_dict, its sample 16 differs from the one read without a break",
         check=has_code("MW-DATA-110"),
     ):
         samples(other, 16, 1)
@@ -126,7 +126,7 @@ def test_validation_reads_each_sample_once(tmp_path: Path) -> None:
 
 
 WRONG = [
-    ("late", "its sample 9 is another one than without a break"),
+    ("late", "its sample 9 differs from the one read without a break"),
     ("buffered", "cannot be resumed exactly: continued by load_state_dict"),
     ("noise", "random numbers without a fixed seed"),
     ("once", "is a generator, which can be read only once"),
@@ -163,7 +163,7 @@ def test_a_map_style_dataset_with_collate_and_workers(tmp_path: Path, workers: d
             "padded",
             r"padded', samples 4 of .* returned \(1, 5\) int64.*each with \(4,\) int64.*pad or crop",
         ),
-        ("centred", "sample 36 of .* is another one beside others than alone"),
+        ("centred", "sample 36 of .* differs between a micro-batch and a call by itself"),
         ("sample", "failed"),
     ],
 )

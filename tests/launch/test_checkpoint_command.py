@@ -46,6 +46,7 @@ def test_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "list", run)
     lines = out.splitlines()
     assert code == 0 and [line.split()[:2] for line in lines[1:]] == [["100", "800"], ["200", "1,600"]]
+    assert said(capsys, "list", run / "checkpoints" / "step-00000100")[:2] == (0, out)
     shard = cut_short(run, 200)
     (run / "checkpoints" / ".tmp-step-00000300-a1").mkdir()
     code, out, _ = said(capsys, "list", run)

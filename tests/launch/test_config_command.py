@@ -27,7 +27,7 @@ def test_a_file_is_written_with_its_account(theirs: Path, tmp_path: Path, capsys
     shown = capsys.readouterr()
     assert shown.err == ""
     for part in (
-        "read as nanotron's: ",
+        "read as a nanotron configuration: ",
         "not carried over: set by hand",
         "tokenizer.tokenizer_name_or_path",
         f"written: {out}; next: set data.train in it, then `meshwright stages {out}`",
@@ -35,7 +35,7 @@ def test_a_file_is_written_with_its_account(theirs: Path, tmp_path: Path, capsys
         assert part in shown.out
     text = out.read_text()
     assert load(out, ["--data.train=x"]).run.name == "mine" and text.startswith(
-        "# From theirs.yaml, read as nanotron's"
+        "# From theirs.yaml, read as a nanotron configuration"
     )
     assert "#   tokenizer.tokenizer_name_or_path" in text
     assert main(["mesh", str(out), "--data.train=x"]) == 0 and "pp 2 x dp 2 x tp 2 = 8 ranks" in capsys.readouterr().out
@@ -46,7 +46,7 @@ def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytes
     shown = capsys.readouterr()
     again = theirs.with_name("again.toml")
     again.write_text(shown.out)
-    assert load(again, ["--data.train=x"]).parallel.pp == 2 and "read as nanotron's" in shown.err
+    assert load(again, ["--data.train=x"]).parallel.pp == 2 and "read as a nanotron configuration" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,7 @@ def test_a_grouped_product_computes_the_loop(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"num_experts": 4}, ["top_k must be given"]),
         ({"num_experts": 4, "top_k": 5}, ["top_k=5", "num_experts=4"]),
+        ({"num_experts": 4, "top_k": 0, "capacity_factor": 1.25}, ["top_k=0 must be positive"]),
         ({"num_experts": 4, "top_k": 2, "num_expert": 3}, ["no option num_expert", "did you mean num_experts"]),
         ({"num_experts": 4, "top_k": 2, "router": "relu"}, ["router='relu'", "softmax, sigmoid"]),
         ({"num_experts": 4, "top_k": 2, "expert_ffn_size": 8}, ["expert_ffn_size=8", "ffn_size=24"]),

@@ -64,7 +64,7 @@ def test_a_v_is_recognised() -> None:
     ("name", "code", "words"),
     [
         ("loses_one", "MW-SCHEDULE-014", "missing: rank 0, position 3: 0B1 is nowhere in the row"),
-        ("waits_for_ever", "MW-SCHEDULE-014", "0RECV_B0 waits for ever: rank 1 is at position 1"),
+        ("waits_for_ever", "MW-SCHEDULE-014", "0RECV_B0 blocks forever: rank 1 is at position 1"),
         ("fails", "MW-SCHEDULE-017", "failed at .*test_own.py:.*: ValueError: only for even pp"),
         ("no_action", "MW-SCHEDULE-005", "returned as text, line 2, word 2: '0G0' is no action"),
         ("missing", "MW-CONFIG-010", "has no function missing"),

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models import gpt2
+
 
 def plain(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential:
     """Build the simplest model: numbered layers, activations as separate layers, no attributes."""
@@ -19,6 +21,13 @@ def plain(vocab_size: int = 17, width: int = 8, depth: int = 2) -> nn.Sequential
     for _ in range(depth):
         middle += [nn.Linear(width, width), nn.Tanh()]
     return nn.Sequential(nn.Embedding(vocab_size, width), *middle, nn.Linear(width, vocab_size))
+
+
+def declared(axis: str) -> nn.Sequential:
+    """Build a small GPT-2 that rules out an axis."""
+    model = gpt2.build(vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, max_sequence_length=32)
+    model.impossible = {axis: "a test"}  # type: ignore[assignment]
+    return model
 
 
 class Begin(nn.Module):

@@ -88,9 +88,7 @@ def test_only_those_are_waited_for_that_have_not_come() -> None:
 
 def test_a_sender_waits_for_who_takes_it() -> None:
     reason, ranks = verdict(beat(0, "0SEND_F3", 6.0, send(1)), beat(1, "1B0", 6.0), grid=Grid(2, 1, 1))
-    assert ranks == (1,) and reason.startswith(
-        "rank 0 (pp0 dp0 tp0) waits until F of micro-batch 3 is taken by rank 1 "
-    )
+    assert ranks == (1,) and reason.startswith("rank 0 (pp0 dp0 tp0) waits to send F of micro-batch 3 to rank 1 ")
 
 
 @pytest.mark.parametrize("heard", [True, False])
@@ -268,8 +266,7 @@ def test_actions_in_words(what: str, words: str) -> None:
 
 def test_a_line_tells_the_half_that_is_waited_for() -> None:
     assert (
-        describe_activity(beat(0, waits=send(1, "0SEND_F1+0RECV_B0")))
-        == "waits until F of micro-batch 1 is taken by rank 1"
+        describe_activity(beat(0, waits=send(1, "0SEND_F1+0RECV_B0"))) == "waits to send F of micro-batch 1 to rank 1"
     )
     assert (
         describe_activity(beat(0, waits=receive(1, "0SEND_F1+0RECV_B0")))

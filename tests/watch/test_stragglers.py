@@ -116,7 +116,7 @@ def test_two_that_are_late_in_turns_are_no_slow_sum() -> None:
 def test_a_stage_with_more_to_do_may_be_the_cut() -> None:
     two_stages = [told(0.2, pp_rank=0), told(0.2, pp_rank=0), told(0.5, pp_rank=1), told(0.49, pp_rank=1)]
     found = judge(two_stages, HOSTS, 1.0)
-    assert found.name == "the node h2" and found.why.endswith("the cut into stages (`meshwright stages`)")
+    assert found.name == "the node h2" and found.why.endswith("(`meshwright stages`), then this rank")
     found = judge([*two_stages[:3], told(0.21, pp_rank=1)], HOSTS, 1.0)
     assert found.name == "rank 2 on h2" and "cut" not in found.why
 

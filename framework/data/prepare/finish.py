@@ -22,6 +22,10 @@ from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
 
 _READ_BYTES = 1 << 22
+OF_A_CORPUS = {TOKENIZER_FILE, SKIPPED_FILE, fingerprints.FILE_NAME} | {
+    f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx", "mask")
+}
+"""Names of the files that a preparation writes, beside the tokenizer's further ones."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +153,20 @@ def _describe_files(files: Sequence[InputFile]) -> str:
     return " and ".join(f"{count:,} {name} file{'s' * (count > 1)}" for name, count in counts.items() if count)
 
 
-def complete(out: Path, request: Request, *, replace: bool) -> Fingerprint | None:
+def complete(
+    out: Path, request: Request, *, replace: bool, tokenizer_files: Collection[str] = ()
+) -> Fingerprint | None:
     """Return the fingerprint if ``out`` holds the requested corpus, intact; None if ``out`` may be written.
+
+    ``tokenizer_files``: names of the tokenizer's files.
 
     Raises DataError: it holds another corpus (unless ``replace``), or other files.
     """
-    known = fingerprints.read(out)
+    try:
+        known = fingerprints.read(out)
+    except DataError:  # of a damaged corpus: prepared again if the folder holds nothing else
+        list_own_files(out, {*OF_A_CORPUS, *tokenizer_files})
+        return None
     if not list_own_files(out, set() if known is None else {*known.files, fingerprints.FILE_NAME}):
         return None
     assert known is not None

@@ -96,7 +96,8 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
         seed=options.seed,
     )
     out = options.out.absolute()
-    done = complete(out, request, replace=options.replace)
+    names = [file.name for file in known.files]
+    done = complete(out, request, replace=options.replace, tokenizer_files=names)
     if done is not None:
         remove_leftovers(out)
         return Outcome(out, built=False, fingerprint=done)
@@ -242,7 +243,7 @@ def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, l
 def _notes(options: Options, made: Fingerprint, tokenizer: Path) -> list[str]:
     shares = {"validation": options.validation_share, "test": options.test_share}
     dropped = (
-        f"{options.tokenizer} has no token for unknown characters: those without a token of their own are left out"
+        f"{options.tokenizer} has no unknown token and no byte tokens: characters outside its vocabulary are left out"
     )
     return [dropped] * drops_characters(tokenizer) + [
         f"{name} got no document, with a share of {share:g} of {made.source.documents:,}: choose a larger share, or "

@@ -5,8 +5,8 @@
     pages.jsonl.gz         a document per line        a block: lines, decompressed by the parent
     pages.parquet          a document per row         a block: rows, decoded by the parent, row group by row group
 
-A line belongs to the block that contains its first byte, so that a file is split without being read. Memory holds one
-block, or one document if that is longer. :func:`blocks` resumes from the end of any block.
+A line belongs to the block that contains its first byte, so that a file is split without being read. Memory holds four
+blocks, or longer documents, for each worker. :func:`blocks` resumes from the end of any block.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def split(source: DocumentSource, validation_share: float) -> Splits:
         raise DataError(
             "MW-DATA-076",
             f"one document ({source.documents[0].name}) cannot be split by document into training and validation: give "
-            f"more files, or validation_share=0 for no validation corpus",
+            f"more files, or --validation-share 0 for no validation corpus",
         )
     by_key = sorted(source.documents, key=lambda document: (document.split_key(), document.name))
     num_validation = sum(document.split_key() < validation_share for document in by_key)

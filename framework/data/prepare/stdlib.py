@@ -140,8 +140,8 @@ def _matching(out: Path, request: fingerprints.SourceSummary, *, replace: bool) 
             return None
         raise DataError(
             "MW-DATA-082",
-            f"{out} holds {', '.join(names[:3])} without {fingerprints.FILE_NAME}, so it is not ours: "
-            f"name another folder, or allow to replace it (replace=True)",
+            f"{out} holds {', '.join(names[:3])} without {fingerprints.FILE_NAME}: meshwright did not write "
+            f"it; name another folder, or replace it (--replace)",
         )
     if fingerprints.damaged_files(out, known):
         return None
@@ -154,7 +154,7 @@ def _matching(out: Path, request: fingerprints.SourceSummary, *, replace: bool) 
         f"{out} holds another corpus: {known.source.description}, vocab_size={known.source.vocab_size}, "
         f"validation_share={known.source.validation_share}, {known.source.documents:,} documents; asked for: "
         f"{request.description}, vocab_size={request.vocab_size}, validation_share={request.validation_share}, "
-        f"{request.documents:,} documents. Name another folder, delete this one, or allow to replace it (replace=True)",
+        f"{request.documents:,} documents. Name another folder, delete this one, or replace it (--replace)",
     )
 
 

@@ -128,7 +128,7 @@ def _out_of_place(schedule: Schedule, rank: int, position: int, action: Action) 
         text = f"{action}: this micro-batch has its backward {other}: part of it would be done twice"
         return Problem(Fault.BACKWARD_TWICE, rank, position, action, text)
     else:
-        text = f"{action}: stage {stage} has nobody on another rank to exchange this with"
+        text = f"{action}: stage {stage} has no neighbour on another rank to exchange this with"
     return Problem(Fault.UNEXPECTED, rank, position, action, text)
 
 
@@ -224,7 +224,7 @@ def _uncrossed(schedule: Schedule) -> Iterator[Problem]:
         for comes, awaited in pairs:
             if comes != awaited:
                 text = (
-                    f"rank {destination} receives {awaited} at position {receives[awaited]}, but what comes next from "
+                    f"rank {destination} receives {awaited} at position {receives[awaited]}, but the next message from "
                     f"rank {source} is {comes.partner()}: messages between two ranks are matched in order"
                 )
                 yield Problem(Fault.CROSSED, destination, receives[awaited], awaited, text)
@@ -236,12 +236,12 @@ def _no_deadlock(schedule: Schedule, channel: Channel) -> Iterator[Problem]:
     waits = {stuck.rank: stuck for stuck in blocked}
     for stuck in blocked:
         peer = schedule.peer(stuck.action)
-        text = f"with {channel} sends {stuck.action} waits for ever: {_what_it_does(schedule, peer, waits.get(peer))}"
+        text = f"with {channel} sends {stuck.action} blocks forever: {_what_it_does(schedule, peer, waits.get(peer))}"
         yield Problem(Fault.DEADLOCK, stuck.rank, stuck.position, stuck.action, text)
 
 
 def _what_it_does(schedule: Schedule, peer: int, stuck: BlockedRank | None) -> str:
     if stuck is None:
-        return f"rank {peer} has come to its end"
+        return f"rank {peer} has finished its row"
     item = schedule.rows[peer][stuck.position]
     return f"rank {peer} is at position {stuck.position}, {format_item(item)}"

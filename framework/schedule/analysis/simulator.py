@@ -97,7 +97,7 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs], channel: Channe
     timeline, blocked = play(schedule, costs, channel)
     if blocked:
         where = ", ".join(f"rank {rank} at position {position} ({action})" for rank, position, action in blocked)
-        raise ScheduleError("MW-SCHEDULE-007", f"{schedule.name} hangs with {channel} sends: {where}. check() says why")
+        raise ScheduleError("MW-SCHEDULE-007", f"{schedule.name} hangs with {channel} sends: {where}. See check()")
     return timeline
 
 

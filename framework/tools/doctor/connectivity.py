@@ -60,7 +60,7 @@ def try_links(store: Any, rank: int, local_rank: int, world_size: int, limit_s: 
                 return _collect_results(store, rank, timeout)
         return _collect_results(store, rank, timeout)
     except RuntimeError as error:
-        raise CommunicationError("MW-DOCTOR-001", f"rank {rank}: the nodes were trying their links: {error}") from None
+        raise CommunicationError("MW-DOCTOR-001", f"rank {rank}: the test of node links failed: {error}") from None
 
 
 def _connect_to_others(store: Any, address: str, timeout: timedelta) -> None:

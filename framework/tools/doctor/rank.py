@@ -43,7 +43,7 @@ def nodes_of(findings: list[Finding]) -> list[str]:
 def unfit(findings: list[Finding]) -> UnfitMachineError:
     """Build the error that lists the findings and the nodes to leave out."""
     nodes = nodes_of(findings)
-    exclude = f"; better without (--exclude): {','.join(nodes)}" if nodes else ""
+    exclude = f"; exclude these nodes (--exclude): {','.join(nodes)}" if nodes else ""
     many = f"{len(findings)} thing{'s are' if len(findings) > 1 else ' is'} wrong"
     return UnfitMachineError("MW-DOCTOR-002", f"{many}: {'; '.join(finding.text for finding in findings)}{exclude}")
 

@@ -112,7 +112,7 @@ def count_text(source: AnySource, config: RunConfig, batches: int) -> TextSize |
             raise DataError(
                 "MW-INFERENCE-007",
                 f"{names} holds token id {int(counted.max()):,}, and {config.data.tokenizer} has "
-                f"{len(table):,}: it is not the tokenizer that made the corpus; prepare it again with it",
+                f"{len(table):,}: that tokenizer did not make the corpus; prepare the corpus again with it",
             )
         tokens += counted.size
         total += int(table[counted].sum())

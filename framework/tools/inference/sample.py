@@ -91,7 +91,7 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
     if config.data.builder is not None or config.data.task != "causal":
         what = f"samples of {config.data.builder}" if config.data.builder else f'data.task = "{config.data.task}"'
         raise ConfigError(
-            "MW-INFERENCE-013", f"the run was trained on {what}: only a model of the next token can continue a text"
+            "MW-INFERENCE-013", f"the run was trained on {what}: only next-token (causal) models can continue a text"
         )
     if config.data.tokenizer is None:
         raise ConfigError(

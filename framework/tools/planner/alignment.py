@@ -1,4 +1,4 @@
-"""Warnings about sizes that are no multiple of 8 on a rank, so that 16-bit products get no tensor cores.
+"""Warnings about sizes that are no multiple of 8 on a rank, where 16-bit products use tensor cores inefficiently.
 
     weights    local shape of each parameter on a tp rank       vocabulary, hidden size, feed-forward size
     attention  head dim of its kernel, or of unfused products   hidden size over heads
@@ -35,7 +35,7 @@ def alignment_warnings(cache: ModelCache, hardware: Hardware, config: RunConfig)
             found.setdefault((local, whole), name)
     lines = [_line(config, local, whole, name) for (local, whole), name in found.items()]
     return lines + [
-        f"head dim {dim}: attention of 16 bits without tensor cores; the next better is {_next(dim)}"
+        f"head dim {dim}: 16-bit attention uses tensor cores inefficiently; the next good size is {_next(dim)}"
         for dim in sorted(_head_dims(cache, config))
         if dim % MULTIPLE
     ]
@@ -56,7 +56,7 @@ def _line(config: RunConfig, local: int, whole: int, name: str) -> str:
     what = f"model.options.{keys[0]} = {whole:,}" if keys else f"{name} has a dim of {whole:,}"
     on_rank = f", {local:,} on each of {parts} tp ranks" if parts > 1 else ""
     better = -(-whole // (MULTIPLE * parts)) * MULTIPLE * parts
-    return f"{what}{on_rank}: products of 16 bits without tensor cores; the next better is {better:,}"
+    return f"{what}{on_rank}: 16-bit products use tensor cores inefficiently; the next good size is {better:,}"
 
 
 def _next(size: int) -> int:

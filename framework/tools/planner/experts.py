@@ -87,7 +87,7 @@ def refusal(config: RunConfig, counts: Iterable[int], ep: int, tp: int, sequence
     if any(number % ep for number in counts):
         return f"ep {ep} does not divide {' and '.join(map(str, sorted(counts)))} experts"
     if ranks % ep or ep % tp:
-        return f"ep {ep} does not divide dp x cp x tp {ranks}, or is no multiple of tp {tp}"
+        return f"ep {ep} must divide dp x cp x tp = {ranks} and be a multiple of tp {tp}"
     if config.optimizer.name == "adafactor":
         return f"ep {ep}: Adafactor steps whole experts"
     return f"ep {ep} with tp {tp} needs sequence parallelism" if tp > 1 and not sequence else ""

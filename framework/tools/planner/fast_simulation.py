@@ -57,6 +57,6 @@ def simulate_fast(schedule: Schedule, costs: Sequence[Costs]) -> Timeline:
         clocks[rank] = clock
     if waiting:
         raise ScheduleError(
-            "MW-SCHEDULE-008", f"{schedule.name} hangs: nobody computes what {len(waiting)} ranks wait for; see check()"
+            "MW-SCHEDULE-008", f"{schedule.name} hangs: ranks wait for each other ({len(waiting)}); see check()"
         )
     return Timeline(schedule.name, tuple(span for row in spans for span in row))

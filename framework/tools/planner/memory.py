@@ -68,7 +68,7 @@ class _Sends:
     """Sends of a rank in flight, in the order in which they were posted."""
 
     limit: int
-    """Most sends that the executor keeps in flight. On CUDA the host, far ahead, frees none of them earlier."""
+    """Most sends that the executor keeps in flight. On CUDA the host runs far ahead, and frees none earlier."""
     queue: deque[tuple[int, Action]] = field(default_factory=deque)
     forwards: set[Action] = field(default_factory=set)
     released: set[Action] = field(default_factory=set)

@@ -128,7 +128,7 @@ class _Search:
             tried.add((degrees, size))
             smaller = (degrees, size // 2)
             if smaller in tried and smaller not in fits:
-                reason = "already with half the samples per micro-batch"
+                reason = "already with fewer samples per micro-batch"
                 self.too_large[reason] += [(UNKNOWN_BYTES, each) for each in alike]
             elif self._estimate(alike):
                 fits.add((degrees, size))

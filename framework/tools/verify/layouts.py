@@ -226,7 +226,7 @@ def is_possible(layout: Layout, traits: Traits, global_batch: int, sequence_leng
             or (traits.is_sequence and layout.tp > 1 and sequence_length % (layout.cp * layout.tp) == 0)
         )
         and (layout.tp == 1 or traits.is_sharded)
-        and (layout.cp == 1 or (traits.is_sequence and traits.has_core and sequence_length % layout.cp == 0))
+        and (layout.cp == 1 or (traits.has_rows and traits.has_core and sequence_length % layout.cp == 0))
         and (layout.cp == 1 or layout.order != BY_DOCUMENTS or traits.has_documents)
         and (layout.recompute != "selective" or traits.has_selective)
         and not (layout.offload and traits.needs_full_weights)

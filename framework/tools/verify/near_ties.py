@@ -28,8 +28,8 @@ class NearestTie(NamedTuple):
             return ""
         text = f"nearest tie of a router: {self.gap:.1e} between the last chosen score and the next, in {self.router}"
         if self.gap >= ROUNDING[dtype]:
-            return f"{text}, further than {dtype} rounds"
-        return f"{text}: layouts may choose other experts by rounding, and then differ; try another run.seed"
+            return f"{text}, which is larger than {dtype} rounding"
+        return f"{text}: a layout may choose other experts by rounding alone, and then differ; try another run.seed"
 
 
 class TieWatch:

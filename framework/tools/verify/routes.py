@@ -69,7 +69,7 @@ class Routes:
         key, first = found[0]
         total, (sample, position) = sum(other.num_tokens for _, other in found), first.first
         return (
-            f"{total} choices of experts are not the plain run's, first in step {int(key.partition('-')[2])}: "
+            f"{total} tokens have other experts than in the plain run, first in step {int(key.partition('-')[2])}: "
             f"{first.num_tokens} of {first.num_all} tokens in {first.router}, the first of them position {position} of "
             f"sample {sample} of the batch"
         )

@@ -29,7 +29,7 @@ class Traits(NamedTuple):
     is_sharded: bool
     """True if the model has a sharding plan, so tp is possible."""
     is_sequence: bool
-    """True if each sample has a row of labels, so sequence parallelism is possible."""
+    """True if each sample has a row of labels, and the model rules out neither tp nor sequence parallelism."""
     couples_samples: bool
     """True if samples of a micro-batch depend on each other; the micro-batch size is then part of the model."""
     has_running: bool
@@ -47,7 +47,9 @@ class Traits(NamedTuple):
     vocab_sizes: tuple[int, ...] = ()
     """Row counts of the weights that are sharded as a vocabulary; tp pads them."""
     has_core: bool = False
-    """True if the sharding plan names an attention core, so that context parallelism is possible."""
+    """True if the plan names an attention core and the rest of the model allows context parallelism."""
+    has_rows: bool = False
+    """True if each sample has a row of labels, which context parallelism needs."""
     has_documents: bool = False
     """True if the samples have document starts, so that their tokens can be dealt by documents."""
     needs_full_weights: bool = False
@@ -78,9 +80,10 @@ class Traits(NamedTuple):
             and not self.has_running | self.has_statistics
         ):
             reasons.append("sequence parallelism: a sample has one label, not a sequence of them")
-        if self.is_sharded and self.is_sequence and not self.has_core and not self.has_running:
-            reasons.append(f'context parallelism: the sharding_plan names no attention core (kind "{CORE}")')
-        elif self.is_sequence and self.has_core and not self.has_documents and not self.has_running:
+        is_cp_declared = any(reason.startswith("cp: ") for reason in self.impossible)
+        if self.is_sharded and self.has_rows and not self.has_core | self.has_running | is_cp_declared:
+            reasons.append(f'context parallelism: no attention core ("{CORE}") in the plan, or multi-token prediction')
+        elif self.has_rows and self.has_core and not self.has_documents and not self.has_running:
             reasons.append("cp in the order by documents: the samples have no document starts")
         if self.needs_full_weights:
             reasons.append("offload: the optimizer steps whole parameters, on the device")
@@ -147,7 +150,8 @@ def traits_of(config: RunConfig) -> Traits:
         has_selective=bool(model.selective_recompute),
         vocab_sizes=vocab_sizes(model),
         has_documents=isinstance(shapes.inputs, dict) and STARTS in shapes.inputs,
-        has_core=CORE in map(str, model.plan.values()) and not model.loss_heads,
+        has_core=CORE in map(str, model.plan.values()) and not model.loss_heads and "cp" not in model.impossible,
+        has_rows=shapes.labels.dim() > 1,
         needs_full_weights=config.optimizer.needs_full_weights,
         eps=_eps(config, model),
     )

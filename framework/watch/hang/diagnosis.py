@@ -94,7 +94,7 @@ def lines(
     order = sorted(table)
     if most is not None and len(order) > most:
         order = sorted([*first, *(rank for rank in order if rank not in first)][: most - 1])
-    rows = [("rank", "at", "step", "for", "does")]
+    rows = [("rank", "at", "step", "for", "activity")]
     for rank in order:
         beat, quiet_s = table[rank]
         if beat is None:

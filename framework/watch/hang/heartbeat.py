@@ -150,7 +150,7 @@ def exchange(waits: PendingWait) -> str:
     """Describe a point-to-point wait: ``to receive F of micro-batch 3 from``; the rank follows."""
     words = [word for word in waits.operation.split("+") if ("SEND" in word) == (waits.how == "send")]
     if waits.how == "send":
-        return f"until {_things(words)} is taken by"
+        return f"to send {_things(words)} to"
     return f"to receive {_things(words)} from"
 
 

@@ -337,6 +337,12 @@ def test_again_does_nothing_and_damage_is_built_again(tokenizer: Path, tmp_path:
     before = contents(out)
     (out / "train.bin").write_bytes(b"spoiled")
     assert made(out, tokenizer, file).built and contents(out) == before
+    (out / "fingerprint.json").write_bytes(before["fingerprint.json"][:40])
+    (out / "notes").touch()
+    with pytest.raises(DataError, check=has_code("MW-DATA-042")):
+        made(out, tokenizer, file)
+    (out / "notes").unlink()
+    assert made(out, tokenizer, file).built and contents(out) == before
 
 
 def test_changed_sources_are_refused_with_what_changed(tokenizer: Path, tmp_path: Path) -> None:

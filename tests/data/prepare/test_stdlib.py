@@ -154,7 +154,9 @@ def test_other_files_are_never_touched(texts: Path, tmp_path: Path) -> None:
         prepare_files([texts], tmp_path / "thesis.txt", VOCAB)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "train.bin").write_bytes(b"theirs")
-    with pytest.raises(DataError, match=r"without fingerprint\.json, so it is not ours", check=has_code("MW-DATA-082")):
+    with pytest.raises(
+        DataError, match=r"without fingerprint\.json: meshwright did not", check=has_code("MW-DATA-082")
+    ):
         prepare_files([texts], tmp_path / "theirs", VOCAB)
     assert (tmp_path / "thesis.txt").read_text() == "the only copy"
     assert contents(tmp_path / "theirs") == {"train.bin": b"theirs"}
@@ -225,7 +227,7 @@ def test_tokenizer_file_missing_or_wrong(tmp_path: Path) -> None:
         tokenizer.load(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": "none"}))
     with pytest.raises(
-        DataError, match=r"tokenizer\.json is no Hugging Face tokenizer\.json", check=has_code("MW-DATA-097")
+        DataError, match=r"tokenizer\.json is not a tokenizer\.json of Hugging Face", check=has_code("MW-DATA-097")
     ):
         tokenizer.load(tmp_path / "tokenizer.json")
 

@@ -15,7 +15,7 @@ from meshwright.tools.planner.kernels import ExecutionOptions
 from meshwright.tools.planner.model_cache import ModelCache
 from tests.tools.planner.small import config, hardware
 
-WITHOUT = "products of 16 bits without tensor cores; the next better is"
+WITHOUT = "16-bit products use tensor cores inefficiently; the next good size is"
 
 
 def warned(of: RunConfig, tp: int = 1, **device: Any) -> list[str]:
@@ -37,7 +37,7 @@ def test_sizes_that_are_multiples_of_8_are_silent() -> None:
         (
             {"hidden_size": 48, "num_heads": 4},
             1,
-            "head dim 12: attention of 16 bits without tensor cores; the next better is 16",
+            "head dim 12: 16-bit attention uses tensor cores inefficiently; the next good size is 16",
         ),
     ],
 )

@@ -197,7 +197,7 @@ def test_a_search_tries_what_the_rules_allow() -> None:
     [
         (mixture(), 3, "ep 3 does not divide 4 experts"),
         (cache(), 2, "ep 2: the model has no experts"),
-        (mixture(), 2, "ep 2 does not divide dp x cp x tp 4, or is no multiple of tp 4"),
+        (mixture(), 2, "ep 2 must divide dp x cp x tp = 4 and be a multiple of tp 4"),
     ],
 )
 def test_a_pinned_degree_that_breaks_a_rule_is_named(bench: ModelCache, ep: int, reason: str) -> None:

@@ -41,6 +41,7 @@ READS = {
 """They build the model of a run or checkpoint."""
 CONFIGS = {
     "train": ["train", "{run}/config.toml"],
+    "data show": ["data", "show", "{run}/config.toml"],
     "verify": ["verify", "{run}/config.toml", "--layouts", "dp1"],
     "stages": ["stages", "{run}/config.toml"],
     "dryrun": ["dryrun", "{run}/config.toml"],
@@ -66,7 +67,7 @@ NOT_IMPORTING = {
     "config import": ["config", "import", "{run}/config.toml", "--from=torchtitan"],
 }
 """They need no model."""
-NO_RUN = {"calibrate", "init", "completion", "data prepare", "data verify", "data show", "data stdlib", "data files"}
+NO_RUN = {"calibrate", "init", "completion", "data prepare", "data verify", "data stdlib", "data files"}
 """They read none of these."""
 
 

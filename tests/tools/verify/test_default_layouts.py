@@ -169,6 +169,18 @@ def test_samples_without_documents_say_so() -> None:
     assert not any("cp documents" in pair for pair in wanted_pairs(traits))
 
 
+@pytest.mark.parametrize("axis", ["tp", "sequence", "cp"])
+def test_a_declared_axis_leaves_the_others(axis: str) -> None:
+    """A model that rules out tp or sequence parallelism is still compared over context-parallel ranks."""
+    config = CONFIGS["demo"]().replace(model={"builder": "tests.support.builders:declared", "options": {"axis": axis}})
+    traits = traits_of(config)
+    chosen = default_layouts(config, traits, GLOBAL_BATCH).layouts
+    assert any(layout.cp > 1 for layout in chosen) == (axis != "cp")
+    assert any(layout.tp > 1 for layout in chosen) == (axis != "tp")
+    assert any(layout.sequence for layout in chosen) == (axis == "cp")
+    assert [reason for reason in traits.left_out() if "cp" not in reason or axis == "cp"] == [f"{axis}: a test"]
+
+
 def test_the_page_lists_every_word_of_a_layout() -> None:
     page = (ROOT / "docs/verify.md").read_text()
     table = page.partition("## Words of --layouts")[2].partition("\n## ")[0]

@@ -146,7 +146,7 @@ def test_layouts_with_offload_are_left_out_and_refused() -> None:
         ({"momentum": 0.8}, "MW-CONFIG-073", "set optimizer.muon_momentum = 0.8"),
         ({"name": "adamw", "ns_steps": 3}, "MW-CONFIG-068", 'choose optimizer.name = "muon"'),
         ({"ns_steps": 0}, "MW-CONFIG-020", "at least 1"),
-        ({"builder": "torch.optim:RAdam"}, "MW-CONFIG-060", "without effect with optimizer.builder"),
+        ({"builder": "torch.optim:RAdam"}, "MW-CONFIG-060", "no effect with optimizer.builder"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], code: str, said: str) -> None:

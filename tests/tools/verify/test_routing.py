@@ -83,7 +83,7 @@ def test_replay_takes_the_plain_runs_choices_and_leaves_other_numbers(text: str,
     alone = proof("capacity", "choice", None).compare_layout(layout, pool, is_repeated=False)
     assert any("loss of step 1" in problem for problem in alone.problems), alone.failure
     recorded = proof("capacity", "choice", "record").compare_layout(layout, pool, is_repeated=False)
-    (said,) = [problem for problem in recorded.problems if "choices of experts are not the plain run's" in problem]
+    (said,) = [problem for problem in recorded.problems if "tokens have other experts than in the plain run" in problem]
     assert "first in step 1: " in said and "in block0.mlp.router, the first of them position 0 of sample 0" in said
     replayed = proof("capacity", "choice", "replay").compare_layout(layout, pool, is_repeated=False)
     assert replayed.passed, (replayed.problems, replayed.failure)

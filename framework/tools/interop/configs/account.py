@@ -20,7 +20,7 @@ def format_report(imported: ImportedConfig) -> str:
     dropped = [key for key in imported.dropped if key.reason is not DropReason.NEEDLESS]
     name = NAMES[imported.framework]
     kept = imported.num_keys - len(dropped)
-    lines = [f"read as {name}'s: {imported.num_keys} keys, {kept} of them carried over or not needed"]
+    lines = [f"read as a {name} configuration: {imported.num_keys} keys, {kept} of them carried over or not needed"]
     if imported.open:
         lines += ["", f'to be set before training: "{OPEN_VALUE}" in the file', *_wrapped(_mark_lines(imported.open))]
     if imported.guessed:

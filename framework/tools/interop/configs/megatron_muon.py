@@ -44,5 +44,5 @@ def muon(translation: Translation) -> None:
     if coefficients != "simple":
         translation.decide(f"Newton-Schulz has Jordan's coefficients here, and the sets of {coefficients!r} there")
     if translation.boolean("swiglu") and not translation.boolean("muon-split-fc1"):
-        translation.decide("gate and up are a matrix each here, and one there")
+        translation.decide("gate and up are two matrices here, and one in Megatron-LM")
     translation.skip("muon-fp32-matmul-prec", "muon-split-*")

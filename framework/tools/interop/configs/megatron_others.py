@@ -70,7 +70,7 @@ def refuse_others(translation: Translation) -> None:
     is_other = GPT_PROGRAM.fullmatch(name) is None or OTHER_PROGRAM.search(name) is not None
     if name and is_other and not is_variable(name):
         raise translation.unsupported_model(
-            PROGRAM, f"the architecture of {name}, whose code may add to the flags; only that of pretrain_gpt.py,"
+            PROGRAM, f"the architecture of {name} (only pretrain_gpt.py is read), whose code may override the flags"
         )
     provider = translation.text("model-provider")
     if provider not in (None, "gpt"):

@@ -116,9 +116,7 @@ def _initial(translation: Translation) -> None:
     if scaling == "NONE":
         translation.put("model.options.residual_init", "none")
     elif scaling != "NUM_LAYERS":
-        translation.refuse(
-            f"{method}.scaling_method", "the last layers of branches are scaled by the number of layers here"
-        )
+        translation.refuse(f"{method}.scaling_method", "nanotron itself has NUM_LAYERS and NONE only")
 
 
 def _model(translation: Translation) -> None:

@@ -81,6 +81,7 @@ SPECTRAL_MUP = (
     "rate by out / in. muP here (model.options.mup_base_size) is relative to a base width, with init_std and one "
     "factor for all matrices of the blocks, so the same learning rate would train another model"
 )
+DEPTH_INIT = "as torchtitan's depth_init; it draws embedding (std 1), head (1 / sqrt(dim)) and up projection otherwise"
 HALVES = "halves are rotated, not neighbours: it only matters for imported weights"
 
 

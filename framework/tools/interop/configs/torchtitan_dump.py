@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.tools.interop.configs.source_keys import TOKENIZER, DropReason, SourceKey
+from meshwright.tools.interop.configs.source_keys import DEPTH_INIT, TOKENIZER, DropReason, SourceKey
 from meshwright.tools.interop.configs.translation import Translation
 
 SPEC = "model_spec"
@@ -129,6 +129,7 @@ def dumped_model(translation: Translation) -> int:
         translation.put("model.options.head_dim", size)
     translation.put("model.options.ffn_size", _table(mlp, "w1").get("out_features"))
     translation.put("model.options.norm_eps", norm.get("eps", 1e-5))
+    translation.put("model.options.residual_init", "layer_index", DEPTH_INIT)
     translation.put("model.options.rope_theta", rope.get("theta"))
     if rope.get("scaling") == "llama":
         names = ("factor", "low_freq_factor", "high_freq_factor")

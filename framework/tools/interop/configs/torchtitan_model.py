@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.tools.interop.configs.source_keys import TOKENIZER, DropReason
+from meshwright.tools.interop.configs.source_keys import DEPTH_INIT, TOKENIZER, DropReason
 from meshwright.tools.interop.configs.translation import Translation
 
 
@@ -72,6 +72,7 @@ def model(translation: Translation) -> int:
     for option, value in size._asdict().items():
         translation.put(f"model.options.{option}", value)
     translation.put("model.options.norm_eps", 1e-6 if name == "qwen3" else 1e-5)
+    translation.put("model.options.residual_init", "layer_index", DEPTH_INIT)
     if name == "qwen3":
         translation.put("model.options.head_dim", 128)
         translation.put("model.options.qk_norm", True)

@@ -97,8 +97,8 @@ class SafetensorsDirectory:
             is_stored_twice = first in self.tensors and other in self.tensors
             if is_stored_twice and not torch.equal(self.read(first), self.read(other)):
                 problems.append(
-                    f"{self.tensors[other].file}: tensor {other} is not equal to {first}, and {CONFIG} says that they "
-                    f"are tied: set tie_word_embeddings to false where the head is one of its own, or take {other} out"
+                    f"{self.tensors[other].file}: tensor {other} differs from {first}, but {CONFIG} ties "
+                    f"them: set tie_word_embeddings to false if the model has a head of its own, or remove {other}"
                 )
         second_names = {other for _, other in pairs}
         for name, stored in self.tensors.items():

@@ -170,7 +170,7 @@ def _check_names(checkpoint: WeightReader, rules: Sequence[TensorMapping], place
     expected, saved = {rule.ours for rule in rules}, checkpoint.parameters(TensorKind.WEIGHTS)
     present = {name for name in saved if not any(fnmatchcase(name, pattern) for pattern in left_out)}
     problems = [f"it has no weights of {name}" for name in sorted(expected - present)]
-    problems += [f"its weights of {name} have no place there" for name in sorted(present - expected)]
+    problems += [f"that model has no parameter {name}" for name in sorted(present - expected)]
     if problems:
         raise CheckpointError(
             "MW-INTEROP-088",

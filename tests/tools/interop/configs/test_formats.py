@@ -38,6 +38,7 @@ def test_the_json_of_torchtitan(tmp_path: Path) -> None:
         "num_heads": 4,
         "num_kv_heads": 2,
         "ffn_size": 192,
+        "residual_init": "layer_index",
         "norm_eps": 1e-5,
         "rope_theta": 500000,
         "rope_scaling_factor": 8.0,

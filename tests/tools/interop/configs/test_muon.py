@@ -54,7 +54,7 @@ def test_the_scale_is_theirs(tmp_path: Path, mode: str, factor: float) -> None:
 def test_what_differs_and_no_key_says_is_in_the_report(tmp_path: Path) -> None:
     decided = " ".join(bridge(tmp_path / "run_config.yaml", FIELDS).decided)
     assert "Jordan's coefficients here, and the sets of 'quintic' there" in decided
-    assert "gate and up are a matrix each here" in decided
+    assert "gate and up are two matrices here" in decided
     split = bridge(tmp_path / "run_config.yaml", FIELDS + "  muon_split_fc1: true\n  muon_coefficient_type: simple\n")
     assert not any("matrix each" in line or "Jordan" in line for line in split.decided)
 

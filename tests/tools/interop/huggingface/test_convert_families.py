@@ -306,3 +306,20 @@ def test_modules_of_multi_token_prediction_are_not_made_up(written: Write, tmp_p
     ) as caught:
         import_model(path, tmp_path / "run", ["--model.options.mtp_layers=1"])
     assert caught.value.code == "MW-INTEROP-097" and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "sets", "words"),
+    [
+        ("llama 3", ("moe.num_experts=4", "moe.top_k=2"), r"model\.options\.moe = \{'num_experts': 4"),
+        ("mixtral", ("moe=none",), r"model\.options\.moe = None"),
+        ("mixtral", ("moe.shared_ffn_size=8", "moe.shared_gate=true"), r"first block0\.mlp\.shared_gate"),
+    ],
+)
+def test_options_of_another_architecture_are_refused(
+    name: str, sets: tuple[str, ...], words: str, written: Write, tmp_path: Path
+) -> None:
+    """Experts for a dense model, none for a mixture, a gate that no file has."""
+    path, _ = written(name)
+    with pytest.raises(ModelError, match=words, check=has_code("MW-INTEROP-141")):
+        import_model(path, tmp_path / "run", [f"--model.options.{each}" for each in sets])

@@ -125,5 +125,5 @@ def test_a_model_that_began_here_is_of_the_family_that_can_hold_it(options: dict
         return
     family = family_of_model(config)
     assert family.model_type == said
-    with pytest.raises(UserError, match="its tensors have no names in transformers", check=has_code("MW-INTEROP-032")):
+    with pytest.raises(UserError, match="transformers has no names for its tensors", check=has_code("MW-INTEROP-032")):
         family_of_model(config.model_copy(update={"model": config.model.model_copy(update={"builder": "my.own:net"})}))

@@ -144,7 +144,7 @@ def test_frequencies_that_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "layout", "message"),
     [
-        ("granite_swa", "tp2", "'local_params', which is not known here; this rules out parallel.tp = 2"),
+        ("granite_swa", "tp2", "'local_params', which is not supported; this rules out parallel.tp = 2"),
         ("gemma", "tp2,sequence", "its token embedding is no plain nn.Embedding"),
         ("llama", "tp8", "units (heads or groups of heads) that must stay whole, and parallel.tp = 8"),
         (
@@ -210,7 +210,7 @@ def test_a_tied_head_that_is_another_matrix(tmp_path: Path) -> None:
     save_file(tensors | {"lm_head.weight": head}, file)
     build_model(f"hf:{path}", {}, 1)
     save_file(tensors | {"lm_head.weight": head + 1}, file)
-    assert f"{file}: tensor lm_head.weight is not equal to model.embed_tokens.weight" in said(path)
+    assert f"{file}: tensor lm_head.weight differs from model.embed_tokens.weight" in said(path)
 
 
 @pytest.mark.parametrize(

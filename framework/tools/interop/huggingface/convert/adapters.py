@@ -101,7 +101,7 @@ def import_fused(source: Path, out: Path, base: Path, overrides: Sequence[str] =
         plan = plan_export(saved, checkpoint.path)
         has_factors = any(factor != 1 for rule in plan.rules for factor in rule.factors)
         if has_factors or any(map(is_adapter, names)):
-            why = "is scaled where it is exported (muP)" if has_factors else "has adapters already"
+            why = "has muP multipliers, which an export folds in" if has_factors else "has adapters already"
             raise ModelError("MW-INTEROP-111", f"{checkpoint.path} {why}: --base takes a plain model")
         layers = build_model(saved.model.builder, saved.model.options, saved.run.seed).layers
         fused = dict(_fused(_pairs(source, settings), plan.rules, layers, source))
@@ -171,7 +171,7 @@ def _pairs(source: Path, settings: AdapterSettings) -> Pairs:
     """
     found = open_source(source, single=TENSORS)
     if found is None:
-        raise ModelError("MW-INTEROP-112", f"{source / TENSORS} is missing: the adapters themselves")
+        raise ModelError("MW-INTEROP-112", f"{source / TENSORS} is missing: it holds the adapters' weights")
     factors: dict[str, dict[str, Tensor]] = {}
     for name in sorted(found.tensors):
         if found.tensors[name].dtype not in DTYPES:

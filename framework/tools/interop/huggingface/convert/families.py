@@ -30,7 +30,7 @@ def family_of_type(model_type: Any, place: str) -> Family:
             return family
     known = ", ".join(family.model_type for family in FAMILIES)
     problem = f'model_type "{model_type}" is not supported' if model_type else "model_type is missing"
-    raise ModelError("MW-INTEROP-031", f"{place}: {problem}: {known} are")
+    raise ModelError("MW-INTEROP-031", f"{place}: {problem}; supported: {known}")
 
 
 def with_defaults(builder: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
         known = ", ".join(dict.fromkeys(family.builder for family in FAMILIES))
         raise ModelError(
             "MW-INTEROP-032",
-            f"model.builder = {builder}: its tensors have no names in transformers; only those of {known} have. "
+            f"model.builder = {builder}: transformers has no names for its tensors, only for those of {known}. "
             f"The checkpoint itself is plain safetensors, see docs/checkpoints.md",
         )
     options = with_defaults(builder, config.model.options)

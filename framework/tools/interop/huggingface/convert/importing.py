@@ -36,6 +36,7 @@ from meshwright.tools.interop.huggingface.convert.weights import (
     dtype_notes,
     has_own_head,
     open_weights,
+    other_architecture,
     rename_tied_weights,
     with_prefix,
 )
@@ -100,16 +101,10 @@ def import_model(
         source = rename_tied_weights(source, family.rules(with_defaults(family.builder, options | {"tied": False})))
         options["tied"] = not has_own_head(source)
     config = _config(family, options, source, out, overrides)
-    if config.model.options.get("mtp_layers"):
-        raise ModelError(
-            "MW-INTEROP-097",
-            f"model.options.mtp_layers = {config.model.options['mtp_layers']}: {source_path} has no weights for "
-            f"modules of multi-token prediction, and an import draws none: leave it out",
-        )
-    refuse_multipliers(with_defaults(family.builder, config.model.options))
+    final = _checked_options(config.model.options, options, family, source_path)
     notes = [*settings.notes, *_vocabulary(source_path, config)]
     shapes, buffers = _shapes(config)
-    rules = family.rules(with_defaults(family.builder, config.model.options))
+    rules = family.rules(final)
     shapes |= {rule.ours: buffers[rule.ours] for rule in rules if rule.ours in buffers}
     source = rename_tied_weights(source, rules)
     check_tensors(source, family._replace(left_out=(*family.left_out, *settings.left_out)), rules, shapes)
@@ -123,6 +118,27 @@ def import_model(
         write_snapshot(temporary, resolved)
         (temporary / "config.toml").write_text(_header_comment(source_path, family, config) + to_toml(config))
     return ImportResult(final_directory(out, 0), manifest, resolved, family, notes, copied)
+
+
+def _checked_options(
+    given: Mapping[str, Any], read: Mapping[str, Any], family: Family, source_path: Path
+) -> dict[str, Any]:
+    """Return the options of the model, defaults included; refuse parts that the files have no weights for.
+
+    ``given``: with the overrides; ``read``: from the files.
+    """
+    if given.get("mtp_layers"):
+        raise ModelError(
+            "MW-INTEROP-097",
+            f"model.options.mtp_layers = {given['mtp_layers']}: {source_path} has no weights for modules of "
+            f"multi-token prediction, and an import draws none: leave it out",
+        )
+    options = with_defaults(family.builder, given)
+    for table in ("moe", "mla"):
+        if (options.get(table) is None) != (read.get(table) is None):
+            raise other_architecture(family, f"model.options.{table} = {options[table]}")
+    refuse_multipliers(options)
+    return options
 
 
 def _config(

@@ -51,7 +51,7 @@ def fold_multipliers(rules: Sequence[TensorMapping], options: Options) -> tuple[
 
     return [rule._replace(factors=factors_of(rule.ours)) for rule in rules], [
         f"muP's multipliers are in the weights: embeddings x {found.embeddings:g}, q x {found.query:g}, last norm x "
-        f"{found.last_norm:g}; trained further elsewhere, the model has other learning rates than here"
+        f"{found.last_norm:g}; muP's learning-rate factors are not exported: set them again to train elsewhere"
     ]
 
 

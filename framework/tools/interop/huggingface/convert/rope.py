@@ -51,7 +51,7 @@ def read_rope(settings: Settings, default_theta: float) -> dict[str, Any]:
         )
     for name, value in rope.items():
         if isinstance(value, dict):
-            inner.problems.append(f"{name}: separate positions for a kind of layers are not supported")
+            inner.problems.append(f"{name}: rotary settings per layer type are not supported")
     settings.problems += [f"{section}: {problem}" for problem in inner.problems]
     for name in rope.keys() - inner.read_fields - {"type"} if kind == "llama3" or kind == "default" else ():
         settings.notes.append(f"{settings.place}: {section}.{name} = {json.dumps(rope[name])} is not known here")

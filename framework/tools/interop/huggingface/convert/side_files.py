@@ -70,7 +70,7 @@ def check_vocabulary(path: Path, vocab_size: int, origin: str) -> list[str]:
         )
     if last + 1 == vocab_size:
         return []
-    return [f"{path.name} has {last + 1:,} tokens, the model has {vocab_size:,} rows: the last are not used"]
+    return [f"{path.name} has {last + 1:,} tokens, the model has {vocab_size:,} rows: the remaining rows are unused"]
 
 
 def check(source: Path) -> None:

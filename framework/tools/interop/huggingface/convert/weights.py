@@ -60,6 +60,14 @@ def has_own_head(source: SafetensorsDirectory) -> bool:
     return head.shape != shared.shape or not torch.equal(source.read("lm_head.weight"), source.read("shared.weight"))
 
 
+def other_architecture(family: Family, what: str) -> ModelError:
+    """Build the error for options of which the files have no weights."""
+    return ModelError(
+        "MW-INTEROP-141",
+        f"{what}: the weights are those of {family.architecture}; leave out the options that change the architecture",
+    )
+
+
 def check_tensors(
     source: SafetensorsDirectory, family: Family, rules: Sequence[TensorMapping], shapes: Mapping[str, Shape]
 ) -> None:
@@ -68,7 +76,9 @@ def check_tensors(
     Raises:
         ModelError: the problems, a line each with file and tensor; at most 20.
     """
-    assert {rule.ours for rule in rules} == shapes.keys(), sorted({rule.ours for rule in rules} ^ shapes.keys())
+    differing = sorted({rule.ours for rule in rules} ^ shapes.keys())
+    if differing:
+        raise other_architecture(family, f"model.options make other parameters, first {differing[0]}")
     source.check(
         {name: shape for rule in rules for name, shape in rule.shapes(shapes[rule.ours]).items()},
         {rule.theirs[0]: rule.same_as for rule in rules if rule.same_as},

@@ -47,7 +47,7 @@ def import_adapter(source: Path, out: Path, overrides: Sequence[str] = ()) -> Im
     settings = settings_of(fields, source)
     found = open_source(source, single=TENSORS)
     if found is None:
-        raise ModelError("MW-INTEROP-102", f"{source / TENSORS} is missing: the adapters themselves")
+        raise ModelError("MW-INTEROP-102", f"{source / TENSORS} is missing: it holds the adapters' weights")
     tree = _tree(fields, settings, source, out, overrides)
     base = load_saved(tree, overrides, f"the run {out}")
     check_own_directory(base, out)

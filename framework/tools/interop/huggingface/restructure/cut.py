@@ -161,8 +161,8 @@ def _order(frame: ModelSkeleton, planned: Mapping[str, nn.Module], place: str) -
     except Exception as error:
         raise ModelError(
             "MW-INTEROP-075",
-            f"{place}: the computations of {frame.description.split()[0]} between its planned modules need more of "
-            f"these modules than a call: {type(error).__name__}: {error}",
+            f"{place}: the computations of {frame.description.split()[0]} between its planned modules use "
+            f"them in other ways than by calling them: {type(error).__name__}: {error}",
         ) from error
     _check_calls(order, planned, place)
     return order

@@ -46,7 +46,7 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
         _copy_side_files(source, directory, config)
         return []
 
-    return ExportPlan(builder, rules, f"{source / CONFIG} by now", write_files)
+    return ExportPlan(builder, rules, f"the current {source / CONFIG}", write_files)
 
 
 export = partial(export_with, plan_export)

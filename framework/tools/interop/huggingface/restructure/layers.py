@@ -94,8 +94,8 @@ def build(
             {parameters[first]: [parameters[name] for name in others] for first, *others in tied},
             lambda name: name.endswith(".inv_freq") or _is_left_out(name, config, overrides),
             type(model).__name__,
-            f"leave model.options as they are in {CONFIG}, load and save_pretrained the model with transformers, or "
-            f"{FRESH_WEIGHTS}",
+            f"leave model.options as they are in {CONFIG}; or save it with transformers, save_pretrained(..., "
+            f"save_original_format=False); or {FRESH_WEIGHTS}",
             EXACT_IN_FLOAT32,
         )
     own_names = {

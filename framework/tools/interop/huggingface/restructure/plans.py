@@ -78,7 +78,7 @@ def kinds_of(theirs: Mapping[str, str], names: Mapping[str, str]) -> tuple[dict[
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+") + "$")
         found = [name for name in names if expression.match(name)]
         if found and style not in KINDS:
-            problems.append(f"its plan shards {pattern} as {style!r}, which is not known here{_expert_hint(style)}")
+            problems.append(f"its plan shards {pattern} as {style!r}, which is not supported{_expert_hint(style)}")
         for name in found if style in KINDS else ():
             kinds[names[name]] = KINDS[style]
     return kinds, problems
