@@ -187,7 +187,7 @@ class Parallel(Section):
     all ranks the same. contiguous: one chunk. documents: blocks, dealt so that each rank sees about as many keys."""
     cp_exchange: Literal["keys", "heads"] = "keys"
     """Communication of attention under cp. keys: all-gather keys and values. heads (Ulysses): all-to-all, after which a
-    rank has all tokens of 1/cp of its heads; cp x tp must divide the number of heads."""
+    rank has all tokens of 1/cp of its heads; cp x tp must divide the query and key-value heads."""
     cp_head_groups: Count | None = None
     """Groups of a tensor-parallel rank's key-value heads, whose keys and values are gathered, used and released one
     after the other, and again in backward; 1: all at once, and kept. Default: see `docs/long-context.md`."""

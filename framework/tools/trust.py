@@ -30,6 +30,8 @@ CODE_KEYS = (
     *(("train", "callbacks"), ("tracking", "sinks")),
 )
 """Configuration keys whose value, or each value of a list, is imported as code."""
+OWN_DATASET = "meshwright.data.huggingface:build"
+"""Builder of datasets of meshwright itself, which runs no code of what it opens: any file may name it, too."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
 """Files that mark the folder of a configuration as that of a run or exported model, if its other files are missing."""
 DEPTH = 4
@@ -64,8 +66,8 @@ def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (),
                 "MW-RUN-030",
                 f"{source}: {section}.{key} = {path!r} would import the function {function} {where}, and importing it "
                 f"runs that code. If you trust it, add --trust-code, or name it yourself: "
-                f"--{section}.{key}={named_as}. Without that a run or checkpoint may name only meshwright's own models "
-                f"({', '.join(OWN_BUILDERS)}, hf:DIRECTORY)",
+                f"--{section}.{key}={named_as}. Without that a run or checkpoint may name only meshwright's own "
+                f"builders ({', '.join(OWN_BUILDERS)}, hf:DIRECTORY; {OWN_DATASET})",
             )
         )
     if problems:
@@ -80,6 +82,7 @@ def foreign_builders(config: RunConfig) -> list[tuple[str, str, str]]:
         paths = [each for each in ([value] if isinstance(value, str) else value or ()) if isinstance(each, str)]
         is_own = is_own_builder if (section, key) == ("model", "builder") else _is_word
         found += [(section, key, path) for path in paths if not is_own(path)]
+    found = [each for each in found if each != ("data", "builder", OWN_DATASET)]
     return found
 
 

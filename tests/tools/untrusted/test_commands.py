@@ -125,6 +125,14 @@ def test_a_dataset_is_code_too(command: str, desk: Path, capfd: pytest.CaptureFi
     assert f"data.builder = 'payload:build' would import the function build from {desk}/payload.py" in told
 
 
+def test_meshwrights_own_dataset_is_no_code_of_the_run(desk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    own = {"train": "", "builder": "meshwright.data.huggingface:build", "sequence_length": 1024}
+    run = planted(desk / "runs" / "theirs", data=own)
+    for words in ["data", "show", "{run}/config.toml"], ["eval", "{run}"]:
+        code, told = called(words, run, run, capfd)
+        assert code == 2 and "trust-code" not in told and "path" in told
+
+
 @pytest.mark.parametrize(
     "section", [{"train": {"callbacks": ("payload:build",)}}, {"tracking": {"sinks": ("payload:build",)}}]
 )

@@ -260,7 +260,7 @@ def dropout_by_local_head(patch: pytest.MonkeyPatch) -> None:
     def local(cut: HeadCut, device: torch.device, parts: int = 1) -> Tensor:
         return torch.arange(cut.length * parts // 2, device=device)[None]
 
-    patch.setattr(HeadCut, "places", local)
+    patch.setattr(HeadCut, "positions", local)
 
 
 def window_left_out(patch: pytest.MonkeyPatch) -> None:
