@@ -13,7 +13,7 @@ from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
 from meshwright.schedule.load import draw_schedule
-from meshwright.system.atomic import write_out, writing
+from meshwright.system.atomic import check_inside, write_out, writing
 from meshwright.terminal.output import put
 from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.tools.picture.panel import Panel, Unit
@@ -53,7 +53,7 @@ def draw(options: argparse.Namespace, overrides: list[str]) -> int:
             raise ConfigError(
                 "MW-LAUNCH-016", f"{path} is a run, whose times are measured: {' '.join(unused)} has no effect"
             )
-        draw_trace(newest(path) if path.is_dir() else path, options.out, formats)
+        draw_trace(newest(path) if path.is_dir() else path, options.out, formats, path)
         return 0
     default_out = Path() if options.format is not None else None
     config = load(options.drawn, overrides)
@@ -63,8 +63,11 @@ def draw(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
-    """Print a measured step, its simulation and the time of each rank; write both timelines as one picture."""
+def draw_trace(path: Path, out: Path | None, formats: Sequence[Format], named: Path) -> None:
+    """Print a measured step, its simulation and the time of each rank; write both timelines as one picture.
+
+    ``named``: the run, or the file ``path`` itself, that the command names; without ``out`` nothing is written outside.
+    """
     trace, schedule, timeline, readings = read(path)
     accounts = account(timeline, readings)
     costs = measured_costs(schedule, timeline)
@@ -85,6 +88,8 @@ def draw_trace(path: Path, out: Path | None, formats: Sequence[Format]) -> None:
     drawn = "\n\n".join(sections)
     put(f"{drawn}\n")
     panels = [Panel(measured, readings=readings), Panel(simulated)]
+    for format in formats if out is None else ():
+        check_inside(path.with_name(path.stem + SUFFIXES[format]), named if named.is_dir() else path.parent)
     write(out or path.parent, path.stem, formats, drawn, panels, Unit.SECONDS)
 
 

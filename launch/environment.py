@@ -106,7 +106,9 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def port_of_job(job: str, step: str) -> int:
     """Return a job step's rendezvous port, a function of its ids, so equal on all ranks. Repeats every 750 job ids."""
-    number = int(job) * STEPS_PER_JOB + (int(step) % STEPS_PER_JOB if step.isdecimal() else 0)
+    if not re.fullmatch(r"[0-9]{1,18}", job):
+        raise MeshError("MW-LAUNCH-095", f"SLURM_JOB_ID = {job[:80]!r} is not a number: start with srun")
+    number = int(job) * STEPS_PER_JOB + (int(step[-9:]) % STEPS_PER_JOB if step.isdecimal() else 0)
     return FIRST_PORT + number % NUM_PORTS
 
 
@@ -193,6 +195,8 @@ def _hosts(env: Mapping[str, str]) -> list[str]:
 def _numbers(text: str) -> list[str]:
     """Expand ``"08-10,20"`` into 08 09 10 20, with as many digits as the first number of each range."""
     numbers: list[str] = []
+    if not re.fullmatch(r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*", text):
+        raise MeshError("MW-LAUNCH-096", f"a list of nodes has [{text[:80]}], which is no range: check SLURM_NODELIST")
     for part in text.split(","):
         first, _, last = part.partition("-")
         numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]

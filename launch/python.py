@@ -41,15 +41,20 @@ from meshwright.tools.inference.evaluate import check as check_evaluation
 from meshwright.tools.inference.load import config_for, locate
 from meshwright.tools.inference.sample import sample as sample_text
 from meshwright.tools.layout_keys import WHOLE_SAMPLES
+from meshwright.tools.trust import check_file
 
 
-def load_config(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | PathLike[str], overrides: Sequence[str] = (), *, trust_code: bool = False) -> RunConfig:
     """Load a configuration file with overrides such as ``"train.steps=10"``.
+
+    ``trust_code``: accept functions of others that a configuration in a run, checkpoint or export names.
 
     Raises:
         ConfigError: one error with all problems of the file and the overrides.
     """
-    return load(path, _as_options(overrides))
+    options = _as_options(overrides)
+    check_file(os.fspath(path), options, trust_code=trust_code)
+    return load(path, options)
 
 
 def make_config(**sections: Mapping[str, Any]) -> RunConfig:

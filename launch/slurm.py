@@ -37,6 +37,7 @@ from meshwright.launch.slurm_values import (
     seconds_of,
 )
 from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
+from meshwright.run import check_run_files
 from meshwright.run.directory import METRICS, check_not_moved, run_directory
 from meshwright.terminal.output import put, tell
 from meshwright.tracking.jsonl import read_records
@@ -210,6 +211,7 @@ def write(script: str, config: RunConfig, *, replaces: bool = False) -> Path:
         ConfigError: the present script was edited, and ``replaces`` is False; or the directory is not writable.
     """
     place = run_directory(config) / "slurm" / "job.sbatch"
+    check_run_files(place.parents[1])
     try:
         if not replaces and place.exists() and (old := place.read_text(errors="replace")) != script and is_edited(old):
             raise ConfigError(

@@ -31,7 +31,7 @@ SECRET_WORDS = {"secret", "secrets", "password", "passwords", "passwd", "passphr
 SECRET_LAST_WORDS = {"key", "token"}
 VOCABULARY_WORDS = {"bos", "cls", "end", "eod", "eos", "mask", "pad", "sep", "start", "unk"}
 """Words before ``token`` that mark a token of the vocabulary."""
-_HEADER = re.compile(r"\s*\[\s*([\w.\-\" ]+?)\s*\]\s*(#.*)?$")
+_HEADER = re.compile(r"\s*\[([\w.\-\"\s]+)\]\s*(#.*)?$")
 _ASSIGNMENT = re.compile(r"\s*([\w.\-\"]+)\s*=")
 
 
@@ -128,7 +128,7 @@ def toml_lines(text: str) -> dict[str, int]:
     section = ""
     for number, line in enumerate(text.splitlines(), 1):
         if header := _HEADER.match(line):
-            section = header[1].replace('"', "").replace(" ", "") + "."
+            section = "".join(header[1].replace('"', "").split()) + "."
         elif assignment := _ASSIGNMENT.match(line):
             found.setdefault(section + assignment[1].replace('"', ""), number)
     return found

@@ -123,6 +123,7 @@ def build(
     names = [name for name in (tokens, labels) if name is not None and name not in (found.column_names or [])]
     if names:
         raise ValueError(f"{folder} has no column {names[0]!r}, only {', '.join(found.column_names or [])}")
+    found = found.select_columns([name for name in (tokens, labels) if name is not None])  # others may name images
     columns = Columns(tokens, labels, length)
     return RowStream(found, columns) if streaming else Rows(found, columns)
 

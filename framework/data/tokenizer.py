@@ -25,6 +25,8 @@ USUAL_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 """Usual names of the end-of-document token in families of tokenizers."""
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end-of-document token."""
+MAX_GROWTH = 64
+"""Factor by which the replacements of a tokenizer may lengthen a text: 26 that double it would need gigabytes."""
 MAX_VOCAB_SIZE = 2**22
 """The trainer allocates memory for it at once."""
 _TEXTS_PER_BATCH = 64
@@ -61,6 +63,9 @@ def load(path: Path) -> Tokenizer:
         )
     try:
         tokenizer = Tokenizer.from_str(read_text(path))
+        steps = [each for each in (tokenizer.normalizer, tokenizer.decoder) if each is not None]
+        if any(_growth(parse_json(each.__getstate__())) > MAX_GROWTH for each in steps):
+            raise ValueError(f"its replacements lengthen a text by a factor of more than {MAX_GROWTH}")
     except OSError as error:
         raise DataError(
             "MW-DATA-096", f"{path}: cannot be read ({error.strerror or error}): copy it again, or name another"
@@ -74,6 +79,20 @@ def load(path: Path) -> Tokenizer:
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None
     return tokenizer
+
+
+def _growth(content: Any) -> int:
+    """Return the largest factor by which the ``Replace`` steps of a normalizer or decoder can lengthen a text."""
+    growth = 1
+    if isinstance(content, dict):
+        if content.get("type") == "Replace" and isinstance(content.get("content"), str):
+            pattern = content.get("pattern")
+            found = pattern.get("String") if isinstance(pattern, dict) else None
+            growth = -(-len(content["content"]) // max(1, len(found) if isinstance(found, str) else 1))
+        content = list(content.values())
+    for each in content if isinstance(content, list) else ():
+        growth *= max(1, _growth(each))
+    return growth
 
 
 def end_of_document_id(tokenizer: Tokenizer) -> int | None:

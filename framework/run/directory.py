@@ -79,7 +79,7 @@ class Peaks(BaseModel):
     device: str
     grid: Annotated[tuple[PositiveInt, ...], Field(min_length=3, max_length=5)]
     """Degrees (pp, dp, tp, cp, ep); older files may lack the last ones."""
-    peaks: tuple[Annotated[int, Field(ge=0, lt=2**60)], ...]
+    peaks: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**60)], ...], Field(max_length=2**20)]
     """Peak bytes of each rank since its start."""
 
     @model_validator(mode="after")

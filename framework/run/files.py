@@ -32,6 +32,9 @@ RESTORED_FILES = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""
 REQUIRED_FILES = (*RESTORED_FILES, METRICS, METRICS_AGAIN)
 """Files that a checkpoint needs beside itself."""
+OTHER_FILES = ("expert-load.jsonl", "bad-nodes", "links.toml", "memory.json", "wandb_run_id", "mlflow_run_id")
+FOLDERS = ("logs", "hang", "slurm", "traces")
+"""Folders of a run whose files are written by their names."""
 DELETED = " (deleted)"
 """Suffix that the kernel adds to the path of an open file that was deleted."""
 
@@ -43,10 +46,12 @@ def check_run_files(directory: Path) -> None:
         ConfigError: names each such path and the reason.
     """
     problems = []
-    for name in (*REQUIRED_FILES, FILE, STATUS):
-        is_log = name in (METRICS, METRICS_AGAIN)
-        path = directory / name
-        why = why_unusable(path, None if is_log else MAX_FILE_BYTES)
+    folders = [directory / name for name in FOLDERS]
+    named = [directory / name for name in (*REQUIRED_FILES, FILE, STATUS, *OTHER_FILES)]
+    inside = [path for folder in folders if folder.is_dir() and not folder.is_symlink() for path in folder.iterdir()]
+    for path in (*named, *folders, *inside):
+        is_log = path.name in (METRICS, METRICS_AGAIN, "expert-load.jsonl") or path in inside
+        why = None if path in folders else why_unusable(path, None if is_log else MAX_FILE_BYTES)
         if is_log and path.is_dir():  # records wait until they can be written
             why = None
         if path.is_symlink():

@@ -11,7 +11,7 @@ from meshwright.schedule.action import COMMUNICATION, COMPUTE, Action, Item, Kin
 from meshwright.system.bounded import read_text
 
 _HEADER = re.compile(
-    r"# (?P<name>\S+) pp=(?P<pp>\d{1,9}) num_stages=(?P<num_stages>\d{1,9}) chunks=(?P<chunks>\d{1,9}) "
+    r"# (?P<name>[^\s$\\]{1,100}) pp=(?P<pp>\d{1,9}) num_stages=(?P<num_stages>\d{1,9}) chunks=(?P<chunks>\d{1,9}) "
     r"placement=(?P<placement>\w+)",
     re.ASCII,
 )

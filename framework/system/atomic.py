@@ -137,6 +137,28 @@ def check_place(out: Path | None, *, folder: bool, example: str) -> None:
         raise ConfigError("MW-SYSTEM-005", f"--out {out}: {below} cannot be written to: choose another place")
 
 
+def leads_elsewhere(file: Path) -> Path | None:
+    """Return the target of a link to a file of another name outside of its folder; None: it is no such link.
+
+    The cache of Hugging Face's hub has ``snapshots/REVISION/FILE -> ../../blobs/HASH``.
+    """
+    home, end = real_path(file.parent), real_path(file)
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    return end if end.name != file.name and not any(end.is_relative_to(each) for each in homes) else None
+
+
+def check_inside(out: Path, directory: Path) -> None:
+    """Check that ``out``, a path in a directory that may be somebody else's, is and follows no link out of it.
+
+    Raises:
+        ConfigError: it leads elsewhere.
+    """
+    if real_path(out) != real_path(directory) / out.relative_to(directory):
+        raise ConfigError(
+            "MW-SYSTEM-007", f"{out} is a link, and would be written to {real_path(out)}: remove it, or name an --out"
+        )
+
+
 @contextmanager
 def writing(out: Path) -> Iterator[Path]:
     """Yield a path of the same suffix to write to, renamed to ``out`` after the block. The folder is made.

@@ -39,7 +39,7 @@ def interface_towards(host: str) -> str | None:
             for _, name in socket.if_nameindex():
                 if _address_of(name, probe) == address:
                     return name
-    except OSError:
+    except (OSError, UnicodeError):  # of a name that is too long for DNS
         return None
     return None
 

@@ -34,8 +34,8 @@ OWN_DATASET = "meshwright.data.huggingface:build"
 """Builder of datasets of meshwright itself, which runs no code of what it opens: any file may name it, too."""
 BESIDE = ("metrics.jsonl", "starts.jsonl", "*.safetensors")
 """Files that mark the folder of a configuration as that of a run or exported model, if its other files are missing."""
-DEPTH = 4
-"""Folders above a file that are searched for a run: RUN/checkpoints/step-00000010/config.toml is three levels deep."""
+MAX_LINKS = 40
+"""Links that are followed from a file to the next, as on Linux."""
 
 
 def check_trusted(config: RunConfig, source: str, overrides: Sequence[str] = (), *, trust_code: bool = False) -> None:
@@ -120,12 +120,25 @@ def check_file(path: str, overrides: Sequence[str] = (), *, trust_code: bool = F
 
 
 def comes_with_run(file: Path) -> bool:
-    """Check whether a file lies in a run directory, a checkpoint or an exported model; links are followed."""
+    """Check whether a file, or a link on the way to it, lies in a run directory, a checkpoint or an exported model."""
     try:
-        folders = list(real_path(file).parents)[:DEPTH]
-        return any(map(_holds_run, folders)) or any(any(folders[0].glob(name)) for name in BESIDE)
+        places = _places(file)
+        if any(any(place.parent.glob(name)) for place in places for name in BESIDE):
+            return True
+        return any(map(_holds_run, {folder for place in places for folder in place.parents}))
     except OSError:
         return True
+
+
+def _places(file: Path) -> list[Path]:
+    """Return the absolute path of a file as it is named, and without links that of each link on the way to it."""
+    places = [Path(os.path.normpath(file.absolute()))]
+    place = real_path(places[0].parent) / places[0].name
+    while place.is_symlink() and len(places) <= MAX_LINKS:
+        places.append(place)
+        target = place.parent / place.readlink()
+        place = real_path(target.parent) / target.name
+    return [*places, place, real_path(file)]
 
 
 def _holds_run(folder: Path) -> bool:

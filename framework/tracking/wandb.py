@@ -235,6 +235,7 @@ class WandbSink:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            cwd="/",  # wandb would take its server from a file wandb/settings of the working directory
             env=_child_environment(self.run_directory),
             start_new_session=True,  # Ctrl-C must reach the run only; the child ends with the pipe
         )
@@ -289,12 +290,9 @@ def _killed_after(child: subprocess.Popen[bytes], limit_s: float) -> Iterator[Ca
 
 
 def _child_environment(run_directory: Path) -> dict[str, str]:
-    """Return the child's environment, which contains the key and proxies and is stored nowhere.
-
-    ``WANDB_SERVICE`` is dropped, so that a service of another process is not used. wandb's cache goes to the run
-    directory.
-    """
+    """Return the child's environment, which is stored nowhere: without ``WANDB_SERVICE``, that of another process."""
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     environment.setdefault("WANDB_CACHE_DIR", str((run_directory / "wandb" / "cache").resolve()))
     environment.setdefault("WANDB_ERROR_REPORTING", "false")
+    environment["WANDB_BASE_URL"] = base_url(environment)
     return environment

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshwright.config import Optimizer, RunConfig, load
+from meshwright.config.sources import toml_lines
 from meshwright.errors import ConfigError
 from tests.support.errors import has_code
 
@@ -424,3 +426,13 @@ def test_a_syntax_error_has_its_line(write: Write) -> None:
         "run.toml:3: not valid TOML, cannot overwrite a value, in the line: tp = 3"
     )
     assert "not valid TOML" in the_problem(write('[run]\nname = "x'))
+
+
+def test_the_lines_of_keys_are_found_in_time_linear_in_the_text() -> None:
+    """A line of a long string that begins as a header and has 200,000 blanks."""
+    start_s = time.process_time()
+    assert toml_lines(f"[ run ]\nname = '''x\n[{' ' * 200_000}\n'''\n[train] # x\nsteps = 0\n") == {
+        "run.name": 2,
+        "train.steps": 6,
+    }
+    assert time.process_time() - start_s < 5

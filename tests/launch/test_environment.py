@@ -95,6 +95,14 @@ def test_host_names_are_written_out(nodelist: str, hosts: list[str]) -> None:
     assert expand_hosts(nodelist) == hosts
 
 
+@pytest.mark.parametrize("nodelist", ["n[a-b]", "n[0-9999999999]", "n[1-]", "n[]"])
+def test_a_list_that_slurm_does_not_write_is_a_message(nodelist: str) -> None:
+    with pytest.raises(MeshError, check=has_code("MW-LAUNCH-096")):
+        expand_hosts(nodelist)
+    with pytest.raises(MeshError, check=has_code("MW-LAUNCH-095")):
+        port_of_job("abc", "0")
+
+
 def test_a_taken_port_is_told() -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))

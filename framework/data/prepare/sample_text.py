@@ -75,7 +75,9 @@ def show(
     counting = "" if known is None or known.split.counting is None else f", {known.split.counting:,} of them labels"
     num_cut = 0 if corpus.packed is None else corpus.packed.num_cut
     cut = f", {num_cut:,} documents are longer and cut" if num_cut else ""
-    console.print(Text(f"{prefix}: {documents:,} documents, {len(corpus.stream):,} tokens{counting}", style="bold"))
+    console.print(
+        Text(f"{visible(str(prefix))}: {documents:,} documents, {len(corpus.stream):,} tokens{counting}", style="bold")
+    )
     console.print(
         Text(f'  as samples of {length:,} tokens, packing = "{packing}": {corpus.num_samples:,}{cut}', style="bold")
     )

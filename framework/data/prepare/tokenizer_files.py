@@ -11,11 +11,12 @@ from tokenizers import Tokenizer
 
 from meshwright.data.tokenizer import TOKENIZER_FILE, USUAL_ENDS, load
 from meshwright.errors import DataError
+from meshwright.system.atomic import leads_elsewhere
 from meshwright.system.bounded import parse_json, read_bytes
 
 CONFIG_FILE = "tokenizer_config.json"
-MAX_TOKEN_ID = 2**31 - 1
-"""Upper limit of token ids: a corpus holds int32."""
+MAX_TOKEN_ID = 2**24
+"""Upper limit of token ids: several arrays have an entry for each id up to the largest."""
 SIDE_FILES = (CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
 """Hugging Face files beside a ``tokenizer.json``, copied with it."""
 
@@ -36,7 +37,11 @@ class KnownTokenizer(NamedTuple):
     @property
     def files(self) -> list[Path]:
         """Return the paths of the ``tokenizer.json`` and of its side files."""
-        return [self.path, *(each for name in SIDE_FILES if (each := self.path.with_name(name)).is_file())]
+        beside = [each for name in SIDE_FILES if (each := self.path.with_name(name)).is_file()]
+        for each in beside:
+            if (end := leads_elsewhere(each)) is not None:
+                raise DataError("MW-DATA-127", f"{each} is a link to {end}: put the file itself there, or remove it")
+        return [self.path, *beside]
 
 
 def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str | None = None) -> KnownTokenizer:

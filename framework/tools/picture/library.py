@@ -1,4 +1,4 @@
-"""Check that matplotlib is installed, before anything is computed for a picture."""
+"""Check of matplotlib, before anything is computed for a picture."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from meshwright.errors import UserError
 
 
 def require_matplotlib() -> None:
-    """Raise UserError if matplotlib, which draws all pictures, is not installed."""
+    """Raise UserError if matplotlib, which draws all pictures, is not installed; set its defaults.
+
+    It has read a ``matplotlibrc`` of the working directory, which may be a run of somebody else.
+    """
     if find_spec("matplotlib") is None:
         raise UserError(
             "MW-PICTURE-001", "matplotlib is not installed, and pictures need it: pip install 'meshwright[plot]'"
         )
+    import matplotlib
+
+    matplotlib.rcdefaults()

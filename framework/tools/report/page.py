@@ -148,7 +148,7 @@ def memory_of(run: RunContents) -> Memory | None:
     most, places = max(peaks, default=0) or 1, [grid.coordinates(rank) for rank in range(grid.size)]
     located, stages = list(zip(peaks, places, strict=True)), []
     for pp_rank in range(grid.pp):
-        own = [peak for peak, at in located if at.pp_rank == pp_rank]
+        own = peaks[pp_rank * grid.size // grid.pp : (pp_rank + 1) * grid.size // grid.pp]
         low, high = format_gib(min(own)), format_gib(max(own))
         stages.append((f"pp{pp_rank}", max(own) / most, high if low == high else f"{low} – {high}"))
     of = attrgetter(*(f"{axis}_rank" for axis in grid.axes))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from meshwright.config import RunConfig
 from meshwright.data import fingerprint
@@ -73,6 +73,27 @@ def test_a_note_says_that_characters_are_left_out(model: Any, drops: bool, lines
     assert drops_characters(folder / "tokenizer.json") == drops
     notes = made(tmp_path / "out", folder, lines, end_token=END).notes
     assert any("has no unknown token and no byte tokens" in note for note in notes) == drops
+
+
+def test_replacements_that_double_a_text_again_and_again_are_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    for steps, is_refused in ((6, False), (7, True), (26, True)):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "aa")] * steps)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        if is_refused:
+            with pytest.raises(DataError, match="lengthen a text", check=has_code("MW-DATA-097")):
+                load(tmp_path / "tokenizer.json")
+        else:
+            assert load(tmp_path / "tokenizer.json").encode("a").tokens
+
+
+def test_a_private_file_is_not_copied_to_a_corpus(lines: Path, tmp_path: Path) -> None:
+    place = bytes_tokenizer(tmp_path / "bytes")
+    (tmp_path / "secret").write_text("key")
+    (place / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(DataError, check=has_code("MW-DATA-127")):
+        made(tmp_path / "out", place, lines)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bytes_have_a_token_each(tmp_path: Path) -> None:

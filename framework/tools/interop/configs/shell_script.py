@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs.shell_values import both, compute, evaluate_condition, opposite, succeeds
-from meshwright.tools.interop.configs.shell_words import QuotedPart, Token, split_words, tokens
+from meshwright.tools.interop.configs.shell_words import QuotedPart, Token, split_words, tokens, words_of
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 LOOPS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac"}
@@ -55,6 +55,8 @@ class Script:
         self.unknown: set[str] = set()
         """Variables whose value is known only when the script runs."""
         self._expanded = 0
+        self._lines_of: dict[str, list[int]] = {}
+        """Lines of each word of the script."""
         self._statements(live=True, until=())
 
     # -- statements
@@ -222,7 +224,7 @@ class Script:
         if flag.startswith("--"):
             for words in self.variables.values():
                 for word in words:
-                    if flag in word.text.split():
+                    if flag in words_of(word.text):
                         return self._line_in_file(flag, word.line)
         return otherwise
 
@@ -232,7 +234,11 @@ class Script:
         ``first`` is the line of an assignment. Its quoted text may span several lines, or only repeat the contents of a
         variable that was assigned before.
         """
-        lines = [number for number, line in enumerate(self.lines, start=1) if flag in re.split(r"[\s\"'\\]+", line)]
+        if not self._lines_of:
+            for number, line in enumerate(self.lines, start=1):
+                for word in set(re.split(r"[\s\"'\\]+", line)):
+                    self._lines_of.setdefault(word, []).append(number)
+        lines = self._lines_of.get(flag, [])
         return min((number for number in lines if number >= first), default=min(lines, default=first))
 
     def _substitute(self, part: QuotedPart) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -139,3 +140,9 @@ def split_words(text: str) -> list[str]:
         return shlex.split(text)
     except ValueError:
         return text.split()
+
+
+@lru_cache(maxsize=256)
+def words_of(text: str) -> frozenset[str]:
+    """Return the words of a variable's text."""
+    return frozenset(text.split())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import ModelError
+from meshwright.system.atomic import leads_elsewhere
 from meshwright.system.bounded import parse_json, read_bytes
 
 CONFIG = "config.json"
@@ -102,12 +103,8 @@ def copy_side_files(source: Path, target: Path) -> list[str]:
             private file of this machine.
     """
     names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
-    home = source.resolve()
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    """The cache of the hub has snapshots/REVISION/FILE -> ../../blobs/HASH."""
     for name in names:
-        end = (source / name).resolve()
-        if end.name != name and not any(end.is_relative_to(each) for each in homes):
+        if (end := leads_elsewhere(source / name)) is not None:
             raise ModelError(
                 "MW-INTEROP-127",
                 f"{source / name} is a link to {end}, a file of another name: put the file itself there, or remove it",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +35,8 @@ from meshwright.tools.interop.huggingface.convert import side_files
 from meshwright.tools.interop.huggingface.convert.exporting import plan_export
 from meshwright.tools.interop.huggingface.destination import check_output_directory, published_directory
 from meshwright.tools.interop.huggingface.export import open_verified
-from meshwright.tools.interop.huggingface.files import DTYPES, read_json
+from meshwright.tools.interop.huggingface.files import CONFIG as CONFIG_OF_MODEL
+from meshwright.tools.interop.huggingface.files import DTYPES, copy_side_files, read_json, write_json
 from meshwright.tools.interop.huggingface.peft_files import (
     AdapterSettings,
     ImportedAdapter,
@@ -134,7 +134,10 @@ def import_fused(source: Path, out: Path, base: Path, overrides: Sequence[str] =
             write_run(temporary, config, pieces(), f"Adapters of {source.name} beside the weights of {base}")
             beside = side_files.side_file_directory(checkpoint.path.parent.parent, saved)
             if beside is not None and beside.name == side_files.DIRECTORY:
-                shutil.copytree(beside, temporary / side_files.DIRECTORY)
+                copy_side_files(beside, temporary / side_files.DIRECTORY)
+                if (beside / CONFIG_OF_MODEL).is_file():
+                    fields = read_json(beside / CONFIG_OF_MODEL, "")
+                    write_json(temporary / side_files.DIRECTORY / CONFIG_OF_MODEL, fields)
     return ImportedAdapter(final_directory(out, 0), resolve(config), len(fused))
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig
+from meshwright.data.tokenizer import load
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
+from meshwright.system.bounded import read_bytes
 from meshwright.tools.interop.huggingface.export import ExportPlan
 from meshwright.tools.interop.huggingface.export import export as export_with
 from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, copy_side_files, write_json
@@ -67,7 +69,8 @@ def _config(source: Path, options: Mapping[str, Any], dtype: str) -> dict[str, A
 def _copy_side_files(source: Path, target: Path, config: RunConfig) -> None:
     """Copy the run's tokenizer; if it is that of the model directory ``source``, all side files of the directory."""
     own, theirs = config.data.tokenizer, source / TOKENIZER
-    if own is None or (theirs.is_file() and theirs.read_bytes() == Path(own).read_bytes()):
+    if own is None or (theirs.is_file() and read_bytes(theirs) == read_bytes(own)):
         copy_side_files(source, target)
     elif Path(own).is_file():
+        load(Path(own))  # it is a tokenizer, and no other file of this machine
         shutil.copyfile(own, target / TOKENIZER)
