@@ -62,7 +62,7 @@ def model(names: list[str], shape: list[int]) -> nn.Sequential:
     ],
 )
 def test_refused_before_the_first_step(names: list[str], shape: list[int]) -> None:
-    with pytest.raises(ModelError, match="at most 64 letters", check=has_code("MW-MODEL-032")) as caught:
+    with pytest.raises(ModelError, match="a letter and up to 63", check=has_code("MW-MODEL-032")) as caught:
         draw_blueprint(config_of(names, shape))
     assert caught.value.code == "MW-MODEL-032"
 
