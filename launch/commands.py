@@ -91,11 +91,8 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
         UserError: a run is named twice or cannot be read, or the page cannot be written.
     """
     from meshwright.system.atomic import check_inside, check_place, write_out
-    from meshwright.tools.picture.library import require_matplotlib
     from meshwright.tools.report.page import page
     from meshwright.tools.report.run import read_run
-
-    require_matplotlib()
 
     runs = [read_run(directory) for directory in options.runs]
     if len({real_path(run.directory) for run in runs}) < len(runs):

@@ -57,7 +57,7 @@ class SaveAttempt:
 
 @dataclass
 class _Share:
-    """State of this rank's share of one save. A thread that was left behind still writes to that of its own save."""
+    """State of this rank's share of one save. A thread that was left behind keeps the one of its own save."""
 
     done: threading.Event = field(default_factory=threading.Event)
     abandoned: threading.Event = field(default_factory=threading.Event)
@@ -66,9 +66,11 @@ class _Share:
     written_bytes: int = 0
 
     def count(self, num_bytes: int) -> None:
+        """Add bytes that were written."""
         self.written_bytes += num_bytes
 
     def record(self, problem: str) -> None:
+        """Store the reason of a failure, unless the save was abandoned before."""
         if not self.abandoned.is_set():  # otherwise a consequence of abandoning
             self.problem = problem
 

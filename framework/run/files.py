@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, LockError
-from meshwright.run.directory import METRICS, METRICS_AGAIN, PLACEMENT, RESOLVED, STARTS, STATUS, run_directory
+from meshwright.run.directory import METRICS, METRICS_AGAIN, PEAKS, PLACEMENT, RESOLVED, STARTS, STATUS, run_directory
 from meshwright.run.lock import FILE, RunLock
 from meshwright.system.atomic import make_directory_synced, replace_in, sync, write_atomic
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
@@ -32,7 +32,8 @@ RESTORED_FILES = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""
 REQUIRED_FILES = (*RESTORED_FILES, METRICS, METRICS_AGAIN)
 """Files that a checkpoint needs beside itself."""
-OTHER_FILES = ("expert-load.jsonl", "bad-nodes", "links.toml", "memory.json", "wandb_run_id", "mlflow_run_id")
+OTHER_FILES = ("expert-load.jsonl", "bad-nodes", "links.toml", PEAKS, "wandb_run_id", "mlflow_run_id")
+"""Files that a run, or a command on it, writes beside those."""
 FOLDERS = ("logs", "hang", "slurm", "traces")
 """Folders of a run whose files are written by their names."""
 DELETED = " (deleted)"

@@ -80,15 +80,18 @@ def foreign_builders(config: RunConfig) -> list[tuple[str, str, str]]:
     for section, key in CODE_KEYS:
         value = getattr(getattr(config, section), key)
         paths = [each for each in ([value] if isinstance(value, str) else value or ()) if isinstance(each, str)]
-        is_own = is_own_builder if (section, key) == ("model", "builder") else _is_word
+        is_own = OWN_FUNCTIONS.get((section, key), _is_word)
         found += [(section, key, path) for path in paths if not is_own(path)]
-    found = [each for each in found if each != ("data", "builder", OWN_DATASET)]
     return found
 
 
 def _is_word(value: str) -> bool:
     """Return whether a value names no code: "tensorboard" is a sink of ours, "cosine" and "1f1b" are schedules."""
     return ":" not in value
+
+
+OWN_FUNCTIONS = {("model", "builder"): is_own_builder, ("data", "builder"): OWN_DATASET.__eq__}
+"""Key -> test for meshwright's own functions; other keys have none, only words."""
 
 
 def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:

@@ -290,7 +290,7 @@ def _killed_after(child: subprocess.Popen[bytes], limit_s: float) -> Iterator[Ca
 
 
 def _child_environment(run_directory: Path) -> dict[str, str]:
-    """Return the child's environment, which is stored nowhere: without ``WANDB_SERVICE``, that of another process."""
+    """Return the child's environment, with key and proxies, without another process's service. It is stored nowhere."""
     environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     environment.setdefault("WANDB_CACHE_DIR", str((run_directory / "wandb" / "cache").resolve()))
     environment.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -70,14 +70,8 @@ def document() -> str:
         ]
         for (owner, key), field in KEYS.items():
             if owner == section:
-                unit = next(
-                    (
-                        unit
-                        for pattern, unit in UNITS.items()
-                        if re.search(pattern, key) and field.annotation is not bool
-                    ),
-                    "",
-                )
+                units = (unit for pattern, unit in UNITS.items() if re.search(pattern, key))
+                unit = "" if field.annotation is bool else next(units, "")
                 default = field.get_default(call_default_factory=True)
                 shown = "unset" if default is None else f"`{toml_value(default)}`"
                 about = told[model.__name__, key].replace("``", "`")

@@ -292,6 +292,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert said in shown.err and shown.out == "" and "Traceback" not in shown.err
 
 
+def test_without_matplotlib_schedules_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.tools.picture.library.find_spec", lambda name: None)
+    directory = make_run(tmp_path / "demo", 5)
+    assert main(["report", str(directory)]) == 0
+    text = (directory / "report.html").read_text()
+    assert "matplotlib is not installed" in text and "rank 0 |" in text
+
+
 def test_it_needs_no_torch(tmp_path: Path) -> None:
     directory = make_run(tmp_path / "demo", 5)
     script = f"""
