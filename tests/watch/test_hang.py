@@ -130,7 +130,7 @@ def test_who_hangs_is_named(
     record_property("within_s", reported_after_s(shell, config))
     assert re.search(said, first), first
     num_ranks = 4 if "," in text else 2
-    assert head.split() == ["rank", "at", "step", "for", "does"]
+    assert head.split() == ["rank", "at", "step", "for", "activity"]
     assert [line.split()[0] for line in table[:num_ranks]] == [str(each) for each in range(num_ranks)]
     place = run_directory(config) / "hang"
     reason = first.removeprefix("meshwright: error: ").removesuffix(" [MW-WATCH-005]")
@@ -213,7 +213,7 @@ def test_status_of_a_live_a_killed_and_an_ended_run(tmp_path: Path, shell: Shell
     assert re.fullmatch(
         r"step   \d+ of 100000, \S+ s each \(median of the last \d+\), [\d:]+ left, until about .*", step
     )
-    assert head.split() == ["rank", "at", "step", "for", "does"]
+    assert head.split() == ["rank", "at", "step", "for", "activity"]
     assert [line.split()[:4] for line in ranks] == [["0", "pp0", "dp0", "tp0"], ["1", "pp1", "dp0", "tp0"]]
     shell.wait_until_none_is_left()
     time.sleep(7)
