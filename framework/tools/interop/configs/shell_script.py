@@ -154,9 +154,9 @@ class Script:
             line.pop(0)
         while line and not line[0].keyword.startswith("-") and ASSIGNMENT.match(line[0].bare):
             self._assign(line.pop(0), here)
-        if not line:
-            return True
         words = [word for token in line for word in self._expand(token)]
+        if not words:
+            return True
         if live and here is not False:
             self.commands.append(words)
         else:

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
@@ -63,6 +63,7 @@ def test_numbers_beyond_all_bounds(name: str, text: str, tmp_path: Path) -> None
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PIECES, max_size=25).map(" ".join))
+@example("A= ${A}")  # a command of no words
 def test_any_script(text: str) -> None:
     with contextlib.suppress(ConfigError):
         read_script(Path("s.sh"), text)
