@@ -202,6 +202,7 @@ def tests(options: argparse.Namespace) -> Rows:
     """Yield the result of the CUDA tests; on a CPU that of the tests that also run there, of a single one if tiny."""
     only = ["tests/gpu/test_options.py", "-k", "nan_is_named"] if options.device == "cpu" else ["tests/gpu"]
     words = ["-m", "pytest", "-vv", "-m", "gpu", "-p", "no:cacheprovider", *only]  # names, should a deadline cut it off
+    # a --basetemp for tests that run this script would remove its own output
     yield command(words, "pytest -m gpu", 20, MESHWRIGHT_GPU_TESTS=options.device, PYTEST_ADDOPTS="")
 
 

@@ -72,10 +72,10 @@ class MoeOptions(NamedTuple):
             if type(value) in (int, float) and value <= 0 and name not in NOT_NEGATIVE
         ]
         problems += [f"{name}={value} must not be negative" for name in LOSSES if (value := getattr(self, name)) < 0]
-        least = self.num_experts / max(self.top_k, 1)
-        if self.capacity_factor and not 0 < self.capacity_factor < least:
+        dropless = self.num_experts / max(self.top_k, 1)
+        if self.capacity_factor and not 0 < self.capacity_factor < dropless:
             problems.append(f"capacity_factor={self.capacity_factor} must be positive and below num_experts / top_k = ")
-            problems[-1] += f"{least:g}, from which on nothing is dropped; 0 turns it off"
+            problems[-1] += f"{dropless:g}, from which on nothing is dropped; 0 turns it off"
         if self.top_k > self.num_experts:
             problems.append(f"top_k={self.top_k} of num_experts={self.num_experts}: at most all of them")
         if self.shared_ffn_size < 0 or not 0 <= self.first_dense < num_layers:

@@ -91,7 +91,7 @@ def _is_word(value: str) -> bool:
 
 
 OWN_FUNCTIONS = {("model", "builder"): is_own_builder, ("data", "builder"): OWN_DATASET.__eq__}
-"""Key -> test for meshwright's own functions; other keys have none, only words."""
+"""Key -> predicate of meshwright's own functions. Other keys have only words (names without a colon) of our own."""
 
 
 def changed_keys(saved: RunConfig, overrides: Sequence[str]) -> dict[tuple[str, ...], Any]:
