@@ -1,8 +1,8 @@
-"""The architecture as rules: which room may import which, how a room is entered, and how large things may be.
+"""The architecture as rules: which room may import which, and how long a function may be.
 
 A room is a folder or a file right below ``framework``; ``models`` and ``launch`` are rooms too. All imports count, also
 inside functions. Tables that allow more than a rule does hold what is left of older code: they only shrink.
-``pytest tests/test_architecture.py -s`` prints the budgets.
+``pytest tests/test_architecture.py -s`` prints the sizes, which have no limit: limits were met by packing lines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -84,34 +84,17 @@ MEGATRON_DOORS = ("meshwright.tensor_parallel.megatron", "meshwright.data.indexe
 
 ROOT_FILES = 8
 ROOT_ENTRIES = 29
-DOORS = 4
-"""Modules of a room that are imported from outside."""
-MOST_DOORS: dict[str, int] = {}
-"""Rooms that have more than DOORS."""
-HANDED_ON = {
-    "meshwright.data.sources": 1,
-    "meshwright.mesh.comm": 5,
-    "meshwright.pipeline.stage": 2,
-    "meshwright.schedule.load": 4,
-    "meshwright.tensor_parallel.plan": 1,
-    "meshwright.tracking.observer": 5,
-}
-"""Names of other modules of its room that a door hands on, where the ``__init__`` must stay free of torch."""
-FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 7
-LARGE_FILES: dict[str, int] = {}
+FUNCTION_LINES, PARAMETERS = 60, 7
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
     "models/gpt2.py:build": 17,
     "models/llama.py:build": 33,
     "models/t5.py:build": 17,
 }
-CORE_LINES, FRAMEWORK_LINES = 21_479, 68_368
 FACE = "meshwright"
 """The public API: names of any room and of launch, imported when they are used."""
 HIDDEN = {"meshwright.run.lock", FACE}
 """Modules that name other rooms for types only: the launcher and ``import meshwright`` work before torch is there."""
-READING_LINES = 2_900
-"""At most 2,900: what is special to a capability is a file of its own, with one call on the path."""
 README_LINES = 200
 PROSE = 0
 """Docstrings that break a rule of tests/support/prose.py."""
@@ -372,64 +355,6 @@ def test_the_root_is_small() -> None:
     assert len(files) <= ROOT_FILES and len(entries) <= ROOT_ENTRIES, sorted(path.name for path in entries)
 
 
-def doors_of(between: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
-    """Return room -> its modules that another room imports."""
-    doors = defaultdict(set)
-    for module, other in between:
-        if room_of(module) != room_of(other):
-            doors[room_of(other)].add(other)
-    return doors
-
-
-def test_doors_are_counted() -> None:
-    seeded = [("meshwright.build", f"meshwright.mesh.{name}") for name in "abcde"]
-    inside = ("meshwright.mesh.a", "meshwright.mesh.f")
-    assert len(doors_of([*seeded, seeded[0], inside])["mesh"]) == 5 > DOORS
-
-
-def test_a_room_is_entered_through_few_doors() -> None:
-    doors = doors_of(arrows())
-    rooms = {*CORE, *SERVICES, *GROUND}
-    found = {room: len(doors[room]) for room in rooms if len(doors[room]) > MOST_DOORS.get(room, DOORS)}
-    assert not found, {room: sorted(doors[room]) for room in found}
-    loose = {room: most for room, most in MOST_DOORS.items() if len(doors[room]) < most}
-    assert not loose, f"fewer doors than MOST_DOORS allows: {[(room, len(doors[room])) for room in loose]}"
-
-
-def reexported(tree: ast.Module) -> list[str]:
-    """Return the names that a module imports only for others to import from it: ``import x as x``, or in __all__."""
-    names = [
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname == alias.name
-    ]
-    listed = [
-        each.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets)
-        for each in ast.walk(node.value)
-        if isinstance(each, ast.Constant)
-    ]
-    own = {getattr(node, "name", None) for node in tree.body}
-    return names + [name for name in listed if name not in own]
-
-
-def test_only_faces_hand_on_names_of_other_modules() -> None:
-    """Otherwise any number of modules could be entered through four doors."""
-    found = {}
-    for module, path in modules().items():
-        if path.name != "__init__.py" and (names := reexported(tree_of(path))):
-            found[module] = len(names)
-    assert not over(found, 0, HANDED_ON), found
-
-
-def test_a_name_that_is_handed_on_is_seen() -> None:
-    source = "from a import b as b\nfrom c import d, e as f\n__all__ = ['d', 'own']\ndef own(): ...\n"
-    assert reexported(ast.parse(source)) == ["b", "d"]
-
-
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """Yield ("framework/build.py:build", node) of every function."""
     for path in modules().values():
@@ -452,11 +377,6 @@ def over(sizes: dict[str, int], limit: int, allowed: dict[str, int]) -> list[str
     return large + loose
 
 
-def test_files_are_small() -> None:
-    sizes = {str(path.relative_to(ROOT)): lines(path) for path in modules().values()}
-    assert not over(sizes, FILE_LINES, LARGE_FILES)
-
-
 def test_functions_are_short() -> None:
     sizes: dict[str, int] = defaultdict(int)
     for name, node in functions():
@@ -476,7 +396,7 @@ def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
 
-def test_the_core_is_read_in_an_afternoon() -> None:
+def test_sizes_are_printed() -> None:
     path = [ROOT / "framework" / f"{each}.py" for each in READING_PATH]
     reading = sum(map(lines, path))
     by_room: dict[str, int] = defaultdict(int)
@@ -488,7 +408,7 @@ def test_the_core_is_read_in_an_afternoon() -> None:
     services, tools = sum(by_room[room] for room in SERVICES), by_room["tools"]
     print(f"\nreading path {len(path)} files, {reading} lines")
     print(f"core {core}, services {services}, tools {tools}, framework {total} lines")
-    assert reading <= READING_LINES and core <= CORE_LINES and total <= FRAMEWORK_LINES
+    assert 0 < reading < core < total
 
 
 def shared_names(trees: Mapping[str, ast.Module]) -> dict[str, list[str]]:
