@@ -1,7 +1,7 @@
 """Import of other frameworks' configurations, with a report on each key that was not carried over. Pure: no torch."""
 
 from meshwright.tools.interop.configs.account import file_text, format_report
-from meshwright.tools.interop.configs.convert import ImportedConfig, convert_file, detect_framework
+from meshwright.tools.interop.configs.convert import ImportedConfig, convert_file
 from meshwright.tools.interop.configs.source_keys import DroppedKey, DropReason
 from meshwright.tools.interop.configs.translation import Translation
 
@@ -11,7 +11,6 @@ __all__ = [
     "ImportedConfig",
     "Translation",
     "convert_file",
-    "detect_framework",
     "file_text",
     "format_report",
 ]

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig, given_keys, load_saved, resolve
 from meshwright.config.keys import SECTIONS
 from meshwright.errors import ConfigError
 from meshwright.tools.interop.configs import bridge, megatron, nanotron, torchtitan, torchtitan_dump
 from meshwright.tools.interop.configs.readers import items_of, read_document, read_text
-from meshwright.tools.interop.configs.recognise import OF_TORCHTITAN, recognise
+from meshwright.tools.interop.configs.recognise import OWN, SUPPORTED, check_script, recognise, unknown_format
 from meshwright.tools.interop.configs.shell import read_script
 from meshwright.tools.interop.configs.source_keys import DroppedKey, SourceKey
 from meshwright.tools.interop.configs.torchtitan_keys import MOVED
 from meshwright.tools.interop.configs.translation import Translation
 
-SUFFIXES = {".toml": "torchtitan", ".json": "torchtitan", ".yaml": "nanotron", ".yml": "nanotron"}
+DOCUMENTS = (".toml", ".json", ".yaml", ".yml")
+"""Suffixes of files with sections; all others are read as a script, or a list of flags."""
 TRANSLATE: dict[str, Callable[[Translation, int | None], None]] = {
     "torchtitan": torchtitan.translate,
     "nanotron": nanotron.translate,
@@ -30,8 +31,6 @@ NAMES = {
     "megatron": "Megatron-LM",
     "bridge": "Megatron-Bridge",
 }
-TORCHTITAN = OF_TORCHTITAN | {"model", "optimizer", "metrics", "checkpoint", "compile", "comm", "validation", "debug"}
-"""Sections of torchtitan's TOML files. A TOML file with none of them counts as one without keys."""
 
 
 class ImportedConfig(NamedTuple):
@@ -51,22 +50,6 @@ class ImportedConfig(NamedTuple):
     """Dotted meshwright key that the file does not give, and that has to be set -> the reason."""
     guessed: dict[str, str]
     """Dotted meshwright key with a guessed value -> the reason."""
-
-
-def detect_framework(path: Path) -> str:
-    """Return the framework that a suffix suggests: TOML and JSON torchtitan, YAML nanotron, all else Megatron-LM flags.
-
-    Raises:
-        ConfigError: a Python file, the form of torchtitan's configurations since 2026.
-    """
-    if path.suffix == ".py":
-        raise ConfigError(
-            "MW-INTEROP-001",
-            f"{path}: a Python file: torchtitan's config_registry (since February 2026) is code, "
-            f"which meshwright does not run; start torchtitan once with --debug.save_config_file config.json, and "
-            f"import the JSON file that it writes",
-        )
-    return SUFFIXES.get(path.suffix, "megatron")
 
 
 def convert_file(
@@ -90,7 +73,7 @@ def convert_file(
     """
     framework, items = _read(path, framework)
     if not items:
-        raise ConfigError("MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}: give another file")
+        raise ConfigError("MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}: {SUPPORTED}")
     given = given_keys(overrides)
     translation = Translation(items, NAMES[framework], own_model=("model", "builder") in given, without=without)
     _translate(translation, TRANSLATE[framework], ranks)
@@ -135,37 +118,56 @@ def _translate(
 
 
 def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]:
-    """Read a file and return its framework and items.
+    """Read a file and return its framework and items. ``framework``: by the user's word; None: by its content.
 
     Raises:
         ConfigError: the file cannot be read, or belongs to a program without an import.
     """
-    by_suffix = detect_framework(path)
-    text = read_text(path)
-    if (framework or by_suffix) == "megatron" and path.suffix not in SUFFIXES:
-        return "megatron", read_script(path, text)
-    document, lines = read_document(path, text)
-    sections = document.keys()
-    if path.suffix == ".toml" and sections <= SECTIONS.keys() and {"run", "batch", "train"} & sections:
-        raise ConfigError("MW-INTEROP-003", f"{path}: is already a configuration of meshwright: nothing to import")
-    found = None if path.suffix == ".toml" and not sections & TORCHTITAN else recognise(path, document)
-    if framework is not None and found not in (None, framework):
+    if path.suffix == ".py":
         raise ConfigError(
-            "MW-INTEROP-094", f"{path}: a file of {NAMES[found]}, not of {NAMES[framework]}: leave --from out"
+            "MW-INTEROP-001",
+            f"{path}: a Python file: torchtitan's config_registry (since February 2026), like every configuration in "
+            f"Python, is code, which meshwright does not run. Start torchtitan once with --debug.save_config_file "
+            f"config.json, and import the JSON file that it writes; for another program {OWN}",
         )
-    framework = framework or found or by_suffix
-    if path.suffix == ".toml" and not sections & TORCHTITAN:
-        return framework, {}
-    if framework == "megatron":
-        return framework, megatron.functional_test_items(items_of(path, document, lines))
+    text = read_text(path)
+    if path.suffix not in DOCUMENTS and framework in (None, "megatron"):
+        items = read_script(path, text)
+        if framework is None:
+            check_script(path, text, items)
+        return "megatron", items
+    document, lines = read_document(path, text)
+    framework = _framework_of(path, document, framework)
     items = items_of(path, document, lines)
+    if framework == "megatron":
+        return framework, megatron.functional_test_items(items)
     if framework == "bridge":
         return framework, bridge.as_flags(items)
     if framework == "nanotron":
         return framework, {nanotron.canonical(key): item for key, item in items.items()}
-    if "model_spec" in sections:
+    if "model_spec" in document:
         items = torchtitan_dump.as_job_config(document, items)
     return framework, {MOVED.get(key, key): item for key, item in items.items()}
+
+
+def _framework_of(path: Path, document: Mapping[str, Any], given: str | None) -> str:
+    """Return the framework of a document; ``given``: the user's word, which counts where the keys do not tell.
+
+    Raises:
+        ConfigError: a file of meshwright, of another framework than ``given``, or of none that is read.
+    """
+    if path.suffix == ".toml" and document.keys() <= SECTIONS.keys() and {"run", "batch", "train"} & document.keys():
+        raise ConfigError("MW-INTEROP-003", f"{path}: is already a configuration of meshwright: nothing to import")
+    if not document:
+        raise ConfigError("MW-INTEROP-002", f"{path}: contains no key: give another file; {SUPPORTED}")
+    found = recognise(path, document) or given
+    if found is None:
+        raise unknown_format(path, document)
+    if given not in (None, found):
+        raise ConfigError(
+            "MW-INTEROP-094", f"{path}: a file of {NAMES[found]}, not of {NAMES[given]}: leave --from out"
+        )
+    return found
 
 
 def _check(config: RunConfig, place: str) -> None:

@@ -53,7 +53,11 @@ FINAL = [
         "--mtp-num-layers 1: meshwright has no model with multi-token prediction and learned positions",
     ),
     ("a.sh", LLAMA.replace("--swiglu", "--swiglu --mtp-use-repeated-layer"), "one module of multi-token prediction"),
-    ("a.toml", '[model]\nname = "llama3-siglip2"\n', 'model.name = "llama3-siglip2": meshwright has no model'),
+    (
+        "a.toml",
+        '[model]\nname = "llama3-siglip2"\nflavor = "a"\n',
+        'model.name = "llama3-siglip2": meshwright has no model',
+    ),
 ]  # fmt: skip
 
 
