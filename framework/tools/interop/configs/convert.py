@@ -73,7 +73,9 @@ def convert_file(
     """
     framework, items = _read(path, framework)
     if not items:
-        raise ConfigError("MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}: {SUPPORTED}")
+        raise ConfigError(
+            "MW-INTEROP-002", f"{path}: contains no key of {NAMES[framework]}: give another file; {SUPPORTED}"
+        )
     given = given_keys(overrides)
     translation = Translation(items, NAMES[framework], own_model=("model", "builder") in given, without=without)
     _translate(translation, TRANSLATE[framework], ranks)
@@ -118,7 +120,7 @@ def _translate(
 
 
 def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]:
-    """Read a file and return its framework and items. ``framework``: by the user's word; None: by its content.
+    """Read a file and return its framework and items. ``framework``: the user's choice; None: detected.
 
     Raises:
         ConfigError: the file cannot be read, or belongs to a program without an import.
@@ -151,7 +153,7 @@ def _read(path: Path, framework: str | None) -> tuple[str, dict[str, SourceKey]]
 
 
 def _framework_of(path: Path, document: Mapping[str, Any], given: str | None) -> str:
-    """Return the framework of a document; ``given``: the user's word, which counts where the keys do not tell.
+    """Return the framework of a document; ``given``: the user's choice, for keys that show none.
 
     Raises:
         ConfigError: a file of meshwright, of another framework than ``given``, or of none that is read.

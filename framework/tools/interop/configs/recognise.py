@@ -71,8 +71,9 @@ def _is_litgpt(document: Document) -> bool:
 
 
 def _is_llm_foundry(document: Document) -> bool:
-    """llm-foundry's YAML, whose variables may be in a section of their own."""
     name = str(_table(document, "model").get("name"))
+    if {"integrations", "parameters"} <= document.keys():  # a run of its cluster tool
+        return True
     trainer = "device_train_microbatch_size device_eval_batch_size train_loader eval_loader load_path"
     size = _count(document, "global_train_batch_size device_train_batch_size") > 0
     return (
@@ -81,10 +82,10 @@ def _is_llm_foundry(document: Document) -> bool:
 
 
 def _is_olmo(document: Document) -> bool:
-    model = _count(_table(document, "model"), "d_model n_heads n_layers mlp_ratio flash_attention weight_tying")
-    return (
-        model >= 2 and _count(document, "run_name max_duration save_folder global_train_batch_size speed_monitor") >= 1
-    )
+    model = _table(document, "model")
+    run = _count(document, "run_name max_duration save_folder global_train_batch_size speed_monitor")
+    sizes = _count(model, "d_model n_heads n_layers mlp_ratio flash_attention weight_tying")
+    return "name" not in model and sizes >= 2 and run >= 1  # llm-foundry has the same keys, and a name
 
 
 def _is_olmo_core(document: Document) -> bool:
@@ -147,14 +148,14 @@ FOREIGN = (
     ),
     Foreign("a compose file of containers: it trains nothing", OWN, _is_compose),
     Foreign(
-        "a llm-foundry configuration: its model is a class of llm-foundry",
-        f"{OWN}, with its sizes in [model.options]; for a model of Hugging Face {HF_DIR}",
-        _is_llm_foundry,
-    ),
-    Foreign(
         "an OLMo configuration, which is not read",
         f"{OWN}, with its sizes in [model.options]; for a released model {HF_DIR}",
         lambda document: _is_olmo(document) or _is_olmo_core(document),
+    ),
+    Foreign(
+        "a llm-foundry configuration: its model is a class of llm-foundry",
+        f"{OWN}, with its sizes in [model.options]; for a model of Hugging Face {HF_DIR}",
+        _is_llm_foundry,
     ),
     Foreign(
         "an accelerate configuration: it describes processes and has no model",
