@@ -161,7 +161,7 @@ def _framework_of(path: Path, document: Mapping[str, Any], given: str | None) ->
     if path.suffix == ".toml" and document.keys() <= SECTIONS.keys() and {"run", "batch", "train"} & document.keys():
         raise ConfigError("MW-INTEROP-003", f"{path}: is already a configuration of meshwright: nothing to import")
     if not document:
-        raise ConfigError("MW-INTEROP-002", f"{path}: contains no key: give another file; {SUPPORTED}")
+        raise ConfigError("MW-INTEROP-144", f"{path}: contains no key: give another file; {SUPPORTED}")
     found = recognise(path, document) or given
     if found is None:
         raise unknown_format(path, document)
