@@ -44,7 +44,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.read import open_checkpoint
 from meshwright.checkpoint.shard import REPORT_SUFFIX, ShardReport
 from meshwright.errors import CheckpointError, UnreadableError
-from meshwright.system.atomic import rename_synced, sync
+from meshwright.system.atomic import make_directory_synced, rename_synced, sync
 from meshwright.system.bounded import MAX_MANIFEST_BYTES, read_bytes
 from meshwright.system.process import versions
 from meshwright.terminal.output import Warn, print_warning
@@ -61,8 +61,8 @@ def begin(run_directory: Path, step: int, attempt: str, *, warn: Warn = print_wa
     """
     directory = checkpoints_directory(run_directory)
     with as_checkpoint_error(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        sync(directory.parent)
+        make_directory_synced(directory)
+        sync(directory.parent)  # its maker may have died before it did so
     final, temporary = final_directory(run_directory, step), temporary_directory(run_directory, step, attempt)
     if final.exists():
         try:

@@ -114,7 +114,7 @@ class RoutingHooks:
         ``is_needed``: raise if a replay has no such file; False: the routers then choose.
         """
         replay = self._plan.replay
-        if is_needed or replay is None or _path(replay, key).exists():
+        if is_needed or replay is None or path_of(replay, key).exists():
             self.begin(key, samples)
             yield
             self.end(key)
@@ -130,7 +130,7 @@ class RoutingHooks:
         self._samples, self._is_open = samples, True
         self._entries = {name: [] for name in self._shapes}
         if self._plan.replay is not None:
-            self._file = RoutingFile(_path(self._plan.replay, key), self._fingerprint())
+            self._file = RoutingFile(path_of(self._plan.replay, key), self._fingerprint())
 
     def end(self, key: str) -> str | None:
         """End the pass; rank 0 writes a recording. Return why it could not be written, or None. Collective; blocks."""
@@ -146,7 +146,7 @@ class RoutingHooks:
         reason = None
         if self._world is None or self._world.rank == 0:
             try:
-                write_file(_path(self._plan.record, key), shapes, tables, self._fingerprint())
+                write_file(path_of(self._plan.record, key), shapes, tables, self._fingerprint())
             except OSError as error:
                 reason = error.strerror or str(error)
         for _ in tables:  # all ranks join the remaining all-reduces
@@ -259,5 +259,6 @@ def _shape_of(router: Any) -> _Shape:
     return _Shape(routing.num_experts, routing.top_k, num_ids, compact_dtype(num_ids))
 
 
-def _path(directory: Path, key: str) -> Path:
+def path_of(directory: Path, key: str) -> Path:
+    """Return the path of the recorded routing of a pass."""
     return directory / f"{key}.safetensors"

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.errors import ConfigError
-from meshwright.system.atomic import replacing
+from meshwright.system.atomic import make_directory_synced, replacing
 from meshwright.system.bounded import open_regular, parse_json
 
 FORMAT = "meshwright-routing-1"
@@ -72,6 +72,8 @@ def write_file(
 ) -> None:
     """Write the ids of a step's routers, in the order of ``shapes``, one table in memory at a time.
 
+    The file is not synced: a run syncs those of all steps at once, before each checkpoint.
+
     Raises:
         OSError: it cannot be written.
     """
@@ -83,7 +85,7 @@ def write_file(
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory_synced(path.parent)
     with replacing(path, is_durable=False) as aside, aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for table in tables:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -129,6 +130,9 @@ class Parts(ForwardParts):
     """Function of each of FLAGS, called once per step on every rank; :class:`StepStats` has those raised anywhere."""
     validation_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that layers and the loss recorded in the last validation."""
+    written_files: list[Path] = field(default_factory=list)
+    """Files that observers of this rank have written since the last save. They are synced before a checkpoint of the
+    step appears, for example when a resumed run reads them. Used on rank 0: see NOTE [files of a checkpoint]."""
     restarts: int = 0
     """Number of earlier launches of this run."""
     stop_reason: str | None = None

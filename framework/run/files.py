@@ -17,6 +17,7 @@ import contextlib
 import os
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, LockError
 from meshwright.run.directory import METRICS, METRICS_AGAIN, PEAKS, PLACEMENT, RESOLVED, STARTS, STATUS, run_directory
 from meshwright.run.lock import FILE, RunLock
-from meshwright.system.atomic import make_directory_synced, replace_in, sync, write_atomic
+from meshwright.system.atomic import make_directory_synced, replace_in, sync_with_folders, write_atomic
 from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
 from meshwright.terminal.output import Warn
 
@@ -32,8 +33,15 @@ RESTORED_FILES = (RESOLVED, "config.toml", STARTS, PLACEMENT)
 """Small files that a run writes at its start and keeps in memory."""
 REQUIRED_FILES = (*RESTORED_FILES, METRICS, METRICS_AGAIN)
 """Files that a checkpoint needs beside itself."""
-OTHER_FILES = ("expert-load.jsonl", "bad-nodes", "links.toml", PEAKS, "wandb_run_id", "mlflow_run_id")
-"""Files that a run, or a command on it, writes beside those."""
+RECORDS = ("expert-load.jsonl", PEAKS, "wandb_run_id", "mlflow_run_id")
+"""Files that a resumed run continues, or that describe steps that it does not repeat."""
+SYNCED_FILES = (*REQUIRED_FILES, *RECORDS)
+"""NOTE [files of a checkpoint]: what a checkpoint presupposes is on the disk before its name is. A file of a fixed name
+in the run's directory is listed here; an observer adds any other to ``parts.written_files``. `sync_run_files` syncs
+both lists and the directories above. A file in neither list (lock, status, logs, stacks) may be lost in a power cut.
+"""
+OTHER_FILES = (*RECORDS, "bad-nodes", "links.toml")
+"""Files that a run, or a command on it, writes beside those that a checkpoint needs."""
 FOLDERS = ("logs", "hang", "slurm", "traces")
 """Folders of a run whose files are written by their names."""
 DELETED = " (deleted)"
@@ -208,21 +216,17 @@ def _belongs_to_another_run(directory: Path) -> bool:
     )
 
 
-def sync_run_files(directory: Path, warn: Warn) -> None:
-    """Flush the run's other files to the disk, before the checkpoint appears.
+def sync_run_files(directory: Path, written: Iterable[Path], warn: Warn) -> None:
+    """Flush what a checkpoint presupposes to the disk, before it appears: see NOTE [files of a checkpoint].
 
-    A file that cannot be flushed only causes a warning: the checkpoint is more important.
+    ``written``: files that observers have added since the last checkpoint. A file that cannot be flushed only causes a
+    warning: the checkpoint is more important.
     """
-    for path in (*(directory / name for name in REQUIRED_FILES), directory):
-        try:
-            sync(path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            warn(
-                f"{path} cannot be flushed to the disk ({error.strerror}, errno {error.errno}): it may be lost in a "
-                f"power failure"
-            )
+    for path, error in sync_with_folders([*(directory / name for name in SYNCED_FILES), *written]):
+        warn(
+            f"{path} cannot be flushed to the disk ({error.strerror}, errno {error.errno}): it may be lost in a power "
+            f"failure"
+        )
 
 
 def reopen_outputs(directory: Path) -> None:

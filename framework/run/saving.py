@@ -63,6 +63,8 @@ class Saver:
         self._slab = HostSlab()
         self._attempt: SaveAttempt | None = None
         """Save in progress; the same on all ranks."""
+        self._unsynced: list[Path] = []
+        """Files of observers that no published checkpoint has synced yet."""
         parts.flags[NOT_WRITTEN] = self.writer.failed
         if files is not None:
             parts.flags[FILES_LOST] = files.are_lost
@@ -96,12 +98,14 @@ class Saver:
             self.directory, head, result.attempt, frozenset(name for name in names if name is not None)
         )
         checkpoint = parts.config.checkpoint
+        self._unsynced += parts.written_files
+        parts.written_files.clear()
         self.writer.start(
             self._attempt,
             names[mesh.rank],
             self._slab.copy(pieces(parts.replicas, parts.optimizer, mesh, saved_running(parts), saves_frozen(parts))),
             is_first=mesh.rank == 0,
-            before_publishing=lambda: sync_run_files(self.directory, self._warn),
+            before_publishing=self._sync_files,
             after_publishing=lambda: self._prune(checkpoint.keep_last, checkpoint.keep_every),
         )
         if not checkpoint.asynchronous:
@@ -291,6 +295,12 @@ class Saver:
         if (published := self.writer.take_published()) is not None:
             path, self._save_s = published
             self._log(f"saved {path}")
+
+    def _sync_files(self) -> None:
+        """Sync what the checkpoint presupposes, on the writer's thread. The next save waits for this one."""
+        unsynced = self._unsynced
+        sync_run_files(self.directory, unsynced, self._warn)
+        self._unsynced = []
 
     def _prune(self, keep_last: int, keep_every: int) -> None:
         """Delete older checkpoints, on the writer's thread, after one is published. An error is only a warning."""

@@ -10,22 +10,58 @@ written is refused before long work where possible (`check_place`).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import real_path
 
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
+"""errno values of a directory that this process cannot have made, or whose file system has no fsync of directories."""
+
 
 def sync(path: Path) -> None:
     """Sync a file's bytes, or a directory's names, to disk (fsync). Blocks. Also bytes that other processes wrote."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would block
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_with_folders(files: Iterable[Path]) -> Iterator[tuple[Path, OSError]]:
+    """Sync files, then every directory above them on their file system, each once; yield the paths that fail.
+
+    A missing file is left out. The directories count because a process may have made one and died before it synced the
+    name, after which no other process makes it again.
+    """
+    folders: dict[Path, None] = {}
+    for file in files:
+        try:
+            sync(file)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            yield file, error
+        folders |= dict.fromkeys(_folders_above(file))
+    for folder in folders:
+        try:
+            sync(folder)
+        except OSError as error:
+            if error.errno not in NOT_OURS:
+                yield folder, error
+
+
+def _folders_above(file: Path) -> Iterator[Path]:
+    """Yield the directories above a file, up to the root of its file system."""
+    device = file.lstat().st_dev
+    for folder in file.absolute().parents:
+        if folder.stat().st_dev != device:
+            return
+        yield folder
 
 
 def sync_tree(directory: Path) -> None:

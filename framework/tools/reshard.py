@@ -44,6 +44,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.mesh import Coordinates, Grid
 from meshwright.run import RunLock
 from meshwright.run.directory import check_own_directory
+from meshwright.system.atomic import make_directory_synced
 from meshwright.system.bounded import real_path
 from meshwright.tools.layout_keys import drop_unused_keys
 from meshwright.tools.reshard_pieces import added_states, draw_blueprints, pieces, shard_tensors
@@ -95,7 +96,7 @@ def reshard(
             kind != TensorKind.WEIGHTS for kind in checkpoint.kinds()
         )
         _check_names(checkpoint, blueprints[0], is_fresh)
-        out.mkdir(parents=True, exist_ok=True)
+        make_directory_synced(out)
         open_files.enter_context(RunLock(out))  # keeps a job of that directory from saving into it meanwhile
         temporary = begin(out, saved.step, secrets.token_hex(4))
         for rank, name in enumerate(shard_names(grid)):

@@ -7,7 +7,7 @@ from pathlib import Path
 from meshwright.blueprint import Blueprint
 from meshwright.config import RunConfig, batch_numbers
 from meshwright.expert_parallel.plan import expert_names
-from meshwright.expert_parallel.routing import RankTokens, RoutingHooks, RoutingPlan, check_routers
+from meshwright.expert_parallel.routing import RankTokens, RoutingHooks, RoutingPlan, check_routers, path_of
 from meshwright.expert_parallel.routing_file import fingerprint_of
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.terminal.output import print_warning
@@ -63,6 +63,7 @@ class RoutingObserver(Observer):
         place = Path(train.routing_directory) if train.routing_directory else directory / DIRECTORY
         record, replay = (place, None) if train.routing == "record" else (None, place)
         self._hooks = hooks_of(parts, plan_of(parts.config, dict(parts.data_fingerprint), record=record, replay=replay))
+        self._recorded = record if parts.mesh.rank == 0 else None
         self._key = ""
 
     def before_step(self, parts: Parts) -> None:
@@ -76,3 +77,5 @@ class RoutingObserver(Observer):
         reason = self._hooks.end(self._key)
         if reason is not None:
             print_warning(f"the routing of {self._key} could not be written ({reason}); training goes on")
+        elif self._recorded is not None:
+            parts.written_files.append(path_of(self._recorded, self._key))

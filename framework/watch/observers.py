@@ -112,8 +112,10 @@ def write_trace(pipeline: Sequence[RankSpans], parts: Parts, directory: Path) ->
     """Write the trace of the last step, on rank 0. A trace that cannot be written does not stop the run."""
     if parts.mesh.rank != 0:
         return
+    path = directory / "traces" / f"step-{parts.state.step:08d}.json"
     try:
-        write(build_trace(pipeline, parts), directory / "traces" / f"step-{parts.state.step:08d}.json")
+        write(build_trace(pipeline, parts), path)
+        parts.written_files.append(path)
     except Exception as error:
         tell(f"watch: the trace of step {parts.state.step} is not written, the run continues: {error}")
 

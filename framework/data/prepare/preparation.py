@@ -34,6 +34,7 @@ from meshwright.data.prepare.work_folder import WorkFolder, remove_leftovers, re
 from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import SPLITS, split_of
 from meshwright.errors import DataError
+from meshwright.system.atomic import make_directory_synced
 
 COMMIT_EVERY_S = 2.0
 
@@ -103,7 +104,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
         return Outcome(out, built=False, fingerprint=done)
     dtype = indexed.token_dtype(known.vocab_size)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_directory_synced(out.parent)
         work = WorkFolder(
             out,
             request,

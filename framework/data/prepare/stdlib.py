@@ -27,6 +27,7 @@ from meshwright.data.prepare.publish import OLD, publish
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
+from meshwright.system.atomic import make_directory_synced
 from meshwright.system.process import is_alive
 
 TRAINED_SPLITS = SPLITS[:2]
@@ -165,7 +166,7 @@ def _deciding_fields(source: fingerprints.SourceSummary) -> dict[str, Any]:
 
 def _make_aside(out: Path) -> Path:
     """Make an empty folder beside ``out``, named after this process; remove those of this host's dead processes."""
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_directory_synced(out.parent)
     prefix = f".{out.name}.partial.{socket.gethostname()}."
     for leftover in out.parent.glob(f"{prefix}*"):
         pid = leftover.name.removeprefix(prefix).removesuffix(OLD)

@@ -14,7 +14,7 @@ from pathlib import Path
 from meshwright.checkpoint.files import as_checkpoint_error, delete
 from meshwright.errors import CheckpointError
 from meshwright.run.directory import is_run
-from meshwright.system.atomic import rename_synced, sync_tree
+from meshwright.system.atomic import make_directory_synced, rename_synced, sync_tree
 from meshwright.system.bounded import real_path
 from meshwright.system.process import FileLock
 
@@ -69,7 +69,7 @@ def published_directory(out: Path, num_bytes: int) -> Iterator[Path]:
         CheckpointError: the bytes do not fit on the disk, or a system call fails.
     """
     with as_checkpoint_error(out.parent):
-        out.parent.mkdir(parents=True, exist_ok=True)
+        make_directory_synced(out.parent)
         _remove_leftovers(out)
         free = shutil.disk_usage(out.parent)
         if free.total > 0 and free.free < num_bytes:

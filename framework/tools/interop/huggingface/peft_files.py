@@ -13,6 +13,7 @@ from meshwright.checkpoint import CheckpointMetadata, TensorPiece, begin, publis
 from meshwright.checkpoint.files import final_directory
 from meshwright.config import RunConfig, resolve, to_toml, write_snapshot
 from meshwright.errors import ModelError
+from meshwright.system.atomic import write_atomic
 from meshwright.tools.interop.huggingface.adapters import CONFIG
 
 READ = {"peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}
@@ -88,4 +89,4 @@ def write_run(run: Path, config: RunConfig, pieces: Iterable[TensorPiece], comme
     head = CheckpointMetadata(0, 0, resolved.run.seed, resolved.model_dump(mode="json"), {}, state)
     publish(shard, final_directory(run, 0), head)
     write_snapshot(run, resolved)
-    (run / "config.toml").write_text(f"# {comment}: training starts from them.\n\n{to_toml(config)}")
+    write_atomic(run / "config.toml", f"# {comment}: training starts from them.\n\n{to_toml(config)}")
