@@ -109,9 +109,11 @@ class StepSums(NamedTuple):
     busy_s: float
     """Seconds of computation."""
     stop: float
+    enough: float
+    save_due: float
     not_written: float
     files_lost: float
-    """Number of ranks that raise each of FLAGS: ``stop``, ``not_written``, ``files_lost``."""
+    """Number of ranks that raise each of FLAGS, which have these names."""
 
 
 def all_reduce_sums(parts: Parts, row: RowResult) -> Tensor:

@@ -134,6 +134,7 @@ def open_run(config: RunConfig) -> Iterator[OpenRun]:
         parts = build(config, mesh, blueprint=blueprint if world_size == 1 else None)
         check_data(parts)
         resume(parts, files.directory, log, [StreamState.__name__])  # a stream reads forward from an older position
+        parts.stop_reason = None  # of a callback, and none runs
         record_start(parts, files, corpus_times(parts.source), log)
         yield OpenRun(parts, files)
     close_mesh(mesh)

@@ -159,8 +159,8 @@ def _keep_every(config: RunConfig) -> str | None:
         return None
     if every == 0:
         return (
-            f"checkpoint.keep_every = {kept} has no effect with checkpoint.every = 0, which saves after the last step "
-            f"only: leave it out, or choose checkpoint.every = {kept}"
+            f"checkpoint.keep_every = {kept} has no effect with checkpoint.every = 0, which saves at no such step: "
+            f"leave it out, or choose checkpoint.every = {kept}"
         )
     return (
         f"checkpoint.keep_every = {kept} is not a multiple of checkpoint.every = {every}: few of those steps would be "

@@ -138,7 +138,10 @@ class Checkpoint(Section):
     """Times of saving. Resuming needs no key: the same command again continues the run."""
 
     every: Steps = 0
-    """Steps between checkpoints; 0: only after the last step and on a signal."""
+    """Steps between checkpoints; 0: none by the count of steps."""
+    every_minutes: float = Field(default=30.0, ge=0, le=10**6)
+    """Also save when this many minutes have passed since the last save began; 0: never. Rank 0's clock decides for all.
+    A run saves after its last step and on a signal in any case."""
     keep_last: Length = 2
     """Newest checkpoints to keep; older ones are deleted."""
     keep_every: Steps = 0

@@ -30,8 +30,9 @@ from meshwright.parameters import DTYPES
 from meshwright.pipeline.executor import Executor, RowResult
 from meshwright.pipeline.values import Feed, Microbatch, cast_floats
 
-STOP, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "not_written", "files_lost")
-"""Flags of a step, each set if any rank sets it: a request to end the run, an unwritten checkpoint, lost run files."""
+STOP, ENOUGH, SAVE_DUE, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "enough", "save_due", "not_written", "files_lost")
+"""Flags of a step, each set if any rank sets it: a signal to end the run, a callback's request to end it, a checkpoint
+that is due by the clock, an unwritten checkpoint, lost run files."""
 
 
 @dataclass
@@ -171,8 +172,11 @@ class Parts(ForwardParts):
         return self.step_state.buffers()
 
     def request_stop(self, reason: str) -> None:
-        """Request to end the run after the next step, with a checkpoint and exit code 0. One rank is enough."""
-        self.stop_reason = reason
+        """Request to end the run after the next step, with a checkpoint and exit code 0. One rank is enough.
+
+        Checkpoints until then hold the request, so that a resumed run ends after the same step.
+        """
+        self.stop_reason = str(reason)
 
 
 class StepStats(NamedTuple):

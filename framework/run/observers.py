@@ -15,7 +15,7 @@ from meshwright.checkpoint import has_checkpoint
 from meshwright.errors import CallbackError, CheckpointError, DriftError, NonFiniteError, Preempted
 from meshwright.model.metrics import means, model_metrics
 from meshwright.optimizer import evaluating
-from meshwright.parts import FILES_LOST, NOT_WRITTEN, STOP, ForwardParts, Observer, Parts, StepEvent
+from meshwright.parts import ENOUGH, FILES_LOST, NOT_WRITTEN, STOP, ForwardParts, Observer, Parts, StepEvent
 from meshwright.pipeline.values import Feed
 from meshwright.run.collector import StepCollector
 from meshwright.run.directory import PEAKS, Peaks
@@ -62,10 +62,14 @@ class Validation(Observer):
         self._last: float | None = None
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Validate if due, unless the run is stopping. Collective over all ranks; blocks."""
+        """Validate if due. Collective over all ranks; blocks.
+
+        Also in the step of a stop, and before its save: callbacks see the loss of a step once, and the checkpoint holds
+        their states after it. A signal during a validation has to wait for it anyway.
+        """
         every = parts.config.train.validate_every
         is_due = event.is_last or (every > 0 and parts.state.step % every == 0)
-        if is_due and not event.is_stopping and parts.validation is not None:
+        if is_due and parts.validation is not None:
             start_s = time.perf_counter()
             with parts.mesh.activity.during("validating"):
                 event.validation_loss = self._last = validate(parts)
@@ -107,7 +111,8 @@ class Checkpoints(Observer):
 
     def __init__(self, parts: Parts, files: RunFiles, request: StopRequest, log: Callable[[str], None]) -> None:
         self.saver, self._request = Saver(parts, files.directory, log, files=files), request
-        parts.flags[STOP] = lambda: request.is_requested() or parts.stop_reason is not None
+        parts.flags[STOP] = request.is_requested
+        parts.flags[ENOUGH] = lambda: parts.stop_reason is not None
         self._log = log
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
@@ -119,13 +124,16 @@ class Checkpoints(Observer):
         """
         saver, flags = self.saver, event.stats.flags
         saver.check(NOT_WRITTEN in flags and FILES_LOST not in flags)
+        reason = parts.stop_reason
+        if event.is_last or ENOUGH in flags:
+            parts.stop_reason = None  # fulfilled by this step: a start that trains on does not end for it
         if event.is_saving:
             with parts.mesh.activity.during("saving a checkpoint"):
                 saver.start(is_urgent=event.is_stopping)  # the time until a kill is limited
                 if FILES_LOST in flags:
                     saver.finish(retention=False)
         if event.is_stopping:
-            self._stop(parts)
+            self._stop(parts, reason if ENOUGH in flags else None)
         if event.is_last or parts.is_stopped:
             with parts.mesh.activity.during("saving a checkpoint"):
                 saver.finish_or_fail()
@@ -139,17 +147,19 @@ class Checkpoints(Observer):
             with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
                 self.saver.finish()
 
-    def _stop(self, parts: Parts) -> None:
-        """End the run: by a signal, or because a callback has asked for it. Collective over all ranks; blocks.
+    def _stop(self, parts: Parts, reason: str | None) -> None:
+        """End the run: because a callback asked for it before this step, or by a signal. Collective; blocks.
+
+        ``reason``: that of a callback on this rank. With one on any rank the run is complete, and a signal is late.
 
         Raises:
             Preempted: on every rank, if any of them received a signal.
         """
         mine = self._request.signal.name if self._request.signal is not None else None
-        found: list[tuple[str | None, str | None]] = parts.mesh.world.gather_objects((mine, parts.stop_reason))
-        signals = [name for name, _ in found]
+        found: list[tuple[str | None, str | None]] = parts.mesh.world.gather_objects((mine, reason))
+        signals, reasons = [name for name, _ in found], [each for _, each in found if each is not None]
         step = f"after step {parts.state.step} of {parts.config.train.steps}"
-        for rank, name in enumerate(signals):
+        for rank, name in enumerate(signals if not reasons else ()):
             if name is not None:
                 who = name if None not in signals else f"{name} to rank {rank}"
                 raise Preempted(
@@ -157,7 +167,7 @@ class Checkpoints(Observer):
                     f"stopped by {who} {step}; {self._finish_save(parts)}, and the same command resumes from there",
                 )
         parts.is_stopped = True
-        self._log(f"stopped {step}: {next(reason for _, reason in found if reason is not None)}")
+        self._log(f"stopped {step}: {reasons[0]}")
 
     def _finish_save(self, parts: Parts) -> str:
         """Finish the save and describe the checkpoint to resume from. Collective over all ranks; blocks."""

@@ -19,7 +19,14 @@ from meshwright.parts import Parts, TrainState
 from meshwright.run import starts
 from meshwright.run.base import check_resumed
 from meshwright.run.files import RunFiles, make_directory
-from meshwright.run.tensors import checkpoint_metadata, restore, saved_factors, saved_running, saved_tensors
+from meshwright.run.tensors import (
+    STOP_REASON,
+    checkpoint_metadata,
+    restore,
+    saved_factors,
+    saved_running,
+    saved_tensors,
+)
 from meshwright.terminal.output import Warn, print_warning
 
 _DROPPED = "the state {} of a callback that does not run now: the next checkpoint will not have it"
@@ -118,6 +125,7 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks:
     parts.state.tokens_seen = saved_count(manifest, "tokens_seen")
     parts.state.loss_scale = saved_scale(manifest, parts.config)
     parts.state.callbacks = {name: state for name, state in states.items() if name in callbacks}
+    parts.stop_reason = saved_reason(manifest) if callbacks else None
     if manifest.step == 0:
         log(f"starting from the weights of {path}")
     else:
@@ -202,6 +210,22 @@ def saved_callbacks(manifest: Manifest) -> dict[str, Mapping[str, Any]]:
             f"which must be a table for each callback: it was not written by this project; take another checkpoint",
         )
     return dict(found)
+
+
+def saved_reason(manifest: Manifest) -> str | None:
+    """Return why a callback wants the run to end after its next step; None: it does not.
+
+    Raises:
+        CheckpointError: the manifest has no text there.
+    """
+    found = manifest.state.get(STOP_REASON)
+    if found is None or isinstance(found, str):
+        return found
+    raise CheckpointError(
+        "MW-RUN-039",
+        f"the manifest of the checkpoint of step {manifest.step} has state.{STOP_REASON} = {reprlib.repr(found)}, "
+        f"which must be a text: it was not written by this project; take another checkpoint",
+    )
 
 
 def saved_scale(manifest: Manifest, config: RunConfig) -> LossScale:

@@ -20,7 +20,7 @@ import torch
 
 from meshwright.checkpoint import AsyncWriter, HostSlab, SaveAttempt, begin, has_checkpoint, prune, shard_names
 from meshwright.errors import CheckpointError, RunFilesError
-from meshwright.parts import FILES_LOST, NOT_WRITTEN, Parts
+from meshwright.parts import FILES_LOST, NOT_WRITTEN, SAVE_DUE, Parts
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
 from meshwright.run.tensors import checkpoint_metadata, pieces, saved_running
@@ -71,6 +71,10 @@ class Saver:
         self.saved_step: int | None = None
         """Last step whose checkpoint is known to be published; the same on all ranks."""
         self._save_s: float | None = None
+        self._begun_s = time.monotonic()
+        """Time of the last save's beginning; at first that of this start."""
+        if parts.mesh.rank == 0:
+            parts.flags[SAVE_DUE] = self.is_due
 
     def start(self, *, is_urgent: bool = False) -> None:
         """Start to save this step. Collective over all ranks.
@@ -85,14 +89,18 @@ class Saver:
         parts, mesh = self.parts, self.parts.mesh
         self.finish(retention=not is_urgent)
         self.writer.leave()
-        head = checkpoint_metadata(parts.config, parts.state, parts.data_fingerprint, fingerprint(parts))
-        own = self._begin(head.step) if mesh.rank == 0 else None
-        result: _BeginResult = mesh.world.gather_objects(own, _BeginResult)[0]
+        self._begun_s = time.monotonic()
+        base, step = fingerprint(parts), parts.state.step
+        own = self._begin(step) if mesh.rank == 0 else None
+        found: list[tuple[_BeginResult, str | None]] = mesh.world.gather_objects((own, parts.stop_reason), _BeginResult)
+        result = found[0][0]
         if result.problem is not None:
             if not result.is_transient:
                 raise CheckpointError("MW-RUN-020", result.problem)
-            self._report_failure(head.step, [result.problem])
+            self._report_failure(step, [result.problem])
             return
+        reason = next((each for _, each in found if each is not None), None)
+        head = checkpoint_metadata(parts.config, parts.state, parts.data_fingerprint, base, reason)
         names = shard_names(mesh.grid)
         self._attempt = SaveAttempt(
             self.directory, head, result.attempt, frozenset(name for name in names if name is not None)
@@ -147,6 +155,11 @@ class Saver:
                     f"old files in {self.directory}/checkpoints are still being deleted after {limit_s:g} s "
                     f"(launch.timeout_s): check its file system. The run continues, and deletes no others until then"
                 )
+
+    def is_due(self) -> bool:
+        """Return True if ``checkpoint.every_minutes`` have passed since the last save began, and it has ended."""
+        every_s = 60 * self.parts.config.checkpoint.every_minutes
+        return every_s > 0 and time.monotonic() - self._begun_s >= every_s and self.writer.is_share_done()
 
     def take_save_s(self) -> float | None:
         """Return, on rank 0, the duration in seconds of the save published since the last call, or None."""

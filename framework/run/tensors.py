@@ -33,6 +33,10 @@ from meshwright.optimizer import (
 from meshwright.optimizer.flat import FlatOptimizer
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts, TrainState
+from meshwright.system.bounded import shortened
+
+STOP_REASON, MAX_REASON = "stop_reason", 1000
+"""Key of a callback's request to end the run in a checkpoint's state, and the characters of it that are kept."""
 
 
 def saved_tensors(blueprint: Blueprint) -> Iterator[SavedTensor]:
@@ -62,9 +66,17 @@ def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:
 
 
 def checkpoint_metadata(
-    config: RunConfig, state: TrainState, data_fingerprint: Mapping[str, str], base: str | None = None
+    config: RunConfig,
+    state: TrainState,
+    data_fingerprint: Mapping[str, str],
+    base: str | None = None,
+    stop_reason: str | None = None,
 ) -> CheckpointMetadata:
-    """Return the metadata of a checkpoint of this state. ``base``: fingerprint of the frozen base of adapters."""
+    """Return the metadata of a checkpoint of this state.
+
+    ``base``: fingerprint of the frozen base of adapters. ``stop_reason``: of a callback that has asked to end the run
+    after the next step.
+    """
     return CheckpointMetadata(
         step=state.step,
         samples_seen=state.samples_seen,
@@ -78,6 +90,7 @@ def checkpoint_metadata(
             **({"loss_scale": state.loss_scale._asdict()} if config.train.dtype == "float16" else {}),
             **({"callbacks": state.callbacks} if state.callbacks else {}),
             **({FINGERPRINT: base} if base is not None else {}),
+            **({STOP_REASON: shortened(stop_reason, MAX_REASON)} if stop_reason is not None else {}),
         },
     )
 

@@ -308,7 +308,8 @@ def test_all_problems_in_one_go(write: Write) -> None:
         ),
         (
             "[checkpoint]\nkeep_every = 100",
-            "run.toml: checkpoint.keep_every = 100 has no effect with checkpoint.every = 0, which saves after the last",
+            "run.toml: checkpoint.keep_every = 100 has no effect with checkpoint.every = 0, which saves at no such "
+            "step: leave it out, or choose checkpoint.every = 100",
         ),
         (
             '[optimizer]\nmin_learning_rate = 1e-5\nschedule = "constant"',
