@@ -13,12 +13,12 @@ import multiprocessing
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 from pathlib import Path
 
 from meshwright.system.process import FileLock
+from meshwright.system.working_folder import why_not_own
 
 PREFIX = "meshwright-launcher-"
 PATTERN = re.compile(re.escape(PREFIX) + r"\w+")
@@ -67,7 +67,7 @@ def remove_leftovers() -> None:
     for entry in _temporary_directory().glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = entry.lstat()
-            is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            is_own = why_not_own(entry) is None and status.st_uid == os.getuid()
             if is_own and PATTERN.fullmatch(entry.name) and _is_abandoned(entry, status.st_mtime):
                 shutil.rmtree(entry, ignore_errors=True)
 

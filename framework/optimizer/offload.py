@@ -112,12 +112,12 @@ def _mapped(directory: Path, numel: int, dtype: torch.dtype) -> Tensor:
         directory.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix="offload-", dir=directory)
         try:
+            Path(name).unlink()  # opened below by its descriptor: others may replace a name in a shared directory
             if num_bytes:  # allocate now: a write to a mapped page without disk space kills the process
                 os.posix_fallocate(handle, 0, num_bytes)
-            return torch.from_file(name, shared=True, size=numel, dtype=dtype)
+            return torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=numel, dtype=dtype)
         finally:
             os.close(handle)
-            Path(name).unlink()
     except OSError as error:
         raise ConfigError(
             "MW-OPTIM-002",

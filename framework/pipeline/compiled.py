@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from meshwright.config import RunConfig
+from meshwright.errors import ConfigError
 from meshwright.system.host import missing_tools
+from meshwright.system.working_folder import why_not_own
 
 
 def compile_layers(layers: Iterable[nn.Module], config: RunConfig, device: torch.device, *, warns: bool) -> None:
@@ -20,6 +24,9 @@ def compile_layers(layers: Iterable[nn.Module], config: RunConfig, device: torch
 
     Args:
         warns: this rank gives the warning.
+
+    Raises:
+        ConfigError: torch's cache of compiled code is another user's.
     """
     wanted = config.train.compile
     if wanted == "auto":
@@ -35,5 +42,28 @@ def compile_layers(layers: Iterable[nn.Module], config: RunConfig, device: torch
                     stacklevel=2,
                 )
     if wanted:
+        check_cache()
         for layer in layers:
             layer.compile()
+
+
+def check_cache() -> None:
+    """Check that torch's cache of compiled code, whose name in /tmp can be guessed, is this user's: it is executed.
+
+    A folder that ``TORCHINDUCTOR_CACHE_DIR`` names is the user's choice.
+
+    Raises:
+        ConfigError: it is a link, or belongs to another user.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
+
+    folder = Path(default_cache_dir())
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)) != str(folder):
+        return
+    reason = why_not_own(folder)
+    if reason is not None:
+        raise ConfigError(
+            "MW-PIPELINE-047",
+            f"{folder}, torch's cache of compiled code, {reason}: its code would be executed. Name a folder of your "
+            f"own as TORCHINDUCTOR_CACHE_DIR, or set train.compile = false",
+        )

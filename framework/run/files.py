@@ -44,6 +44,8 @@ OTHER_FILES = (*RECORDS, "bad-nodes", "links.toml")
 """Files that a run, or a command on it, writes beside those that a checkpoint needs."""
 FOLDERS = ("logs", "hang", "slurm", "traces")
 """Folders of a run whose files are written by their names."""
+SINK_FOLDERS = ("routing", "wandb", "tensorboard", "mlflow")
+"""Folders of a run whose files are replaced, or have names of their own; wandb makes links in its folder."""
 DELETED = " (deleted)"
 """Suffix that the kernel adds to the path of an open file that was deleted."""
 
@@ -56,11 +58,12 @@ def check_run_files(directory: Path) -> None:
     """
     problems = []
     folders = [directory / name for name in FOLDERS]
+    whole = [*folders, *(directory / name for name in SINK_FOLDERS)]
     named = [directory / name for name in (*REQUIRED_FILES, FILE, STATUS, *OTHER_FILES)]
     inside = [path for folder in folders if folder.is_dir() and not folder.is_symlink() for path in folder.iterdir()]
-    for path in (*named, *folders, *inside):
+    for path in (*named, *whole, *inside):
         is_log = path.name in (METRICS, METRICS_AGAIN, "expert-load.jsonl") or path in inside
-        why = None if path in folders else why_unusable(path, None if is_log else MAX_FILE_BYTES)
+        why = None if path in whole else why_unusable(path, None if is_log else MAX_FILE_BYTES)
         if is_log and path.is_dir():  # records wait until they can be written
             why = None
         if path.is_symlink():

@@ -19,6 +19,8 @@ def publish(aside: Path, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
         rename_synced(aside, out)
+        if old.is_symlink():  # a link that the user named; what it leads to stays
+            old.unlink()
         shutil.rmtree(old, ignore_errors=True)
     else:
         rename_synced(aside, out)

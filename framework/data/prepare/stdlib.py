@@ -29,6 +29,7 @@ from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
 from meshwright.system.atomic import make_directory_synced
 from meshwright.system.process import is_alive
+from meshwright.system.working_folder import why_not_own
 
 TRAINED_SPLITS = SPLITS[:2]
 """Splits of a corpus whose tokenizer is trained here; documents are split by name."""
@@ -170,7 +171,7 @@ def _make_aside(out: Path) -> Path:
     prefix = f".{out.name}.partial.{socket.gethostname()}."
     for leftover in out.parent.glob(f"{prefix}*"):
         pid = leftover.name.removeprefix(prefix).removesuffix(OLD)
-        if pid.isdigit() and not is_alive(int(pid)):
+        if pid.isdigit() and not is_alive(int(pid)) and why_not_own(leftover) is None:
             shutil.rmtree(leftover, ignore_errors=True)
     aside = out.parent / f"{prefix}{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)

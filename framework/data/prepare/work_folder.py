@@ -33,6 +33,7 @@ from meshwright.errors import DataError
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
 from meshwright.system.process import FileLock
+from meshwright.system.working_folder import make_working_folder, why_not_own
 
 SKIPPED_FILE = "skipped.txt"
 _MAX_CHANGES = 10
@@ -93,12 +94,13 @@ class WorkFolder:
             may_skip: broken records may be skipped.
 
         Raises:
-            DataError: another process works there, or the state cannot be resumed (unless ``replace``).
+            DataError: another process works there, the state cannot be resumed (unless ``replace``), or the folder, or
+                something in it, is a link or another user's.
         """
         self.path = _work_path(out)
         self.corpus = self.path / "corpus"
         self.dtype, self.has_mask = dtype, has_mask
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_working_folder(self.path, DataError)
         self._lock = _take_lock(self.path)
         try:
             self.state = self._open(out, request, replace, may_skip)
@@ -226,8 +228,8 @@ def describe_changes(changes: Sequence[str]) -> str:
 def remove_leftovers(out: Path) -> None:
     """Remove the work folder of a published corpus, if a killed process left it."""
     path = _work_path(out)
-    if path.is_dir() and not (path / "corpus").exists():
-        with contextlib.suppress(DataError), _take_lock(path):
+    if why_not_own(path) is None and path.is_dir() and not (path / "corpus").exists():
+        with contextlib.suppress(DataError, OSError), _take_lock(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -236,7 +238,7 @@ def _work_path(out: Path) -> Path:
 
 
 def _take_lock(path: Path) -> FileLock:
-    lock, is_ours = FileLock(path / "lock"), False
+    lock, is_ours = FileLock(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), False
     with contextlib.suppress(OSError):
         is_ours = lock.take()
     if not is_ours:
