@@ -44,13 +44,13 @@ from meshwright.config.sources import (
     KeySource,
     MissingValue,
     find_secrets,
-    is_secret_name,
     leaves,
     read_file,
     read_overrides,
     secret_message,
 )
 from meshwright.errors import ConfigError
+from meshwright.system.secret_text import hide_secrets, is_secret_name
 from meshwright.terminal.output import tell
 
 TORCHTITAN = {"job", "training", "parallelism", "experimental", "lr_scheduler", "activation_checkpoint", "profiling"}
@@ -82,9 +82,9 @@ class KeyTree:
         """Put the value of an existing key into the tree, unless it is unusable."""
         key, value = path[:2], given.value
         self.where[key] = given
-        secrets = list(find_secrets(value, path)) if key[1] == "options" else []
+        secrets = list(find_secrets(value, path))
         for secret in secrets:
-            self.refuse("MW-CONFIG-016", f"{given.place}: {secret_message(secret)}", key)
+            self.refuse("MW-CONFIG-016", secret_message(secret, given.place), key)
         if secrets:
             return
         if (null := null_problem(path, value, given.place)) is not None:
@@ -115,7 +115,7 @@ class KeyTree:
 def _line(given: GivenKey, text: str) -> str:
     """Return the message of a problem: place, key and value (left out if it may be a secret), then ``text``."""
     is_hidden = given.value is MissingValue.FLAG or any(map(is_secret_name, given.path))
-    value = "" if is_hidden else f" = {format_value(given.value)}"
+    value = "" if is_hidden else f" = {hide_secrets(format_value(given.value))}"
     return f"{given.place}: {given.key}{value}{text}"
 
 

@@ -4,13 +4,8 @@ Only syntax errors are reported here. ``loading.py`` reports unknown keys and va
 sources alike.
 
 Values of options such as ``model.options`` are written to many places, where secrets must not appear. An option is
-refused as a secret by its name:
-
-    api_key = "sk-..."      HF_TOKEN = "hf_..."     dbPassword = "..."     x_secret = 7         a secret
-    key_size = 64           num_key_value_heads = 8     tokenizer = "..."     pad_token = 0     no secret
-
-A name is split at its underscores, dashes, dots and capitals. ``password`` and ``secret`` count anywhere in it; ``key``
-and ``token`` only as its last word, and only if the value is text.
+refused as a secret by its name or its form, and any value that is a URL with a password or token:
+:mod:`meshwright.system.secret_text`.
 """
 
 from __future__ import annotations
@@ -25,12 +20,9 @@ from typing import Any, NamedTuple
 from meshwright.config.keys import KEYS, SECTIONS, Path, accepts_type, split
 from meshwright.errors import ConfigError
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_bytes, shortened
+from meshwright.system.secret_text import SECRET_WORDS, has_secret, hide_secrets, is_secret_name, split_name
 
 COMMAND_LINE = "command line"
-SECRET_WORDS = {"secret", "secrets", "password", "passwords", "passwd", "passphrase", "apikey"}
-SECRET_LAST_WORDS = {"key", "token"}
-VOCABULARY_WORDS = {"bos", "cls", "end", "eod", "eos", "mask", "pad", "sep", "start", "unk"}
-"""Words before ``token`` that mark a token of the vocabulary."""
 _HEADER = re.compile(r"\s*\[([\w.\-\"\s]+)\]\s*(#.*)?$")
 _ASSIGNMENT = re.compile(r"\s*([\w.\-\"]+)\s*=")
 
@@ -94,6 +86,7 @@ def _syntax(path: File, text: str, error: ValueError) -> str:
     line = shortened(lines[row - 1].strip()) if 0 < row <= len(lines) else ""
     if any(map(is_secret_name, re.findall(r"[\w-]+", line))):
         line = ""  # the line may contain a secret, and this text goes into logs
+    line = hide_secrets(line)
     return f"{path}:{row}: not valid TOML, {problem[:1].lower()}{problem[1:]}" + (
         f", in the line: {line}" if line else ""
     )
@@ -197,40 +190,35 @@ def read_overrides(words: Sequence[str]) -> KeySource:
     return source
 
 
-def is_secret_name(name: str) -> bool:
-    """Return True when a text value under this name is likely a secret."""
-    words = _words(name)
-    if SECRET_WORDS & {*words}:
-        return True
-    return words[-1] in SECRET_LAST_WORDS and not (words[-1] == "token" and VOCABULARY_WORDS & {*words[:-1]})
-
-
-def _words(name: str) -> list[str]:
-    """Split a name into lower-case words: ``dbPassword``, ``DB-PASSWORD`` -> db, password."""
-    return re.split(r"[^a-z0-9]+", re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower())
-
-
 def find_secrets(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the keys from ``path`` on whose values look like secrets, inside tables and lists too."""
+    """Yield the keys from ``path`` on whose values look like secrets, inside tables and lists too.
+
+    Names count in options alone: below ``path[:2]``.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from find_secrets(inner, (*path, name))
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         found = {key for inner in value for key in find_secrets(inner, path)}
         yield from sorted(found)
     elif value not in (None, "") and not isinstance(value, bool):
-        for name in path[2:]:
-            if is_secret_name(name) and (isinstance(value, str) or SECRET_WORDS & {*_words(name)}):
-                yield path
-                return
+        is_text = isinstance(value, str)
+        named = [name for name in path[2:] if is_secret_name(name) and (is_text or SECRET_WORDS & {*split_name(name)})]
+        if named or (is_text and has_secret(value)):
+            yield path
 
 
-def secret_message(path: tuple[str, ...]) -> str:
-    """Return the error text for a secret, without its value."""
-    name = path[-1]
-    variable = "_".join(_words(name)).upper()
+def secret_message(path: tuple[str, ...], place: str) -> str:
+    """Return the error text for a secret, without its value. ``place``: where it was given."""
+    name = ".".join(path)
+    if path[1:2] != ("options",):
+        return (
+            f"{place}: {name} has a URL with a password or a token, and the configuration is written to config.toml, "
+            f"resolved.json, checkpoints and wandb: leave the password out of it"
+        )
+    variable = "_".join(split_name(path[-1])).upper()
     return (
-        f"{'.'.join(path)} looks like a secret, and options are written to config.toml, resolved.json, checkpoints and "
+        f"{place}: {name} looks like a secret, and options are written to config.toml, resolved.json, checkpoints and "
         f'wandb: leave it out, and read it in {path[0]}.builder from an environment variable (os.environ["'
         f'{variable}"]); if it is none, give it another name'
     )

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
+from meshwright.system.secret_text import hide_secrets
 from meshwright.terminal.output import Warn, tell
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord
@@ -48,7 +49,7 @@ class Sink(Protocol):
 
 def warn_on_stderr(message: str) -> None:
     """Print a warning to stderr: the default for ``warn``. On a terminal its lines break between words."""
-    text = f"tracking: {message}"
+    text = f"tracking: {hide_secrets(message)}"
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed
         if sys.stderr.isatty():
             columns = max(40, shutil.get_terminal_size().columns)

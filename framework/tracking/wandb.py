@@ -36,6 +36,7 @@ from urllib.parse import urlsplit
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.system.atomic import write_atomic
+from meshwright.system.secret_text import without_user
 from meshwright.terminal.output import Warn
 from meshwright.tracking.jsonl import num_repeated
 from meshwright.tracking.record import StepRecord, metrics
@@ -77,14 +78,17 @@ def choose_mode(wanted: WandbMode, environment: Mapping[str, str]) -> tuple[Wand
 
 
 def base_url(environment: Mapping[str, str]) -> str:
-    """Return the server: ``WANDB_BASE_URL``, else the one saved by `wandb login --host`, else the public one."""
+    """Return the server: ``WANDB_BASE_URL``, else the one saved by `wandb login --host`, else the public one.
+
+    Without the user name and password of the URL: wandb does not log in with them, and writes the URL to its log.
+    """
     if url := environment.get("WANDB_BASE_URL"):
-        return url.rstrip("/")
+        return without_user(url).rstrip("/")
     saved = configparser.ConfigParser()
     directory = Path(environment.get("WANDB_CONFIG_DIR") or Path("~/.config/wandb").expanduser())
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
         saved.read(directory / "settings")
-    return saved.get("default", "base_url", fallback=PUBLIC_SERVER).rstrip("/")
+    return without_user(saved.get("default", "base_url", fallback=PUBLIC_SERVER)).rstrip("/")
 
 
 def has_key(server: str, environment: Mapping[str, str]) -> bool:

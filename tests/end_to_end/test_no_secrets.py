@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ pytestmark = pytest.mark.slow
 CANARIES = {
     name: f"canary-{number}-7c41e9"
     for number, name in enumerate(["MY_API_KEY", "HF_TOKEN", "DB_PASSWORD", "X_SECRET", "AWS_SECRET_ACCESS_KEY"])
+}
+URLS = {
+    "WANDB_BASE_URL": "https://me:canary-url-7c41e9@127.0.0.1:9",
+    "HTTPS_PROXY": "http://me:canary-proxy-7c41e9@127.0.0.1:9",
+    "MLFLOW_TRACKING_URI": "https://me:canary-mlflow-7c41e9@127.0.0.1:9",
 }
 
 
@@ -34,7 +40,7 @@ def test_no_secret_of_the_environment_is_written(fails: bool, corpus: Path, tmp_
         sections["model"] = {"builder": "tests.end_to_end.builders:trapped", "options": options}
         sections["train"] = {"steps": 1000}
     config = run_config(corpus, tmp_path / "runs", **sections)
-    shell.environment |= CANARIES
+    shell.environment |= CANARIES | URLS
     done = shell.run("-m", "meshwright.launch", "train", written(config, tmp_path))
     assert done.returncode == (1 if fails else 0), done.stderr
     assert ("ArithmeticError: the layer of a user has failed" in done.stderr) == fails
@@ -42,7 +48,8 @@ def test_no_secret_of_the_environment_is_written(fails: bool, corpus: Path, tmp_
     for wanted in ("metrics.jsonl", "config.toml", "resolved.json", "manifest.json", "*.safetensors", "*.wandb"):
         assert any(path.match(wanted) for path in files), wanted
     said = {"stdout": done.stdout.encode(), "stderr": done.stderr.encode()}
-    for name, canary in CANARIES.items():
+    in_urls = {name: re.findall(r"canary[\w-]+", url)[0] for name, url in URLS.items()}
+    for name, canary in (CANARIES | in_urls).items():
         for place, content in said.items():
             assert canary.encode() not in content, (name, place)
         for path in files:

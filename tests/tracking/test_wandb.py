@@ -22,7 +22,16 @@ from meshwright.config import RunConfig
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import metrics, to_json
 from meshwright.tracking.tracker import Tracker
-from meshwright.tracking.wandb import PUBLIC_SERVER, WandbMode, WandbSink, base_url, choose_mode, has_key, is_reachable
+from meshwright.tracking.wandb import (
+    PUBLIC_SERVER,
+    WandbMode,
+    WandbSink,
+    _child_environment,
+    base_url,
+    choose_mode,
+    has_key,
+    is_reachable,
+)
 from tests.support.errors import has_code
 
 pytestmark = pytest.mark.usefixtures("no_account")
@@ -364,6 +373,27 @@ def test_the_server_is_the_one_logged_into(tmp_path) -> None:
     assert base_url(saved) == "https://wandb.example.org"
     assert base_url(saved | {"WANDB_BASE_URL": "https://other.org"}) == "https://other.org"
     assert base_url({"WANDB_CONFIG_DIR": str(tmp_path / "none")}) == PUBLIC_SERVER
+
+
+def test_a_password_in_the_server_stays_out_of_all(tmp_path, record, monkeypatch) -> None:
+    """wandb's settings, logs, the environment of its process and warnings; from either place of the URL."""
+    monkeypatch.setenv("WANDB_BASE_URL", "http://me:canary-1@127.0.0.1:9/")
+    (tmp_path / "settings").write_text("[default]\nbase_url = https://canary-2@wandb.example.org/\n")
+    assert base_url({"WANDB_CONFIG_DIR": str(tmp_path)}) == "https://wandb.example.org"
+    assert _child_environment(tmp_path)["WANDB_BASE_URL"] == "http://127.0.0.1:9"
+    warnings: list[str] = []
+    for mode, key in ((WandbMode.ONLINE, KEY), (WandbMode.AUTO, ""), (WandbMode.OFFLINE, KEY)):
+        run = tmp_path / f"{mode}"
+        run.mkdir()
+        monkeypatch.setenv("WANDB_API_KEY", key)
+        one = sink(run, mode, warnings, init_limit_s=3.0)
+        one.open()
+        one.write(record(1))
+        one.close()
+        files = [path for path in run.rglob("*") if path.is_file()]
+        assert any(path.name == "debug.log" for path in files)
+        assert not [path for path in files if b"canary" in path.read_bytes()]
+    assert len(warnings) >= 2 and not any("canary" in warning for warning in warnings)
 
 
 def test_a_proxy_is_asked_instead_of_the_server(monkeypatch) -> None:

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from meshwright.config.keys import format_value
-from meshwright.config.sources import is_secret_name
+from meshwright.config.sources import find_secrets
+from meshwright.system.secret_text import hide_secrets, is_secret_name
 
 
 class DropReason(StrEnum):
@@ -34,14 +35,14 @@ class SourceKey(NamedTuple):
     @property
     def written(self) -> str:
         """Text of the item: ``key = value``, or a flag with its words. Values of keys that look secret are hidden."""
-        if is_secret_name(self.key):
+        if is_secret_name(self.key) or any(find_secrets(self.value, ("", ""))):
             return f"{self.key} = (not shown)"
         if self.text:
-            return self.text
+            return hide_secrets(self.text)
         if not self.key.startswith("-") and not self.key.endswith(".py"):
             return f"{self.key} = {format_value(self.value)}"
         words = self.value if isinstance(self.value, list) else [] if self.value is True else [self.value]
-        return " ".join(map(str, [self.key, *words]))
+        return hide_secrets(" ".join(map(str, [self.key, *words])))
 
 
 class DroppedKey(NamedTuple):
