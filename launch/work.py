@@ -14,11 +14,13 @@ from functools import partial
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.build import build
 from meshwright.config import RunConfig, resolve, samples_after
+from meshwright.data.live_files import LiveFiles
 from meshwright.data.sources import (
     StreamSource,
     corpus_times,
     data_fingerprint,
     describe_source,
+    live_files,
     open_sources,
     unigram_nats,
 )
@@ -57,7 +59,7 @@ from meshwright.tracking.observer import (
 from meshwright.tracking.tracker import Tracker
 from meshwright.train import train
 from meshwright.watch.hang.watchdog import GROUP_TIMEOUT_MARGIN_S, Watchdog
-from meshwright.watch.observers import DriftCheck, Timing
+from meshwright.watch.observers import CorpusCheck, DriftCheck, Timing
 
 
 def check(config: RunConfig, world_size: int) -> tuple[RunConfig, Blueprint]:
@@ -114,6 +116,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     """Build the parts, resume, train and close the mesh; ``config`` is resolved."""
     directory = files.directory
     parts = build(config, mesh)
+    corpus_files = watched_files(parts)
     check_data(parts)
     log = print_lines if mesh.rank == 0 else _print_nothing
     log(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
@@ -137,7 +140,7 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
         try:
             with watchdog, mesh.activity.during("training"), tracker, StepCollector(config.train.gc_every) as collector:
                 if parts.state.step < steps:
-                    all_observers = observe(parts, files, tracker, request, log, callbacks)
+                    all_observers = observe(parts, files, tracker, request, log, callbacks, corpus_files)
                     train(parts, [*all_observers, GarbageCollection(collector)])
                 else:
                     _report_finished(parts, log)
@@ -173,6 +176,12 @@ def check_data(parts: Parts) -> None:
         )
 
 
+def watched_files(parts: Parts) -> LiveFiles:
+    """Return the files of the corpora to watch: on the first rank of each node all, on the others none."""
+    nodes, rank = parts.mesh.nodes, parts.mesh.rank
+    return live_files(parts.source, parts.validation) if nodes.index(nodes[rank]) == rank else LiveFiles([])
+
+
 def _report_finished(parts: Parts, log: Callable[[str], None]) -> None:
     """Print the validation loss of a run that has taken all its steps."""
     steps, step = parts.config.train.steps, parts.state.step
@@ -190,6 +199,7 @@ def observe(
     request: StopRequest,
     log: Callable[[str], None],
     callbacks: Callbacks,
+    corpus_files: LiveFiles,
 ) -> list[Observer]:
     """Return the observers of a run; :class:`Checkpoints` among them connects ``request`` to the step's flag STOP.
 
@@ -207,6 +217,7 @@ def observe(
         *expert_load(parts, files.directory),  # tokens of each expert, where a router counts them
         Records(tracker),  # metrics.jsonl, console, wandb
         DriftCheck(),  # equality of replicas, also after callbacks, before they are saved
+        CorpusCheck(corpus_files.changes),  # files of the corpus that were overwritten under the run
         PeakMemory(files.directory),  # memory.json
         checkpoints,  # saves, and ends the run after a signal
         *(CallbackErrors(callbacks) for callbacks in own),  # ends the run after an error of a callback

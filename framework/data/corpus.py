@@ -125,7 +125,7 @@ class Corpus:
     def sampled_hash(self) -> str:
         """Return one hash of sampled blocks of all its files. Raises DataError if a file cannot be read."""
         try:
-            hashes = [fingerprints.sampled_sha256(path) for path in self._files()]
+            hashes = [fingerprints.sampled_sha256(path) for path in self.files()]
         except OSError as error:
             raise DataError(
                 "MW-DATA-003", f"{error.filename} cannot be read: {error.strerror} (errno {error.errno})"
@@ -134,9 +134,10 @@ class Corpus:
 
     def modified_ns(self) -> dict[str, int]:
         """Return the modification time of each of its files in ns, by path."""
-        return {str(path): path.stat().st_mtime_ns for path in self._files()}
+        return {str(path): path.stat().st_mtime_ns for path in self.files()}
 
-    def _files(self) -> list[Path]:
+    def files(self) -> list[Path]:
+        """Return the files that samples are read from."""
         paths = [self.prefix.with_name(f"{self.prefix.name}{suffix}") for suffix in fingerprints.READ]
         return [path for path in paths if path.is_file()]
 

@@ -17,6 +17,7 @@ from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.dataset import DatasetSource, open_dataset
 from meshwright.data.hashes import hashes_of, hashes_of_stages, weight_text
+from meshwright.data.live_files import LiveFiles
 from meshwright.data.order import BlendOrder, OnceInOrder, SampleOrder, whole_weights
 from meshwright.data.read_ahead import Steps
 from meshwright.data.same_tokens import check_same_tokens
@@ -195,6 +196,11 @@ def data_fingerprint(source: Source | None) -> dict[str, str]:
 def corpus_times(source: Source) -> dict[str, int]:
     """Return the modification times of a run's corpus files in ns, by path."""
     return {path: at for corpus in _corpora(source) for path, at in corpus.modified_ns().items()}
+
+
+def live_files(*sources: Source | None) -> LiveFiles:
+    """Return the files of the sources' corpora as they are now."""
+    return LiveFiles(path for source in sources for corpus in _corpora(source) for path in corpus.files())
 
 
 def unigram_nats(source: Source | None) -> float | None:

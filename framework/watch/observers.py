@@ -3,6 +3,7 @@
     Timing             one traced step per start, for `meshwright draw`        watch/trace.py
                        stragglers: a slow rank, link or gradient sum           watch/stragglers.py
     DriftCheck         replicas are bitwise equal                              watch/drift.py
+    CorpusCheck        no file of the corpus was overwritten                   data/live_files.py
     handle_nonfinite   NaN or Inf in loss or gradient: no rank takes the step  watch/nonfinite/
 
 Hangs are watched by threads, not by an observer: watch/hang/watchdog.py.
@@ -25,7 +26,7 @@ from meshwright.pipeline.values import Feed
 from meshwright.schedule.action import Action, Kind
 from meshwright.schedule.analysis import Span
 from meshwright.schedule.load import format_schedule
-from meshwright.terminal.output import tell
+from meshwright.terminal.output import print_warning, tell
 from meshwright.watch.drift import check_drift
 from meshwright.watch.nonfinite.search import find_cause
 from meshwright.watch.stragglers import Stragglers
@@ -81,6 +82,27 @@ class DriftCheck(Observer):
         every = parts.config.watch.drift_every
         if every and (event.is_saving or parts.state.step % every == 0):
             check_drift(parts)
+
+
+class CorpusCheck(Observer):
+    """Observer that names the files of the corpus that were changed under the run, in each step that saves."""
+
+    def __init__(self, changes: Callable[[], list[str]]) -> None:
+        """``changes``: describes the files that this rank watches and that changed since its last call."""
+        self._changes = changes
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """Warn of changed files, if the step saves. Collective over all ranks; blocks."""
+        if not event.is_saving:
+            return
+        found: list[list[str]] = parts.mesh.world.gather_objects(self._changes())
+        if parts.mesh.rank != 0:
+            return
+        for change in dict.fromkeys(change for changes in found for change in changes):
+            print_warning(
+                f"the corpus changed under this run, up to step {parts.state.step}: {change}. `meshwright data verify "
+                f"DIR` reads every byte; after a restore, go on from a checkpoint before the change"
+            )
 
 
 def align(mesh: Mesh) -> tuple[float, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -21,6 +23,7 @@ from meshwright.launch.cli import main
 from meshwright.launch.pool import RankPool
 from meshwright.launch.work import work
 from meshwright.mesh.grid import Grid
+from meshwright.parts import Observer, Parts
 from meshwright.run.directory import run_directory
 from meshwright.run.starts import record_start
 from tests.checkpoint.test_checkpoint_hostile import forge
@@ -174,3 +177,77 @@ def test_a_file_that_was_written_since_the_last_start_is_named(copied: Path, tmp
     record_start(directory, 2, Grid(1, 1, 1), ["here"], noted, said.append)
     assert len(said) == 1
     train(pool, changed(config, train={"steps": 3}))
+
+
+class Overwriting(Observer):
+    """Changes a file of the corpus before a step, on the last rank."""
+
+    def __init__(self, file: Path, how: str, step: int) -> None:
+        self.file, self.how, self.step = file, how, step
+
+    def before_step(self, parts: Parts) -> None:
+        if parts.mesh.rank == parts.mesh.grid.size - 1 and parts.state.step + 1 == self.step:
+            change(self.file, self.how)
+
+
+def change(file: Path, how: str) -> None:
+    if how == "overwritten":  # with its size and times as before, as `cp --preserve` does
+        flip_all(file)
+    elif how == "one token":
+        with file.open("r+b") as stream:
+            stream.write(b"\x07\x00")
+    elif how == "replaced":
+        flip_all(Path(shutil.copy2(file, f"{file}.new")))
+        Path(f"{file}.new").replace(file)
+    elif how == "removed":
+        file.unlink()
+    elif how == "touched":
+        file.touch()
+    elif how == "copied over itself":
+        shutil.copy2(Path(shutil.copy2(file, f"{file}.new")), file)
+    else:
+        file.chmod(0o600)
+
+
+def changed_live(rank: int, world_size: int, config: RunConfig, file: Path, how: str) -> str:
+    """What a rank says when a file of its corpus is changed before the fourth step."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        work(config, observers=[Overwriting(file, how, 4)])
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "expected"),
+    [
+        ("overwritten", "train.bin", "was overwritten with other bytes, and the run trains on them"),
+        ("one token", "validation.bin", "was overwritten with other bytes"),
+        ("replaced", "train.bin", "was replaced by another file: the run goes on with the one it opened"),
+        ("removed", "train.idx", "was removed, or cannot be read any more"),
+        ("touched", "train.bin", "was written to; its sampled bytes are as before"),
+        ("copied over itself", "train.bin", None),
+        ("other mode", "train.bin", None),
+    ],
+)
+def test_a_corpus_that_changes_under_a_run_is_named_at_the_next_save(
+    how: str, name: str, expected: str | None, copied: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """Once, by the first rank, whichever rank's machine has changed it; the run goes on, and a resume is refused."""
+    config = run_config(
+        copied,
+        tmp_path / "runs",
+        parallel=layout("dp2"),
+        train={"steps": 6, "validate_steps": 1},
+        checkpoint={"every": 3},
+    )
+    said = pool.run(changed_live, 2, config, copied / name, how)
+    assert "corpus changed" not in said[1]
+    if expected is None:
+        assert "corpus changed" not in said[0]
+        return
+    assert said[0].count("the corpus changed under this run, up to step 6: ") == 1
+    assert f"{copied / name} {expected}" in said[0]
+    assert [each.step for each in find(run_directory(config))] == [6, 3]
+    if name == "train.bin" and how != "touched":
+        further = changed(config, train={"steps": 8})
+        assert all("sampled bytes" in text or "was changed after" in text for text in pool.run(refused, 2, further))
