@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import re
+import tempfile
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,6 +50,15 @@ def compile_layers(layers: Iterable[nn.Module], config: RunConfig, device: torch
             layer.compile()
 
 
+def default_cache() -> Path:
+    """Return torch's own folder of compiled code, as its inductor chooses it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a container whose user has no name
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir()) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
 def check_cache() -> None:
     """Check that torch's cache of compiled code, whose name in /tmp can be guessed, is this user's: it is executed.
 
@@ -55,9 +67,7 @@ def check_cache() -> None:
     Raises:
         ConfigError: it is a link, or belongs to another user.
     """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # slow to import
-
-    folder = Path(default_cache_dir())
+    folder = default_cache()
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(folder)) != str(folder):
         return
     reason = why_not_own(folder)

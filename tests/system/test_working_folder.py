@@ -13,6 +13,7 @@ from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.errors import ConfigError, DataError
 from meshwright.launch import leftovers
 from meshwright.optimizer.offload import _mapped
+from meshwright.pipeline import compiled
 from meshwright.pipeline.compiled import check_cache
 from meshwright.run.files import SINK_FOLDERS, check_run_files
 from meshwright.system.working_folder import make_working_folder, why_not_own
@@ -137,11 +138,9 @@ def test_folders_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"state\.json belongs to another user"):
         make_working_folder(folder, ConfigError)
 
-    from torch._inductor.runtime import cache_dir_utils
-
     os.chown(tmp_path / "shared", 0, -1)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(cache_dir_utils, "default_cache_dir", lambda: str(folder))
+    monkeypatch.setattr(compiled, "default_cache", lambda: folder)
     with pytest.raises(ConfigError, match="TORCHINDUCTOR_CACHE_DIR", check=has_code("MW-PIPELINE-047")):
         check_cache()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
@@ -149,10 +148,13 @@ def test_folders_of_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_compile_cache_that_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.runtime import cache_dir_utils
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+    for user in ("me", "my:name", "a/b"):
+        monkeypatch.setenv("LOGNAME", user)
+        assert str(compiled.default_cache()) == default_cache_dir()
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(cache_dir_utils, "default_cache_dir", lambda: str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "default_cache", lambda: tmp_path / "cache")
     check_cache()
     (tmp_path / "cache").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="is a symbolic link", check=has_code("MW-PIPELINE-047")):
