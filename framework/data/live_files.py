@@ -1,8 +1,8 @@
 """Files of a run's corpora while the run reads them: one that is overwritten in place is trained on from then on.
 
 Samples are read from the open files step by step, so a write to one changes the samples of a live run without an error.
-Size, times and inode of each file cost one stat; sampled blocks, as in a fingerprint, tell a change of bytes from one
-of times.
+Size, times and inode of each file cost one stat. Where they differ, sampled blocks, as in a fingerprint, separate a
+change of bytes from one of times.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class CorpusCheck(Observer):
     """Observer that names the files of the corpus that were changed under the run, in each step that saves."""
 
     def __init__(self, changes: Callable[[], list[str]]) -> None:
-        """``changes``: describes the files that this rank watches and that changed since its last call."""
+        """Take descriptions from ``changes``: of the watched files that changed since its last call."""
         self._changes = changes
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
