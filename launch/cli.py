@@ -14,10 +14,13 @@ from meshwright.errors import UserError
 from meshwright.launch.arguments import build_parser
 from meshwright.launch.arguments.common import load_command, text
 from meshwright.launch.jobs import print_error
+from meshwright.system.bounded import shortened
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 
 
+MAX_WORD_CHARS = 2**17
+"""Longest word that Linux passes to a process."""
 UNUSABLE_PATH = errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP
 """errno values of a path that the user cannot use: no permission, too long, circular links."""
 
@@ -25,9 +28,12 @@ UNUSABLE_PATH = errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors that the user can cause are printed, not raised."""
     _open_standard_streams()
-    words, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
+    given = sys.argv[1:] if argv is None else argv
+    words, overrides = split_overrides(given)
     parser = build_parser()
     try:
+        for word in given:
+            _check_word(word)
         options, unknown = parser.parse_known_args(words)
         if unknown and options.takes_overrides and unknown[0].startswith("--"):
             overrides += unknown  # no section, or another framework's name: the configuration's error has a hint
@@ -59,6 +65,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return print_error(UserError("MW-LAUNCH-093", problem), UserError.exit_code)
     except KeyboardInterrupt:
         return 130
+
+
+def _check_word(word: str) -> None:
+    """Check that a word of the command line can be a path, and is no longer than the kernel passes to a process.
+
+    Raises:
+        ArgumentTypeError: it has a NUL character, or too many characters.
+    """
+    if "\0" in word:
+        raise argparse.ArgumentTypeError(f"{shortened(word, 80)!r} has a NUL character: leave it out")
+    if len(word) > MAX_WORD_CHARS:
+        raise argparse.ArgumentTypeError(f"{shortened(word, 80)!r}: a word has at most {MAX_WORD_CHARS:,} characters")
 
 
 def _open_standard_streams() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.config import RunConfig, load, resolve
 from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError, UserError
+from meshwright.system.numbers import whole_number
 from meshwright.tools.planner.choice import EFFORTS
 from meshwright.tools.planner.choices import SCHEDULES
 from meshwright.tools.planner.comparison import own_layout, why_not
@@ -29,8 +30,9 @@ def read_wanted(text: str) -> dict[str, int | str]:
     wanted: dict[str, int | str] = {}
     for part in text.replace(",", " ").split():
         name, _, value = part.partition("=")
-        if name in NUMBERS and value.isascii() and value.isdigit():
-            wanted[name] = int(value)
+        number = whole_number(value)
+        if name in NUMBERS and number is not None:
+            wanted[name] = number
         elif value in WORDS.get(name, ()):
             wanted[name] = value
         else:

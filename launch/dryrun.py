@@ -13,6 +13,7 @@ from meshwright.launch.arguments.common import DEVICES_PER_NODE
 from meshwright.mesh import Axis, Grid, check_placement, nodes_of
 from meshwright.schedule.build import BUILDERS
 from meshwright.system.atomic import check_place, writing
+from meshwright.system.numbers import whole_number
 from meshwright.terminal.output import put, tell
 from meshwright.tools.picture.library import require_matplotlib
 
@@ -171,13 +172,14 @@ def parse_fault(words: str, grid: Grid, pipeline: Pipeline) -> tuple[str, int, s
         "schedule": [name for name in BUILDERS if name != own],
         "missing": [str(axis) for axis in Axis if grid.degree(axis) > 1],
     }
-    if kind not in known or not rank.isdecimal() or not what:
+    number = whole_number(rank)
+    if kind not in known or number is None or not what:
         raise ConfigError("MW-LAUNCH-021", f"--seed-fault {words}: write {FAULTS}")
-    if int(rank) >= grid.size:
+    if number >= grid.size:
         ranks = "the only rank is 0" if grid.size == 1 else f"the ranks are 0 to {grid.size - 1}"
         raise ConfigError("MW-LAUNCH-022", f"--seed-fault {words}: {ranks}")
     if what in known[kind]:
-        return kind, int(rank), what
+        return kind, number, what
     choose = f"choose from {', '.join(known[kind])}"
     if kind == "missing" and not known[kind]:
         choose = f"all degrees are 1: seed another schedule, as in schedule:{rank}={known['schedule'][0]}"

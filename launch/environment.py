@@ -9,6 +9,7 @@ no launcher       nothing                                the launcher starts the
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import socket
@@ -17,11 +18,21 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.errors import MeshError
+from meshwright.system.bounded import shortened
 from meshwright.system.host import NODES, interface_towards
+from meshwright.system.numbers import MAX_PORT, MAX_RANKS, environment_number, job_restarts, whole_number
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports for the rendezvous of Slurm jobs, below the ephemeral ports of Linux (32768 and up)."""
 STEPS_PER_JOB = 16
+MAX_NODES = 2**17
+"""Maximum number of nodes in a list of Slurm's, twice as many as it manages by default."""
+MAX_VARIABLE_CHARS = 2**16
+"""Maximal length of the variable with the names of the nodes: Linux starts no process with one above 128 KiB."""
+_BRACKETS = r"\[[^\[\]]*+\]"
+_HOSTS = re.compile(rf"(?:[^,\[\]]++|{_BRACKETS})++")
+_PARTS = re.compile(rf"{_BRACKETS}|[^\[\]]++")
+_NODELIST = re.compile(rf"(?:(?:[^,\[\]]++|{_BRACKETS})*+,?+)*+")
 
 
 class Launcher(StrEnum):
@@ -49,7 +60,7 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
     job's number of tasks. Only srun sets SLURM_STEP_ID.
 
     Raises:
-        MeshError: only one of RANK and WORLD_SIZE is set.
+        MeshError: only one of RANK and WORLD_SIZE is set, or a variable of Slurm's is no number.
     """
     present = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
     if len(present) == 2:
@@ -60,6 +71,7 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
             f"the environment has {present[0]} = {env[present[0]]!r} alone: torchrun sets RANK and WORLD_SIZE "
             f"together. Unset it to start the ranks of this machine, or start with torchrun or srun",
         )
+    job_restarts(env)  # read again by rank 0 alone, where an error would leave the other ranks waiting
     if env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID") and _slurm_tasks(env) > 1:
         return Launcher.SLURM
     return Launcher.NONE
@@ -67,14 +79,8 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
 
 def read_place(env: Mapping[str, str] = os.environ) -> RankPlace:
     """Return this rank's place from the variables of torchrun (under srun see :func:`torch_variables`)."""
-    numbers = {name: env.get(name) or "0" for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    for name, text in numbers.items():
-        if not text.isdecimal():
-            raise MeshError(
-                "MW-LAUNCH-026",
-                f"the environment has {name} = {text!r}, which is not a number: start with torchrun or srun",
-            )
-    place = RankPlace(*map(int, numbers.values()))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    place = RankPlace(*(environment_number(name, 0, high=MAX_RANKS, env=env) for name in names))
     if place.rank >= place.world_size:
         raise MeshError(
             "MW-LAUNCH-027",
@@ -96,8 +102,9 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
         "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(env),
         "MASTER_PORT": env.get("MASTER_PORT") or str(port_of_job(env.get("SLURM_JOB_ID", "0"), env["SLURM_STEP_ID"])),
     }
-    if nodes := _hosts(env):
-        variables[NODES] = ",".join(nodes)
+    nodes = ",".join(_hosts(env))
+    if 0 < len(nodes) <= MAX_VARIABLE_CHARS:
+        variables[NODES] = nodes
     interface = interface_towards(variables["MASTER_ADDR"])
     if interface is not None:
         variables |= {name: env.get(name) or interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
@@ -106,9 +113,10 @@ def torch_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def port_of_job(job: str, step: str) -> int:
     """Return a job step's rendezvous port, a function of its ids, so equal on all ranks. Repeats every 750 job ids."""
-    if not re.fullmatch(r"[0-9]{1,18}", job):
+    job_number, step_number = whole_number(job), whole_number(step)
+    if job_number is None:
         raise MeshError("MW-LAUNCH-095", f"SLURM_JOB_ID = {job[:80]!r} is not a number: start with srun")
-    number = int(job) * STEPS_PER_JOB + (int(step[-9:]) % STEPS_PER_JOB if step.isdecimal() else 0)
+    number = job_number * STEPS_PER_JOB + (step_number or 0) % STEPS_PER_JOB
     return FIRST_PORT + number % NUM_PORTS
 
 
@@ -118,9 +126,16 @@ def expand_hosts(nodelist: str) -> list[str]:
     >>> expand_hosts("login,n[08-10,20],r[1-2]c[1-2]-ib")
     ['login', 'n08', 'n09', 'n10', 'n20', 'r1c1-ib', 'r1c2-ib', 'r2c1-ib', 'r2c2-ib']
     """
+    if _NODELIST.fullmatch(nodelist) is None:
+        raise MeshError(
+            "MW-LAUNCH-097",
+            f"{shortened(nodelist, 80)!r} is no list of nodes as Slurm writes them: check SLURM_NODELIST",
+        )
     hosts: list[str] = []
-    for name in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
-        parts = [_numbers(part[1:-1]) if part[0] == "[" else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", name)]
+    for name in _HOSTS.findall(nodelist):
+        parts = [_numbers(part[1:-1]) if part[0] == "[" else [part] for part in _PARTS.findall(name)]
+        if len(hosts) + math.prod(map(len, parts)) > MAX_NODES:
+            raise _too_many_nodes(nodelist)
         hosts += ["".join(combined) for combined in itertools.product(*parts)]
     return hosts
 
@@ -131,28 +146,30 @@ def check_port(text: str) -> int:
     Raises:
         MeshError: not a port, or another process uses it.
     """
-    if not text.isdecimal() or not 0 < int(text) < 65536:
+    port = whole_number(text, 1, MAX_PORT)
+    if port is None:
         raise MeshError(
-            "MW-LAUNCH-028", f"MASTER_PORT = {text!r} is not a port: set it to a free one (1024 to 65535), or unset it"
+            "MW-LAUNCH-028",
+            f"MASTER_PORT = {shortened(text, 80)!r} is not a port: set it to a free one (1024 to 65535), or unset it",
         )
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", int(text)))
+            probe.bind(("", port))
         except OSError as error:
             raise MeshError(
                 "MW-LAUNCH-029",
-                f"the ranks cannot rendezvous at port {text} (MASTER_PORT): {error.strerror}. Set MASTER_PORT to a "
+                f"the ranks cannot rendezvous at port {port} (MASTER_PORT): {error.strerror}. Set MASTER_PORT to a "
                 f"free port, or end the process that uses it (`ss -ltnp` names it)",
             ) from None
-    return int(text)
+    return port
 
 
 def check_rendezvous_port(env: Mapping[str, str] = os.environ) -> None:
-    """Refuse port 0, which torchrun passes on to the ranks: their rendezvous would never complete.
+    """Refuse a MASTER_PORT that is no port, or 0, which torchrun passes on to the ranks: they would never meet.
 
     Raises:
-        MeshError: MASTER_PORT is 0.
+        MeshError: MASTER_PORT is set, and is no number from 1 to 65535.
     """
     if env.get("MASTER_PORT") == "0":
         raise MeshError(
@@ -160,17 +177,18 @@ def check_rendezvous_port(env: Mapping[str, str] = os.environ) -> None:
             "MASTER_PORT = 0: the ranks cannot rendezvous there. For any free port on one machine give torchrun "
             "--standalone instead of --master-port=0, or else a port (1024 to 65535)",
         )
+    environment_number("MASTER_PORT", 0, 1, MAX_PORT, env)
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    text = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or "1"
-    return int(text) if text.isdecimal() else 1
+    name = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    return environment_number(name, 1, 1, MAX_RANKS, env)
 
 
 def _tasks_of_each_node(text: str) -> int:
     """Return the tasks per node: ``"4(x2)"`` -> 4; ``"4(x2),1"`` -> 0, since the nodes differ."""
-    found = re.fullmatch(r"(\d+)(?:\(x\d+\))?", text)
-    return int(found[1]) if found else 0
+    found = re.fullmatch(r"([0-9]+)(?:\(x[0-9]+\))?", text)
+    return (whole_number(found[1], 1, MAX_RANKS) or 0) if found else 0
 
 
 def _first_host(env: Mapping[str, str]) -> str:
@@ -195,9 +213,21 @@ def _hosts(env: Mapping[str, str]) -> list[str]:
 def _numbers(text: str) -> list[str]:
     """Expand ``"08-10,20"`` into 08 09 10 20, with as many digits as the first number of each range."""
     numbers: list[str] = []
-    if not re.fullmatch(r"[0-9]{1,6}(-[0-9]{1,6})?(,[0-9]{1,6}(-[0-9]{1,6})?)*", text):
-        raise MeshError("MW-LAUNCH-096", f"a list of nodes has [{text[:80]}], which is no range: check SLURM_NODELIST")
     for part in text.split(","):
         first, _, last = part.partition("-")
-        numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last or first) + 1)]
+        start, stop = (whole_number(each, 0, 999_999) for each in (first, last or first))
+        if start is None or stop is None or start > stop or part.endswith("-"):
+            raise MeshError(
+                "MW-LAUNCH-096", f"a list of nodes has [{text[:80]}], which is no range: check SLURM_NODELIST"
+            )
+        if len(numbers) + stop - start >= MAX_NODES:
+            raise _too_many_nodes(text)
+        numbers += [str(number).zfill(len(first)) for number in range(start, stop + 1)]
     return numbers
+
+
+def _too_many_nodes(text: str) -> MeshError:
+    return MeshError(
+        "MW-LAUNCH-098",
+        f"{shortened(text, 80)!r} names more than {MAX_NODES:,} nodes: check SLURM_NODELIST",
+    )

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from meshwright.errors import CommunicationError, HangEcho, UserError
 from meshwright.system.atomic import write_atomic
+from meshwright.system.bounded import MIB, open_regular, parse_json, read_text
+from meshwright.system.numbers import whole_number
 
 LOG_TAIL_LINES = 20
 FAILURES = "MESHWRIGHT_FAILURES"
@@ -89,14 +91,14 @@ def leave_record(failure: FailureRecord) -> None:
 
 def leave_exit_code(exit_code: int) -> None:
     """Write a record with an exit code only, for a failure whose message is printed, if this process is a rank."""
-    rank = os.environ.get("RANK", "")
-    if exit_code and rank.isdecimal():
-        leave_record(FailureRecord(int(rank), time.monotonic(), "", "", exit_code, lost_peer=False))
+    rank = whole_number(os.environ.get("RANK", ""))
+    if exit_code and rank is not None:
+        leave_record(FailureRecord(rank, time.monotonic(), "", "", exit_code, lost_peer=False))
 
 
 def read_failures(records: Path) -> list[FailureRecord]:
     """Return the written failure records: causes before echoes, then the earliest first."""
-    failures = [FailureRecord(**json.loads(file.read_text())) for file in records.glob("[0-9]*.json")]
+    failures = [FailureRecord(**parse_json(read_text(file))) for file in records.glob("[0-9]*.json")]
     return sorted(failures, key=lambda failure: (failure.lost_peer, failure.at_s))
 
 
@@ -127,6 +129,16 @@ def _later_failures(failures: Sequence[FailureRecord]) -> list[str]:
     return lines
 
 
+def _end_of(log: Path) -> str:
+    """Return the last MiB of a log, "" if it cannot be read: a log has no limit."""
+    try:
+        with open_regular(log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MIB))
+            return file.read(MIB).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def _describe_exit(rank: int, exit_code: int, logs: Path) -> str:
     """Return the exit of a rank without a failure record, and the end of its log."""
     how = f"was ended by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exited with code {exit_code}"
@@ -134,6 +146,6 @@ def _describe_exit(rank: int, exit_code: int, logs: Path) -> str:
     lines = [f"rank {rank} {how}{hint}"]
     log = logs / f"rank-{rank}.log"
     if rank != 0 and log.exists():
-        tail = log.read_text(errors="replace").rpartition(LOG_HEAD)[2].splitlines()[1:][-LOG_TAIL_LINES:]
+        tail = _end_of(log).rpartition(LOG_HEAD)[2].splitlines()[1:][-LOG_TAIL_LINES:]
         lines += [f"the end of {log}:", *(f"  {line}" for line in tail)] if tail else []
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.errors import HangError, Preempted, UserError
-from meshwright.system.bounded import real_path
+from meshwright.system.bounded import abridge_words, real_path
 from meshwright.terminal.output import put, tell
 
 if TYPE_CHECKING:
@@ -251,5 +251,5 @@ def _exit_code_of(start: Callable[[], object]) -> int:
 def print_error(error: object, exit_code: int) -> int:
     """Print an error to stderr and return its exit code. A :class:`Preempted` has no prefix "error:"."""
     prefix = "" if exit_code == Preempted.exit_code else "error: "
-    tell(f"meshwright: {prefix}{error}")
+    tell(f"meshwright: {prefix}{abridge_words(str(error))}")
     return exit_code

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from meshwright.launch.forking import die_with_parent, preload
 from meshwright.launch.leftovers import own_directory, remove_leftovers
 from meshwright.launch.worker import WorkerCall, WorkerFailure, serve
+from meshwright.system.bounded import read_text
 
 GRACE_S = 0.2
 """Time for other ranks to report a failure after the first report, so that the earliest failure is found."""
@@ -213,6 +214,6 @@ def _timeout(workers: list[Worker], ranks: list[int], timeout_s: float) -> RankT
     time.sleep(GRACE_S)
     lines = [f"after {timeout_s:g} s no result from ranks {ranks} of {len(workers)}; their stacks:"]
     for rank in ranks:
-        text = workers[rank].stack.read_text() if workers[rank].stack.exists() else ""
+        text = read_text(workers[rank].stack) if workers[rank].stack.exists() else ""
         lines += [f"rank {rank}:", text.rstrip()]
     return RankTimeout("\n".join(lines), ranks)

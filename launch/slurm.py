@@ -39,6 +39,8 @@ from meshwright.launch.slurm_values import (
 from meshwright.mesh import Grid, check_placement, draw_placement, nodes_of
 from meshwright.run import check_run_files
 from meshwright.run.directory import METRICS, check_not_moved, run_directory
+from meshwright.system.atomic import write_atomic
+from meshwright.system.bounded import read_text
 from meshwright.terminal.output import put, tell
 from meshwright.tracking.jsonl import read_records
 
@@ -213,14 +215,15 @@ def write(script: str, config: RunConfig, *, replaces: bool = False) -> Path:
     place = run_directory(config) / "slurm" / "job.sbatch"
     check_run_files(place.parents[1])
     try:
-        if not replaces and place.exists() and (old := place.read_text(errors="replace")) != script and is_edited(old):
+        old = read_text(place, errors="replace") if not replaces and place.exists() else script
+        if old != script and is_edited(old):
             raise ConfigError(
                 "MW-LAUNCH-066",
                 f"{place} was edited, or is of an earlier version, and would be lost: submit it with `sbatch {place}`, "
                 f"move it away, or replace it with --force",
             )
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(script)
+        write_atomic(place, script)
         place.chmod(0o755)
     except OSError as error:
         raise ConfigError(

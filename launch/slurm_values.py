@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 from meshwright.errors import ConfigError, UserError
+from meshwright.system.bounded import read_text, shortened
+from meshwright.system.numbers import whole_number
 
 NAME = r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*"
 WORDS = {
@@ -32,7 +34,10 @@ OWN = {
 PASSED = re.compile(r"--(?P<name>[a-z][a-z0-9-]*)(=[A-Za-z0-9_./:,@%+=*&|()\[\]-]+)?")
 REGISTRY = re.compile(r"(?!(oci|oci-archive|docker-archive|docker-daemon):)[\w.-]+(/[\w.-]+)*:[\w.-]+")
 """Image of a registry without a scheme, as pyxis takes it: team/train:1."""
-MAX_PROLOGUE_CHARS = 2**16
+MAX_PROLOGUE_BYTES = 2**16
+DAY_S = 86_400
+MAX_DAYS = 10_000
+"""Upper limit of a time limit, in days."""
 
 
 def read_prologue(path: str) -> str:
@@ -42,14 +47,13 @@ def read_prologue(path: str) -> str:
         UserError: the file cannot be read, is too long, or is no text.
     """
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MAX_PROLOGUE_CHARS + 1)
+        text = read_text(path, MAX_PROLOGUE_BYTES).replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is no UTF-8 text"
         raise UserError("MW-LAUNCH-063", f"--prologue {path}: {why}; name a file with lines of bash") from None
     bad = next((char for char in text if not (char.isprintable() or char in "\n\t")), None)
-    if bad is not None or len(text) > MAX_PROLOGUE_CHARS:
-        why = f"has the character {bad!r}" if bad is not None else f"is longer than {MAX_PROLOGUE_CHARS:,} characters"
+    if bad is not None:
+        why = f"has the character {bad!r}"
         raise UserError("MW-LAUNCH-067", f"--prologue {path}: it {why}; name a file with lines of bash")
     return text.rstrip("\n")
 
@@ -64,19 +68,28 @@ def seconds_of(time: str) -> int | None:
     """
     if time.lower() in ("infinite", "unlimited", "0"):
         return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if not found:
-        raise UserError(
-            "MW-LAUNCH-048",
-            f"--time {time!r} is not a time limit of Slurm: give minutes, h:mm:ss or days-hours (90, 4:00:00, 2-12)",
-        )
-    days, first, second, third = (int(part) if part else None for part in found.groups())
-    assert first is not None
-    if days is not None:
-        return ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
-    if third is not None:
-        return (first * 60 + (second or 0)) * 60 + third
-    return first * 60 + (second or 0)
+    found = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", time)
+    numbers = [whole_number(part or "0", high=MAX_DAYS * DAY_S) for part in found.groups()] if found else [None]
+    if found is None or None in numbers:
+        raise _no_time_limit(time)
+    days, first, second, third = (number or 0 for number in numbers)
+    if found[1]:
+        limit_s = ((days * 24 + first) * 60 + second) * 60 + third
+    elif found[4]:
+        limit_s = (first * 60 + second) * 60 + third
+    else:
+        limit_s = first * 60 + second
+    if limit_s > MAX_DAYS * DAY_S:
+        raise _no_time_limit(time)
+    return limit_s
+
+
+def _no_time_limit(time: str) -> UserError:
+    return UserError(
+        "MW-LAUNCH-048",
+        f"--time {shortened(time, 80)!r} is not a time limit of Slurm, of at most {MAX_DAYS:,} days: give minutes, "
+        f"h:mm:ss or days-hours (90, 4:00:00, 2-12)",
+    )
 
 
 def as_word(path: Path) -> str:
@@ -100,7 +113,9 @@ def check_options(options: argparse.Namespace) -> None:
     for name, (pattern, allowed) in WORDS.items():
         value = getattr(options, name)
         if value is not None and not re.fullmatch(pattern, value):
-            raise UserError("MW-LAUNCH-050", f"--{name} {value!r} cannot stand in a job script: give {allowed}")
+            raise UserError(
+                "MW-LAUNCH-050", f"--{name} {shortened(value, 300)!r} cannot stand in a job script: give {allowed}"
+            )
     for value in options.sbatch or ():
         found = PASSED.fullmatch(value)
         if found is None:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from meshwright.errors import CheckpointError, UnreadableError
 from meshwright.mesh import Grid
 from meshwright.system.atomic import rename_synced
+from meshwright.system.bounded import open_regular
 from meshwright.terminal.output import Warn
 
 Found = TypeVar("Found")
@@ -94,7 +95,7 @@ def sha256_of(path: Path) -> str:
     """Hash a file as it is on the disk now. Raises UnreadableError."""
 
     def read() -> str:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     return retried(read, path)

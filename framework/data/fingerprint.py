@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.errors import DataError
-from meshwright.system.bounded import MAX_FILE_BYTES, read_bytes
+from meshwright.system.bounded import MAX_FILE_BYTES, open_regular, read_bytes
 
 FILE_NAME = "fingerprint.json"
 SAMPLED_BLOCKS, SAMPLED_BYTES = 256, 4096
@@ -151,7 +151,7 @@ def entropy(counts: NDArray[np.int64]) -> Entropy:
 
 def file_sha256(path: Path) -> str:
     """Return the hex digest of a file's bytes."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         return file_digest(stream, "sha256").hexdigest()
 
 
@@ -172,7 +172,7 @@ def sampled_sha256(path: Path) -> str:
     alone. At most 1 MiB is read of a file of any size. A change of all tokens, or of a share of them spread over the
     file, is found. A change between the blocks is not: see :func:`file_sha256`.
     """
-    with path.open("rb", buffering=0) as stream:
+    with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = sha256(f"{size}\n".encode())
         for start in sampled_offsets(size):

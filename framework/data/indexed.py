@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.errors import DataError
+from meshwright.system.bounded import open_regular
 
 _MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -105,7 +106,7 @@ def inspect(prefix: Path) -> Index:
 def _read_header(index_file: Path) -> tuple[np.dtype[Any], int, int]:
     """Return (dtype, number of sequences, number of document ends), checked against the size of the file."""
     index_bytes = index_file.stat().st_size
-    with index_file.open("rb") as stream:
+    with open_regular(index_file) as stream:
         head = stream.read(HEADER.size)
     if len(head) < HEADER.size:
         raise DataError(

@@ -5,19 +5,19 @@ They use pread instead of mmap: a file that is truncated during a run raises an 
 
 from __future__ import annotations
 
-import io
 import os
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.indexed import HEADER, RESTORE, Index, bin_path, idx_path, mask_path
 from meshwright.errors import DataError
+from meshwright.system.bounded import open_regular
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class FileReader:
         self._size = path.stat().st_size
 
     @cached_property
-    def _file(self) -> io.FileIO:
-        return self.path.open("rb", buffering=0)
+    def _file(self) -> IO[bytes]:
+        return open_regular(self.path)
 
     def open(self) -> None:
         """Open the file now instead of at the first read."""

@@ -26,6 +26,7 @@ from meshwright.mesh.rendezvous import needs_rendezvous, open_rendezvous
 from meshwright.mesh.store import NoteStore
 from meshwright.mesh.traffic import Traffic
 from meshwright.system.host import node_name
+from meshwright.system.numbers import MAX_RANKS, environment_number
 
 
 @dataclass(frozen=True)
@@ -165,19 +166,19 @@ class Mesh:
 
 def environment_rank() -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from torchrun's environment variables; a lone process is rank 0 of 1."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    found = {name: os.environ.get(name, "") for name in names}
+    found = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if not any(found.values()):
         return 0, 1, 0
-    try:
-        rank, world_size = int(found["RANK"]), int(found["WORLD_SIZE"])
-        return rank, world_size, int(found["LOCAL_RANK"] or 0)
-    except ValueError:
+    rank = environment_number("RANK", 0, high=MAX_RANKS)
+    world_size = environment_number("WORLD_SIZE", 0, high=MAX_RANKS)
+    local_rank = environment_number("LOCAL_RANK", 0, high=MAX_RANKS)
+    if not found["RANK"] or rank >= world_size:
         raise MeshError(
             "MW-MESH-008",
-            f"the environment has {found}: RANK and WORLD_SIZE must both be numbers. Start with `meshwright train`, "
-            f"torchrun or srun, or unset all of them",
-        ) from None
+            f"the environment has {found}: RANK and WORLD_SIZE must both be set, and RANK counts from 0. Start with "
+            f"`meshwright train`, torchrun or srun, or unset all of them",
+        )
+    return rank, world_size, local_rank
 
 
 def check_size(grid: Grid, world_size: int) -> None:

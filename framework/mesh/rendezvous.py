@@ -14,8 +14,11 @@ import torch.distributed as dist
 
 from meshwright.errors import CommunicationError, MeshError, MissingRanksError
 from meshwright.system.host import NODES, node_name, open_listener
+from meshwright.system.numbers import MAX_PORT, environment_number
 from meshwright.terminal.output import abridge
 
+DEFAULT_PORT = 29_500
+"""Port of the rendezvous without MASTER_PORT, as torchrun's."""
 LONGER_S = 30.0
 """Extra seconds that other ranks wait, so that rank 0 prints first and names the missing ranks."""
 
@@ -33,15 +36,11 @@ def open_rendezvous(rank: int, world_size: int, limit_s: float) -> Any:
         CommunicationError: rank 0 has left the rendezvous.
         MeshError: rank 0 cannot listen at MASTER_ADDR and MASTER_PORT.
     """
-    host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "29500")
-    if not port.isdecimal():
-        raise MeshError(
-            "MW-MESH-013", f"MASTER_PORT = {port!r} is not a port: set it to a free one (1024 to 65535), or unset it"
-        )
+    host, port = os.environ["MASTER_ADDR"], environment_number("MASTER_PORT", DEFAULT_PORT, 1, MAX_PORT)
     mine = node_name()
     patience_s = limit_s if rank == 0 else limit_s + LONGER_S
     try:
-        store = _store(host, int(port), world_size, rank == 0, timedelta(seconds=patience_s))
+        store = _store(host, port, world_size, rank == 0, timedelta(seconds=patience_s))
         store.set(f"came/{rank}", mine)
         if store.add("came", 1) == world_size:
             store.set("all came", "")

@@ -26,7 +26,7 @@ from meshwright.errors import ConfigError, LockError
 from meshwright.run.directory import METRICS, METRICS_AGAIN, PEAKS, PLACEMENT, RESOLVED, STARTS, STATUS, run_directory
 from meshwright.run.lock import FILE, RunLock
 from meshwright.system.atomic import make_directory_synced, replace_in, sync_with_folders, write_atomic
-from meshwright.system.bounded import MAX_FILE_BYTES, why_unusable
+from meshwright.system.bounded import MAX_FILE_BYTES, read_bytes, why_unusable
 from meshwright.terminal.output import Warn
 
 RESTORED_FILES = (RESOLVED, "config.toml", STARTS, PLACEMENT)
@@ -133,7 +133,7 @@ class RunFiles:
         """Read the small files of the run's start into memory."""
         for name in RESTORED_FILES:
             with contextlib.suppress(OSError):
-                self._contents[name] = (self.directory / name).read_bytes()
+                self._contents[name] = read_bytes(self.directory / name)
 
     def are_lost(self) -> bool:
         """Check whether the held lock is no longer the file at its path. One stat; called in every step."""

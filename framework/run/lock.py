@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 from meshwright.errors import LockError
 from meshwright.system.bounded import MIB, parse_json, read_bytes
 from meshwright.system.host import JOBSET
+from meshwright.system.numbers import job_restarts
 from meshwright.system.process import FileLock
 from meshwright.terminal.output import tell
 
@@ -203,7 +204,7 @@ def _is_this_process(path: Path) -> bool:
 def _is_own_job(path: Path) -> bool:
     """Return True if the holder is this process's own Slurm job, from before it was requeued, or its own JobSet."""
     jobset, job = os.environ.get(JOBSET), os.environ.get("SLURM_JOB_ID")
-    is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    is_requeued = job_restarts() > 0
     holder = _read_holder(path)
     return bool((jobset and holder.get("jobset") == jobset) or (is_requeued and job and holder.get("slurm_job") == job))
 

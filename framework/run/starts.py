@@ -15,6 +15,7 @@ from meshwright.mesh import Grid, draw_placement
 from meshwright.run.directory import PLACEMENT, STARTS
 from meshwright.system.atomic import append_synced, write_atomic
 from meshwright.system.bounded import parse_json, read_bytes
+from meshwright.system.numbers import job_restarts
 from meshwright.terminal.output import tell
 
 
@@ -65,10 +66,10 @@ def record_start(
         line["corpus"] = dict(corpus)
     job = os.environ.get("SLURM_JOB_ID")
     if job:
-        line |= {"slurm_job": job, "slurm_restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
+        line |= {"slurm_job": job, "slurm_restart": job_restarts()}
     before = 0
     with contextlib.suppress(OSError):
-        before = place.read_bytes().count(b"\n") if place.exists() else 0
+        before = read_bytes(place).count(b"\n") if place.exists() else 0
         append_synced(place, (json.dumps(line) + "\n").encode())
         write_atomic(directory / PLACEMENT, draw_placement(grid, nodes) + "\n")
     return before

@@ -11,6 +11,7 @@ Callers turn OSError and ValueError into their own message; :func:`read_json` do
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import json
 import os
@@ -76,7 +77,7 @@ def kind_of(mode: int) -> str:
     return next((name for test, name in _KINDS if test(mode)), "no regular file")
 
 
-def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a regular file for reading. Never blocks on a FIFO without a writer.
 
     Raises:
@@ -89,7 +90,7 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, f"{kind_of(mode)}, and a regular file is needed", os.fspath(path))
-        return os.fdopen(descriptor, "rb")
+        return io.BufferedReader(io.FileIO(descriptor, "rb"))
     except BaseException:
         os.close(descriptor)
         raise
@@ -100,6 +101,8 @@ def read_bytes(path: str | os.PathLike[str], limit_bytes: int = MAX_FILE_BYTES) 
     with open_regular(path) as file:
         content = b"" if os.fstat(file.fileno()).st_size > limit_bytes else file.read(limit_bytes + 1)
         size = os.fstat(file.fileno()).st_size
+    if content is None:  # a file of /proc that waits for news, read without blocking
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), os.fspath(path))
     if size > limit_bytes or len(content) > limit_bytes:
         raise OSError(
             errno.EFBIG,
@@ -239,6 +242,11 @@ def check_values(document: Any) -> None:
 def shortened(text: str, length: int = 200) -> str:
     """Return text for a message: whole, or its beginning and the number of characters."""
     return text if len(text) <= length else f"{text[:length]}... ({len(text):,} characters)"
+
+
+def abridge_words(text: str, length: int = 1000) -> str:
+    """Return a message whose words have at most ``length`` characters: the value in it may be of any length."""
+    return re.sub(rf"\S{{{length + 1},}}", lambda found: shortened(found[0], length // 2), text)
 
 
 def _check_depth(raw: bytes) -> None:

@@ -74,7 +74,7 @@ def drop_records_after(path: Path, step: int) -> None:
     new_path.unlink(missing_ok=True)  # of a dead process; a link there would be written through
     changed = False
     with contextlib.ExitStack() as files:
-        old, new = files.enter_context(path.open("rb")), files.enter_context(new_path.open("wb"))
+        old, new = files.enter_context(open_regular(path)), files.enter_context(new_path.open("wb"))
         again: FileIO | None = None
         for _, line in _lines(path, old):
             line_step, whole_line = _step_of(line), line.rstrip(b"\n") + b"\n"

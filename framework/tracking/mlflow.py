@@ -10,8 +10,10 @@ from typing import Any
 
 from meshwright.config import RunConfig
 from meshwright.system.atomic import write_atomic
+from meshwright.system.bounded import read_text
 from meshwright.tracking.record import StepRecord, metrics
 
+MAX_ID_BYTES = 4096
 RUN_ID = "mlflow_run_id"
 """File in the run's directory with the id of its MLflow run, under which a resumed run continues."""
 
@@ -43,7 +45,7 @@ class MlflowSink:
         self._client = MlflowClient(tracking_uri=uri)
         path = self._directory / RUN_ID
         with contextlib.suppress(FileNotFoundError, MlflowException):  # the store may be another one than before
-            run_id = path.read_text(encoding="utf-8").strip()
+            run_id = read_text(path, MAX_ID_BYTES).strip()
             self._client.update_run(run_id, status="RUNNING")
             self._run_id = run_id
             return

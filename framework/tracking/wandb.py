@@ -36,6 +36,7 @@ from urllib.parse import urlsplit
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.system.atomic import write_atomic
+from meshwright.system.bounded import MIB, read_text, why_unusable
 from meshwright.system.secret_text import without_user
 from meshwright.terminal.output import Warn
 from meshwright.tracking.jsonl import num_repeated
@@ -43,6 +44,7 @@ from meshwright.tracking.record import StepRecord, metrics
 from meshwright.tracking.tracker import never_raising, warn_on_stderr
 
 CHILD = Path(__file__).with_name("wandb_child.py")
+MAX_ID_BYTES = 4096
 PUBLIC_SERVER = "https://api.wandb.ai"
 CONNECT_LIMIT_S = 2.0
 OFFLINE_LIMIT_S = 60.0
@@ -87,7 +89,7 @@ def base_url(environment: Mapping[str, str]) -> str:
     saved = configparser.ConfigParser()
     directory = Path(environment.get("WANDB_CONFIG_DIR") or Path("~/.config/wandb").expanduser())
     with contextlib.suppress(configparser.Error, OSError, UnicodeDecodeError):
-        saved.read(directory / "settings")
+        saved.read_string(read_text(directory / "settings", MIB))
     return without_user(saved.get("default", "base_url", fallback=PUBLIC_SERVER)).rstrip("/")
 
 
@@ -99,7 +101,7 @@ def has_key(server: str, environment: Mapping[str, str]) -> bool:
     places = [Path(path)] if path else [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]
     for place in places:
         with contextlib.suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-            if urlsplit(server).hostname in netrc.netrc(str(place)).hosts:
+            if why_unusable(place, MIB) is None and urlsplit(server).hostname in netrc.netrc(str(place)).hosts:
                 return True
     return False
 
@@ -128,7 +130,7 @@ def run_id(run_directory: Path) -> str:
     """Return the id in ``<run directory>/wandb_run_id``; created by the first call."""
     path = run_directory / "wandb_run_id"
     with contextlib.suppress(FileNotFoundError):
-        if stored := path.read_text(encoding="utf-8").strip():
+        if stored := read_text(path, MAX_ID_BYTES).strip():
             return stored
     new = "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(8))
     run_directory.mkdir(parents=True, exist_ok=True)

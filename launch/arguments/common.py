@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import re
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias
 
 from meshwright.errors import UserError
+from meshwright.system.bounded import abridge_words, shortened
+from meshwright.system.numbers import MAX_INT64, MAX_RANKS, whole_number
+from meshwright.terminal.output import visible
 
 WIDTH = 100
-Number = TypeVar("Number", int, float)
 
 Command = Callable[[argparse.Namespace, list[str]], int]
 """Function of a command: (options, configuration overrides) -> exit code."""
@@ -27,10 +30,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and leave with 2."""
-        super().error(str(UserError("MW-LAUNCH-054", message)))
+        super().error(visible(str(UserError("MW-LAUNCH-054", abridge_words(message)))))
 
 
 DEVICES_PER_NODE = 8
+DECIMAL = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
 def command(
@@ -81,11 +85,11 @@ def nodes_of_job(parser: argparse.ArgumentParser, *, of_cluster: bool = False) -
 
     ``of_cluster``: the devices default to those of the ``--cluster`` file; without one the option is None.
     """
-    parser.add_argument("--nodes", type=count, metavar="N", help="number of nodes (default: as the degrees need)")
+    parser.add_argument("--nodes", type=rank_count, metavar="N", help="number of nodes (default: as the degrees need)")
     default = "as in the --cluster file, or 8" if of_cluster else "8"
     parser.add_argument(
         "--devices-per-node",
-        type=count,
+        type=rank_count,
         default=None if of_cluster else DEVICES_PER_NODE,
         metavar="M",
         help=f"ranks on each (default: {default})",
@@ -106,34 +110,57 @@ def trust_code(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def count(text: str) -> int:
-    """Parse a whole number from 1 up."""
-    return _number(int, text, lambda number: number >= 1, "a whole number from 1 up")
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number from ``low`` to ``high``.
+
+    NOTE [bounds of options]: every number on the command line has bounds, with the highest value that anything can be
+    done with. Options take these types, never ``int`` or ``float``: those accept 4,300 digits, NaN and Inf.
+    """
+
+    def parse(text: str) -> int:
+        number = whole_number(text, low, high)
+        if number is None:
+            raise argparse.ArgumentTypeError(f"{shortened(text, 80)} is not a whole number from {low:,} to {high:,}")
+        return number
+
+    return parse
 
 
-def parse_count_from_0(text: str) -> int:
-    """Parse a whole number from 0 up."""
-    return _number(int, text, lambda number: number >= 0, "a whole number from 0 up")
+count = whole(1, 10**9)
+parse_count_from_0 = whole(0, 10**9)
+rank_count = whole(1, MAX_RANKS)
+"""Type of a number of ranks, nodes or devices."""
+seed = whole(0, MAX_INT64)
+MAX_SWEPT = 100
+"""Maximum number of values of a sweep, each a search of its own."""
 
 
 def counts(text: str) -> list[int]:
     """Parse whole numbers from 1 up, separated by commas; return them sorted, each once."""
-    return sorted({count(part.strip()) for part in text.split(",")})
+    words = text.split(",")
+    if len(words) > MAX_SWEPT:
+        raise argparse.ArgumentTypeError(f"{len(words):,} numbers, and at most {MAX_SWEPT} are swept")
+    return sorted({count(word.strip()) for word in words})
 
 
 def price(text: str) -> float:
     """Parse a finite number above 0."""
-    return _number(float, text, lambda number: 0.0 < number < float("inf"), "a number above 0")
+    return _number(text, lambda number: 0.0 < number < float("inf"), "a number above 0")
 
 
 def load(text: str) -> float:
     """Parse a finite number of at least 1."""
-    return _number(float, text, lambda number: 1.0 <= number < float("inf"), "a number of at least 1")
+    return _number(text, lambda number: 1.0 <= number < float("inf"), "a number of at least 1")
 
 
 def share(text: str) -> float:
     """Parse a number above 0 and at most 1."""
-    return _number(float, text, lambda number: 0.0 < number <= 1.0, "above 0 and at most 1")
+    return _number(text, lambda number: 0.0 < number <= 1.0, "above 0 and at most 1")
+
+
+def part(text: str) -> float:
+    """Parse a number from 0 up and below 1."""
+    return _number(text, lambda number: 0.0 <= number < 1.0, "a share from 0 up and below 1")
 
 
 def text(word: str) -> str:
@@ -147,26 +174,23 @@ def text(word: str) -> str:
 
 def temperature(text: str) -> float:
     """Parse a finite number from 0 up."""
-    return _number(float, text, lambda number: 0.0 <= number < float("inf"), "a number from 0 up")
+    return _number(text, lambda number: 0.0 <= number < float("inf"), "a number from 0 up")
 
 
-def _number(kind: Callable[[str], Number], text: str, fits: Callable[[Number], bool], wanted: str) -> Number:
-    try:
-        number = kind(text)
-    except ValueError:
-        number = None
-    if number is None or not fits(number):
-        raise argparse.ArgumentTypeError(f"{text} is not {wanted}")
+def _number(text: str, fits: Callable[[float], bool], wanted: str) -> float:
+    number = float(text) if DECIMAL.fullmatch(text) else math.nan
+    if not fits(number):
+        raise argparse.ArgumentTypeError(f"{shortened(text, 80)} is not {wanted}")
     return number
 
 
 def size(text: str) -> int:
     """Parse a number of bytes, such as 500MB, 5GB or 2GiB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     num_bytes = 0
     if match and len(match[1]) < 20:
         base = 1024 if match[3] else 1000
         num_bytes = int(float(match[1]) * base ** " kmgt".index(match[2] or " "))
     if num_bytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size, such as 500MB, 5GB or 2GiB")
+        raise argparse.ArgumentTypeError(f"{shortened(text, 80)!r} is not a size, such as 500MB, 5GB or 2GiB")
     return num_bytes

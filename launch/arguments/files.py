@@ -10,10 +10,18 @@ from meshwright.launch.arguments.common import (
     config_file,
     count,
     parse_count_from_0,
+    part,
+    rank_count,
+    seed,
     size,
     text,
     trust_code,
+    whole,
 )
+
+MAX_WORKERS, MAX_SHOWN = 1024, 10_000
+"""Maximum numbers of processes, and of printed samples."""
+MAX_VOCABULARY = 10**7
 
 
 def data(added: Added) -> None:
@@ -60,10 +68,14 @@ def data(added: Added) -> None:
     for parser in (stdlib, files):
         parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new corpus")
         parser.add_argument(
-            "--vocab-size", type=count, default=4096, metavar="N", help="tokens of the vocabulary (default: 4096)"
+            "--vocab-size",
+            type=whole(1, MAX_VOCABULARY),
+            default=4096,
+            metavar="N",
+            help="tokens of the vocabulary (default: 4096)",
         )
         parser.add_argument(
-            "--validation-share", type=float, default=0.05, metavar="X", help="share of the documents (default: 0.05)"
+            "--validation-share", type=part, default=0.05, metavar="X", help="share of the documents (default: 0.05)"
         )
         parser.add_argument("--replace", action="store_true", help="overwrite a corpus of other text or settings")
 
@@ -114,14 +126,18 @@ def _data_prepare(sources: Added) -> None:
     for name, default in (("validation", 0.05), ("test", 0.0)):
         prepared.add_argument(
             f"--{name}-share",
-            type=float,
+            type=part,
             default=default,
             metavar="X",
             help=f"share of the documents (default: {default})",
         )
-    prepared.add_argument("--seed", type=int, default=1234, metavar="N", help="seed of the split (default: 1234)")
+    prepared.add_argument("--seed", type=seed, default=1234, metavar="N", help="seed of the split (default: 1234)")
     prepared.add_argument(
-        "--workers", type=count, default=0, metavar="N", help="number of processes (default: one per core)"
+        "--workers",
+        type=whole(1, MAX_WORKERS),
+        default=0,
+        metavar="N",
+        help="number of processes (default: one per core)",
     )
     prepared.add_argument(
         "--skip-broken", action="store_true", help="leave out broken records, count them and list them in skipped.txt"
@@ -149,13 +165,15 @@ def _data_show(sources: Added) -> None:
         metavar="DIR",
         help="a prepared folder, one .bin/.idx without its suffix, or a configuration (.toml)",
     )
-    shown.add_argument("--samples", type=count, default=3, metavar="N", help="samples of each split (default: 3)")
+    shown.add_argument(
+        "--samples", type=whole(1, MAX_SHOWN), default=3, metavar="N", help="samples of each split (default: 3)"
+    )
     shown.add_argument(
         "--sequence-length", type=count, metavar="S", help="tokens of a sample (default: the configuration's, or 256)"
     )
     packing = "as data.packing (default: the configuration's, or stream)"
     shown.add_argument("--packing", choices=["stream", "documents"], help=packing)
-    shown.add_argument("--cp", type=count, default=1, metavar="N", help="context-parallel ranks (default: none)")
+    shown.add_argument("--cp", type=rank_count, default=1, metavar="N", help="context-parallel ranks (default: none)")
     shown.add_argument(
         "--cp-order", choices=["contiguous", "zigzag", "documents"], help="order of their tokens (default: each)"
     )
@@ -197,7 +215,7 @@ def config(added: Added) -> None:
     imported.add_argument(
         "--without", action="append", default=[], metavar="KEY", help="key of FILE to leave out instead of refusing it"
     )
-    imported.add_argument("--ranks", type=count, metavar="N", help="ranks of the whole job, if the file lacks dp")
+    imported.add_argument("--ranks", type=rank_count, metavar="N", help="ranks of the whole job, if the file lacks dp")
     imported.add_argument("--out", type=Path, metavar="FILE", help="TOML file to write (default: stdout)")
     imported.add_argument("--replace", action="store_true", help="overwrite an existing file")
     shown = command(
@@ -209,7 +227,7 @@ def config(added: Added) -> None:
         "meshwright config show configs/demo.toml --parallel.tp=4 --parallel.pp=1",
     )
     config_file(shown)
-    shown.add_argument("--ranks", type=count, metavar="N", help="number of ranks (default: as the degrees need)")
+    shown.add_argument("--ranks", type=rank_count, metavar="N", help="number of ranks (default: as the degrees need)")
     shown.add_argument("--all", action="store_true", help="include keys at their default")
 
 

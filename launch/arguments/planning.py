@@ -13,6 +13,7 @@ from meshwright.launch.arguments.common import (
     load,
     nodes_of_job,
     price,
+    rank_count,
     trust_code,
 )
 
@@ -128,8 +129,8 @@ def plan(added: Added) -> None:
     parser.add_argument(
         "--cluster", required=True, metavar="NAME|FILE", help="a100, h100, h200, b200, or a TOML file (see calibrate)"
     )
-    parser.add_argument("--nodes", type=count, required=True, metavar="N", help="number of nodes")
-    parser.add_argument("--devices-per-node", type=count, metavar="M", help="default: as in the hardware file")
+    parser.add_argument("--nodes", type=rank_count, required=True, metavar="N", help="number of nodes")
+    parser.add_argument("--devices-per-node", type=rank_count, metavar="M", help="default: as in the hardware file")
     parser.add_argument("--global-batch", type=count, metavar="N", help="samples of a step (default: as in CONFIG)")
     parser.add_argument("--best", type=count, metavar="N", help="number of layouts to list (default: 10)")
     for axis in ("pp", "dp", "cp", "tp", "ep"):
@@ -171,7 +172,7 @@ def calibrate(added: Added) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a TOML file")
     parser.add_argument(
-        "--ranks", type=count, default=8, metavar="N", help="ranks of a node in the hardware file (default: 8)"
+        "--ranks", type=rank_count, default=8, metavar="N", help="ranks of a node in the hardware file (default: 8)"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="measure the cores (default), or the first GPU"

@@ -11,12 +11,20 @@ from meshwright.launch.arguments.common import (
     config_file,
     count,
     parse_count_from_0,
+    rank_count,
     run_or_checkpoint,
+    seed,
     share,
     temperature,
     text,
     trust_code,
+    whole,
 )
+
+MAX_CHAIN = 1000
+"""Maximum number of jobs of a chain."""
+MAX_VERIFIED_STEPS = 10_000
+MAX_NEW_TOKENS = 10**6
 
 
 def train(added: Added) -> None:
@@ -67,13 +75,13 @@ def slurm(added: Added) -> None:
         "meshwright slurm configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --time 4:00:00 --submit",
     )
     config_file(parser)
-    parser.add_argument("--nodes", type=count, required=True, metavar="N", help="number of nodes")
-    parser.add_argument("--devices-per-node", type=count, required=True, metavar="M", help="ranks on each")
+    parser.add_argument("--nodes", type=rank_count, required=True, metavar="N", help="number of nodes")
+    parser.add_argument("--devices-per-node", type=rank_count, required=True, metavar="M", help="ranks on each")
     parser.add_argument("--time", metavar="T", help="time limit, as for sbatch: minutes, h:mm:ss, days-hours")
     for name in ("partition", "account", "qos", "constraint", "exclude", "gres", "mem", "reservation"):
         parser.add_argument(f"--{name}", metavar="TEXT", help=f"for sbatch's --{name}")
     parser.add_argument("--exclusive", action="store_true", help="whole nodes, for sbatch's --exclusive")
-    parser.add_argument("--cpus-per-task", type=count, metavar="N", help="for sbatch's --cpus-per-task")
+    parser.add_argument("--cpus-per-task", type=rank_count, metavar="N", help="for sbatch's --cpus-per-task")
     parser.add_argument(
         "--sbatch",
         action="append",
@@ -94,7 +102,11 @@ def slurm(added: Added) -> None:
     parser.add_argument("--doctor", action="store_true", help="run `doctor` before each start, and exclude bad nodes")
     parser.add_argument("--no-requeue", dest="requeue", action="store_false", help="do not requeue the job")
     parser.add_argument(
-        "--chain", type=count, default=1, metavar="N", help="submit N jobs that run one after another (default: 1)"
+        "--chain",
+        type=whole(1, MAX_CHAIN),
+        default=1,
+        metavar="N",
+        help="submit N jobs that run one after another (default: 1)",
     )
     parser.add_argument("--submit", action="store_true", help="call sbatch")
     parser.add_argument("--force", action="store_true", help="replace a job script that was edited")
@@ -112,8 +124,8 @@ def kubernetes(added: Added) -> None:
         "meshwright kubernetes configs/llama3-8b.toml --nodes 8 --devices-per-node 8 --image team/train:1 --claim runs",
     )
     config_file(parser)
-    parser.add_argument("--nodes", type=count, required=True, metavar="N", help="number of nodes")
-    parser.add_argument("--devices-per-node", type=count, required=True, metavar="M", help="ranks on each")
+    parser.add_argument("--nodes", type=rank_count, required=True, metavar="N", help="number of nodes")
+    parser.add_argument("--devices-per-node", type=rank_count, required=True, metavar="M", help="ranks on each")
     parser.add_argument("--image", required=True, metavar="IMAGE", help="container image with meshwright")
     parser.add_argument("--claim", metavar="NAME", help="PersistentVolumeClaim with the configuration, corpus and runs")
     parser.add_argument("--mount", default="/work", metavar="DIR", help="where it is mounted; the ranks start there")
@@ -152,7 +164,9 @@ def verify(added: Added) -> None:
         help="words joined by commas, such as dp2,pp2,tp2: dpN, ppN, tpN, cpN, epN, zero0 to zero3, mbsN, a schedule, "
         "sequence, offload, ...; docs/verify.md lists them (default: the layout of CONFIG and a selection)",
     )
-    parser.add_argument("--steps", type=count, default=10, metavar="N", help="optimizer steps (default: 10)")
+    parser.add_argument(
+        "--steps", type=whole(1, MAX_VERIFIED_STEPS), default=10, metavar="N", help="optimizer steps (default: 10)"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16", "float16"),
@@ -214,7 +228,11 @@ def sample(added: Added) -> None:
         help="text to continue; may be repeated",
     )
     parser.add_argument(
-        "--tokens", type=count, default=100, metavar="N", help="maximal number of new tokens (default: 100)"
+        "--tokens",
+        type=whole(1, MAX_NEW_TOKENS),
+        default=100,
+        metavar="N",
+        help="maximal number of new tokens (default: 100)",
     )
     parser.add_argument(
         "--temperature",
@@ -237,9 +255,7 @@ def sample(added: Added) -> None:
         metavar="P",
         help="sample from the likeliest tokens whose probabilities add up to P (default: 1)",
     )
-    parser.add_argument(
-        "--seed", type=parse_count_from_0, metavar="N", help="seed of the sampling (default: that of the run)"
-    )
+    parser.add_argument("--seed", type=seed, metavar="N", help="seed of the sampling (default: that of the run)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file for the texts, as JSON lines")
     _run_to_read(parser)
 

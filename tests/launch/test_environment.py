@@ -50,7 +50,7 @@ def test_who_started_this_process(env: dict[str, str], launcher: Launcher) -> No
 def test_half_an_environment_is_told() -> None:
     with pytest.raises(MeshError, match=r"RANK = '3' alone", check=has_code("MW-LAUNCH-025")):
         launch_environment({"RANK": "3"})
-    with pytest.raises(MeshError, match="LOCAL_RANK = 'x'", check=has_code("MW-LAUNCH-026")):
+    with pytest.raises(MeshError, match="LOCAL_RANK = 'x'", check=has_code("MW-SYSTEM-008")):
         read_place({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"})
     with pytest.raises(MeshError, match="RANK = 2 and WORLD_SIZE = 2", check=has_code("MW-LAUNCH-027")):
         read_place({"RANK": "2", "WORLD_SIZE": "2"})
@@ -101,6 +101,36 @@ def test_a_list_that_slurm_does_not_write_is_a_message(nodelist: str) -> None:
         expand_hosts(nodelist)
     with pytest.raises(MeshError, check=has_code("MW-LAUNCH-095")):
         port_of_job("abc", "0")
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "code"),
+    [
+        ("n[1-99999]x[1-99999]", "MW-LAUNCH-098"),
+        ("n[" + ",".join(["1-99999"] * 3000) + "]", "MW-LAUNCH-098"),
+        (",".join(["n[1-99999]"] * 50), "MW-LAUNCH-098"),
+        ("n[1-2]" * 40, "MW-LAUNCH-098"),
+        ("n[1-[2-3]]", "MW-LAUNCH-097"),
+        ("[" * 60_000, "MW-LAUNCH-097"),
+        ("n[5-1]", "MW-LAUNCH-096"),
+        (f"n[1-{'9' * 5000}]", "MW-LAUNCH-096"),
+    ],
+)
+def test_a_list_of_too_many_nodes_is_refused_at_once(nodelist: str, code: str) -> None:
+    with pytest.raises(MeshError, check=has_code(code)) as caught:
+        expand_hosts(nodelist)
+    assert len(str(caught.value)) < 300
+
+
+def test_every_variable_of_srun_is_a_number() -> None:
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_RESTART_COUNT"):
+        for text in ("9" * 5000, "many", "-1", "\u0663"):
+            with pytest.raises(MeshError, match=name, check=has_code("MW-SYSTEM-008")):
+                launch_environment({**SRUN, name: text})
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        with pytest.raises(MeshError, match=name, check=has_code("MW-SYSTEM-008")):
+            read_place({"RANK": "0", "WORLD_SIZE": "1", name: "9" * 5000})
+    assert torch_variables({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "9" * 5000})["LOCAL_WORLD_SIZE"] == "0"
 
 
 def test_a_taken_port_is_told() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from meshwright.errors import UserError
 from meshwright.launch.cli import main
 from meshwright.launch.slurm import SLURM_EARLY_S, UNKNOWN_LEAD_S, job_name, measure_lead
-from meshwright.launch.slurm_values import seconds_of
+from meshwright.launch.slurm_values import read_prologue, seconds_of
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import StepRecord, to_json
+from tests.support.errors import has_code
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "configs" / "demo.toml")
@@ -260,3 +263,26 @@ def test_an_edited_script_is_never_lost(capsys: pytest.CaptureFixture[str]) -> N
         assert "MW-LAUNCH-066" in capsys.readouterr().err and place.read_text() == text
     script(capsys, "--force")
     assert "comment" not in place.read_text()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "/proc/kmsg", "directory", "large"])
+def test_a_prologue_that_is_no_text_file_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    place = tmp_path / "prologue"
+    if kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "large":
+        place.touch()
+        os.truncate(place, 2**40)
+    else:
+        place = Path(kind)
+    with pytest.raises(UserError, match="--prologue", check=has_code("MW-LAUNCH-063")):
+        read_prologue(str(place))
+
+
+@pytest.mark.parametrize("time", ["9" * 5000, "1-" + "9" * 5000, "1:1:" + "9" * 5000, "99999999999", "\u0663"])
+def test_a_time_limit_has_bounds(time: str) -> None:
+    with pytest.raises(UserError, match="--time", check=has_code("MW-LAUNCH-048")) as caught:
+        seconds_of(time)
+    assert len(str(caught.value)) < 400

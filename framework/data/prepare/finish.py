@@ -20,6 +20,7 @@ from meshwright.data.prepare.work_folder import SKIPPED_FILE, WorkFolder, descri
 from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
+from meshwright.system.bounded import open_regular
 
 _READ_BYTES = 1 << 22
 OF_A_CORPUS = {TOKENIZER_FILE, SKIPPED_FILE, fingerprints.FILE_NAME} | {
@@ -115,7 +116,7 @@ def measure_split(
     labels = np.zeros_like(counts) if has_mask else counts
     mask = np.memmap(indexed.mask_path(prefix), np.uint8, "r") if has_mask else None
     digest, at = sha256(), 0
-    with indexed.bin_path(prefix).open("rb") as stream:
+    with open_regular(indexed.bin_path(prefix)) as stream:
         while content := stream.read(_READ_BYTES):
             digest.update(content)
             tokens = np.frombuffer(content, dtype)

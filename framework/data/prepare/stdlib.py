@@ -28,6 +28,7 @@ from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
 from meshwright.system.atomic import make_directory_synced
+from meshwright.system.numbers import whole_number
 from meshwright.system.process import is_alive
 from meshwright.system.working_folder import why_not_own
 
@@ -170,8 +171,8 @@ def _make_aside(out: Path) -> Path:
     make_directory_synced(out.parent)
     prefix = f".{out.name}.partial.{socket.gethostname()}."
     for leftover in out.parent.glob(f"{prefix}*"):
-        pid = leftover.name.removeprefix(prefix).removesuffix(OLD)
-        if pid.isdigit() and not is_alive(int(pid)) and why_not_own(leftover) is None:
+        pid = whole_number(leftover.name.removeprefix(prefix).removesuffix(OLD), 1, 2**31 - 1)
+        if pid is not None and not is_alive(pid) and why_not_own(leftover) is None:
             shutil.rmtree(leftover, ignore_errors=True)
     aside = out.parent / f"{prefix}{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)

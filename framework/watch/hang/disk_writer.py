@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from meshwright.system.bounded import open_regular
 from meshwright.watch.hang.flight_recorder import unfinished
 from meshwright.watch.hang.status import Status
 
@@ -142,7 +143,7 @@ class DiskWriter:
     def _stat_report(self) -> os.stat_result | None:
         """Return the state of report.txt, None if there is none. Opens it: NFS answers a stat from its cache."""
         try:
-            with self.report_path.open("rb") as file:
+            with open_regular(self.report_path) as file:
                 return os.fstat(file.fileno())
         except FileNotFoundError:
             return None

@@ -5,7 +5,6 @@ this process    compile_library -> python -m meshwright.tools.dryrun.cuda -> one
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 from meshwright.config import RunConfig
 from meshwright.errors import UserError
+from meshwright.system.bounded import parse_json, read_text
 from meshwright.tools.dryrun.cuda.library import compile_library
 
 
@@ -67,7 +67,7 @@ def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[Cu
             text=True,
             check=False,
         )
-        steps = [CudaStep(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
+        steps = [CudaStep(**parse_json(line)) for line in read_text(results).splitlines()]
     if done.returncode or len(steps) != len(jobs):
         last = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
         rank = jobs[min(len(steps), len(jobs) - 1)][1]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from meshwright.config.keys import OPEN_VALUE, toml_name, toml_value
+from meshwright.system.numbers import whole_number
 from meshwright.tools.interop.configs.convert import NAMES, ImportedConfig
 from meshwright.tools.interop.configs.source_keys import DroppedKey, DropReason
 
@@ -107,7 +108,7 @@ def _dropped_lines(dropped: list[DroppedKey]) -> Iterator[str]:
 def _key(dropped: DroppedKey) -> str:
     """Format a key as ``key = value (line 7)``; a flag without a value is only its name."""
     line = dropped.item.place.rpartition(":")[2]
-    return f"{dropped.item.written} (line {line})" if line.isdigit() else dropped.item.written
+    return f"{dropped.item.written} (line {line})" if whole_number(line) is not None else dropped.item.written
 
 
 def _wrapped(lines: Iterable[str]) -> Iterator[str]:

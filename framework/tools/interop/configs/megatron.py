@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright.errors import ConfigError
+from meshwright.system.numbers import MAX_RANKS, whole_number
 from meshwright.tools.interop.configs.megatron_batch import batch
 from meshwright.tools.interop.configs.megatron_data import data
 from meshwright.tools.interop.configs.megatron_keys import FEEDS, REFUSED, REST
@@ -81,9 +82,9 @@ def _ranks(translation: Translation) -> int | None:
     """Return the number of ranks, nproc_per_node x nnodes (default 1 node); None if the script does not fix both."""
     per_node = translation.value(f"{LAUNCHER}nproc-per-node")
     nodes = translation.value(f"{LAUNCHER}nnodes", None)
-    if not str(per_node).isdigit() or not str(1 if nodes is None else nodes).isdigit():
-        return None
-    return int(per_node) * int(1 if nodes is None else nodes)
+    num_per_node = whole_number(str(per_node), high=MAX_RANKS)
+    num_nodes = whole_number(str(1 if nodes is None else nodes), high=MAX_RANKS)
+    return None if num_per_node is None or num_nodes is None else num_per_node * num_nodes
 
 
 def _layout(translation: Translation, size: int | None, num_layers: int | None) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
+from meshwright.system.numbers import whole_number
 from meshwright.tools.interop.configs.source_keys import DropReason, is_off
 from meshwright.tools.interop.configs.translation import Translation
 
@@ -45,10 +46,11 @@ def _ramp(translation: Translation, total: int) -> None:
     words = [str(word).replace("_", "") for word in (given if isinstance(given, list) else [given])]
     if is_off(given):
         return
-    if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):
+    numbers = [number for word in words if (number := whole_number(word, 1)) is not None]
+    if len(words) != 3 or len(numbers) != 3:
         translation.refuse(RAMP, "it is no start, increment and number of samples")
         return
-    start, increment, samples = (int(word) for word in words)
+    start, increment, samples = numbers
     if start >= total or (total - start) % increment:
         translation.refuse(RAMP, f"no number of increments leads from its start to {total}")
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from meshwright.errors import ConfigError
+from meshwright.system.numbers import whole_number
 from meshwright.tools.interop.configs.megatron_form import DecoderForm, form_of
 from meshwright.tools.interop.configs.megatron_mup import mup
 from meshwright.tools.interop.configs.megatron_others import refuse_others
@@ -105,10 +106,10 @@ def _window(translation: Translation) -> int | None:
     written = translation.value("window-size")
     if written is None:
         return None
-    numbers = re.findall(r"-?\d+", str(written))
-    if len(numbers) != 2 or int(numbers[1]) not in (0, -1) or int(numbers[0]) < -1:
+    numbers = [whole_number(word, -1) for word in re.findall(r"-?\d+", str(written))]
+    if len(numbers) != 2 or numbers[0] is None or numbers[1] not in (0, -1):
         raise translation.unsupported_model("window-size", "a sliding window other than (tokens before, 0)")
-    return None if numbers[0] == "-1" else int(numbers[0]) + 1
+    return None if numbers[0] == -1 else numbers[0] + 1
 
 
 def _vocabulary(translation: Translation, form: DecoderForm) -> None:

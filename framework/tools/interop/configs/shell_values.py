@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections.abc import Callable
+
+from meshwright.system.numbers import MAX_INT64, whole_number
 
 COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
@@ -51,13 +52,10 @@ def evaluate_test(words: list[str]) -> bool | None:
             return one == other
         case [one, "!=", other]:
             return one != other
-        case [one, how, other] if how in COMPARISONS and _is_integer(one) and _is_integer(other):
-            return COMPARISONS[how](int(one), int(other))
+        case [one, how, other] if how in COMPARISONS:
+            first, second = whole_number(one, -MAX_INT64), whole_number(other, -MAX_INT64)
+            return None if first is None or second is None else COMPARISONS[how](first, second)
     return None
-
-
-def _is_integer(text: str) -> bool:
-    return re.fullmatch(r"-?\d+", text) is not None
 
 
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -73,7 +71,7 @@ def compute(node: ast.expr) -> int:
     """Evaluate arithmetic of whole numbers: + - * // % and negation.
 
     Raises:
-        ValueError: The expression contains anything else.
+        ValueError: The expression contains anything else, or exceeds 64 bits.
     """
     match node:
         case ast.Constant(value=int(number)):
@@ -81,7 +79,10 @@ def compute(node: ast.expr) -> int:
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -compute(inner)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return OPERATORS[type(op)](compute(left), compute(right))
+            result = OPERATORS[type(op)](compute(left), compute(right))
+            if abs(result) > MAX_INT64:
+                raise ValueError("beyond the shell's 64 bits")
+            return result
     raise ValueError("not arithmetic of whole numbers")
 
 

@@ -7,6 +7,7 @@ names of the last version; ``torchtitan_keys.MOVED`` maps older names to them.
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
+from meshwright.system.numbers import whole_number
 from meshwright.tools.interop.configs.source_keys import CORPUS, PREPARED, PRETRAINED, DropReason, is_off
 from meshwright.tools.interop.configs.torchtitan_dump import dumped_dataset, dumped_model, is_dump
 from meshwright.tools.interop.configs.torchtitan_keys import REST, SCHEDULES, SEVERAL_STAGES, SWITCHES
@@ -176,8 +177,7 @@ def _recompute(translation: Translation, num_layers: int | None) -> None:
     compiled = translation.boolean("compile.enable")
     if mode == "full":
         translation.put("pipeline.recompute", "full")
-    elif mode == "selective" and option is not None and option.isdigit() and option != "0":
-        every = int(option)
+    elif mode == "selective" and option is not None and (every := whole_number(option, 1)) is not None:
         translation.put(
             "pipeline.recompute", "full", f"selective_ac_option {option}: one of every {option} layers, fully"
         )

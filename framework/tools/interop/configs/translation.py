@@ -89,7 +89,7 @@ class Translation:
         raw = self._known(name, default)
         if raw is None:
             return None
-        if isinstance(raw, bool):
+        if isinstance(raw, bool) or (isinstance(raw, str) and not raw.isascii()):
             raise self._wrong(name, "a number")
         try:
             value = float(raw)

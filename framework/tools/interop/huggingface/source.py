@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.errors import ModelError
+from meshwright.system.bounded import open_regular
 from meshwright.tools.interop.huggingface.files import CONFIG, DTYPES, INDEX, SINGLE, read_json
 
 PICKLES = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.ckpt")
@@ -169,7 +170,7 @@ def open_source(path: Path, alternative: str = "", single: str = SINGLE) -> Safe
 def _header(path: Path) -> dict[str, TensorLocation]:
     """Read the header of a safetensors file: tensor name -> location, element type and shape."""
     try:
-        path.open("rb").close()  # safetensors reports a file without read permission as missing
+        open_regular(path).close()  # safetensors reports a file without read permission as missing
     except OSError as error:
         raise ModelError("MW-INTEROP-085", f"{path}: {error.strerror} (errno {error.errno})") from None
     try:

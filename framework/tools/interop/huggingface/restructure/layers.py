@@ -25,6 +25,7 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.model.build import parameters_on_meta
+from meshwright.system.numbers import whole_number
 from meshwright.tools.interop.huggingface.files import CONFIG
 from meshwright.tools.interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
@@ -124,7 +125,7 @@ def build(
 def _is_left_out(name: str, config: Any, overrides: Mapping[str, Any]) -> bool:
     """Return whether a tensor is of a layer beyond those that ``overrides`` ask for."""
     layers = next((getattr(config, key) for key in LAYERS if key in overrides), None)
-    return layers is not None and any(part.isdecimal() and int(part) >= layers for part in name.split("."))
+    return layers is not None and any(whole_number(part, layers) is not None for part in name.split("."))
 
 
 def _skeleton(config: Any, place: str, attention: str | None) -> Any:
