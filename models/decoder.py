@@ -109,7 +109,14 @@ class DecoderOptions(NamedTuple):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}")
         sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "num_kv_heads", "head_dim")
-        others = ("max_sequence_length", "rope_theta", "rope_interpolation", "rope_scaling_factor", "sliding_window")
+        others = (
+            "max_sequence_length",
+            "rope_theta",
+            "rope_interpolation",
+            "rope_scaling_factor",
+            "sliding_window",
+            "norm_eps",
+        )
         check_positive(**{name: getattr(self, name) for name in (*sizes, *others)})
         if not 0 < self.rotary_share <= 1:
             raise ValueError(f"rotary_share={self.rotary_share} must be above 0 and at most 1")

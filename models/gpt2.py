@@ -74,6 +74,7 @@ def build(
         num_heads=num_heads,
         max_sequence_length=max_sequence_length,
         ffn_size=ffn_size,
+        norm_eps=norm_eps,
     )
     head_dim = head_dim_of(hidden_size, num_heads, num_heads)
     shape = AttentionShape(hidden_size, num_heads, num_heads, head_dim, score_divisor=mup.score_divisor(head_dim))

@@ -48,7 +48,8 @@ WHOLE |= {"block*.attention.[qk]_norm": "uncut", "block*.attention.dropout": "un
 
 POSITIVE = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "max_sequence_length"),
-    *("rope_theta", "rope_scaling_factor", "head_dim", "sliding_window"),
+    *("rope_theta", "rope_scaling_factor", "head_dim", "sliding_window", "norm_eps"),
+    *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"),
 )
 """Options that must be positive."""
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
+MAX_HEAD_DIM = 2**16
+
 
 def check_positive(**options: float | None) -> None:
-    """Raise ValueError for sizes that are not positive, all in one message. None is an option that is not in use."""
-    wrong = [f"{name}={value}" for name, value in options.items() if value is not None and value <= 0]
+    """Raise ValueError for sizes that are not positive, or not finite, all in one message. None: not in use."""
+    wrong = [f"{name}={value}" for name, value in options.items() if value is not None and not 0 < value < math.inf]
     if wrong:
-        raise ValueError(f"model options must be positive: {', '.join(wrong)}")
+        raise ValueError(f"model options must be positive and finite: {', '.join(wrong)}")
 
 
 def head_dim_of(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None = None) -> int:
     """Return ``head_dim``, or hidden_size / num_heads for None.
 
     Raises:
-        ValueError: Heads do not divide the hidden size, or groups the heads. Contains the nearest valid counts.
+        ValueError: Heads do not divide the hidden size, or groups the heads (contains the nearest valid counts); or a
+            head is too large.
     """
     if head_dim is None and hidden_size % num_heads:
         near = _nearest_divisors(hidden_size, num_heads)
@@ -22,7 +27,12 @@ def head_dim_of(hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: i
     if num_heads % num_kv_heads:
         near = _nearest_divisors(num_heads, num_kv_heads)
         raise ValueError(f"num_heads={num_heads} over num_kv_heads={num_kv_heads} groups: use num_kv_heads = {near}")
-    return hidden_size // num_heads if head_dim is None else head_dim
+    found = hidden_size // num_heads if head_dim is None else head_dim
+    if found > MAX_HEAD_DIM:
+        raise ValueError(
+            f"a head of {found:,} features (head_dim, or hidden_size / num_heads): at most {MAX_HEAD_DIM:,}"
+        )
+    return found
 
 
 def _nearest_divisors(number: int, near: int) -> str:

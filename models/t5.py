@@ -116,6 +116,7 @@ def build(
         num_heads=num_heads,
         ffn_size=ffn_size,
         head_dim=head_dim,
+        norm_eps=norm_eps,
     )
     _check_buckets(num_buckets, max_distance)
     head_dim = head_dim_of(hidden_size, num_heads, num_heads) if head_dim is None else head_dim

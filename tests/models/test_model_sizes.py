@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from meshwright.models import gpt2, llama
+from meshwright.models import decoder, gpt2, llama, t5
 
 LLAMA3 = [
     (4096, 32, 32, 14336, 8_030_261_248),
@@ -108,3 +110,24 @@ def test_a_sequence_longer_than_the_positions_is_refused(build) -> None:
     model(torch.zeros(1, 16, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"17 tokens.*16 positions.*max_sequence_length"):
         model(torch.zeros(1, 17, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("builder", "option"),
+    [
+        *((llama.build, f"rope_{name}") for name in ("theta", "scaling_factor", "low_freq_factor", "original_length")),
+        *((build, "norm_eps") for build in (llama.build, gpt2.build, t5.build, decoder.build)),
+        *((decoder.build, name) for name in ("rope_theta", "rope_scaling_factor")),
+    ],
+)
+def test_a_divisor_that_is_no_positive_number_is_named(builder: Any, option: str, value: float) -> None:
+    """Each trained to NaN: "lower the learning rate"."""
+    with pytest.raises(ValueError, match=f"must be positive and finite: {option}="):
+        builder(**{option: value})
+
+
+def test_a_head_has_bounds() -> None:
+    """Its frequencies are a list: 10^9 features would take all memory."""
+    with pytest.raises(ValueError, match="at most 65,536"):
+        llama.build(head_dim=10**9)

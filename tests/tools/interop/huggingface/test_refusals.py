@@ -19,6 +19,7 @@ from meshwright.config import load
 from meshwright.errors import ConfigError, ModelError, UserError
 from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.restructure.blocks import merge_blocks
+from meshwright.tools.interop.huggingface.restructure.bounds import check_fields
 from meshwright.tools.interop.huggingface.restructure.directory import configuration, fields_of, with_overrides
 from meshwright.tools.verify import layout_config, parse_layout
 from tests.support.errors import has_code
@@ -220,9 +221,9 @@ def test_a_tied_head_that_is_another_matrix(tmp_path: Path) -> None:
         ({"model_type": "lama", "auto_map": "x"}, "did you mean 'llama'?"),
         ({"quantization_config": "int4"}, "the weights are quantized (int4)"),
         ({"text_config": "x"}, "transformers rejects it: 'str' object has no attribute"),
-        ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: a model has from 1 to 10,000 layers"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: a model has from 1 to 10,000 layers"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers = -1: a model has from 1 to 10,000 layers"),
+        ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: a whole number from 1 to 512 is needed"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: a whole number from 1 to 512 is needed"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers = -1: a whole number from 1 to 512 is needed"),
         ({"hidden_size": "wide"}, "transformers rejects it: Validation error for field 'hidden_size': TypeError"),
     ],
 )
@@ -230,6 +231,58 @@ def test_a_configuration_with_nonsense_in_it(keys: dict[str, Any], message: str,
     path = changed(directory("llama", tmp_path), **keys)
     found = said(path)
     assert f"{path}/config.json: " in found and message in found and len(found.splitlines()) == 1
+
+
+HUGE = 10**9
+OUT_OF_BOUNDS = {
+    "llama": [
+        *[{name: HUGE} for name in ("head_dim", "num_attention_heads", "hidden_size", "intermediate_size")],
+        *[{name: 0} for name in ("head_dim", "num_attention_heads", "num_key_value_heads", "rope_theta")],
+        *[{"rope_theta": value} for value in (-1.0, float("nan"), float("inf"), 1e308)],
+        *[{"rms_norm_eps": value} for value in (0.0, -1e-5, float("nan"))],
+        *[{"rope_scaling": {"rope_type": "linear", "factor": value}} for value in (0.0, -2.0, float("nan"), 1e308)],
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+        {"num_hidden_layers": 9999},
+        {"text_config": {"num_hidden_layers": 9999}},
+        {"hidden_size": 10**400},
+    ],
+    "mixtral": [{"num_local_experts": HUGE}, {"num_experts_per_tok": HUGE}],
+}
+
+
+@pytest.mark.parametrize(("name", "keys"), [(name, keys) for name, all_ in OUT_OF_BOUNDS.items() for keys in all_])
+def test_sizes_without_end_and_divisors_of_zero_are_named(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    """Each would take hours, all memory, or give NaN in the first step."""
+    found = said(changed(directory(name, tmp_path), **keys))
+    assert next(iter(keys)) in found and "is needed" in found and "MW-INTEROP-055" in found and len(found) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("gptj", {"n_positions": HUGE}), ("gpt_neo", {"max_position_embeddings": 10**6})]
+)
+def test_a_buffer_without_end_is_counted_before_it_is_filled(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    path.mkdir()
+    fields = {"model_type": name, "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
+    if name == "gpt_neo":
+        fields = {"model_type": name, "vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
+        fields["attention_types"] = [[["global", "local"], 1]]
+    (path / "config.json").write_text(json.dumps(fields | keys))
+    found = said(path)
+    assert "building it would fill a tensor of 1,000,000,000" in found and "MW-INTEROP-145" in found
+
+
+def test_models_of_a_trillion_parameters_are_within_the_bounds() -> None:
+    """Fields of Llama-3.1-405B, Kimi-K2, Llama 4 and Switch."""
+    fields: dict[str, Any]
+    for fields in (
+        {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
+        {"hidden_size": 7168, "num_hidden_layers": 61, "n_routed_experts": 384, "kv_lora_rank": 512, "head_dim": 192},
+        {"max_position_embeddings": 10_485_760, "rope_theta": 500000.0, "rope_scaling": {"factor": 16.0}},
+        {"num_experts": 2048, "vocab_size": 262_208, "sliding_window": None, "time_step_limit": [0.0, float("inf")]},
+        {"layer_types": ["full_attention"] * 126, "pad_token_id": -1, "mtp_num_layers": 0, "num_mtp_heads": 0},
+    ):
+        check_fields(fields, {}, "config.json")
 
 
 def test_the_key_takes_a_directory_or_a_function(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def read_common(
         "num_kv_heads": settings.number("num_key_value_heads", kv_heads, maximum=MAX_WIDTH),
         "ffn_size": settings.number("intermediate_size", maximum=MAX_WIDTH),
         "max_sequence_length": settings.number("max_position_embeddings", length),
-        "norm_eps": settings.real("rms_norm_eps", norm_eps),
+        "norm_eps": settings.positive("rms_norm_eps", norm_eps),
         "tied": settings.flag("tie_word_embeddings", False),
         "dropout": 0.0,
         **read_rope(settings, theta),

@@ -67,7 +67,7 @@ def read(settings: Settings) -> dict[str, Any]:
         "dropout": dropouts["resid_pdrop"],
         "tied": settings.flag("tie_word_embeddings", True),
         "ffn_size": settings.number("n_inner", 4 * hidden, maximum=4 * MAX_WIDTH),
-        "norm_eps": settings.real("layer_norm_epsilon", 1e-5),
+        "norm_eps": settings.positive("layer_norm_epsilon", 1e-5),
     }
 
 

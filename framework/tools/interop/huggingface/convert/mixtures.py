@@ -170,7 +170,7 @@ def read_deepseek(settings: Settings) -> dict[str, Any]:
         "top_k": settings.number("num_experts_per_tok", 8),
         "router": "sigmoid",
         "normalise": settings.flag("norm_topk_prob", True),
-        "scaling": settings.real("routed_scaling_factor", 2.5),
+        "scaling": settings.positive("routed_scaling_factor", 2.5),
         "num_groups": settings.number("n_group", 8, maximum=MAX_EXPERTS),
         "groups_per_token": settings.number("topk_group", 4, maximum=MAX_EXPERTS),
         "balance": "bias",

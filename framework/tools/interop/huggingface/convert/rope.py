@@ -29,9 +29,9 @@ def read_rope(settings: Settings, default_theta: float) -> dict[str, Any]:
     inner.get("rope_type")
     inner.must_be("partial_rotary_factor", 1.0)
     if kind == "llama3":
-        options["rope_scaling_factor"] = inner.real("factor", 0.0)
-        options["rope_low_freq_factor"] = inner.real("low_freq_factor", 0.0)
-        options["rope_high_freq_factor"] = inner.real("high_freq_factor", 0.0)
+        options["rope_scaling_factor"] = inner.positive("factor", 0.0)
+        options["rope_low_freq_factor"] = inner.positive("low_freq_factor", 0.0)
+        options["rope_high_freq_factor"] = inner.positive("high_freq_factor", 0.0)
         outer_length = settings.get(ORIGINAL_LENGTH)
         length = settings.get("max_position_embeddings") if outer_length is None else outer_length
         options["rope_original_length"] = inner.number(ORIGINAL_LENGTH, length)

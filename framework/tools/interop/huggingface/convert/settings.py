@@ -77,6 +77,8 @@ IGNORED = {
 """Fields without effect on the logits; they are ignored without a note."""
 
 
+SMALLEST = 1e-30
+"""Smallest number that float32 may be divided by."""
 MAX_INTEGER = 2**40
 """Upper limit of whole numbers, such as counts of tokens."""
 MAX_WIDTH = 2**20
@@ -141,6 +143,10 @@ class Settings:
             self.problems.append(f"{name} = {json.dumps(value)}: a number from {minimum:g} {limit} is needed")
             return default
         return float(value)
+
+    def positive(self, name: str, default: float) -> float:
+        """Return a field that the model divides by: a finite number above 0."""
+        return self.real(name, default, minimum=SMALLEST)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a field that must be true or false. null counts as false, as in transformers' own conditions."""

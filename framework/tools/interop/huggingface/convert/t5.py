@@ -94,7 +94,7 @@ def read(settings: Settings) -> dict[str, Any]:
         "num_buckets": settings.number("relative_attention_num_buckets", 32, maximum=MAX_WIDTH),
         "max_distance": settings.number("relative_attention_max_distance", 128, maximum=MAX_WIDTH),
         "padding_id": padding_id,
-        "norm_eps": settings.real("layer_norm_epsilon", 1e-6),
+        "norm_eps": settings.positive("layer_norm_epsilon", 1e-6),
     }
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 from meshwright.errors import ModelError
 from meshwright.tools.interop.huggingface.files import CONFIG, read_config
+from meshwright.tools.interop.huggingface.restructure.bounds import check_fields
 from meshwright.tools.interop.huggingface.restructure.experts import tables_of
 from meshwright.tools.interop.huggingface.restructure.library import import_transformers
 
 FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 """Configuration keys that may hold the number of layers."""
-MAX_LAYERS = 10_000
 ROTARY = ("rope_scaling", "rope_parameters")
 """Names of the table of the rotary embedding; of two tables transformers takes the first one."""
 OF_ROTARY = ("rope_theta", "partial_rotary_factor")
@@ -73,11 +73,7 @@ def configuration(path: Path, overrides: Mapping[str, Any]) -> Any:
         )
     merged = with_overrides(_with_floats(raw), overrides)
     _check_decoder(merged, path)
-    for name in LAYERS:
-        number = merged.get(name)
-        if isinstance(number, int) and not 1 <= number <= MAX_LAYERS:
-            where = f"model.options.{name}" if name in overrides else f"{path / CONFIG}: {name}"
-            raise ModelError("MW-INTEROP-055", f"{where} = {number}: a model has from 1 to {MAX_LAYERS:,} layers")
+    check_fields(merged, overrides, str(path / CONFIG))
     layers = merged.get("num_hidden_layers")
     if isinstance(merged.get("layer_types"), list) and isinstance(layers, int) and "layer_types" not in overrides:
         merged["layer_types"] = merged["layer_types"][:layers]

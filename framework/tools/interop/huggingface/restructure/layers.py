@@ -27,6 +27,7 @@ from meshwright.errors import ModelError
 from meshwright.model.build import parameters_on_meta
 from meshwright.system.numbers import whole_number
 from meshwright.tools.interop.huggingface.files import CONFIG
+from meshwright.tools.interop.huggingface.restructure.bounds import FillLimit
 from meshwright.tools.interop.huggingface.restructure.buffers import freeze_buffers
 from meshwright.tools.interop.huggingface.restructure.cut import cut, cut_by_trace
 from meshwright.tools.interop.huggingface.restructure.directory import LAYERS, configuration
@@ -156,10 +157,12 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
         )
     chosen = implementation(config) | ({} if attention is None else {"attn_implementation": attention})
     try:
-        with parameters_on_meta():
+        with parameters_on_meta(), FillLimit(place):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=False, **chosen
             )
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             "MW-INTEROP-072", f"{place}: transformers cannot build it: {type(error).__name__}: {error}"
