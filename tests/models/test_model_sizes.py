@@ -123,11 +123,13 @@ def test_a_sequence_longer_than_the_positions_is_refused(build) -> None:
 )
 def test_a_divisor_that_is_no_positive_number_is_named(builder: Any, option: str, value: float) -> None:
     """Each trained to NaN: "lower the learning rate"."""
+    sizes = {"vocab_size": 101, "hidden_size": 32, "num_layers": 1, "num_heads": 4, "ffn_size": 48}
+    sizes |= {"num_kv_heads": 4} if builder is llama.build else {}
     with pytest.raises(ValueError, match=f"must be positive and finite: {option}="):
-        builder(**{option: value})
+        builder(**sizes, **{option: value})
 
 
 def test_a_head_has_bounds() -> None:
     """Its frequencies are a list: 10^9 features would take all memory."""
     with pytest.raises(ValueError, match="at most 65,536"):
-        llama.build(head_dim=10**9)
+        llama.build(101, 32, 1, 4, 4, 48, head_dim=10**9)
