@@ -132,13 +132,8 @@ def _data_prepare(sources: Added) -> None:
             help=f"share of the documents (default: {default})",
         )
     prepared.add_argument("--seed", type=seed, default=1234, metavar="N", help="seed of the split (default: 1234)")
-    prepared.add_argument(
-        "--workers",
-        type=whole(1, MAX_WORKERS),
-        default=0,
-        metavar="N",
-        help="number of processes (default: one per core)",
-    )
+    workers = "number of processes (default: one per core)"
+    prepared.add_argument("--workers", type=whole(1, MAX_WORKERS), default=0, metavar="N", help=workers)
     prepared.add_argument(
         "--skip-broken", action="store_true", help="leave out broken records, count them and list them in skipped.txt"
     )
