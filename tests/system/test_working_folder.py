@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from meshwright.pipeline import compiled
 from meshwright.pipeline.compiled import check_cache
 from meshwright.run.files import SINK_FOLDERS, check_run_files
 from meshwright.system.working_folder import make_working_folder, why_not_own
+from meshwright.tools.doctor import facts
+from meshwright.tools.doctor.findings import Finding
+from meshwright.tools.doctor.rank import BAD_NODES, write_bad_nodes
 from tests.data.corpora import bytes_tokenizer, made, write_lines
 from tests.support.errors import has_code
 
@@ -203,3 +207,14 @@ def test_leftovers_of_launchers_behind_a_link(theirs: Path, tmp_path: Path, monk
     before = contents(theirs)
     leftovers.remove_leftovers()
     assert contents(theirs) == before and not (tmp_path / f"{leftovers.PREFIX}own").exists()
+
+
+def test_the_doctor_writes_through_no_link(theirs: Path, tmp_path: Path) -> None:
+    run, before = tmp_path / "run", contents(theirs)
+    run.mkdir()
+    for name in (BAD_NODES, f".doctor-{socket.gethostname()}-{os.getpid()}"):
+        (run / name).symlink_to(theirs / "state.json")
+    speed, problem = facts._write(run)
+    assert speed and problem is None
+    write_bad_nodes([Finding("slow", ("h1", "h2"))], run)
+    assert contents(theirs) == before and contents(run) == {BAD_NODES: "h1,h2"}

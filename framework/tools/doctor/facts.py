@@ -74,8 +74,9 @@ def _write(directory: Path) -> tuple[float | None, str | None]:
     place = directory / f".doctor-{socket.gethostname()}-{os.getpid()}"
     data = os.urandom(2**20)
     try:
+        place.unlink(missing_ok=True)  # a link of this name would be written through
         begin_s = time.perf_counter()
-        with place.open("wb") as file:
+        with place.open("xb") as file:
             for _ in range(WRITTEN_BYTES // len(data)):
                 file.write(data)
             file.flush()

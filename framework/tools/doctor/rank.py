@@ -11,6 +11,7 @@ from meshwright.errors import CommunicationError, ConfigError, MissingRanksError
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import close_mesh, environment_rank, open_mesh, open_store
 from meshwright.run.directory import run_directory
+from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import MAX_TOML_BYTES, parse_toml, read_text
 from meshwright.system.process import GiveUp, end_process, ignore_signals
 from meshwright.terminal.output import put
@@ -38,6 +39,11 @@ class UnfitMachineError(UserError):
 def nodes_of(findings: list[Finding]) -> list[str]:
     """Return the nodes to leave out, each once."""
     return list(dict.fromkeys(node for finding in findings for node in finding.nodes))
+
+
+def write_bad_nodes(findings: list[Finding], directory: Path) -> None:
+    """Write the nodes to leave out for the job script; a link of that name in a received run is replaced."""
+    write_atomic(directory / BAD_NODES, ",".join(nodes_of(findings)), is_durable=False)
 
 
 def unfit(findings: list[Finding]) -> UnfitMachineError:
@@ -72,7 +78,7 @@ def run_rank(config: RunConfig, give_up: GiveUp = end_process) -> None:
         put(format_report(facts, links, sums, findings, bucket_bytes(config)), flush=True)
         if not any(each.disk_problem for each in facts):
             write_links(links, directory / LINKS)
-            (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
+            write_bad_nodes(findings, directory)
             put(f"\nlink figures: {directory / LINKS}", flush=True)
     rank = mesh.rank
     ignore_signals()
@@ -113,7 +119,7 @@ def _rendezvous(grid: Grid, directory: Path) -> tuple[Any, bool]:
     if rank != 0:
         return None, False
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / BAD_NODES).write_text(",".join(nodes_of(findings)))
+    write_bad_nodes(findings, directory)
     _wait_for_others(store, world_size)
     raise unfit(findings)
 

@@ -241,7 +241,8 @@ def _checkpoint(translation: Translation) -> None:
     if not translation.boolean("checkpoint.enable"):
         translation.skip("checkpoint.*")
         translation.decide(
-            "checkpoint.every = 0: torchtitan saves nothing here; meshwright still saves after the last step"
+            "checkpoint.every = 0: torchtitan saves nothing here; meshwright still saves after the last step, and "
+            "every half hour (checkpoint.every_minutes)"
         )
         return
     for name in ("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"):
