@@ -33,6 +33,7 @@ from meshwright.run import RunFiles, StepCollector, lock_directory, make_directo
 from meshwright.run.directory import METRICS, STATUS, run_directory
 from meshwright.run.observers import (
     Checkpoints,
+    EndOfRun,
     GarbageCollection,
     PeakMemory,
     RunFilesCheck,
@@ -219,8 +220,9 @@ def observe(
         DriftCheck(),  # equality of replicas, also after callbacks, before they are saved
         CorpusCheck(corpus_files.changes),  # files of the corpus that were overwritten under the run
         PeakMemory(files.directory),  # memory.json
-        checkpoints,  # saves, and ends the run after a signal
-        *(CallbackErrors(callbacks) for callbacks in own),  # ends the run after an error of a callback
+        checkpoints,  # saves
+        *(CallbackErrors(callbacks) for callbacks in own),  # ends the run after an error of a callback, signal or not
+        EndOfRun(checkpoints),  # ends the run after its last step or a signal
     ]
 
 

@@ -107,24 +107,25 @@ class PeakMemory(Observer):
 
 
 class Checkpoints(Observer):
-    """Observer that saves checkpoints when due, after a stop request, and after the last step."""
+    """Observer that saves checkpoints when due: also after a request to stop, and after the last step."""
 
     def __init__(self, parts: Parts, files: RunFiles, request: StopRequest, log: Callable[[str], None]) -> None:
         self.saver, self._request = Saver(parts, files.directory, log, files=files), request
         parts.flags[STOP] = request.is_requested
         parts.flags[ENOUGH] = lambda: parts.stop_reason is not None
         self._log = log
+        self._reason: str | None = None
+        """Reason for which a callback on this rank ends the run with this step."""
 
     def after_step(self, parts: Parts, event: StepEvent) -> None:
-        """Start a save that is due, and end the run if a rank got a stop request. Collective over all ranks; blocks.
+        """Start a save that is due. Collective over all ranks; blocks.
 
         Raises:
             CheckpointError: on every rank, when a checkpoint cannot be written and the run may not continue without it.
-            Preempted: on every rank, after the step in which one got a stop request, when its checkpoint is saved.
         """
         saver, flags = self.saver, event.stats.flags
         saver.check(NOT_WRITTEN in flags and FILES_LOST not in flags)
-        reason = parts.stop_reason
+        self._reason = parts.stop_reason if ENOUGH in flags else None
         if event.is_last or ENOUGH in flags:
             parts.stop_reason = None  # fulfilled by this step: a start that trains on does not end for it
         if event.is_saving:
@@ -132,11 +133,19 @@ class Checkpoints(Observer):
                 saver.start(is_urgent=event.is_stopping)  # the time until a kill is limited
                 if FILES_LOST in flags:
                     saver.finish(retention=False)
+
+    def end(self, parts: Parts, event: StepEvent) -> None:
+        """End the run if this is its last step, or it is to stop after this one. Collective over all ranks; blocks.
+
+        Raises:
+            CheckpointError: on every rank, when the last checkpoint cannot be written.
+            Preempted: on every rank, after the step in which one got a signal, when its checkpoint is saved.
+        """
         if event.is_stopping:
-            self._stop(parts, reason if ENOUGH in flags else None)
+            self._stop(parts)
         if event.is_last or parts.is_stopped:
             with parts.mesh.activity.during("saving a checkpoint"):
-                saver.finish_or_fail()
+                self.saver.finish_or_fail()
 
     def on_error(self, parts: Parts, error: Exception) -> None:
         """Finish the checkpoint being written after NaN, Inf, drift or an error of a callback: its step is sound.
@@ -147,16 +156,16 @@ class Checkpoints(Observer):
             with parts.mesh.activity.during("saving a checkpoint"), contextlib.suppress(CheckpointError):
                 self.saver.finish()
 
-    def _stop(self, parts: Parts, reason: str | None) -> None:
+    def _stop(self, parts: Parts) -> None:
         """End the run: because a callback asked for it before this step, or by a signal. Collective; blocks.
 
-        ``reason``: that of a callback on this rank. With one on any rank the run is complete, and a signal is late.
+        With a callback's reason on any rank the run is complete, and a signal is late.
 
         Raises:
             Preempted: on every rank, if any of them received a signal.
         """
         mine = self._request.signal.name if self._request.signal is not None else None
-        found: list[tuple[str | None, str | None]] = parts.mesh.world.gather_objects((mine, reason))
+        found: list[tuple[str | None, str | None]] = parts.mesh.world.gather_objects((mine, self._reason))
         signals, reasons = [name for name, _ in found], [each for _, each in found if each is not None]
         step = f"after step {parts.state.step} of {parts.config.train.steps}"
         for rank, name in enumerate(signals if not reasons else ()):
@@ -179,6 +188,17 @@ class Checkpoints(Observer):
         if parts.mesh.world.gather_objects(parts.mesh.rank == 0 and has_checkpoint(saver.directory))[0]:
             return "it could not be saved, the last checkpoint remains"
         return "it could not be saved, and there is no other checkpoint"
+
+
+class EndOfRun(Observer):
+    """Observer that ends the run after its last step, or after a request to stop; after the errors of callbacks."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        """End the run if it is due; see :meth:`Checkpoints.end`. Collective over all ranks; blocks."""
+        self._checkpoints.end(parts, event)
 
 
 def validate(parts: Parts) -> float:

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.checkpoint import find, open_checkpoint
 from meshwright.config import RunConfig
-from meshwright.errors import CheckpointError, Preempted
+from meshwright.errors import CallbackError, CheckpointError, Preempted
 from meshwright.launch.pool import RankPool
 from meshwright.launch.work import work
 from meshwright.parts import Observer, Parts, StepEvent
@@ -62,6 +62,18 @@ class Alarm(Observer):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Failing(Observer):
+    """Fails after the fourth step, on the last rank."""
+
+    def after_step(self, parts: Parts, event: StepEvent) -> None:
+        if parts.state.step == 4 and parts.mesh.rank == parts.mesh.grid.size - 1:
+            raise ArithmeticError("the fourth step")
+
+
+def failing(parts: Parts) -> Observer:
+    return Failing()
+
+
 def patience(parts: Parts) -> Observer:
     return Patience(parts)
 
@@ -75,7 +87,7 @@ def one_start(rank: int, world_size: int, config: RunConfig) -> str:
     handlers = {each: signal.getsignal(each) for each in signal.valid_signals() if each not in (9, 19)}
     try:
         work(config)
-    except Preempted as stopped:
+    except (Preempted, CallbackError) as stopped:
         return str(stopped)
     finally:
         for each, handler in handlers.items():
@@ -137,6 +149,21 @@ def test_a_stopped_and_resumed_run_is_the_undisturbed_one(
     assert records(stopped) == records(undisturbed)
     assert saved_state(stopped) == saved_state(undisturbed)
     assert not differing(tensors(run_directory(stopped)), tensors(run_directory(undisturbed)))
+
+
+@pytest.mark.parametrize("text", ["dp2", LATER("pp2")])
+def test_an_error_of_a_callback_is_not_lost_beside_a_signal(
+    text: str, corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    """A resumed run would train on as if nothing had happened: the step is done."""
+    name = "tests.end_to_end.test_due_at_a_stop:failing"
+    config = of_run(corpus, tmp_path, text)
+    config = changed(config, train={"callbacks": (*config.train.callbacks, name)})
+    run_directory(config).mkdir(parents=True)
+    (run_directory(config) / "alarm").write_text("4")
+    for said in pool.run(one_start, size(config), config):
+        assert "callback Failing.after_step failed after step 4" in said and "the fourth step" in said
+    assert saved_state(config)[0] == 4 and not (run_directory(config) / "alarm").exists()
 
 
 def test_a_run_that_a_callback_has_ended_trains_on(corpus: Path, tmp_path: Path, pool: RankPool) -> None:
