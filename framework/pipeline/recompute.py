@@ -9,19 +9,25 @@
 The second forward must repeat the first one. Dropout here is a function of the sample, not of the random state. So
 two things must be restored: the samples of the micro-batch, and the split backward's mode that defers weight gradients.
 A ``Context`` captures both before the first forward, and is entered around the second one.
+
+NOTE [hooks on arguments]: the arguments of both forwards are tensors of the one graph that backward walks. A hook that
+a layer registers on its input would therefore be registered, and run, twice. The second forward gets aliases: their
+hooks are in the graph of the second forward, which nobody walks. Tensors made inside need no alias: they are in it.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -45,12 +51,16 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
     if not torch.is_grad_enabled() or recomputes(*args, **kwargs):
         return function(*args, **kwargs)
 
+    is_first = True
+
     def on_fresh_containers(*args: Any, **kwargs: Any) -> Any:
-        """Call the function on copies of dicts and lists.
+        """Call the function on copies of dicts and lists, and on aliases of their tensors in the second forward.
 
         A layer may write into its input dict, and the second forward needs the same input as the first.
         """
-        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        nonlocal is_first
+        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs)) if is_first else aliases((args, kwargs))
+        is_first = False
         return function(*args, **kwargs)
 
     return checkpoint(
@@ -63,9 +73,54 @@ def recomputed(function: Callable[..., Any], context: Context, *args: Any, **kwa
     )
 
 
+def aliases(value: Any) -> Any:
+    """Return a copy of a tree whose tensors with a gradient are aliases; see NOTE [hooks on arguments].
+
+    Tensors that are one tensor in the graph stay one, so that a layer may differentiate by one of them in its forward.
+    Parameters stay themselves: they are known by their class, and have no hooks (MW-MODEL-016).
+    """
+    made: dict[tuple[Node, int], Tensor] = {}
+
+    def alias(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return _with_fields(alias, leaf) if is_dataclass(leaf) and not isinstance(leaf, type) else leaf
+        if isinstance(leaf, nn.Parameter) or not leaf.requires_grad:
+            return leaf
+        edge = get_gradient_edge(leaf)
+        place = edge.node, edge.output_nr
+        if place not in made:
+            made[place] = leaf.detach().requires_grad_() if leaf.is_leaf else leaf.view_as(leaf)
+        return made[place]
+
+    return tree_map(alias, value)
+
+
+def _with_fields(function: Callable[[Any], Any], record: Any) -> Any:
+    """Return a copy of a dataclass's object with ``function`` applied to its fields."""
+    copied = copy.copy(record)
+    for each in fields(record):
+        object.__setattr__(copied, each.name, tree_map(function, getattr(record, each.name)))
+    return copied
+
+
+class RepeatedContext(AbstractContextManager[None]):
+    """Context that can be entered several times: a layer that differentiates in its forward has several second ones."""
+
+    def __init__(self, enter: Callable[[], AbstractContextManager[object]]) -> None:
+        self._enter = enter
+        self._entered: list[AbstractContextManager[object]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(self._enter())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
+
+
 def _with_calls(dropouts: Sequence[SeededDropout], context: Context) -> AbstractContextManager[object]:
     """Return ``context()``, extended: while it is entered, the dropouts have the call numbers that they have now."""
-    return _at_calls(dropouts, [dropout.num_calls for dropout in dropouts], context())
+    return RepeatedContext(partial(_at_calls, dropouts, [dropout.num_calls for dropout in dropouts], context()))
 
 
 @contextmanager
@@ -127,7 +182,7 @@ class RecomputeContext:
 
     def __call__(self) -> AbstractContextManager[object]:
         """Return the context for the second forward of the present micro-batch; called when the first begins."""
-        return self._restored(replace(self.draw, is_recompute=True))
+        return RepeatedContext(partial(self._restored, replace(self.draw, is_recompute=True)))
 
     @contextmanager
     def _restored(self, then: Draw) -> Iterator[None]:
