@@ -115,7 +115,7 @@ def attach(model: Adaptable, config: RunConfig) -> dict[str, nn.Module]:
             outline = up.weight.new_empty(len(up.weight))
             first[f"{name}.{MAGNITUDE}"] = FirstFactor(outline, "zero", adapter.rank)
             module.register_parameter(MAGNITUDE, nn.Parameter(outline))
-        module.register_forward_hook(partial(_add, factor_of(config)))
+        module.register_forward_hook(partial(_add, factor_of(config)), with_kwargs=True)
         entries |= dict(_entries(name, module, model.plan))
         for pattern, (rows, copied, *_) in list(model.shared_units.items()):
             if fnmatchcase(name, pattern):
@@ -208,9 +208,9 @@ def _factors(module: nn.Module, rank: int) -> tuple[nn.Linear | nn.Embedding, nn
     return nn.Linear(in_features, rank, bias=False, **more), nn.Linear(rank, out_features, bias=False, **more)
 
 
-def _add(factor: float, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+def _add(factor: float, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
     """Add an adapter's output to that of its target, in the target's local shape."""
-    (x,) = args
+    (x,) = args or kwargs.values()
     dropout = module._modules.get(DROPOUT)
     down, up = module.get_submodule(A), module.get_submodule(B)
     y: Tensor = output + factor * up(down(x if dropout is None else dropout(x)))

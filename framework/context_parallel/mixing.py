@@ -9,8 +9,9 @@ pointwise are probed with random numbers (probe.py). Operations that gather by i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -48,13 +49,21 @@ NORMS = ("native_batch_norm", "native_group_norm", "_native_batch_norm_legit", "
 COUNTS = ("arange", "linspace")
 
 
-def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Collection[str], cut: TokenCut) -> None:
+def check_mixing(
+    builder: str,
+    model: nn.Sequential,
+    inputs: Any,
+    planned: Collection[str],
+    cut: TokenCut,
+    hooked: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Check that no layer mixes tokens outside of the modules named in ``planned``, on meta.
 
-    ``inputs``: of a micro-batch, on meta; tensors (B, S, ...).
+    ``inputs``: of a micro-batch, on meta; tensors (B, S, ...). ``hooked``: modules whose hooks share the tokens, with
+    their kinds.
 
     Raises:
-        ModelError: the first operation that does, by its module.
+        ModelError: the first operation that does, by its module; or a hooked module is never called.
     """
     model = meta_copy(model)  # the model's own buffers are real
     dims = {size for parameter in model.parameters() for size in parameter.shape}
@@ -66,11 +75,12 @@ def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Colle
         has_tokens = leaf.dim() > 1 and leaf.shape[1] == cut.length
         return leaf.new_empty(1, *([whole] if has_tokens else leaf.shape[1:2]), *leaf.shape[2:])
 
-    search, resized = _Search(prime), tree_map(resize, inputs)
+    search, resized, is_complete = _Search(prime), tree_map(resize, inputs), False
+    entered: set[int] = set()
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
-                enter = _Enter(search.inside, name, is_planned=name in planned)
+                enter = _Enter(search.inside, entered, name, is_planned=name in planned)
                 stack.callback(module.register_forward_pre_hook(enter.push, prepend=True).remove)
                 stack.callback(module.register_forward_hook(enter.pop).remove)
         stack.enter_context(cut.of_length(whole))
@@ -78,11 +88,21 @@ def check_mixing(builder: str, model: nn.Sequential, inputs: Any, planned: Colle
         try:
             with search:
                 model(resized)
+            is_complete = True
         except UserError:
             raise
         except Exception:  # a table of positions, as long as the samples
             if not is_longer:
                 raise
+    idle = [name for name in hooked if id(model.get_submodule(name)) not in entered]
+    if is_complete and idle:
+        raise ModelError(
+            "MW-CP-017",
+            f"{builder}: {idle[0]} has the kind {hooked[idle[0]]!r} in the sharding_plan and is never called in "
+            f"training: with parallel.cp = {cut.group.size} the ranks share tokens by hooks on its calls, so that each "
+            f"would see its own tokens alone. Call the module (self.core(q, k, v), not self.core.forward and not a "
+            f"function in its place), or name the one that is called",
+        )
     if search.found is not None:
         where, operation = search.found
         raise ModelError(
@@ -101,11 +121,12 @@ def _is_prime(number: int) -> bool:
 class _Enter:
     """Forward hooks of one module, which keep the stack of the modules whose forward runs."""
 
-    def __init__(self, inside: list[tuple[str, bool]], name: str, *, is_planned: bool) -> None:
-        self._inside, self._entry = inside, (name, is_planned)
+    def __init__(self, inside: list[tuple[str, bool]], entered: set[int], name: str, *, is_planned: bool) -> None:
+        self._inside, self._entered, self._entry = inside, entered, (name, is_planned)
 
     def push(self, module: nn.Module, args: Any) -> None:
         """Push the module as its forward begins."""
+        self._entered.add(id(module))
         self._inside.append(self._entry)
 
     def pop(self, module: nn.Module, args: Any, output: Any) -> None:

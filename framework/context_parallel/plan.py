@@ -105,7 +105,8 @@ def apply(
             elif SEQUENCE not in around:
                 module.cut = (1, cut)
     planned = {name for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE, ROUTER)}
-    check_mixing(builder, model, inputs, planned, cut)
+    by_hooks = {name: kind for name, kind in kinds.items() if kind in (CORE, POSITIONS, SEQUENCE, PLACES)}
+    check_mixing(builder, model, inputs, planned, cut, by_hooks)
 
 
 def _enclosing(name: str) -> list[str]:

@@ -99,11 +99,11 @@ def weight_gradient(gy: Tensor, x: Float8Tensor) -> Tensor:
 class Fp8Linear(nn.Linear):
     """nn.Linear in float8: x (..., I) -> (..., O). Conversion sets ``__class__`` of a plain linear."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if has_modes():  # dynamo does not pass fp8_linear to function modes, which split backward
-            y: Tensor = _outside_graphs(x, self.weight, self.bias)
+            y: Tensor = _outside_graphs(input, self.weight, self.bias)
             return y
-        return fp8_linear(x, self.weight, self.bias)
+        return fp8_linear(input, self.weight, self.bias)
 
 
 _outside_graphs = torch.compiler.disable(fp8_linear)  # type: ignore[no-untyped-call]

@@ -77,12 +77,12 @@ class ColumnLinear(nn.Module):
         """Return the output rows that this rank holds."""
         return even_slice(0, plain.out_features, group.rank, group.size)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.is_fp8:
-            return fp8_column(x, self.weight, self.bias, self.group, self.sequence, self.gathered)
+            return fp8_column(input, self.weight, self.bias, self.group, self.sequence, self.gathered)
         if self.gathered:
-            return F.linear(x, self.weight, self.bias)
-        return column_linear(x, self.weight, self.bias, self.group, self.sequence)
+            return F.linear(input, self.weight, self.bias)
+        return column_linear(input, self.weight, self.bias, self.group, self.sequence)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features} here, {self.slices['weight']}, sequence={self.sequence}"
@@ -118,8 +118,8 @@ class RowLinear(nn.Module):
             setattr(self, name, vector)
         self.out_features, self.in_features = self.weight.shape
 
-    def forward(self, x: Tensor) -> Tensor:
-        partial = fp8_row(x, self.weight, self.group) if self.is_fp8 else F.linear(x, self.weight)
+    def forward(self, input: Tensor) -> Tensor:
+        partial = fp8_row(input, self.weight, self.group) if self.is_fp8 else F.linear(input, self.weight)
         if self.sequence:
             y = reduce_scatter_sequence(partial, self.group)
         else:
@@ -153,10 +153,10 @@ class VocabEmbedding(nn.Module):
         if plain.padding_idx is not None and self.rows.start <= plain.padding_idx < self.rows.stop:
             self.padding_idx = plain.padding_idx - self.rows.start
 
-    def forward(self, ids: Tensor) -> Tensor:
-        check_range(ids, self.vocab_size)
-        elsewhere = (ids < self.rows.start) | (ids >= self.rows.stop)
-        mine = (ids - self.rows.start).masked_fill_(elsewhere, 0)
+    def forward(self, input: Tensor) -> Tensor:
+        check_range(input, self.vocab_size)
+        elsewhere = (input < self.rows.start) | (input >= self.rows.stop)
+        mine = (input - self.rows.start).masked_fill_(elsewhere, 0)
         y = F.embedding(mine, self.weight, self.padding_idx).masked_fill_(elsewhere.unsqueeze(-1), 0)
         if self.sequence:
             return reduce_scatter_sequence(y, self.group)

@@ -93,8 +93,8 @@ class SharedColumnLinear(ColumnLinear):
         if self.units.attribute:
             setattr(parent, self.units.attribute, getattr(parent, self.units.attribute) // self.sharers)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.of_outputs(super().forward(x))
+    def forward(self, input: Tensor) -> Tensor:
+        return self.of_outputs(super().forward(input))
 
     def of_outputs(self, y: Tensor) -> Tensor:
         """Exchange the copied parts of this rank's output: (..., O/tp) -> (..., F). Blocks."""

@@ -52,8 +52,8 @@ def split_features(x: Tensor, group: Group) -> Tensor:
 class WholeColumnLinear(ColumnLinear):
     """Column linear that all-gathers its output over tp in forward as well: (B, S, I) -> (B, S, O) on every rank."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.of_outputs(super().forward(x))
+    def forward(self, input: Tensor) -> Tensor:
+        return self.of_outputs(super().forward(input))
 
     def of_outputs(self, x: Tensor) -> Tensor:
         """All-gather features of this rank's rows over tp: (..., O/tp) -> (..., O). Blocks."""
@@ -66,8 +66,8 @@ class WholeRowLinear(RowLinear):
     Backward all-gathers the input's gradient over tp as well.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(split_features(x, self.group))
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(split_features(input, self.group))
 
 
 class ColumnEmbedding(nn.Module):
@@ -84,8 +84,8 @@ class ColumnEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = self.weight.shape
         self.padding_idx = plain.padding_idx
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight, self.padding_idx)
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(input, self.weight, self.padding_idx)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings} x {self.embedding_dim} here, {self.slices['weight']}"

@@ -17,10 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from meshwright.errors import ModelError
+from meshwright.model.build import meta_copy
 from meshwright.pipeline.plan import describe_boundaries
+from meshwright.pipeline.plan.boundaries import run_on_meta
+from meshwright.pipeline.plan.standalone import LayerWatch
 from meshwright.pipeline.recompute import POINTWISE
 from meshwright.pipeline.stage import Stage, StageSpec
 from tests.pipeline.test_stage import TOKENS, B, S, V, backward, batch, forward, token_loss
+from tests.support.errors import has_code
 
 D = 6
 
@@ -290,3 +295,19 @@ def test_hooks_run_once(name: str, recompute: str, sizes: list[int], halves: boo
         F.cross_entropy(plain(tokens).view(B * S, V), labels.flatten(), reduction="sum").backward()
     for (key, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-14, msg=lambda text: f"{key}: {text}")  # noqa: B023
+
+
+class OnWeight(Block):
+    """Registers one more hook in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.register_hook(lambda g: g * 0.5)
+        return self.mixed(x)
+
+
+def test_a_hook_on_a_parameter_in_forward_is_refused() -> None:
+    """How often it would run depends on the number of micro-batches."""
+    model = nn.Sequential(nn.Embedding(V, D), OnWeight(), nn.Linear(D, V)).to("meta")
+    copied = meta_copy(model)
+    with pytest.raises(ModelError, check=has_code("MW-PIPELINE-045")):
+        run_on_meta(copied, [range(3)], TOKENS, LayerWatch(copied, model))

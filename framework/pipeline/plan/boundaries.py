@@ -62,7 +62,7 @@ def run_on_meta(
         versions = [leaf._version for leaf in received]
         shapes = shapes_of(value)
         try:
-            if watch is None or watch.has_seen(layer):
+            if watch is None or watch.has_seen(name, layer):
                 value = _run_or_reuse(layer, value)
                 if watch is not None:
                     watch.note(name, value)

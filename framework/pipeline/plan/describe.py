@@ -11,6 +11,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.model.buffers import BufferWatch
 from meshwright.model.build import PlainModel, meta_copy
+from meshwright.model.calls import ModuleCalls, check_calls, marks_of
 from meshwright.model.metrics import Recorder, Recording
 from meshwright.pipeline.plan.boundaries import run_on_meta
 from meshwright.pipeline.plan.standalone import LayerWatch
@@ -32,13 +33,16 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
     """Run the whole model forward on meta, unsharded, and check its output, and its own loss, against the labels.
 
     Raises:
-        ModelError: a layer cannot take its predecessor's output or is not self-contained, or the loss cannot take it.
+        ModelError: a layer cannot take its predecessor's output or is not self-contained, or the loss cannot take it;
+            or an adapter, a kind of the sharding plan or recompute is placed on a module past which the layer goes.
     """
     inputs = shapes.cast(torch.float32).inputs  # before the training dtype
     on_meta = meta_copy(model.layers)
     watch, recorder = BufferWatch(on_meta), Recorder(is_planning=True)
+    recomputed = model.selective_recompute if config.pipeline.recompute == "selective" else []
+    calls = ModuleCalls(on_meta, marks_of(on_meta, model.plan, recomputed))
     try:
-        watch_layers = LayerWatch(on_meta, model.layers)
+        watch_layers = LayerWatch(on_meta, model.layers, calls)
         with Recording(recorder):
             _, output = run_on_meta(on_meta, [range(len(on_meta))], inputs, watch_layers)
     except ModelError as error:
@@ -50,6 +54,7 @@ def describe_model(config: RunConfig, model: PlainModel, shapes: MetaMicrobatch)
             f"(B, S) bool, where documents begin}}: let it take that (docs/data.md), or set "
             f"data.document_boundaries = false",
         ) from error
+    check_calls(config.model.builder, calls, recomputed)
     if model.loss is None:
         check_output(output, shapes.labels, f"layer {list(model.layers._modules)[-1]}", len(model.loss_heads))
     if model.loss is not None or model.loss_heads:

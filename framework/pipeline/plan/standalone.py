@@ -6,6 +6,7 @@ from its input, its own parameters and buffers, and nothing else. One forward on
     use a parameter that only another layer holds     a head tied by a closure
     use a tensor that was not passed to them          a module-level dict, a list, left over from an earlier forward
     write to a parameter                              clamp_, EMA, nn.Embedding(max_norm=...), spectral_norm
+    hook a parameter's gradient                       weight.register_hook(...) in forward
     draw random numbers                               F.dropout, torch.rand, numpy, random, generators of their own
 """
 
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
+from meshwright.model.calls import ModuleCalls
+from meshwright.model.requirements import has_hooks
 from meshwright.pipeline.plan.generators import generator_states
 from meshwright.pipeline.plan.outline import Outline, outline_of
 
@@ -45,10 +48,12 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         layers: a copy of the model on meta, whose layers are run one by one, each by :meth:`run`.
         original: the model that was copied. References that copying missed, as in a closure, lead to its parameters.
+        calls: uses of modules, counted in each layer that is watched.
     """
 
-    def __init__(self, layers: nn.Sequential, original: nn.Sequential) -> None:
+    def __init__(self, layers: nn.Sequential, original: nn.Sequential, calls: ModuleCalls | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls or ModuleCalls(layers, {})
         self._held: dict[int, list[str]] = {}
         """Names of the copy's parameters and buffers, by storage."""
         self._left_behind: dict[int, str] = {}
@@ -63,7 +68,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """First error; kept, because the layer may catch it."""
         self._alive: dict[int, Any] = {}  # keeps storages alive, as a freed address could be reused
         self._layer, self._where, self._is_ours = "", "", False
-        self._seen: list[Outline] = []
+        self._seen: list[tuple[Outline, object]] = []
         self._inputs: set[int] = set()
         self._own: dict[int, str] = {}
         """Name within the running layer of each of its parameters, by id."""
@@ -95,12 +100,15 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module = type(layer).__module__  # a framework layer may keep values derived from its input alone
         self._is_ours = module.startswith("meshwright.") and not module.startswith("meshwright.models.")
         self._own = {id(parameter): key for key, parameter in layer.named_parameters()}
-        try:
-            return self._watched(name, layer, value, {id(leaf) for leaf in received})
-        except ModelError:
-            raise
-        except Exception:  # the layer's own error is raised again, and the caller reports it
-            return layer(value)
+        with self._calls.watching(name, layer):
+            try:
+                output = self._watched(name, layer, value, {id(leaf) for leaf in received})
+            except ModelError:
+                raise
+            except Exception:  # the layer's own error is raised again, and the caller reports it
+                output = layer(value)
+            self._calls.in_eval(layer, lambda: layer(tree_map(_like, value)))
+            return output
 
     def _watched(self, name: str, layer: nn.Module, value: Any, kept: Collection[int]) -> Any:
         traces = []
@@ -137,19 +145,26 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for key, parameter in layer.named_parameters():
             if places.get(key) != self._key(parameter):
                 raise ModelError("MW-PIPELINE-022", self._writes(f"{self._layer}.{key}", ".data = ..."))
+            if has_hooks(parameter):
+                raise ModelError(
+                    "MW-PIPELINE-045",
+                    f"{self._where} registers a hook on its parameter {self._layer}.{key} in forward: each call adds "
+                    f"one more, and how many calls a step has depends on the layout. Do what it does to the gradient "
+                    f"in forward, by a hook on an activation or a torch.autograd.Function around the weight",
+                )
         for source, state in generator_states(layer).items():
             if drawn.get(source) != state:
                 raise ModelError("MW-PIPELINE-023", self._draws(source))
 
-    def has_seen(self, layer: nn.Module) -> bool:
-        """Return whether a layer with an equal outline was watched before.
+    def has_seen(self, name: str, layer: nn.Module) -> bool:
+        """Return whether a layer with an equal outline, and with the same placed on it, was watched before.
 
         It is always False for layers with classes from outside torch and meshwright. Other classes keep no functions or
         references that a comparison of their attributes would miss.
         """
         if not _is_known(layer):
             return False
-        outline = outline_of(layer)
+        outline = outline_of(layer), self._calls.marks_in(name)
         if outline in self._seen:
             return True
         self._seen.append(outline)
@@ -168,6 +183,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             for tensor in given:
                 self._check(tensor)
+                if name not in OF_SHAPE:
+                    self._calls.use(self._names(tensor))
             self._check_writes(func, args, kwargs)
             if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
                 raise ModelError("MW-PIPELINE-024", self._draws(f"torch's random generator ({name})"))

@@ -10,7 +10,6 @@ names of the parameters, by which both sides get their first values.
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -38,11 +37,49 @@ def use_adapters(layers: nn.Sequential, config: RunConfig) -> None:
                 module.lora_dropout = nn.Dropout(adapter.dropout)
             if adapter.dora:
                 module.lora_magnitude = nn.Parameter(module.weight.new_zeros(outputs))
-            module.register_forward_hook(partial(_linear if not is_table else _table, scale))
+            _adapt(module, scale)
 
 
-def _linear(scale: float, module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
-    z = F.linear(module.lora_dropout(args[0]), module.lora_a.weight)
+def _adapt(module: nn.Module, scale: float) -> None:
+    """Give the module the adapter, in its calls and in the weight that code outside of its calls reads.
+
+    A layer may use the weight without calling the module (nn.MultiheadAttention does so with its out_proj). There the
+    weight is W + s B A, or DoRA's, without dropout.
+    """
+    given: Any = module
+    given.is_called = False
+
+    def begin(module: Any, args: Any) -> None:
+        module.is_called = True
+
+    def end(module: Any, args: Any, kwargs: Any, y: Tensor) -> Tensor:
+        (x,) = args or kwargs.values()
+        y = _table(scale, module, x, y) if isinstance(module, nn.Embedding) else _linear(scale, module, x, y)
+        module.is_called = False
+        return y
+
+    def weight(module: Any) -> Tensor:
+        own: Tensor = module._parameters["weight"]
+        return own if module.is_called else _whole_weight(scale, module, own)
+
+    module.register_forward_pre_hook(begin)
+    module.register_forward_hook(end, with_kwargs=True)
+    plain = type(module)
+    module.__class__ = type(plain.__name__, (plain,), {"weight": property(weight)})
+
+
+def _whole_weight(scale: float, module: Any, own: Tensor) -> Tensor:
+    a, b = module.lora_a.weight, module.lora_b.weight
+    if isinstance(module, nn.Embedding):
+        return own + scale * a @ b.t()
+    whole = own + scale * b @ a
+    if not hasattr(module, "lora_magnitude"):
+        return whole
+    return whole * ((own.norm(dim=1) + module.lora_magnitude) / whole.detach().norm(dim=1))[:, None]
+
+
+def _linear(scale: float, module: Any, x: Tensor, y: Tensor) -> Tensor:
+    z = F.linear(module.lora_dropout(x), module.lora_a.weight)
     low = F.linear(z, module.lora_b.weight) * scale
     if not hasattr(module, "lora_magnitude"):
         return y + low
@@ -53,5 +90,5 @@ def _linear(scale: float, module: Any, args: tuple[Tensor], y: Tensor) -> Tensor
     return y if module.bias is None else y + module.bias
 
 
-def _table(scale: float, module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
-    return y + F.linear(module.lora_a.weight[args[0]], module.lora_b.weight) * scale
+def _table(scale: float, module: Any, ids: Tensor, y: Tensor) -> Tensor:
+    return y + F.linear(module.lora_a.weight[ids], module.lora_b.weight) * scale

@@ -55,13 +55,24 @@ class _PlainFp8(torch.autograd.Function):
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    y: Tensor = _PlainFp8.apply(x, module.weight)  # type: ignore[no-untyped-call]
+    weight = module._parameters["weight"]
+    assert weight is not None
+    y: Tensor = _PlainFp8.apply(x, weight)  # type: ignore[no-untyped-call]
     return y if module.bias is None else y + module.bias
 
 
+def _no_weight(module: nn.Module) -> Tensor:
+    raise AssertionError("a layer reads the weight of a float8 linear without calling it: that is no float8 product")
+
+
 def use_fp8(layers: nn.Sequential, names: Iterable[str]) -> None:
-    """Replace the forward of the named nn.Linears of the user's own module by one in float8."""
+    """Replace the forward of the named nn.Linears of the user's own module by one in float8.
+
+    Their weights cannot be read outside of it, unless an adapter of the plain run does.
+    """
     for name in names:
         module = layers.get_submodule(name)
         forward: Callable[[Tensor], Tensor] = partial(_forward, module)  # type: ignore[arg-type]
         module.forward = forward
+        if type(module) is nn.Linear:
+            module.__class__ = type("Linear", (nn.Linear,), {"weight": property(_no_weight)})
