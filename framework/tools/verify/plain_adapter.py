@@ -69,13 +69,15 @@ def _adapt(module: nn.Module, scale: float) -> None:
 
 
 def _whole_weight(scale: float, module: Any, own: Tensor) -> Tensor:
-    a, b = module.lora_a.weight, module.lora_b.weight
+    a: Tensor = module.lora_a.weight
+    b: Tensor = module.lora_b.weight
     if isinstance(module, nn.Embedding):
         return own + scale * a @ b.t()
     whole = own + scale * b @ a
     if not hasattr(module, "lora_magnitude"):
         return whole
-    return whole * ((own.norm(dim=1) + module.lora_magnitude) / whole.detach().norm(dim=1))[:, None]
+    lengths: Tensor = (own.norm(dim=1) + module.lora_magnitude) / whole.detach().norm(dim=1)
+    return whole * lengths[:, None]
 
 
 def _linear(scale: float, module: Any, x: Tensor, y: Tensor) -> Tensor:
