@@ -94,15 +94,8 @@ def check_mixing(
         except Exception:  # a table of positions, as long as the samples
             if not is_longer:
                 raise
-    idle = [name for name in hooked if id(model.get_submodule(name)) not in entered]
-    if is_complete and idle:
-        raise ModelError(
-            "MW-CP-017",
-            f"{builder}: {idle[0]} has the kind {hooked[idle[0]]!r} in the sharding_plan and is never called in "
-            f"training: with parallel.cp = {cut.group.size} the ranks share tokens by hooks on its calls, so that each "
-            f"would see its own tokens alone. Call the module (self.core(q, k, v), not self.core.forward and not a "
-            f"function in its place), or name the one that is called",
-        )
+    if is_complete:
+        _check_called(builder, [name for name in hooked if id(model.get_submodule(name)) not in entered], hooked, cut)
     if search.found is not None:
         where, operation = search.found
         raise ModelError(
@@ -111,6 +104,18 @@ def check_mixing(
             f"the sharding_plan, and with parallel.cp = {cut.group.size} it would see a rank's tokens alone: give it a "
             f"kind in the plan if it is an attention core or indexed by position (docs/long-context.md), or use "
             f"parallel.cp = 1",
+        )
+
+
+def _check_called(builder: str, idle: Sequence[str], kinds: Mapping[str, str], cut: TokenCut) -> None:
+    """Refuse modules whose hooks share the tokens and that no layer calls."""
+    if idle:
+        raise ModelError(
+            "MW-CP-017",
+            f"{builder}: {idle[0]} has the kind {kinds[idle[0]]!r} in the sharding_plan and is never called in "
+            f"training: with parallel.cp = {cut.group.size} the ranks share tokens by hooks on its calls, so that each "
+            f"would see its own tokens alone. Call the module (self.core(q, k, v), not self.core.forward and not a "
+            f"function in its place), or name the one that is called",
         )
 
 

@@ -67,7 +67,7 @@ class ModuleUse:
 
     @property
     def problem(self) -> str | None:
-        """How its hooks are missed in training; None: they are not."""
+        """Use in training that misses its hooks, in words; None: there is none."""
         at = f" at {self.used_at}" if self.used_at else ""
         if self.used_at is not None:
             also = "also " if self.runs else ""
