@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.equal_scores import OF_TOKENS, choice_gap, highest
 from meshwright.models.expert_balance import Balance, add_loss, count_tokens, loss_sum
 from meshwright.models.expert_capacity import capacity_gap, capacity_of, within_capacity
 
@@ -102,7 +103,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts. x: (..., D). Return ids (..., k) int64, of the highest score first, and weights (..., k).
 
-        Of experts with equal scores the one with the lowest id comes first.
+        Of experts whose scores count as equal at the last place, those with the lowest ids are chosen (equal_scores).
         """
         logits = self.logits(x)
         scores = self.scores(logits)
@@ -115,18 +116,21 @@ class Router(nn.Module):
                 added = loss_sum(self.balance, logits, scores, ids, self.sum_tokens)
                 weights = add_loss(weights, added, lambda: self.gradient_scale)
         if self.routing.capacity_factor and self.training:
-            return self._limit(ids, weights, scores)
+            return self._limit(ids, weights, scores, OF_TOKENS[x.dtype])
         return ids, weights
 
-    def _limit(self, ids: Tensor, weights: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and weights, both (B, S, k), with id E and weight 0 where an expert is beyond its capacity."""
+    def _limit(self, ids: Tensor, weights: Tensor, scores: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+        """Return ids and weights, both (B, S, k), with id E and weight 0 where an expert is beyond its capacity.
+
+        ``tolerance``: relative, of scores that count as equal.
+        """
         num_experts, top_k = self.routing.num_experts, self.routing.top_k
         with torch.no_grad():
             # one message: float32 holds an id exactly
             whole = self.whole_samples(torch.cat([scores.gather(-1, ids), ids.to(scores.dtype)], dim=-1))
             of_scores, of_ids = whole[..., :top_k], whole[..., top_k:].to(torch.int64)
             capacity = capacity_of(self.routing.capacity_factor, top_k, whole.shape[1], num_experts)
-            is_kept = self.own_tokens(within_capacity(of_ids, of_scores, num_experts, capacity))
+            is_kept = self.own_tokens(within_capacity(of_ids, of_scores, num_experts, capacity, tolerance))
             is_kept = self.route_kept(is_kept)
             lost = ids.masked_fill(is_kept, num_experts)
             self.dropped += count_tokens(lost.unsqueeze(0), num_experts + 1)[0, :num_experts]
@@ -138,8 +142,9 @@ class Router(nn.Module):
         The bias of a frozen router, such as one under adapters, stays as it is.
         """
         if self.bias is not None and self.balance is not None and self.weight.requires_grad:
-            counts = self.counts.double()
-            self.bias += (self.balance.bias_rate * (counts.mean() - counts).sign()).to(self.bias.dtype)
+            # integers: an expert with exactly the mean load is one with a difference of 0, on every device
+            below_mean = self.counts.sum() - self.counts.numel() * self.counts
+            self.bias += (self.balance.bias_rate * below_mean.sign().double()).to(self.bias.dtype)
         for name in self.step_sums:
             self.get_buffer(name).zero_()
 
@@ -164,7 +169,10 @@ class Router(nn.Module):
     def _highest(self, scores: Tensor) -> Tensor:
         """Return the ids (..., k) of the highest scores (..., E), bias added, in the chosen groups."""
         scores, _ = self._selectable(scores)
-        return scores.argsort(dim=-1, descending=True, stable=True)[..., : self.routing.top_k]
+        return highest(scores, self.routing.top_k, self._largest_bias())
+
+    def _largest_bias(self) -> Tensor | float:
+        return 0.0 if self.bias is None else self.bias.abs().max()
 
     def _selectable(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the scores (..., E) for the choice, -inf outside the chosen groups, and those of groups (..., G)."""
@@ -175,26 +183,27 @@ class Router(nn.Module):
             return scores, None
         grouped = scores.unflatten(-1, (routing.num_groups, -1))  # (..., groups, E / groups)
         of_groups = grouped.topk(GROUP_SCORES[routing.group_score], dim=-1).values.sum(-1)
-        chosen = of_groups.argsort(dim=-1, descending=True, stable=True)[..., : routing.groups_per_token]
+        chosen = highest(of_groups, routing.groups_per_token, 2 * self._largest_bias())
         is_chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter(-1, chosen, True)
         return grouped.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(-2), of_groups
 
     @torch.no_grad()
     def choice_gap(self, x: Tensor) -> Tensor:
-        """Return the least difference between the last chosen score and the next, over tokens, (). x: (B, S, D).
+        """Return the least change of a score that changes a choice, over tokens, (). x: (B, S, D).
 
-        Over the choices of experts, of groups, and of the tokens of an expert at capacity. An error of that size in the
-        scores could change a choice. Infinity if all are chosen.
+        Over the choices of experts, of groups, and of the tokens of an expert at capacity. Infinity if all are chosen.
         """
         scores = self.scores(self.logits(x))
         selectable, of_groups = self._selectable(scores)
-        gap = least_gap(selectable, self.routing.top_k)
+        gap = choice_gap(selectable, self.routing.top_k, self._largest_bias())
         if of_groups is not None:
-            gap = torch.minimum(gap, least_gap(of_groups, self.routing.groups_per_token))
+            of_group = choice_gap(of_groups, self.routing.groups_per_token, 2 * self._largest_bias())
+            gap = torch.minimum(gap, of_group)
         if self.routing.capacity_factor and self.training:
             ids = self._highest(scores)
             capacity = capacity_of(self.routing.capacity_factor, ids.shape[-1], ids.shape[1], scores.shape[-1])
-            gap = torch.minimum(gap, capacity_gap(ids, scores.gather(-1, ids), scores.shape[-1], capacity))
+            of_scores, tolerance = scores.gather(-1, ids), OF_TOKENS[x.dtype]
+            gap = torch.minimum(gap, capacity_gap(ids, of_scores, scores.shape[-1], capacity, tolerance))
         return gap
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -216,14 +225,6 @@ def entropy_sum(scores: Tensor) -> Tensor:
     shares = scores / scores.sum(-1, keepdim=True)
     nats = torch.special.entr(shares).sum().double() / math.log(max(2, scores.shape[-1]))
     return torch.stack([nats, torch.full_like(nats, scores.numel() // scores.shape[-1])])
-
-
-def least_gap(scores: Tensor, num_chosen: int) -> Tensor:
-    """Return the least difference of the scores at ``num_chosen`` - 1 and ``num_chosen``, highest first. (..., n)."""
-    if num_chosen >= scores.shape[-1]:
-        return scores.new_full((), torch.inf)
-    ordered = scores.sort(dim=-1, descending=True).values
-    return (ordered[..., num_chosen - 1] - ordered[..., num_chosen]).min()
 
 
 def unchanged(tensor: Tensor) -> Tensor:

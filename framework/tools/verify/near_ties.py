@@ -1,7 +1,7 @@
-"""Near ties of routers in the plain run: the smallest score gap between the last chosen expert and the next.
+"""Near ties of routers in the plain run: the smallest change of a score that changes a choice.
 
-Layouts round differently. If that gap is smaller than the rounding, a layout may choose another expert, and its numbers
-then differ by far more than rounding.
+Layouts round differently. If that change is smaller than the rounding, a layout may choose another expert, and its
+numbers then differ by far more than rounding. Scores that count as equal are no near tie: their place decides.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 ROUNDING = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
-"""Score gaps (scores are in 0..1) that rounding may reverse between two layouts, by dtype."""
+"""Changes of a score (scores are in 0..1) that rounding may reverse between two layouts, by dtype."""
 
 
 class NearestTie(NamedTuple):
-    """Smallest gap between the score of a chosen expert and that of one not chosen."""
+    """Smallest change of a score that changes a choice."""
 
     gap: float = math.inf
     router: str = ""
@@ -26,7 +26,9 @@ class NearestTie(NamedTuple):
         """Return the sentence of the report; "" for a model without routers that choose."""
         if not self.router or math.isinf(self.gap):
             return ""
-        text = f"nearest tie of a router: {self.gap:.1e} between the last chosen score and the next, in {self.router}"
+        text = (
+            f"nearest tie of a router: {self.gap:.1e}, the least change of a score for another choice, in {self.router}"
+        )
         if self.gap >= ROUNDING[dtype]:
             return f"{text}, which is larger than {dtype} rounding"
         return f"{text}: a layout may choose other experts by rounding alone, and then differ; try another run.seed"

@@ -41,18 +41,26 @@ class VerifySource(NamedTuple):
 
 
 def random_sample(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Return a sampler of token ids drawn by (seed, sample index), without a file: (S,) inputs and (S,) labels."""
+    """Return a sampler of token ids drawn by (seed, sample index), without a file: (S,) inputs and (S,) labels.
+
+    The first quarter of a sample is one token, as in padding. Without absolute positions its states are equal in exact
+    arithmetic, so that rounding would choose between them wherever a layer chooses tokens.
+    """
 
     def sample(index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(derive(seed, "verify tokens", index))
         window = torch.randint(vocab_size, (sequence_length + 1,), generator=generator)
+        window[: sequence_length // 4] = window[0]
         return window[:-1], window[1:].clone()
 
     return sample
 
 
 def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callable[[int], tuple[Any, Tensor]]:
-    """Return a sampler like :func:`random_sample` with several documents per sample, for document boundaries."""
+    """Return a sampler like :func:`random_sample` with several documents per sample, for document boundaries.
+
+    All documents of a sample begin with the same token, whose states are equal too.
+    """
     window = random_sample(seed, vocab_size, sequence_length)
 
     def sample(index: int) -> tuple[Any, Tensor]:
@@ -60,6 +68,7 @@ def random_documents(seed: int, vocab_size: int, sequence_length: int) -> Callab
         generator = torch.Generator().manual_seed(derive(seed, "verify documents", index))
         starts = torch.rand(sequence_length, generator=generator) < 4 / sequence_length
         starts[0] = True
+        tokens = tokens.masked_fill(starts, int(tokens[0]))
         labels[:-1][starts[1:]] = IGNORED_LABEL
         return {"tokens": tokens, "starts": starts}, labels
 

@@ -57,6 +57,23 @@ def test_only_the_likeliest_are_drawn(top_k: int, top_p: float, kept: set[int]) 
     assert set(drawn(SamplingRequest(("x",), temperature=1, top_k=top_k, top_p=top_p))) == kept
 
 
+def test_the_last_bits_of_equal_tokens_choose_no_other() -> None:
+    """Rows of the head that are equal, such as those of added tokens: their logits differ by the layout's rounding."""
+    logits = torch.tensor([[1.0, 4.0, 9.0, 9.0, 9.0, 4.0, 4.0, 2.0]])
+    greedy, few = SamplingRequest(("x",), temperature=0), SamplingRequest(("x",), temperature=1e9, top_k=5)
+    for seed in range(20):
+        noise = 1e-6 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed))
+        assert drawn(greedy, 1, logits * (1 + noise)) == {2: 1}
+        assert set(drawn(few, 100, logits * (1 + noise))) == {1, 2, 3, 4, 5}
+
+
+def test_a_token_at_the_limit_of_the_mass_is_beyond_it() -> None:
+    ask = SamplingRequest(("x",), temperature=1, top_k=0, top_p=0.5)
+    for scale in (1.0, 1.0 - 3e-8, 1.0 + 3e-8):  # the sum of the first two rounds up or down
+        logits = torch.tensor([[1.0, scale, scale, 1.0]]).log() + 1
+        assert set(drawn(ask, 100, logits)) == {0, 1}
+
+
 @pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e-30, 1e-12])
 def test_a_tiny_temperature_takes_the_likeliest(temperature: float) -> None:
     logits = LOGITS.flip(-1) * 100 + torch.arange(5)
