@@ -40,6 +40,12 @@ They are named and not imported, like a user's function. They run no code of PAT
 """
 
 
+def directory_of(builder: str) -> Path | None:
+    """Return the directory of a builder ``SCHEME:DIRECTORY``; None for another builder."""
+    scheme, _, place = builder.partition(":")
+    return Path(place).expanduser() if scheme in SCHEMES else None
+
+
 def error_place(error: BaseException) -> str:
     """Return " at FILE:LINE", the innermost place in the user's code where an error was raised."""
     if isinstance(error, SyntaxError):

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.config import Data
 from meshwright.data.fingerprint import Fingerprint
+from meshwright.data.fingerprint import read as read_fingerprint
 from meshwright.errors import DataError
 from meshwright.system.bounded import parse_json, read_bytes, read_text
 
@@ -120,6 +122,40 @@ def ending_ids(path: Path, tokenizer: Tokenizer) -> set[int]:
     token = token.get("content") if isinstance(token, dict) else token
     ids |= {tokenizer.token_to_id(token)} if isinstance(token, str) else set()
     return {token_id for token_id in ids if isinstance(token_id, int)}
+
+
+def corpus_folders(data: Data) -> list[Path]:
+    """Return the folders of all training corpora of a run, those of its data stages too, each once."""
+    mixtures = [data.train, *(stage.train for stage in data.stages)]
+    paths = list[str]()
+    for mixture in mixtures:
+        paths += [mixture] if isinstance(mixture, str) else [each.path for each in mixture]
+    return list(dict.fromkeys(Path(path).parent for path in paths))
+
+
+def document_ends(data: Data, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the tokens that the documents of a run's training corpora end with; of known corpora alone."""
+    ends = list[int]()
+    for folder in corpus_folders(data) if data.builder is None else ():
+        try:
+            known = read_fingerprint(folder)
+        except DataError:  # a damaged fingerprint, which a training run refuses
+            continue
+        if known is None:
+            continue
+        name = END_OF_DOCUMENT if known.prepared is None else known.prepared.end_of_document
+        token_id = tokenizer.token_to_id(name)
+        if token_id is not None and token_id not in ends:
+            ends.append(token_id)
+    return ends
+
+
+def find_tokenizer(data: Data, model_directory: Path | None = None) -> Path | None:
+    """Return the tokenizer of a run: ``data.tokenizer``, else that of its corpora, else that of its model; or None."""
+    if data.tokenizer is not None:
+        return Path(data.tokenizer)
+    folders = [*corpus_folders(data), *([] if model_directory is None else [model_directory])]
+    return next((folder / TOKENIZER_FILE for folder in folders if (folder / TOKENIZER_FILE).is_file()), None)
 
 
 def _read_json_file(path: Path) -> dict[str, Any]:

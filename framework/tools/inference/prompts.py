@@ -8,8 +8,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from meshwright.config import Data
 from meshwright.data.fingerprint import Fingerprint
-from meshwright.data.tokenizer import begin_id, ending_ids
+from meshwright.data.tokenizer import begin_id, document_ends, ending_ids
 
 
 def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[str, Tensor]:
@@ -25,9 +26,10 @@ def with_starts(ids: Tensor, ends: set[int], begin: int | None = None) -> dict[s
     return {"tokens": ids, "starts": starts}
 
 
-def ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | None) -> set[int]:
-    """Return the ids of end-of-document tokens: of the tokenizer, the files beside it, and the corpus in its folder."""
-    return ending_ids(path, tokenizer) | ({known.end_of_document_id} if known is not None else set())
+def ends_of_document(path: Path, tokenizer: Tokenizer, known: Fingerprint | None, data: Data) -> set[int]:
+    """Return the ids that end a document: of the tokenizer and its files, the corpus beside it, the run's corpora."""
+    beside = set() if known is None else {known.end_of_document_id}
+    return ending_ids(path, tokenizer) | beside | set(document_ends(data, tokenizer))
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str, known: Fingerprint | None, ends: set[int]) -> list[int]:

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.config import RunConfig, resolve
+from meshwright.config.functions import directory_of
 from meshwright.data import fingerprint
-from meshwright.data.tokenizer import begin_id, load
+from meshwright.data.tokenizer import begin_id, find_tokenizer, load
 from meshwright.errors import ConfigError, ModelError
 from meshwright.mesh import Coordinates, Grid
 from meshwright.mesh.comm import Group
@@ -93,18 +94,21 @@ def check(config: RunConfig, world_size: int, num_prompts: int) -> RunConfig:
         raise ConfigError(
             "MW-INFERENCE-013", f"the run was trained on {what}: only next-token (causal) models can continue a text"
         )
-    if config.data.tokenizer is None:
+    tokenizer = find_tokenizer(config.data, directory_of(config.model.builder))
+    if tokenizer is None:
         raise ConfigError(
             "MW-INFERENCE-014",
-            "data.tokenizer is not set: it decodes the generated tokens",
+            "the run has no tokenizer, which decodes the generated tokens: there is none beside its corpus; name one "
+            "with --data.tokenizer=PATH/tokenizer.json",
         )
+    config = config.model_copy(update={"data": config.data.model_copy(update={"tokenizer": str(tokenizer)})})
     for name in ("dp", "cp"):
         if getattr(config.parallel, name) != 1:
             raise ConfigError(
                 "MW-INFERENCE-015",
                 f"parallel.{name} has no use here: all prompts go through one replica; leave it out",
             )
-    load(Path(config.data.tokenizer))
+    load(tokenizer)
     batch = config.batch.model_copy(update={"micro_batch_size": num_prompts, "chunks": 1, "global_batch": num_prompts})
     config = resolve(config.model_copy(update={"batch": batch}), world_size)
     draw_blueprint(config)
@@ -147,7 +151,7 @@ def generate(config: RunConfig, mesh: Mesh, place: ModelLocation, request: Sampl
     assert config.data.tokenizer is not None
     tokenizer = load(Path(config.data.tokenizer))
     known = fingerprint.read(Path(config.data.tokenizer).parent)
-    ends = ends_of_document(Path(config.data.tokenizer), tokenizer, known)
+    ends = ends_of_document(Path(config.data.tokenizer), tokenizer, known, config.data)
     blueprint = draw_blueprint(config, mesh.tp, mesh.cp, mesh.ep)
     windows = _windows(blueprint, len(request.prompts))
     logits = _LastLogits(

@@ -13,6 +13,7 @@ from meshwright.tools.interop.huggingface.convert.families import family_of_mode
 from meshwright.tools.interop.huggingface.convert.family import Family
 from meshwright.tools.interop.huggingface.convert.mup import fold_multipliers
 from meshwright.tools.interop.huggingface.convert.rope import ORIGINAL_LENGTH
+from meshwright.tools.interop.huggingface.end_tokens import add_document_ends
 from meshwright.tools.interop.huggingface.export import ExportPlan, export
 from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, write_json
 
@@ -37,7 +38,7 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
         base = side_files.imported_config(imported_files, family.model_type)
         write_json(directory / CONFIG, _fields(family, options, base, ids, dtype))
         if (directory / TOKENIZER).is_file():
-            return notes
+            return [*notes, *add_document_ends(directory, config)]
         return [*notes, "there is no tokenizer.json beside it: the run has none (data.tokenizer)"]
 
     loader = "AutoModelForSeq2SeqLM" if family.task == "span_corruption" else "AutoModelForCausalLM"

@@ -13,6 +13,7 @@ from meshwright.data.tokenizer import load
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
 from meshwright.system.bounded import read_bytes
+from meshwright.tools.interop.huggingface.end_tokens import add_document_ends
 from meshwright.tools.interop.huggingface.export import ExportPlan
 from meshwright.tools.interop.huggingface.export import export as export_with
 from meshwright.tools.interop.huggingface.files import CONFIG, TOKENIZER, copy_side_files, write_json
@@ -46,7 +47,7 @@ def plan_export(config: RunConfig, checkpoint: Path) -> ExportPlan:
     def write_files(directory: Path, dtype: str) -> list[str]:
         write_json(directory / CONFIG, _config(source, options, dtype))
         _copy_side_files(source, directory, config)
-        return []
+        return add_document_ends(directory, config)
 
     return ExportPlan(builder, rules, f"the current {source / CONFIG}", write_files)
 
