@@ -5,8 +5,9 @@
     data.options.streaming = true                               read in order, resumed by the dataset's own state_dict
 
 Nothing is downloaded, and no script of a dataset is run. A row becomes ``length`` tokens and their next tokens: longer
-rows are cut, shorter ones padded with labels that do not count. Tokenise text beforehand (`datasets.map`), or in your
-own builder and ``data.collate``.
+rows are cut, shorter ones padded with labels that do not count. Padding that a tokenizer added is removed first, by the
+column ``attention_mask``. Columns that would change the labels or the attention are read or refused, never ignored
+without a word. Tokenise text beforehand (`datasets.map`), or in your own builder and ``data.collate``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from torch import Tensor
 
 from meshwright.data.corpus import IGNORE
 
+MASK = "attention_mask"
+LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
+"""Columns of transformers and TRL that say which tokens count as labels."""
+BOUNDARY_COLUMNS = ("position_ids", "seq_lengths", "cu_seqlens", "seq_idx")
+"""Columns of packed rows, whose documents do not attend to each other."""
 FILE_TYPES = {".parquet": "parquet", ".arrow": "arrow"}
 
 
@@ -29,18 +35,51 @@ class Columns(NamedTuple):
     tokens: str
     labels: str | None
     """Column of labels at the positions of their tokens, as in transformers; None: the tokens are the labels."""
+    mask: str | None
+    """Column with 1 for each token and 0 for padding; None: rows have no padding."""
     length: int
 
+    @property
+    def names(self) -> list[str]:
+        """Return the columns that are read."""
+        return list(dict.fromkeys(name for name in (self.tokens, self.labels, self.mask) if name is not None))
+
     def __call__(self, row: Mapping[str, Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Return tokens (length,) and the label of the next position of each (length,), int64."""
-        ids = torch.as_tensor(row[self.tokens], dtype=torch.int64)[: self.length + 1]
+        """Return tokens (length,) and the label of the next position of each (length,), int64.
+
+        Raises:
+            ValueError: the columns of the row have different lengths, or its mask is no mask of padding.
+        """
+        ids = torch.as_tensor(row[self.tokens], dtype=torch.int64)
         following = ids if self.labels is None else torch.as_tensor(row[self.labels], dtype=torch.int64)
+        if len(following) != len(ids):
+            raise ValueError(f"it has {len(ids)} {self.tokens} and {len(following)} {self.labels}: give each token one")
+        if self.mask is not None:
+            kept = _unpadded(torch.as_tensor(row[self.mask], dtype=torch.int64), len(ids))
+            ids, following = ids[kept], following[kept]
+        ids = ids[: self.length + 1]
         following = following[1 : len(ids)]
         tokens = torch.zeros(self.length, dtype=torch.int64)
         labels = torch.full((self.length,), IGNORE, dtype=torch.int64)
         tokens[: len(ids)] = ids[: self.length]
         labels[: len(following)] = following
         return tokens, labels
+
+
+def _unpadded(mask: Tensor, num_tokens: int) -> slice:
+    """Return the tokens of a row without the padding before or after them, by their mask (T,)."""
+    if len(mask) != num_tokens:
+        raise ValueError(f"it has {num_tokens} tokens and a mask of {len(mask)}: give each token one")
+    ones = mask.nonzero().flatten()
+    if not len(ones):
+        return slice(0, 0)
+    start, stop = int(ones[0]), int(ones[-1]) + 1
+    if not bool((mask[start:stop] == 1).all()):
+        raise ValueError(
+            f"its {MASK} is not 1 for all tokens between the padding (numbers of packed documents, or gaps): write "
+            f"rows without padding, and leave the column out"
+        )
+    return slice(start, stop)
 
 
 class Rows:
@@ -86,6 +125,7 @@ def build(
     labels: str | None = None,
     streaming: bool = False,
     shards: int = 1,
+    ignore: Sequence[str] = (),
 ) -> Rows | RowStream | None:
     """Open one split of tokenised rows.
 
@@ -97,6 +137,7 @@ def build(
         labels: column of labels, where they are not the tokens.
         streaming: read rows in order, instead of a shuffle over all of them.
         shards: pieces that a streamed dataset is read in, one after another.
+        ignore: columns of masks, labels and positions that are not read on purpose.
     """
     datasets = _library()
     folder = Path(path)
@@ -123,9 +164,29 @@ def build(
     names = [name for name in (tokens, labels) if name is not None and name not in (found.column_names or [])]
     if names:
         raise ValueError(f"{folder} has no column {names[0]!r}, only {', '.join(found.column_names or [])}")
-    found = found.select_columns([name for name in (tokens, labels) if name is not None])  # others may name images
-    columns = Columns(tokens, labels, length)
+    columns = _columns(found.column_names or [], Columns(tokens, labels, MASK, length), ignore)
+    found = found.select_columns(columns.names)  # others may name images
     return RowStream(found, columns) if streaming else Rows(found, columns)
+
+
+def _columns(present: Sequence[str], asked: Columns, ignore: Sequence[str]) -> Columns:
+    """Return the columns to read. Raises ValueError: one is not read that would change the labels or the attention."""
+    mask = MASK if MASK in present and MASK not in ignore else None
+    unread = [name for name in present if name not in (asked.tokens, asked.labels, *ignore)]
+    chooses = next((name for name in LABEL_COLUMNS if name in unread), None)
+    if chooses is not None and asked.labels is None:
+        raise ValueError(
+            f"the dataset has a column {chooses!r}, which says what counts as a label, and it is not read: name a "
+            f"column of labels (options.labels, -100 where none counts), or options.ignore = [{chooses!r}] to train on "
+            f"all tokens"
+        )
+    bounds = next((name for name in BOUNDARY_COLUMNS if name in unread), None)
+    if bounds is not None:
+        raise ValueError(
+            f"the dataset has a column {bounds!r}, of documents that are packed into rows, and it is not read: write "
+            f"one document per row, or options.ignore = [{bounds!r}] to let tokens attend across documents"
+        )
+    return asked._replace(mask=mask)
 
 
 def _from_files(datasets: Any, kind: str, files: list[str], streaming: bool) -> Any:

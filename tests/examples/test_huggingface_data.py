@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hf_config(runs: Path, path: Path | str, name: str = "run", **options: Any) -> RunConfig:
-    options = {"path": str(path), "length": LENGTH, **options}
+    ignore = [] if "labels" in options else ["labels"]
+    options = {"path": str(path), "length": LENGTH, "ignore": ignore, **options}
     data = {"builder": "meshwright.data.huggingface:build", "options": options}
     return config_of(runs, name=name, data=data, parallel={"dp": 2})
 
@@ -79,10 +81,10 @@ def test_a_place_in_a_streamed_dataset(saved: Path, tmp_path: Path, shards: int)
     assert torch.equal(samples(other, 32, 8).labels, wanted)
 
 
-def shuffled(split: str, path: str, length: int) -> Any:
+def shuffled(split: str, path: str, length: int, ignore: Sequence[str]) -> Any:
     from meshwright.data.huggingface import RowStream, build
 
-    stream = build(split, path, length, streaming=True)
+    stream = build(split, path, length, streaming=True, ignore=ignore)
     assert split != "train" or isinstance(stream, RowStream)
     if isinstance(stream, RowStream):
         stream.dataset = stream.dataset.shuffle(seed=3, buffer_size=6)
