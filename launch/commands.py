@@ -61,7 +61,7 @@ def stages(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def plot(options: argparse.Namespace, _: list[str]) -> int:
-    """Draw the loss curve of a run, with the unigram entropy of its validation corpus."""
+    """Draw the loss curve of a run, with the unigram baseline of its validation corpus."""
     from meshwright.config import read_resolved
     from meshwright.data.fingerprint import read
     from meshwright.run.directory import METRICS, RESOLVED

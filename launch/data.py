@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.errors import DataError
-from meshwright.terminal.format import format_count, format_duration
+from meshwright.errors import ConfigError, DataError
+from meshwright.terminal.format import format_count, format_duration, format_number_of
 from meshwright.terminal.output import put, tell
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
     """Prepare text, JSONL and parquet files with an existing tokenizer."""
     from meshwright.data import prepare as data
 
+    keys = data.RecordKeys(*_keys_of(options))
     display = PreparationProgress()
     try:
         outcome = data.prepare(
@@ -32,13 +33,14 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
                 options.tokenizer,
                 options.out,
                 form=data.Form(options.format),
-                text_key=options.text_key,
+                keys=keys,
                 globs=options.glob,
                 end_token=options.eod,
                 begin_token=options.bos,
                 validation_share=options.validation_share,
                 test_share=options.test_share,
                 seed=options.seed,
+                split=data.SplitRule(options.split),
                 num_workers=options.workers,
                 skip_broken=options.skip_broken,
                 replace=options.replace,
@@ -49,6 +51,20 @@ def prepare(options: argparse.Namespace, _: list[str]) -> int:
         display.close()
     put(outcome)
     return 0
+
+
+def _keys_of(options: argparse.Namespace) -> list[str]:
+    """Return the keys of texts, prompts and responses. Raises ConfigError: one is given that the format has not."""
+    keys = list[str]()
+    for name, form in (("text", "text"), ("prompt", "pairs"), ("response", "pairs")):
+        key = getattr(options, f"{name}_key")
+        if key is not None and options.format != form:
+            raise ConfigError(
+                "MW-LAUNCH-099",
+                f"--{name}-key {key} has no effect with --format {options.format}: it is for --format {form}",
+            )
+        keys.append(name if key is None else key)
+    return keys
 
 
 def prepare_stdlib(options: argparse.Namespace, _: list[str]) -> int:
@@ -64,8 +80,16 @@ def prepare_files(options: argparse.Namespace, _: list[str]) -> int:
     """Prepare text files and folders of them, with a tokenizer trained on them."""
     from meshwright.data import prepare as data
 
-    share = options.validation_share
-    put(data.prepare_files(options.paths, options.out, options.vocab_size, share, replace=options.replace, say=tell))
+    outcome = data.prepare_files(
+        options.paths,
+        options.out,
+        options.vocab_size,
+        options.validation_share,
+        split=data.SplitRule(options.split),
+        replace=options.replace,
+        say=tell,
+    )
+    put(outcome)
     return 0
 
 
@@ -148,7 +172,8 @@ class PreparationProgress:
             self.first = now
             self.started_s = time.monotonic()
             if now.resumed:
-                tell(f"resuming: {now.documents:,} documents and {now.tokens:,} tokens are done")
+                documents = format_number_of(now.documents, "document")
+                tell(f"resuming: {documents} and {format_number_of(now.tokens, 'token')} are done")
             return  # the bar has a thread, and workers are about to be forked
         at_s = time.monotonic()
         if self.console.is_terminal:

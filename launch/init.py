@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.config.keys import toml_value
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError
 from meshwright.launch.rendering import render_template
 from meshwright.system.atomic import check_place
 from meshwright.terminal.output import put, tell
@@ -25,9 +25,9 @@ VOCAB_SIZE = 4096
 """Largest number of tokens of the tokenizer; that of a short text has fewer."""
 VOCAB_MULTIPLE = 8
 """Number that divides the model's vocabulary, and so may be the degree of tensor parallelism."""
+SEQUENCE_LENGTH = 128
+"""Tokens of a sample in a new configuration: validation needs one more."""
 CORPORA = Path("runs/data")
-ONE_DOCUMENT = "MW-DATA-076"
-"""Code of the error for a text that cannot be split by document."""
 STDLIB = "stdlib"
 """Name of the corpus of Python's own source text, the one of `make demo`."""
 
@@ -92,6 +92,8 @@ def render(model: str, file: Path, name: str, corpus: Path, outcome: Outcome) ->
     vocab_note = f"at least the tokenizer's {tokens}"
     if starter.num_sentinels:
         vocab_note += f", and {starter.num_sentinels} sentinels"
+    validation = outcome.fingerprint.splits.get("validation")
+    has_validation = validation is not None and validation.tokens > SEQUENCE_LENGTH
     word = shlex.quote(str(file))
     commands = [
         (f"meshwright train {word}", "trains; the same command again resumes"),
@@ -114,7 +116,7 @@ def render(model: str, file: Path, name: str, corpus: Path, outcome: Outcome) ->
             "vocab_size": vocab_size,
             "vocab_note": vocab_note,
             "corpus": corpus.as_posix(),
-            "has_validation": "validation" in outcome.fingerprint.splits,
+            "has_validation": has_validation,
         },
         {"toml": toml_value},
     )
@@ -129,14 +131,9 @@ def _check_new(file: Path) -> None:
 
 
 def _prepare(paths: list[Path] | None, corpus: Path) -> Outcome:
-    """Prepare the corpus; one document alone, which cannot be split by document, has no validation split."""
+    """Prepare the corpus."""
     from meshwright.data import prepare as data
 
     if not paths:
         return data.prepare_stdlib(corpus, VOCAB_SIZE, say=tell)
-    try:
-        return data.prepare_files(paths, corpus, VOCAB_SIZE, say=tell)
-    except DataError as error:
-        if error.code != ONE_DOCUMENT:
-            raise
-        return data.prepare_files(paths, corpus, VOCAB_SIZE, 0.0, say=tell)
+    return data.prepare_files(paths, corpus, VOCAB_SIZE, say=tell)

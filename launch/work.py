@@ -23,6 +23,7 @@ from meshwright.data.sources import (
     live_files,
     open_sources,
     unigram_nats,
+    warn_of_small_validation,
 )
 from meshwright.errors import DataError, Preempted, RunFilesError
 from meshwright.launch.callbacks import CallbackErrors, Callbacks, StreamState, find_callbacks, make_callbacks
@@ -123,6 +124,9 @@ def _train_in(files: RunFiles, config: RunConfig, mesh: Mesh, give_up: GiveUp, o
     log(summarise(parts.blueprint, mesh.nodes, shutil.get_terminal_size((WIDTH, 0)).columns))
     if corpus := describe_source(parts.source, samples_after(config.batch, config.train.steps)):
         log(corpus)
+    assert config.batch.global_batch is not None, "resolve the configuration first"
+    if warning := warn_of_small_validation(parts.validation, config.batch.global_batch):
+        log(warning)
     request = StopRequest()
     stream = [StreamState(parts.source, mesh.rank)] if isinstance(parts.source, StreamSource) else []
     callbacks = Callbacks([*observers, *make_callbacks(parts), *stream])
@@ -231,7 +235,7 @@ def describe_validation(parts: Parts, validation_loss: float) -> str:
     text = f"validation loss  {validation_loss:.4f} {loss_unit(parts.blueprint)}"
     nats = unigram_nats(parts.validation)
     if nats is not None and has_perplexity(parts.blueprint):
-        text += f"\nunigram entropy  {nats:.4f}, of the same text: the unigram baseline"
+        text += f"\nunigram baseline  {nats:.4f}, by the token frequencies of the training text alone"
     return text
 
 

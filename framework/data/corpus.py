@@ -263,6 +263,7 @@ class _Known(NamedTuple):
     """Entries of the fingerprint for one corpus."""
 
     split: Split
+    unigram_baseline_nats: float
     end_of_document_id: int
     vocab_size: int
     """Vocabulary of the tokenizer."""
@@ -288,4 +289,5 @@ def _known(prefix: Path, num_tokens: int, *, has_mask: bool) -> _Known | None:
             f"{prefix} that are labels. Copy it from where the corpus was prepared, or prepare it again",
         )
     fingerprints.check_sampled(prefix.parent, prefix.name, known)
-    return _Known(split, known.end_of_document_id, known.vocab_size)
+    baseline = known.unigram_baseline_nats(prefix.name)
+    return _Known(split, baseline, known.end_of_document_id, known.vocab_size)

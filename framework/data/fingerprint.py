@@ -36,6 +36,8 @@ class Split(_Part):
     unigram_entropy_nats: float
     unigram_entropy_bits: float
     """Unigram entropy of the tokens that count as labels, in bits."""
+    unigram_baseline_nats: float | None = None
+    """Loss on these labels of a model with the token frequencies of the training split alone; None: not measured."""
     counting: int | None = None
     """Number of tokens that count as labels; None: all do."""
 
@@ -51,6 +53,8 @@ class SourceSummary(_Part):
     vocab_size: int
     """Requested size; a small corpus may have yielded fewer tokens."""
     validation_share: float
+    split: Literal["documents", "position"] = "documents"
+    """Rule of the split; see :mod:`meshwright.data.splits`. Older versions split by documents."""
 
 
 class File(_Part):
@@ -70,10 +74,14 @@ class Request(_Part):
     begin_of_document: str | None = None
     form: str
     text_key: str
+    prompt_key: str = "prompt"
+    response_key: str = "response"
     validation_share: float
     test_share: float
     seed: int
-    """Seed of the split; a document's split follows from the seed and its number."""
+    """Seed of a split by documents: a document's split follows from the seed and its number."""
+    split: Literal["documents", "position"] = "documents"
+    """Rule of the split."""
 
     def first_files(self, count: int) -> Request:
         """Return the request with its first ``count`` files only."""
@@ -125,6 +133,17 @@ class Fingerprint(_Part):
     prepared: Preparation | None = None
     """Set for corpora that were written by `meshwright data prepare`."""
 
+    def unigram_baseline_nats(self, name: str) -> float:
+        """Return the loss on a split of a model with the token frequencies of the training split alone.
+
+        Older fingerprints lack it for validation: there the entropy of the training split stands for it, which differs
+        little. The entropy of a small validation split is no baseline, as it fits these few tokens.
+        """
+        split = self.splits[name]
+        if split.unigram_baseline_nats is not None:
+            return split.unigram_baseline_nats
+        return self.splits.get("train", split).unigram_entropy_nats
+
     def sha256_of(self, name: str) -> str:
         """Return the hash of one file. Raises DataError where the fingerprint has none."""
         if name not in self.files:
@@ -147,6 +166,22 @@ def entropy(counts: NDArray[np.int64]) -> Entropy:
     shares = counts[counts > 0] / counts.sum()
     nats = float(-(shares * np.log(shares)).sum())
     return Entropy(nats, nats / float(np.log(2.0)))
+
+
+def cross_entropy(counts: NDArray[np.int64], training: NDArray[np.int64]) -> float:
+    """Return the mean loss on counted tokens, in nats, of a model with the token frequencies of other ones.
+
+    Tokens that ``training`` lacks have a share too: T of N + T, for T different tokens among N, spread over the whole
+    vocabulary (Witten and Bell 1991, "The zero-frequency problem", method C).
+
+    Args:
+        counts: (V,) occurrences of each token in the text to predict.
+        training: (V,) occurrences in the text that the frequencies come from.
+    """
+    num_tokens, num_different = int(training.sum()), int((training > 0).sum())
+    shares = (training + num_different / len(training)) / (num_tokens + num_different)
+    occurs = counts > 0
+    return float(-(counts[occurs] * np.log(shares[occurs])).sum() / counts.sum())
 
 
 def file_sha256(path: Path) -> str:

@@ -30,6 +30,7 @@ from meshwright.data.worker_process import WorkerProcess
 from meshwright.errors import ConfigError, DataError
 from meshwright.model.build import vocabulary_size
 from meshwright.seeding import derive
+from meshwright.terminal.format import format_number_of
 
 
 class Source(Protocol):
@@ -173,6 +174,17 @@ def describe_source(source: Source, num_samples: int) -> str:
     return "\n".join(lines)
 
 
+def warn_of_small_validation(validation: Source | None, global_batch: int) -> str:
+    """Return a warning if validation has fewer samples than a global batch: its loss is noisy; empty otherwise."""
+    if not isinstance(validation, AnySource) or validation.num_samples >= global_batch:
+        return ""
+    samples = format_number_of(validation.num_samples, "sample")
+    return (
+        f"warning    validation has {samples}, less than one global batch ({global_batch:,}): its loss is noisy. Give "
+        f"it more text, such as a larger --validation-share of `meshwright data`"
+    )
+
+
 def data_fingerprint(source: Source | None) -> dict[str, str]:
     """Return the hashes that must not change between a checkpoint and its resume, by name."""
     if isinstance(source, DatasetSource):
@@ -204,9 +216,9 @@ def live_files(*sources: Source | None) -> LiveFiles:
 
 
 def unigram_nats(source: Source | None) -> float | None:
-    """Return the unigram entropy of a corpus in nats per token; None without a fingerprint, and for blends."""
+    """Return the unigram baseline of a corpus in nats per token; None without a fingerprint, and for blends."""
     if isinstance(source, CorpusSource) and isinstance(source.corpus, Corpus) and source.corpus.known:
-        return source.corpus.known.split.unigram_entropy_nats
+        return source.corpus.known.unigram_baseline_nats
     return None
 
 

@@ -18,6 +18,11 @@ def format_count(value: float) -> str:
     return f"{value:.3g}"
 
 
+def format_number_of(count: int, noun: str) -> str:
+    """Format a count with its noun: ``1 document``, ``1,200 documents``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def format_duration(seconds: float) -> str:
     """Format seconds as ``m:ss``, ``h:mm:ss`` or ``Nd h:mm:ss``."""
     if not math.isfinite(seconds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from meshwright.launch.arguments.common import (
@@ -30,8 +31,8 @@ def data(added: Added) -> None:
         "data",
         None,
         "tokenize text into a corpus, or print a corpus",
-        "Writes Megatron .bin/.idx pairs, split by document. `prepare` uses an existing tokenizer, on text, JSONL "
-        "and parquet of any size; `stdlib` and `files` train a byte-level BPE tokenizer first. `show` prints samples.",
+        "Writes Megatron .bin/.idx pairs of training and validation. `prepare` uses an existing tokenizer, on text, "
+        "JSONL and parquet of any size; `stdlib` and `files` train a byte-level BPE tokenizer. `show` prints samples.",
         "meshwright data prepare pages/*.jsonl.gz --tokenizer ~/models/llama-3.1-8b --out data/pages\n"
         "  meshwright data show data/pages",
     )
@@ -65,6 +66,7 @@ def data(added: Added) -> None:
         "meshwright data files notes/ book.txt --out runs/data/notes --vocab-size 8192",
     )
     files.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, or folders of them")
+    _split_option(files)
     for parser in (stdlib, files):
         parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new corpus")
         parser.add_argument(
@@ -75,9 +77,19 @@ def data(added: Added) -> None:
             help="tokens of the vocabulary (default: 4096)",
         )
         parser.add_argument(
-            "--validation-share", type=part, default=0.05, metavar="X", help="share of the documents (default: 0.05)"
+            "--validation-share", type=part, default=0.05, metavar="X", help="share of the text (default: 0.05)"
         )
         parser.add_argument("--replace", action="store_true", help="overwrite a corpus of other text or settings")
+
+
+def _split_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--split",
+        choices=["auto", "documents", "position"],
+        default="auto",
+        help="whole documents in each split, or the ends of the documents for validation and test "
+        "(default: position for fewer than 1,000 documents)",
+    )
 
 
 def _data_prepare(sources: Added) -> None:
@@ -87,7 +99,7 @@ def _data_prepare(sources: Added) -> None:
         "data:prepare",
         "tokenize text, JSONL and parquet of any size with any tokenizer.json",
         "Reads files in their order (folders: all files below, sorted), encodes in parallel and writes "
-        "train, validation and test as Megatron .bin/.idx pairs, each document in one of them. After a kill the same "
+        "train, validation and test as Megatron .bin/.idx pairs. After a kill the same "
         "command resumes; the result is the same byte for byte, for any number of workers.",
         "meshwright data prepare books/ pages.jsonl.gz --tokenizer ~/models/gpt2 --out data/books\n"
         "  meshwright data prepare crawl/*.parquet --text-key content --tokenizer tok/tokenizer.json --eod '</s>' \\\n"
@@ -110,8 +122,12 @@ def _data_prepare(sources: Added) -> None:
         help="pairs (prompt, response) and messages (role, content) train on responses only (default: text)",
     )
     prepared.add_argument(
-        "--text-key", default="text", type=text, metavar="KEY", help="field of JSONL, column of parquet (default: text)"
+        "--text-key", type=text, metavar="KEY", help="field of JSONL, column of parquet (default: text)"
     )
+    for name in ("prompt", "response"):
+        prepared.add_argument(
+            f"--{name}-key", type=text, metavar="KEY", help=f"field or column of pairs (default: {name})"
+        )
     prepared.add_argument(
         "--glob",
         action="append",
@@ -129,9 +145,12 @@ def _data_prepare(sources: Added) -> None:
             type=part,
             default=default,
             metavar="X",
-            help=f"share of the documents (default: {default})",
+            help=f"share of the text (default: {default})",
         )
-    prepared.add_argument("--seed", type=seed, default=1234, metavar="N", help="seed of the split (default: 1234)")
+    _split_option(prepared)
+    prepared.add_argument(
+        "--seed", type=seed, default=1234, metavar="N", help="seed of a split by documents (default: 1234)"
+    )
     workers = "number of processes (default: one per core)"
     prepared.add_argument("--workers", type=whole(1, MAX_WORKERS), default=0, metavar="N", help=workers)
     prepared.add_argument(

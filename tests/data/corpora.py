@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.data.prepare.finish import Outcome
 from meshwright.data.prepare.preparation import Options, prepare
-from meshwright.data.splits import SPLITS
+from meshwright.data.splits import SPLITS, SplitRule
 
 END = "</s>"
 
@@ -42,7 +42,7 @@ def write_lines(path: Path, records: Sequence[Any], *, ending: str = "\n", last:
 
 def made(out: Path, tokenizer: Path, *sources: Path, **changes: Any) -> Outcome:
     """Prepare with blocks so small that all that can happen at their edges happens."""
-    usual = {"num_workers": 1, "block_bytes": 64, "validation_share": 0.0}
+    usual = {"num_workers": 1, "block_bytes": 64, "validation_share": 0.0, "split": SplitRule.DOCUMENTS}
     return prepare(Options(sources, tokenizer, out, **{**usual, **changes}))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.data.splits import SplitRule
 from tests.end_to_end.shell import Shell
 
 WORDS = ["the", "a", "mesh", "rank", "stage", "step", "loss", "of", "in", "then", "waits", "sends", "gives", "holds"]
@@ -24,7 +25,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(300):
         sentences = [" ".join(draw.choices(WORDS, k=draw.randint(3, 12))) + ".\n" for _ in range(15)]
         (texts / f"{number}.txt").write_text("".join(sentences))
-    prepare_files([texts], folder / "prepared", vocab_size=300, validation_share=0.05)
+    prepare_files([texts], folder / "prepared", 300, 0.05, split=SplitRule.DOCUMENTS)
     return folder / "prepared"
 
 

@@ -75,7 +75,7 @@ def test_a_run_from_beginning_to_end(tp: int, corpus: Path, tmp_path: Path, pool
         "step 12/12  loss ",
         "validation at step 12: loss ",
         f"saved {run_directory(config)}/checkpoints/step-00000012\n",
-        "unigram entropy  ",
+        "unigram baseline  ",
     ):
         assert line in said, line
     assert max(len(line) for line in said.splitlines() if str(tmp_path) not in line) <= 80

@@ -60,7 +60,7 @@ def test_one_file_of_few_words(folder: str) -> None:
     )
     assert main(["init", "one.toml", "--text", "book.txt" if folder == "." else folder]) == 0
     config = load("one.toml", [])
-    assert config.data.validation is None and config.model.options["vocab_size"] % 8 == 0
+    assert config.data.validation == "runs/data/one/validation" and config.model.options["vocab_size"] % 8 == 0
     assert main(["train", "one.toml", *SHORT]) == 0
 
 

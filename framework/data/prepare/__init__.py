@@ -6,9 +6,10 @@ Preparation is parallel and resumable, and publishes a complete corpus or none.
 from meshwright.data.prepare.finish import Outcome
 from meshwright.data.prepare.length_report import ContextReport
 from meshwright.data.prepare.preparation import Options, Progress, prepare
-from meshwright.data.prepare.records import Form
+from meshwright.data.prepare.records import Form, RecordKeys
 from meshwright.data.prepare.sample_text import show, splits_of
 from meshwright.data.prepare.stdlib import prepare_files, prepare_stdlib
+from meshwright.data.splits import SplitRule
 
 __all__ = [
     "ContextReport",
@@ -16,6 +17,8 @@ __all__ = [
     "Options",
     "Outcome",
     "Progress",
+    "RecordKeys",
+    "SplitRule",
     "prepare",
     "prepare_files",
     "prepare_stdlib",

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from meshwright.data.prepare.input_files import FileForm, InputFile
 from meshwright.data.prepare.readers import RecordBlock, lines_of, lines_of_range, text_of
-from meshwright.data.prepare.records import Broken, DocumentPiece, Form, columns_of, decoded, pieces_of, values_of_line
+from meshwright.data.prepare.records import Broken, DocumentPiece, Form, decoded, pieces_of, values_of_line
 from meshwright.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
@@ -54,7 +54,8 @@ class Encoder:
     files: Sequence[InputFile]
     tokenizer: Tokenizer
     form: Form
-    text_key: str
+    columns: tuple[str, ...]
+    """Keys to read of a record, in the order of :meth:`RecordKeys.of`."""
     dtype: np.dtype[Any]
     end: int
     """Id of the end-of-document token."""
@@ -66,7 +67,6 @@ class Encoder:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.tokenizer.encode_special_tokens = True
-        self.columns = columns_of(self.form, self.text_key)
 
     def __call__(self, block: RecordBlock) -> EncodedBlock:
         """Encode a block. Raises DataError: a file cannot be read, or a document is too long."""

@@ -6,10 +6,12 @@ import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed
@@ -21,8 +23,10 @@ from meshwright.data.splits import SPLITS
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
 from meshwright.system.bounded import open_regular
+from meshwright.terminal.format import format_number_of, format_size
 
 _READ_BYTES = 1 << 22
+_LINE_CHARACTERS = 400
 OF_A_CORPUS = {TOKENIZER_FILE, SKIPPED_FILE, fingerprints.FILE_NAME} | {
     f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx", "mask")
 }
@@ -49,18 +53,21 @@ class Outcome:
             tokenizer = f"{known.vocab_size:,} tokens, {end} ({prepared.end_of_document})"
         lines = [
             f"corpus {done} {place}",
-            f"  source      {known.source.description}; {known.source.documents:,} documents, "
-            f"{known.source.text_bytes / 1e6:.1f} MB of text",
+            f"  source      {known.source.description}; {format_number_of(known.source.documents, 'document')}, "
+            f"{format_size(known.source.text_bytes)} of text",
             f"  tokenizer   {tokenizer}",
         ]
         for name, split in known.splits.items():
             counting = "" if split.counting is None else f" ({split.counting:,} of them labels)"
             if prepared is None:
-                nats, bits = split.unigram_entropy_nats, split.unigram_entropy_bits
-                counting = f", unigram entropy {nats:.3f} nats ({bits:.3f} bits) per token"
-            lines.append(f"  {name:<11} {split.documents:,} documents, {split.tokens:,} tokens{counting}")
+                nats = known.unigram_baseline_nats(name)
+                counting = f", unigram baseline {nats:.3f} nats ({nats / log(2):.3f} bits) per token"
+            documents = format_number_of(split.documents, "document")
+            lines.append(f"  {name:<11} {documents}, {format_number_of(split.tokens, 'token')}{counting}")
+        if known.source.split == "position":
+            lines.append("  split       by position: the ends of the documents are for validation and test")
         if prepared is not None and prepared.empty:
-            lines.append(f"  empty       {prepared.empty:,} documents without text, left out")
+            lines.append(f"  empty       {format_number_of(prepared.empty, 'document')} without text, left out")
         if prepared is not None and prepared.skipped:
             lines.append(f"  skipped     {prepared.skipped:,} broken ones, listed in {place / SKIPPED_FILE}")
         return "\n".join([*lines, *(f"  note        {note}" for note in self.notes)])
@@ -70,12 +77,16 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
     """Write indices, tokenizer and fingerprint beside the tokens. Idempotent: a killed call can be repeated."""
     state = work.state
     if not state.splits["train"].documents:
-        what = f"{state.records:,} documents, {state.empty:,} of them empty, {state.skipped:,} broken"
+        read = format_number_of(state.records, "document")
+        what = f"{read}, {state.empty:,} of them empty, {state.skipped:,} broken"
+        if state.skipped:
+            what += f" (the first: {_first_line(work.path / SKIPPED_FILE)})"
         where = f"{files[0].path}" + (f" and {len(files) - 1:,} other files" if files[1:] else "")
         raise DataError(
             "MW-DATA-040", f"nothing is left to train on in {where}: {what}. Give more text, or lower the other shares"
         )
-    splits, hashes = {}, {}
+    splits, hashes = dict[str, Split](), dict[str, str]()
+    training: NDArray[np.int64] | None = None
     for name in SPLITS:
         prefix, documents = work.corpus / name, state.splits[name].documents
         if not documents:
@@ -83,9 +94,9 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
                 path.unlink(missing_ok=True)
             continue
         indexed.write_index(prefix, work.dtype, work.file_of(name, "lengths"))
-        splits[name], hashes[f"{name}.bin"] = measure_split(
-            prefix, documents, work.dtype, known.vocab_size, has_mask=work.has_mask
-        )
+        measured = measure_split(prefix, documents, work.dtype, known.vocab_size, training, has_mask=work.has_mask)
+        splits[name], hashes[f"{name}.bin"] = measured.split, measured.sha256
+        training = measured.labels if name == "train" else training
     for file in known.files:
         shutil.copyfile(file, work.corpus / (TOKENIZER_FILE if file == known.path else file.name))
     if state.skipped:
@@ -97,21 +108,52 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
         end_of_document_id=known.end,
         source=fingerprints.SourceSummary(
             description=_describe_files(files),
-            documents=sum(split.documents for split in splits.values()),
+            documents=state.records - state.empty - state.skipped,
             text_bytes=state.text_bytes,
             sha256=state.digest,
             vocab_size=known.vocab_size,
             validation_share=request.validation_share,
+            split=request.split,
         ),
         prepared=Preparation(**request.model_dump(), records=state.records, empty=state.empty, skipped=state.skipped),
     )
     return write_fingerprint(work.corpus, draft)
 
 
+def _first_line(path: Path) -> str:
+    """Return the first line of a text file, at most _LINE_CHARACTERS of it."""
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        return stream.readline(_LINE_CHARACTERS).rstrip("\n")
+
+
+class MeasuredSplit(NamedTuple):
+    """Counts of a split."""
+
+    split: Split
+    sha256: str
+    """Hash of the ``.bin``."""
+    labels: NDArray[np.int64]  # (V,) occurrences of each token among those that count as labels
+
+
 def measure_split(
-    prefix: Path, documents: int, dtype: np.dtype[Any], vocab_size: int, *, has_mask: bool = False
-) -> tuple[Split, str]:
-    """Return the counts of a split and the sha256 of its ``.bin``, in one pass over the tokens."""
+    prefix: Path,
+    documents: int,
+    dtype: np.dtype[Any],
+    vocab_size: int,
+    training: NDArray[np.int64] | None,
+    *,
+    has_mask: bool = False,
+) -> MeasuredSplit:
+    """Return the counts of a split and the hash of its ``.bin``, in one pass over the tokens.
+
+    Args:
+        prefix: path of the split without the suffix.
+        documents: number of documents.
+        dtype: type of the tokens.
+        vocab_size: largest token id + 1.
+        training: (V,) labels of the training split, for the unigram baseline; None: this is the training split.
+        has_mask: the corpus has a mask of labels.
+    """
     counts = np.zeros(vocab_size, dtype=np.int64)
     labels = np.zeros_like(counts) if has_mask else counts
     mask = np.memmap(indexed.mask_path(prefix), np.uint8, "r") if has_mask else None
@@ -131,9 +173,10 @@ def measure_split(
         max_token_id=int(np.flatnonzero(counts)[-1]),
         unigram_entropy_nats=nats,
         unigram_entropy_bits=bits,
+        unigram_baseline_nats=nats if training is None else fingerprints.cross_entropy(labels, training),
         counting=int(labels.sum()) if has_mask else None,
     )
-    return split, digest.hexdigest()
+    return MeasuredSplit(split, digest.hexdigest(), labels)
 
 
 def write_fingerprint(folder: Path, draft: Fingerprint) -> Fingerprint:

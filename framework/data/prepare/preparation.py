@@ -4,8 +4,9 @@
                                                                                                    train.idx at the end
 
 Documents keep the order of the files and of the lines in them, for any number of workers. A hash of (seed, i) selects
-the split of document i. Progress is committed every few seconds (:mod:`work_folder`). At the end the indices are
-written, and a rename publishes the folder: a complete corpus under the requested name, or none.
+the split of document i; a few documents are split by position. Progress is committed every few seconds
+(:mod:`work_folder`). At the end the indices are written, and a rename publishes the folder: a complete corpus under the
+requested name, or none.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Request
 from meshwright.data.prepare import readers
@@ -27,14 +29,22 @@ from meshwright.data.prepare.encode import EncodedBlock, Encoder
 from meshwright.data.prepare.finish import Outcome, complete, write_indices
 from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
 from meshwright.data.prepare.publish import publish
-from meshwright.data.prepare.readers import ReadPosition, RecordBlock
-from meshwright.data.prepare.records import Form, columns_of
-from meshwright.data.prepare.tokenizer_files import drops_characters, open_tokenizer
-from meshwright.data.prepare.work_folder import WorkFolder, remove_leftovers, requested_files
+from meshwright.data.prepare.readers import ReadPosition, RecordBlock, count_records
+from meshwright.data.prepare.records import Form, RecordKeys
+from meshwright.data.prepare.tokenizer_files import KnownTokenizer, drops_characters, find_chat_template, open_tokenizer
+from meshwright.data.prepare.work_folder import WorkFolder, begun_request, remove_leftovers, requested_files
 from meshwright.data.prepare.workers import ordered_map
-from meshwright.data.splits import SPLITS, split_of
+from meshwright.data.splits import (
+    FEW_DOCUMENTS,
+    SPLITS,
+    SplitRule,
+    owed_tokens,
+    part_of_document,
+    split_of,
+)
 from meshwright.errors import DataError
 from meshwright.system.atomic import make_directory_synced
+from meshwright.terminal.format import format_number_of
 
 COMMIT_EVERY_S = 2.0
 
@@ -47,13 +57,14 @@ class Options:
     tokenizer: Path
     out: Path
     form: Form = Form.TEXT
-    text_key: str = "text"
+    keys: RecordKeys = field(default_factory=RecordKeys)
     globs: Sequence[str] = ()
     end_token: str | None = None
     begin_token: str | None = None
     validation_share: float = 0.05
     test_share: float = 0.0
     seed: int = 1234
+    split: SplitRule = SplitRule.AUTO
     num_workers: int = 0
     """Number of worker processes; 0: one for each core that this process may use."""
     skip_broken: bool = False
@@ -82,21 +93,12 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
     """
     _check_shares(options)
     files = list_files(options.sources, options.globs, options.out)
-    columns = columns_of(options.form, options.text_key)
+    columns = options.keys.of(options.form)
     _check_kinds(files, options.form, columns)
     known = open_tokenizer(options.tokenizer, options.end_token, options.begin_token)
-    request = Request(
-        files=requested_files(files),
-        tokenizer_sha256=known.sha256,
-        end_of_document=known.end_token,
-        begin_of_document=options.begin_token,
-        form=options.form.value,
-        text_key=options.text_key,
-        validation_share=options.validation_share,
-        test_share=options.test_share,
-        seed=options.seed,
-    )
     out = options.out.absolute()
+    rule = _settled_rule(options, out, files, columns)
+    request = _request(options, files, known, rule)
     names = [file.name for file in known.files]
     done = complete(out, request, replace=options.replace, tokenizer_files=names)
     if done is not None:
@@ -114,8 +116,8 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
             may_skip=options.skip_broken,
         )
         try:
-            encoder = Encoder(files, known.tokenizer, options.form, options.text_key, dtype, known.end, known.begin)
-            _read_all(options, files, columns, encoder, work, on_progress)
+            encoder = Encoder(files, known.tokenizer, options.form, columns, dtype, known.end, known.begin)
+            _read_all(options, files, columns, encoder, work, _Splitter(options, rule, known.end), on_progress)
             made = write_indices(work, files, known, request)
             publish(work.corpus, out)
             work.remove()
@@ -138,6 +140,37 @@ def _check_shares(options: Options) -> None:
         )
 
 
+def _request(options: Options, files: Sequence[InputFile], known: KnownTokenizer, rule: SplitRule) -> Request:
+    return Request(
+        files=requested_files(files),
+        tokenizer_sha256=known.sha256,
+        end_of_document=known.end_token,
+        begin_of_document=options.begin_token,
+        form=options.form.value,
+        text_key=options.keys.text,
+        prompt_key=options.keys.prompt,
+        response_key=options.keys.response,
+        validation_share=options.validation_share,
+        test_share=options.test_share,
+        seed=options.seed,
+        split="position" if rule is SplitRule.POSITION else "documents",
+    )
+
+
+def _settled_rule(options: Options, out: Path, files: Sequence[InputFile], columns: Sequence[str]) -> SplitRule:
+    """Return how to split the corpus: as requested, as ``out`` was split, or by the number of documents."""
+    if options.split is not SplitRule.AUTO or options.replace:
+        return options.split.settle(count_records(files, columns, FEW_DOCUMENTS))
+    try:
+        finished = fingerprints.read(out)
+    except DataError:  # damaged: prepared again
+        finished = None
+    earlier = (finished.prepared if finished else None) or begun_request(out)
+    if earlier is not None:
+        return SplitRule(earlier.split)
+    return options.split.settle(count_records(files, columns, FEW_DOCUMENTS))
+
+
 def _check_kinds(files: Sequence[InputFile], form: Form, columns: Sequence[str]) -> None:
     """Check the columns of parquet files, and that no plain text file is given for pairs or messages."""
     for file in files:
@@ -157,6 +190,7 @@ def _read_all(
     columns: Sequence[str],
     encoder: Encoder,
     work: WorkFolder,
+    splitter: _Splitter,
     on_progress: Callable[[Progress], None],
 ) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism, and are forked
@@ -178,7 +212,7 @@ def _read_all(
                     + (f" ({len(problems)} in this block)" if len(problems) > 1 else ""),
                 )
             is_whole = False
-            _append(block, result, problems, work, options)
+            _append(block, result, problems, work, splitter)
             place = block.after
             is_whole = True
             if time.monotonic() - committed_s >= options.commit_every_s:
@@ -207,28 +241,73 @@ def _broken(block: RecordBlock, result: EncodedBlock, files: Sequence[InputFile]
     return [f"{_place_of(block, files, first_line, int(result.lines[n]))} {problem}" for n, problem in result.broken]
 
 
-def _append(block: RecordBlock, result: EncodedBlock, problems: list[str], work: WorkFolder, options: Options) -> None:
+def _append(
+    block: RecordBlock, result: EncodedBlock, problems: list[str], work: WorkFolder, splitter: _Splitter
+) -> None:
     """Append a block's documents to their splits, and its problems to the skipped records."""
     state = work.state
     work.skip(problems)
-    is_document = result.lengths > 0
-    numbers = np.arange(state.records, state.records + len(result.lengths))
-    splits = split_of(numbers, options.seed, options.validation_share, options.test_share)[is_document]
-    lengths = result.lengths[is_document]
-    of_token = np.repeat(splits, lengths)
-    for number, name in enumerate(SPLITS):
-        chosen = splits == number
-        if not chosen.any():
-            continue
-        selected = slice(None) if chosen.all() else of_token == number
-        mask = None if result.counts is None else result.counts[selected]
-        work.append(name, result.tokens[selected], lengths[chosen], mask)
+    splitter.append(result, work)
     state.records += len(result.lengths)
-    state.empty += int((~is_document).sum()) - len(result.broken)
+    state.empty += int((result.lengths == 0).sum()) - len(result.broken)
     state.line = (state.line if block.first.position else 0) + result.num_lines
     state.text_bytes += result.text_bytes
     state.source_bytes += block.source_bytes
     state.digest = sha256(state.digest.encode() + result.digest).hexdigest()
+
+
+class _Splitter:
+    """Writer of encoded documents to their splits; see :mod:`meshwright.data.splits` for the rules."""
+
+    def __init__(self, options: Options, rule: SplitRule, end: int) -> None:
+        self.options, self.rule, self.end = options, rule, end
+        self.shares = {"validation": options.validation_share, "test": options.test_share}
+
+    def append(self, result: EncodedBlock, work: WorkFolder) -> None:
+        """Append the documents of a block; ``work`` counts the documents and tokens before it."""
+        if self.rule is SplitRule.POSITION:
+            self._append_by_position(result, work)
+        else:
+            self._append_by_number(result, work)
+
+    def _append_by_number(self, result: EncodedBlock, work: WorkFolder) -> None:
+        first, is_document = work.state.records, result.lengths > 0
+        numbers = np.arange(first, first + len(result.lengths))
+        splits = split_of(numbers, self.options.seed, *self.shares.values())[is_document]
+        lengths = result.lengths[is_document]
+        of_token = np.repeat(splits, lengths)
+        for number, name in enumerate(SPLITS):
+            chosen = splits == number
+            if not chosen.any():
+                continue
+            selected = slice(None) if chosen.all() else of_token == number
+            mask = None if result.counts is None else result.counts[selected]
+            work.append(name, result.tokens[selected], lengths[chosen], mask)
+
+    def _append_by_position(self, result: EncodedBlock, work: WorkFolder) -> None:
+        ends = np.cumsum(result.lengths)
+        for length, end in zip(result.lengths.tolist(), ends.tolist(), strict=True):
+            if not length:
+                continue
+            counts = result.counts
+            seen = length + sum(split.tokens for split in work.state.splits.values())
+            stop = end
+            for name, share in self.shares.items():
+                owed = owed_tokens(share, seen, work.state.splits[name].tokens)
+                part = part_of_document(stop - end + length, owed, may_cut=counts is None)
+                self._append_part(result, name, stop - part, stop, work)
+                stop -= part
+            self._append_part(result, "train", end - length, stop, work)
+
+    def _append_part(self, result: EncodedBlock, split: str, start: int, stop: int, work: WorkFolder) -> None:
+        """Append tokens [start, stop) of a block as one document. A part that was cut off gets an end of its own."""
+        tokens = result.tokens[start:stop]
+        if not len(tokens):
+            return
+        if result.counts is None and tokens[-1] != self.end:
+            tokens = np.append(tokens, tokens.dtype.type(self.end))
+        mask = None if result.counts is None else result.counts[start:stop]
+        work.append(split, tokens, np.array([len(tokens)]), mask)
 
 
 def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, line: int) -> str:
@@ -242,13 +321,25 @@ def _place_of(block: RecordBlock, files: Sequence[InputFile], first_line: int, l
 
 
 def _notes(options: Options, made: Fingerprint, tokenizer: Path) -> list[str]:
+    """Return remarks on a finished corpus, a line each."""
+    notes = list[str]()
+    if drops_characters(tokenizer):
+        notes.append(
+            f"{options.tokenizer} has no unknown token and no byte tokens: characters outside its vocabulary are left "
+            f"out"
+        )
+    if options.form is Form.MESSAGES and (template := find_chat_template(tokenizer)) is not None:
+        notes.append(
+            f"warning: the conversations are written as <|user|> and <|assistant|> lines, not with the chat template "
+            f"in {template}: a model that is served with that template has to be trained on it. Render them with it "
+            f"first (transformers' apply_chat_template), as pairs of prompt and response"
+        )
     shares = {"validation": options.validation_share, "test": options.test_share}
-    dropped = (
-        f"{options.tokenizer} has no unknown token and no byte tokens: characters outside its vocabulary are left out"
-    )
-    return [dropped] * drops_characters(tokenizer) + [
-        f"{name} got no document, with a share of {share:g} of {made.source.documents:,}: choose a larger share, or "
-        f"another --seed"
-        for name, share in shares.items()
-        if share > 0 and name not in made.splits
-    ]
+    for name, share in shares.items():
+        if share > 0 and name not in made.splits:
+            documents = format_number_of(made.source.documents, "document")
+            move = (
+                "more text, or a larger share" if made.source.split == "position" else "a larger share, another --seed"
+            )
+            notes.append(f"{name} got nothing, with a share of {share:g} of {documents}: give {move}, or --split")
+    return notes

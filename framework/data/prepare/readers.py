@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from meshwright.data.prepare.input_files import FileForm, InputFile
+from meshwright.data.prepare.records import advice_for
 from meshwright.errors import DataError
 from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_regular, read_bytes
 
@@ -171,6 +172,38 @@ def _split_rows(rows: list[tuple[Any, ...]], block_bytes: int) -> Iterator[list[
         yield block
 
 
+def count_records(files: Sequence[InputFile], columns: Sequence[str], at_most: int) -> int:
+    """Return the number of files, lines and rows, at most ``at_most``: counting ends there.
+
+    Raises DataError: a parquet file cannot be read or lacks a column.
+    """
+    counted = 0
+    for file in files:
+        if counted >= at_most:
+            break
+        if file.kind is FileForm.TEXT:
+            counted += 1
+        elif file.kind is FileForm.ROWS:
+            with open_parquet(file.path, columns) as table:
+                counted += table.metadata.num_rows
+        else:
+            counted += _count_lines(file, at_most - counted)
+    return min(counted, at_most)
+
+
+def _count_lines(file: InputFile, at_most: int) -> int:
+    """Return the number of lines of a file, or some number of at least ``at_most``."""
+    counted, is_open_ended = 0, False
+    try:
+        with open_regular(file.path) as raw, gzip.open(raw, "rb") if file.is_gzipped else raw as stream:
+            while counted < at_most and (content := stream.read(BLOCK_BYTES)):
+                counted += content.count(b"\n")
+                is_open_ended = not content.endswith(b"\n")
+    except (OSError, EOFError, zlib.error):
+        return counted  # damaged files are refused where they are read
+    return counted + is_open_ended
+
+
 def open_parquet(path: Path, columns: Sequence[str]) -> Any:
     """Open a parquet file and check its columns. Raises DataError."""
     try:
@@ -192,7 +225,7 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
                 "MW-DATA-064", f"{path} has {names.count(wrong)} columns {wrong!r}: write it again with one"
             )
         raise DataError(
-            "MW-DATA-065", f"{path} has no column {wrong!r}, only {', '.join(names)}: name one with --text-key"
+            "MW-DATA-065", f"{path} has no column {wrong!r}, only {', '.join(names)}{advice_for(wrong, names)}"
         )
     return table
 

@@ -6,6 +6,7 @@
                             {"role": "assistant", "content": "Hello"}]}
 
               <|user|>\\nHi\\n<|assistant|>\\nHello<end>          the assistant's messages and their ends count
+                                                          (not one with "weight": 0, or "train": false)
 
 Nothing is inserted between prompt and response: a space or line feed between them must be the end of the prompt. Each
 piece is encoded by itself, so that no token spans two pieces.
@@ -14,6 +15,7 @@ piece is encoded by itself, so that no token spans two pieces.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -46,9 +48,42 @@ class Broken(Exception):
     """A record that cannot be read; its text follows the place in a message."""
 
 
-def columns_of(form: Form, text_key: str) -> tuple[str, ...]:
-    """Return the keys to read of a record, in the order that :func:`pieces_of` expects."""
-    return {Form.TEXT: (text_key,), Form.PAIRS: ("prompt", "response"), Form.MESSAGES: ("messages",)}[form]
+class RecordKeys(NamedTuple):
+    """Keys of the fields that are read of a record."""
+
+    text: str = "text"
+    prompt: str = "prompt"
+    response: str = "response"
+
+    def of(self, form: Form) -> tuple[str, ...]:
+        """Return the keys to read of a record, in the order that :func:`pieces_of` expects."""
+        keys = {Form.TEXT: (self.text,), Form.PAIRS: (self.prompt, self.response), Form.MESSAGES: ("messages",)}
+        return keys[form]
+
+
+_USUAL_KEYS = {
+    "text": ("--text-key", ("content", "body", "document", "raw_content", "markdown", "story", "article")),
+    "prompt": ("--prompt-key", ("instruction", "question", "input", "query", "problem", "source")),
+    "response": ("--response-key", ("completion", "output", "answer", "target", "solution")),
+}
+"""Default key -> the option that names another, and keys that others use for the same."""
+
+
+def advice_for(missing: str, present: Sequence[str]) -> str:
+    """Return the next move for a record or table without a key, to follow the message; empty if there is none.
+
+    Args:
+        missing: the key.
+        present: the keys that the record has.
+    """
+    if missing == "messages":
+        others = [key for key in ("conversations", "conversation", "dialog", "chat") if key in present]
+        return f": write {others[0]!r} as messages of role and content" if others else ""
+    if missing not in _USUAL_KEYS:
+        return ": name one of them with --text-key, --prompt-key or --response-key"
+    option, usual = _USUAL_KEYS[missing]
+    likely = next((key for key in usual if key in present), None)
+    return f": name the key with {option} {likely or 'KEY'}"
 
 
 def decoded(raw: bytes) -> str:
@@ -72,7 +107,7 @@ def values_of_line(line: bytes, columns: tuple[str, ...]) -> tuple[Any, ...]:
     for name in columns:
         if name not in record:
             keys = ", ".join(map(repr, list(record)[:6])) or "none"
-            raise Broken(f"has no key {name!r} (its keys: {keys})")
+            raise Broken(f"has no key {name!r} (its keys: {keys}){advice_for(name, list(record))}")
     return tuple(record[name] for name in columns)
 
 
@@ -97,14 +132,39 @@ def _conversation(messages: Any) -> list[DocumentPiece]:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise Broken(f"has no 'role' and 'content' in message {number}")
         role, content = (_text(message[key], f"{key} of message {number}") for key in ("role", "content"))
+        _check_is_plain(message, number)
         is_ours = role == "assistant"
+        counts = is_ours and _is_label(message, number)
         pieces.append(DocumentPiece(f"<|{role}|>\n", False, False))
-        pieces.append(DocumentPiece(content if is_ours else f"{content}\n", is_ours, is_ours))
+        pieces.append(DocumentPiece(content if is_ours else f"{content}\n", counts, is_ours))
     if not any(piece.counts for piece in pieces):
-        raise Broken("has no message of the 'assistant': there is nothing to learn from it")
+        raise Broken("has no message of the 'assistant' that counts: there is nothing to learn from it")
     if not any(piece.text for piece in pieces if piece.counts):
         raise Broken("has no text in any message of the 'assistant': there is nothing to learn from it")
     return pieces
+
+
+_UNWRITTEN = ("tool_calls", "function_call", "tool_call_id", "reasoning_content", "train_detail", "loss_mask")
+"""Keys of a message whose content this format would lose, or that choose labels in a way it does not have."""
+
+
+def _check_is_plain(message: dict[str, Any], number: int) -> None:
+    """Check that a message has nothing that would be left out. Raises Broken."""
+    lost = next((key for key in _UNWRITTEN if message.get(key) not in (None, [], {}, "")), None)
+    if lost is not None:
+        raise Broken(f"has {lost!r} in message {number}, which would be left out: write it into the content, as text")
+
+
+def _is_label(message: dict[str, Any], number: int) -> bool:
+    """Return whether the assistant's message counts: not with weight 0 or train false. Raises Broken.
+
+    ``weight`` is that of OpenAI's fine-tuning files, ``train`` and ``training`` those of axolotl.
+    """
+    flags = [(key, message[key]) for key in ("weight", "train", "training") if message.get(key) is not None]
+    for key, value in flags:
+        if value not in (0, 1):  # true and false are 1 and 0
+            raise Broken(f"has {key} = {value!r} in message {number}: only 0 and 1 are known")
+    return all(value == 1 for _, value in flags)
 
 
 def _text(value: Any, name: str) -> str:

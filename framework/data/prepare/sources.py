@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.data.prepare.input_files import files_below
+from meshwright.data.splits import SHORTEST_PART, SplitRule, owed_tokens, part_of_document
 from meshwright.errors import DataError
 from meshwright.system.bounded import MAX_DOCUMENT_BYTES, read_bytes, real_path
+from meshwright.terminal.format import format_number_of
 
+_SHORTEST_PART_BYTES = 4 * SHORTEST_PART
+"""SHORTEST_PART in bytes: a byte-level token has about four bytes of text."""
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -26,15 +30,19 @@ class Document(NamedTuple):
     sha256: str
     num_bytes: int
 
-    def text(self) -> str:
-        """Read the text, line ends unchanged. Raises :class:`DataError` if the file has changed since it was listed."""
+    def text(self, start: int = 0, stop: int | None = None) -> str:
+        """Read the text of bytes [start, stop), line ends unchanged; a cut moves back to the start of its character.
+
+        Raises DataError: the file has changed since it was listed.
+        """
         raw = _read_bytes(self.path)
         if sha256(raw).hexdigest() != self.sha256:
             raise DataError(
                 "MW-DATA-069",
                 f"{self.path} changed while the corpus was being prepared: run it again when no process writes to it",
             )
-        return raw.decode("utf-8")
+        stop = len(raw) if stop is None else stop
+        return raw[_character_start(raw, start) : _character_start(raw, stop)].decode("utf-8")
 
     def split_key(self) -> float:
         """Return a hash of the name in [0, 1): documents added later do not change the split of others."""
@@ -55,11 +63,23 @@ class DocumentSource(NamedTuple):
         return digest.hexdigest()
 
 
-class Splits(NamedTuple):
-    """Documents of a source, each in exactly one split."""
+class DocumentPart(NamedTuple):
+    """Bytes [start, stop) of a document."""
 
-    train: tuple[Document, ...]
-    validation: tuple[Document, ...]
+    document: Document
+    start: int
+    stop: int
+
+    def text(self) -> str:
+        """Read the text of this part. Raises DataError if the file has changed since it was listed."""
+        return self.document.text(self.start, self.stop)
+
+
+class Splits(NamedTuple):
+    """Parts of a source's documents, or whole ones; each byte is in exactly one split."""
+
+    train: tuple[DocumentPart, ...]
+    validation: tuple[DocumentPart, ...]
 
 
 def stdlib() -> DocumentSource:
@@ -116,32 +136,71 @@ def files(paths: Sequence[Path], root: Path | None = None) -> DocumentSource:
         raise DataError(
             "MW-DATA-074", f"all {len(resolved)} files are empty: a corpus needs text ({', '.join(map(str, paths))})"
         )
-    return DocumentSource(documents, f"{len(documents)} text files")
+    return DocumentSource(documents, format_number_of(len(documents), "text file"))
 
 
-def split(source: DocumentSource, validation_share: float) -> Splits:
-    """Split the documents by a hash of their names. With a share above 0, validation has at least one document."""
+def split(source: DocumentSource, validation_share: float, rule: SplitRule) -> Splits:
+    """Split the text by position, or the documents by a hash of their names.
+
+    Raises:
+        DataError: the share is none, or there is one document to split by documents.
+    """
     if not 0.0 <= validation_share < 1.0:
         raise DataError(
             "MW-DATA-075",
             f"validation_share={validation_share} is no share of the documents: choose 0 <= share < 1, such as 0.05",
         )
     if validation_share == 0.0:
-        return Splits(source.documents, ())
+        return Splits(_whole(source.documents), ())
+    if rule is SplitRule.POSITION:
+        return _split_by_position(source, validation_share)
     if len(source.documents) < 2:
         raise DataError(
             "MW-DATA-076",
             f"one document ({source.documents[0].name}) cannot be split by document into training and validation: give "
-            f"more files, or --validation-share 0 for no validation corpus",
+            f"more files, --split position, or --validation-share 0 for no validation corpus",
         )
+    return _split_by_document(source, validation_share)
+
+
+def _split_by_document(source: DocumentSource, validation_share: float) -> Splits:
+    """Split by a hash of the documents' names; validation has at least one document."""
     by_key = sorted(source.documents, key=lambda document: (document.split_key(), document.name))
     num_validation = sum(document.split_key() < validation_share for document in by_key)
     num_validation = min(max(num_validation, 1), len(by_key) - 1)
     chosen = {document.name for document in by_key[:num_validation]}
     return Splits(
-        tuple(document for document in source.documents if document.name not in chosen),
-        tuple(document for document in source.documents if document.name in chosen),
+        _whole(document for document in source.documents if document.name not in chosen),
+        _whole(document for document in source.documents if document.name in chosen),
     )
+
+
+def _split_by_position(source: DocumentSource, validation_share: float) -> Splits:
+    """Give the last bytes of the documents to validation; see :mod:`meshwright.data.splits`."""
+    train, validation = list[DocumentPart](), list[DocumentPart]()
+    seen, given = 0, 0
+    for document in source.documents:
+        length = document.num_bytes
+        seen += length
+        owed = owed_tokens(validation_share, seen, given)
+        part = part_of_document(length, owed, may_cut=True, shortest=_SHORTEST_PART_BYTES)
+        given += part
+        if part < length:
+            train.append(DocumentPart(document, 0, length - part))
+        if part:
+            validation.append(DocumentPart(document, length - part, length))
+    return Splits(tuple(train), tuple(validation))
+
+
+def _whole(documents: Iterable[Document]) -> tuple[DocumentPart, ...]:
+    return tuple(DocumentPart(document, 0, document.num_bytes) for document in documents)
+
+
+def _character_start(raw: bytes, at: int) -> int:
+    """Return the start of the UTF-8 character that contains byte ``at``; the end of the bytes stays."""
+    while 0 < at < len(raw) and raw[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
 
 
 def _documents(paths: Iterable[Path], root: Path, *, skip_other_encodings: bool) -> tuple[Document, ...]:

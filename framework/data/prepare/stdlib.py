@@ -18,19 +18,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed, tokenizer
-from meshwright.data.fingerprint import Fingerprint
+from meshwright.data.fingerprint import Fingerprint, Split
 from meshwright.data.prepare import sources
 from meshwright.data.prepare.finish import Outcome, list_own_files, measure_split, write_fingerprint
 from meshwright.data.prepare.publish import OLD, publish
-from meshwright.data.splits import SPLITS
+from meshwright.data.splits import SPLITS, SplitRule
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
 from meshwright.system.atomic import make_directory_synced
 from meshwright.system.numbers import whole_number
 from meshwright.system.process import is_alive
 from meshwright.system.working_folder import why_not_own
+from meshwright.terminal.format import format_number_of
 
 TRAINED_SPLITS = SPLITS[:2]
 """Splits of a corpus whose tokenizer is trained here; documents are split by name."""
@@ -48,7 +52,8 @@ def prepare_stdlib(
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Prepare a corpus of the running Python's standard library: no download, no account. About 5 s on 2 cores."""
-    return _prepare(sources.stdlib(), out, vocab_size, validation_share, replace=replace, say=say)
+    source, rule = sources.stdlib(), SplitRule.DOCUMENTS
+    return _prepare(source, out, vocab_size, validation_share, rule, replace=replace, say=say)
 
 
 def prepare_files(
@@ -57,12 +62,16 @@ def prepare_files(
     vocab_size: int = 4096,
     validation_share: float = 0.05,
     *,
-    root: Path | None = None,
+    split: SplitRule = SplitRule.AUTO,
     replace: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Prepare a corpus of text files (of a folder: all files below it), a document per file."""
-    return _prepare(sources.files(paths, root), out, vocab_size, validation_share, replace=replace, say=say)
+    source = sources.files(paths)
+    if split is SplitRule.AUTO and not replace:
+        split = _present_rule(Path(out)) or split
+    rule = split.settle(len(source.documents))
+    return _prepare(source, out, vocab_size, validation_share, rule, replace=replace, say=say)
 
 
 def _prepare(
@@ -70,6 +79,7 @@ def _prepare(
     out: Path,
     vocab_size: int,
     validation_share: float,
+    rule: SplitRule,
     *,
     replace: bool,
     say: Callable[[str], None],
@@ -80,7 +90,7 @@ def _prepare(
     run may be training on it. A folder with other files is never changed.
     """
     out = Path(out).absolute()
-    splits = sources.split(source, validation_share)
+    splits = sources.split(source, validation_share, rule)
     request = fingerprints.SourceSummary(
         description=source.description,
         documents=len(source.documents),
@@ -88,6 +98,7 @@ def _prepare(
         sha256=source.sha256(),
         vocab_size=vocab_size,
         validation_share=validation_share,
+        split="position" if rule is SplitRule.POSITION else "documents",
     )
     existing = _matching(out, request, replace=replace)
     if existing:
@@ -110,23 +121,35 @@ def _prepare(
 def _build(
     aside: Path, splits: sources.Splits, request: fingerprints.SourceSummary, say: Callable[[str], None]
 ) -> Fingerprint:
-    say(f"training a tokenizer of {request.vocab_size:,} tokens on {len(splits.train):,} documents")
+    say(f"training a tokenizer of {request.vocab_size:,} tokens on {format_number_of(len(splits.train), 'document')}")
     bpe = tokenizer.train((document.text() for document in splits.train), request.vocab_size)
     bpe.save(str(aside / TOKENIZER_FILE))
     vocab_size = bpe.get_vocab_size()
     end = tokenizer.end_of_document_id(bpe)
     assert end is not None
-    written, hashes = {}, {}
+    written, hashes = dict[str, Split](), dict[str, str]()
+    training: NDArray[np.int64] | None = None
     for name, documents in zip(TRAINED_SPLITS, splits, strict=True):
         if not documents:
             continue
-        say(f"writing {name}: {len(documents):,} documents")
+        say(f"writing {name}: {format_number_of(len(documents), 'document')}")
         prefix = aside / name
         indexed.write(prefix, tokenizer.encode(bpe, (document.text() for document in documents)), vocab_size)
         dtype = indexed.token_dtype(vocab_size)
-        written[name], hashes[f"{name}.bin"] = measure_split(prefix, len(documents), dtype, vocab_size)
+        measured = measure_split(prefix, len(documents), dtype, vocab_size, training)
+        written[name], hashes[f"{name}.bin"] = measured.split, measured.sha256
+        training = measured.labels if name == "train" else training
     draft = Fingerprint(files=hashes, splits=written, vocab_size=vocab_size, end_of_document_id=end, source=request)
     return write_fingerprint(aside, draft)
+
+
+def _present_rule(out: Path) -> SplitRule | None:
+    """Return how the corpus in a folder is split; None if there is none that can be read."""
+    try:
+        known = fingerprints.read(out)
+    except DataError:
+        return None
+    return None if known is None else SplitRule(known.source.split)
 
 
 def _matching(out: Path, request: fingerprints.SourceSummary, *, replace: bool) -> Fingerprint | None:

@@ -51,11 +51,12 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
     """
     path = place / TOKENIZER_FILE if place.is_dir() else place
     if place.is_dir() and not path.is_file():
-        other = next((name for name in ("tokenizer.model", "vocab.json") if (place / name).is_file()), None)
-        found = f" (only {other}: save it with transformers' AutoTokenizer, which writes one)" if other else ""
-        raise DataError(
-            "MW-DATA-098", f"{place} holds no {TOKENIZER_FILE}{found}: name a Hugging Face folder or the file"
-        )
+        others = [each for each in sorted(place.iterdir()) if each.is_file() and _conversion(each)]
+        if not others:
+            raise DataError("MW-DATA-098", f"{place} holds no {TOKENIZER_FILE}: name a Hugging Face folder or the file")
+        path = others[0]
+    if how := _conversion(path):
+        raise DataError("MW-DATA-128", f"{path} is no {TOKENIZER_FILE}, which holds a tokenizer as a whole: {how}")
     tokenizer = load(path)
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if not ids:
@@ -71,6 +72,45 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
     begin = None if begin_token is None else ids[begin_token]
     digest = sha256(read_bytes(path)).hexdigest()
     return KnownTokenizer(tokenizer, path, digest, max(ids.values()) + 1, ids[end_token], end_token, begin)
+
+
+def _conversion(path: Path) -> str:
+    """Return how to write a tokenizer.json from a tokenizer file of another library; empty for any other file.
+
+    The commands were tried with transformers 5.23, sentencepiece 0.2 and tiktoken 0.12. Of a sentencepiece model alone
+    AutoTokenizer makes one without the space before the text.
+    """
+    if path.suffix == ".tiktoken" or path.name.endswith(".tiktoken.model"):
+        return (
+            "of a tiktoken file write one with transformers' convert_slow_tokenizer.TikTokenConverter(vocab_file=..., "
+            "pattern=..., additional_special_tokens=[...]).converted().save('tokenizer.json'), with the pattern and "
+            "the special tokens of its encoding"
+        )
+    if path.suffix in (".model", ".spm"):
+        return (
+            'of a sentencepiece model write one with `python -c "from transformers import LlamaTokenizer as T; '
+            f"T.from_pretrained('{path.parent}').save_pretrained('{path.parent}')\"` (T5Tokenizer for a unigram model; "
+            "AutoTokenizer if the model's config.json lies beside it), after pip install transformers sentencepiece"
+        )
+    if path.name in ("vocab.json", "vocab.txt"):
+        return (
+            f"`python -c \"from transformers import AutoTokenizer as T; T.from_pretrained('{path.parent}')"
+            f".save_pretrained('{path.parent}')\"` writes one of the files in that folder"
+        )
+    return ""
+
+
+def find_chat_template(path: Path) -> Path | None:
+    """Return the file beside a ``tokenizer.json`` that holds its chat template; None if there is none."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if path.with_name(name).is_file():
+            return path.with_name(name)
+    config = path.with_name(CONFIG_FILE)
+    try:
+        settings: Any = parse_json(read_bytes(config))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(settings, dict) and settings.get("chat_template") else None
 
 
 def drops_characters(path: Path) -> bool:

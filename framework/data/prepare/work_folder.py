@@ -210,6 +210,12 @@ class WorkFolder:
         self.close()
 
 
+def begun_request(out: Path) -> Request | None:
+    """Return the request of the preparation of ``out`` that an earlier call has begun; None if there is none."""
+    request: Request | None = _read(_work_path(out) / "request.json", Request)
+    return request
+
+
 def requested_files(files: Sequence[InputFile]) -> list[File]:
     """Return the input files as a request stores them; bytes of a name that are not UTF-8 become ``\\xff``."""
     names = [os.fsencode(file.path).decode("utf-8", "backslashreplace") for file in files]

@@ -109,7 +109,7 @@ def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: floa
         label = f"validation (last {values[-1]:.3f})"
         axes.plot(at, _finite_or_nan(values), color=ORANGE, marker="o", ms=6, lw=1.4, label=label, zorder=3)
     if unigram_entropy is not None:
-        label = f"unigram entropy of the corpus ({unigram_entropy:.3f})"
+        label = f"unigram baseline ({unigram_entropy:.3f})"
         axes.axhline(unigram_entropy, color=GREY, ls=(0, (5, 4)), lw=1.4, label=label)
     axes.set_title("Loss", loc="left", color=INK, fontsize=15, fontweight="bold")
     axes.set_ylabel(f"loss ({loss_unit(records)})", color=INK, fontsize=12)

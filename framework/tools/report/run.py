@@ -261,8 +261,9 @@ def _unigrams(config: RunConfig | None) -> float | None:
         known = fingerprint.read(corpus.parent)
     except DataError:
         return None
-    split = known.splits.get(corpus.name) if known else None
-    return split.unigram_entropy_nats if split else None
+    if known is None or corpus.name not in known.splits:
+        return None
+    return known.unigram_baseline_nats(corpus.name)
 
 
 def _text(path: Path) -> str:

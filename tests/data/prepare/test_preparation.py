@@ -23,7 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from meshwright.data import fingerprint, indexed
 from meshwright.data.prepare import finish, preparation
 from meshwright.data.prepare.preparation import Progress
-from meshwright.data.prepare.records import Form
+from meshwright.data.prepare.records import Form, RecordKeys
 from meshwright.data.prepare.work_folder import WorkFolder
 from meshwright.data.prepare.workers import ordered_map
 from meshwright.data.splits import split_of
@@ -356,7 +356,7 @@ def test_changed_sources_are_refused_with_what_changed(tokenizer: Path, tmp_path
         ((file, other), {}, r"half prepared .*\n  .*b\.jsonl had 112 bytes and has 16\n"),
         ((file,), {}, r"b\.jsonl is no longer there"),
         ((file, other), {"seed": 5}, "seed was 1234 and is 5"),
-        ((file, other), {"text_key": "body"}, "text_key was 'text' and is 'body'"),
+        ((file, other), {"keys": RecordKeys("body")}, "text_key was 'text' and is 'body'"),
     ]
     for sources, changes, message in half:
         with pytest.raises(DataError, match=message, check=has_code("MW-DATA-084")):
@@ -550,7 +550,7 @@ def test_other_things_that_cannot_be(tokenizer: Path, tmp_path: Path) -> None:
     short.write_bytes(short.read_bytes()[:200])
     out = tmp_path / "out"
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("a.parquet", {}, r"a\.parquet has no column 'text', only body: name one with --text-key"),
+        ("a.parquet", {}, r"a\.parquet has no column 'text', only body: name the key with --text-key body"),
         ("null.parquet", {}, r"null\.parquet: row 2 has null as 'text'"),
         ("two.parquet", {}, r"two\.parquet has 2 columns 'text': write it again with one"),
         ("no.parquet", {}, r"no\.parquet cannot be read as parquet"),
@@ -616,7 +616,7 @@ def test_where_the_end_of_document_comes_from(tmp_path: Path) -> None:
         DataError, match=r"names the eos_token '<end>', which .* does not have", check=has_code("MW-DATA-102")
     ):
         made(tmp_path / "3", bytes_tokenizer(tmp_path / "t3", config=said), file)
-    with pytest.raises(DataError, match=r"holds no tokenizer\.json \(only vocab\.json", check=has_code("MW-DATA-098")):
+    with pytest.raises(DataError, match=r"vocab\.json is no tokenizer\.json, which", check=has_code("MW-DATA-128")):
         (tmp_path / "t4").mkdir()
         (tmp_path / "t4/vocab.json").write_text("{}")
         made(tmp_path / "4", tmp_path / "t4", file)

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from meshwright.data.corpus import Corpus
-from meshwright.data.prepare.records import Form
+from meshwright.data.prepare.records import Form, RecordKeys
 from meshwright.data.prepare.sample_text import show, splits_of
 from meshwright.data.span_corruption import open_corpus
 from meshwright.errors import DataError
@@ -82,6 +82,94 @@ def test_the_entropy_of_a_corpus_is_that_of_its_labels(tokenizer: Path, tmp_path
     outcome = made(out, tokenizer, write_lines(tmp_path / "a.jsonl", pairs), form=Form.PAIRS)
     by_hand = -(0.5 * log(0.5) + 2 * 0.25 * log(0.25))  # of four labels two are a, one b, one the end
     assert outcome.fingerprint.splits["train"].unigram_entropy_nats == pytest.approx(by_hand, rel=1e-12)
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}])
+def test_a_turn_that_does_not_count_is_context(flag: dict[str, Any], tokenizer: Path, tmp_path: Path) -> None:
+    talk = [turn("user", "p"), turn("assistant", "a", **flag), turn("user", "q"), turn("assistant", "b", weight=1)]
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": talk}])
+    made(tmp_path / "out", tokenizer, lines, form=Form.MESSAGES)
+    context = f"<|user|>\np\n<|assistant|>\na{END}<|user|>\nq\n<|assistant|>\n"
+    assert counted(tmp_path / "out") == [(context, False), (f"b{END}", True)]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (turn("assistant", "a", weight=0.5), "has weight = 0.5 in message 2: only 0 and 1 are known"),
+        (turn("assistant", "a", train="no"), "has train = 'no' in message 2"),
+        (turn("assistant", "a", weight=0), "has no message of the 'assistant' that counts"),
+        (turn("assistant", "", tool_calls=[{"id": "1"}]), "has 'tool_calls' in message 2, which would be left out"),
+        (turn("assistant", "a", train_detail=[{"begin_offset": 0}]), "has 'train_detail' in message 2"),
+    ],
+)
+def test_what_a_turn_says_is_not_left_out_without_a_word(
+    message: dict[str, Any], said: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": [turn("user", "p"), message]}])
+    with pytest.raises(DataError, match=said, check=has_code("MW-DATA-050")):
+        made(tmp_path / "out", tokenizer, lines, form=Form.MESSAGES)
+
+
+def test_absent_fields_of_rows_are_nulls(tokenizer: Path, tmp_path: Path) -> None:
+    """A parquet column has all fields for each message."""
+    talk = [turn("user", "p", weight=None, tool_calls=None), turn("assistant", "a", weight=None, tool_calls=[])]
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": talk}])
+    made(tmp_path / "out", tokenizer, lines, form=Form.MESSAGES)
+    assert counted(tmp_path / "out")[-1] == (f"a{END}", True)
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "advice"),
+    [
+        ({"content": "a", "url": "b"}, Form.TEXT, "--text-key content"),
+        ({"page": "a"}, Form.TEXT, "--text-key KEY"),
+        ({"prompt": "a", "completion": "b"}, Form.PAIRS, "--response-key completion"),
+        ({"instruction": "a", "output": "b"}, Form.PAIRS, "--prompt-key instruction"),
+        ({"conversations": []}, Form.MESSAGES, "write 'conversations' as messages of role and content"),
+    ],
+)
+def test_a_missing_key_comes_with_the_option_that_names_it(
+    record: dict[str, Any], form: Form, advice: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [record])
+    with pytest.raises(DataError, match=advice, check=has_code("MW-DATA-050")):
+        made(tmp_path / "out", tokenizer, lines, form=form)
+    with pytest.raises(
+        DataError, match=rf"nothing is left to train on .* \(the first: .*{advice}", check=has_code("MW-DATA-040")
+    ):
+        made(tmp_path / "out", tokenizer, lines, form=form, skip_broken=True)
+
+
+def test_pairs_under_other_keys(tokenizer: Path, tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", [{"instruction": "2+2=", "output": "4"}])
+    keys = RecordKeys(prompt="instruction", response="output")
+    made(tmp_path / "out", tokenizer, lines, form=Form.PAIRS, keys=keys)
+    assert counted(tmp_path / "out") == [("2+2=", False), (f"4{END}", True)]
+    with pytest.raises(DataError, match="response_key was 'output' and is 'response'", check=has_code("MW-DATA-044")):
+        made(tmp_path / "out", tokenizer, lines, form=Form.PAIRS, keys=keys._replace(response="response"))
+
+
+def test_a_key_without_effect_is_refused(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", PAIRS)
+    words = ["data", "prepare", str(lines), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "out")]
+    assert main([*words, "--format", "pairs", "--text-key", "body"]) == 2
+    assert "--text-key body has no effect with --format pairs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_template_that_is_not_used_is_named(place: str, tmp_path: Path) -> None:
+    folder = bytes_tokenizer(tmp_path / "tokenizer")
+    (folder / place).write_text('{"chat_template": "x", "eos_token": "</s>"}')
+    lines = write_lines(tmp_path / "a.jsonl", [{"messages": TALK}])
+    outcome = made(tmp_path / "out", folder, lines, form=Form.MESSAGES)
+    assert f"not with the chat template in {folder / place}" in str(outcome)
+    text = made(tmp_path / "text", folder, write_lines(tmp_path / "b.jsonl", [{"text": "a"}]))
+    assert "chat template" not in str(text)
 
 
 def test_messages_from_lines_and_rows_and_any_number_of_workers(tokenizer: Path, tmp_path: Path) -> None:

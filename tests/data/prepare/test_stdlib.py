@@ -20,6 +20,7 @@ from meshwright.data.corpus import Corpus, DocumentRules
 from meshwright.data.prepare import sources
 from meshwright.data.prepare.finish import Outcome
 from meshwright.data.prepare.stdlib import prepare_files
+from meshwright.data.splits import SplitRule
 from meshwright.errors import DataError
 from tests.support.errors import has_code
 
@@ -42,7 +43,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prepared(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return prepare_files([texts], tmp_path_factory.mktemp("out") / "corpus", VOCAB, 0.2)
+    return prepare_files([texts], tmp_path_factory.mktemp("out") / "corpus", VOCAB, 0.2, split=SplitRule.DOCUMENTS)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -120,13 +121,13 @@ def test_killed_leaves_no_half_and_a_new_process_gives_the_same_bytes(
 def test_damage_is_built_again(texts: Path, prepared: Outcome, tmp_path: Path) -> None:
     out = tmp_path / "corpus"
     for spoil in ("train.bin", "tokenizer.json", "fingerprint.json"):
-        prepare_files([texts], out, VOCAB, 0.2)
+        prepare_files([texts], out, VOCAB, 0.2, split=SplitRule.DOCUMENTS)
         (out / spoil).write_bytes(b"spoiled")
-        again = prepare_files([texts], out, VOCAB, 0.2)
+        again = prepare_files([texts], out, VOCAB, 0.2, split=SplitRule.DOCUMENTS)
         assert again.built
         assert contents(out) == contents(prepared.out)
     (out / "validation.idx").unlink()
-    assert prepare_files([texts], out, VOCAB, 0.2).built
+    assert prepare_files([texts], out, VOCAB, 0.2, split=SplitRule.DOCUMENTS).built
     assert contents(out) == contents(prepared.out)
     assert [path.name for path in tmp_path.iterdir()] == ["corpus"]
 
@@ -165,25 +166,25 @@ def test_other_files_are_never_touched(texts: Path, tmp_path: Path) -> None:
 def test_split_is_by_name_and_not_by_order(texts: Path, tmp_path: Path) -> None:
     """More files, another root folder, another order of paths: no document changes its split."""
     listed = sorted(path for path in texts.rglob("*.txt"))
-    one = sources.split(sources.files(listed, root=texts), 0.3)
-    other = sources.split(sources.files(listed[::-1], root=texts), 0.3)
-    fewer = sources.split(sources.files(listed[:20], root=texts), 0.3)
+    one = sources.split(sources.files(listed, root=texts), 0.3, SplitRule.DOCUMENTS)
+    other = sources.split(sources.files(listed[::-1], root=texts), 0.3, SplitRule.DOCUMENTS)
+    fewer = sources.split(sources.files(listed[:20], root=texts), 0.3, SplitRule.DOCUMENTS)
     assert one == other
-    validation = {document.name for document in one.validation}
+    validation = {part.document.name for part in one.validation}
     assert 0 < len(validation) < 20
-    assert {document.name for document in fewer.validation} == validation & {
-        document.name for document in (*fewer.train, *fewer.validation)
+    assert {part.document.name for part in fewer.validation} == validation & {
+        part.document.name for part in (*fewer.train, *fewer.validation)
     }
 
 
 def test_share_of_validation(texts: Path) -> None:
     source = sources.files([texts])
-    assert sources.split(source, 0.0).validation == ()
-    assert len(sources.split(source, 1e-9).validation) == 1, "asked for some, so there is one"
-    assert len(sources.split(source, 0.999999).train) >= 1
+    assert sources.split(source, 0.0, SplitRule.DOCUMENTS).validation == ()
+    assert len(sources.split(source, 1e-9, SplitRule.DOCUMENTS).validation) == 1, "asked for some, so there is one"
+    assert len(sources.split(source, 0.999999, SplitRule.DOCUMENTS).train) >= 1
     for share in (-0.1, 1.0):
         with pytest.raises(DataError, match=f"validation_share={share} is no share", check=has_code("MW-DATA-075")):
-            sources.split(source, share)
+            sources.split(source, share, SplitRule.DOCUMENTS)
 
 
 def test_no_validation(texts: Path, tmp_path: Path) -> None:
@@ -193,7 +194,7 @@ def test_no_validation(texts: Path, tmp_path: Path) -> None:
     assert set(summary.fingerprint.splits) == {"train"}
     assert sorted(contents(tmp_path / "c")) == ["fingerprint.json", "tokenizer.json", "train.bin", "train.idx"]
     with pytest.raises(DataError, match=r"one document \(0\.txt\) cannot be split", check=has_code("MW-DATA-076")):
-        prepare_files([texts / "0.txt"], tmp_path / "d", VOCAB, 0.5)
+        prepare_files([texts / "0.txt"], tmp_path / "d", VOCAB, 0.5, split=SplitRule.DOCUMENTS)
 
 
 def test_text_that_is_no_text(tmp_path: Path) -> None:

@@ -154,3 +154,23 @@ def test_corpora_of_a_run_have_the_same_tokens(lines: Path, tmp_path: Path) -> N
             open_sources(config(train, validation))
     (other / "tokenizer.json").unlink()  # not beside the corpus: nothing to compare
     check_same_tokens([one / "train", other / "train"], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("tokenizer.model", "of a sentencepiece model write one with"),
+        ("spiece.model", "of a sentencepiece model write one with"),
+        ("cl100k_base.tiktoken", "of a tiktoken file write one with"),
+        ("vocab.json", "AutoTokenizer"),
+    ],
+)
+def test_tokenizer_files_of_other_libraries_come_with_their_conversion(
+    name: str, how: str, lines: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tok"
+    folder.mkdir()
+    (folder / name).write_bytes(b"\x0a\x0e\x0a\x05<unk>")
+    for place in (folder, folder / name):
+        with pytest.raises(DataError, match=f"{name} is no tokenizer.json.*{how}", check=has_code("MW-DATA-128")):
+            made(tmp_path / "out", place, lines)
