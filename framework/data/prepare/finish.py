@@ -26,7 +26,7 @@ from meshwright.system.bounded import open_regular
 from meshwright.terminal.format import format_number_of, format_size
 
 _READ_BYTES = 1 << 22
-_LINE_CHARACTERS = 400
+_LINE_BYTES = 400
 OF_A_CORPUS = {TOKENIZER_FILE, SKIPPED_FILE, fingerprints.FILE_NAME} | {
     f"{split}.{ending}" for split in SPLITS for ending in ("bin", "idx", "mask")
 }
@@ -121,9 +121,9 @@ def write_indices(work: WorkFolder, files: Sequence[InputFile], known: KnownToke
 
 
 def _first_line(path: Path) -> str:
-    """Return the first line of a text file, at most _LINE_CHARACTERS of it."""
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        return stream.readline(_LINE_CHARACTERS).rstrip("\n")
+    """Return the first line of a text file, at most _LINE_BYTES of it."""
+    with open_regular(path) as stream:
+        return stream.readline(_LINE_BYTES).decode(errors="replace").rstrip("\n")
 
 
 class MeasuredSplit(NamedTuple):
