@@ -92,6 +92,16 @@ def _split_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _key_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--text-key", type=text, metavar="KEY", help="field of JSONL, column of parquet (default: text)"
+    )
+    for name in ("prompt", "response"):
+        parser.add_argument(
+            f"--{name}-key", type=text, metavar="KEY", help=f"field or column of pairs (default: {name})"
+        )
+
+
 def _data_prepare(sources: Added) -> None:
     prepared = command(
         sources,
@@ -121,13 +131,7 @@ def _data_prepare(sources: Added) -> None:
         default="text",
         help="pairs (prompt, response) and messages (role, content) train on responses only (default: text)",
     )
-    prepared.add_argument(
-        "--text-key", type=text, metavar="KEY", help="field of JSONL, column of parquet (default: text)"
-    )
-    for name in ("prompt", "response"):
-        prepared.add_argument(
-            f"--{name}-key", type=text, metavar="KEY", help=f"field or column of pairs (default: {name})"
-        )
+    _key_options(prepared)
     prepared.add_argument(
         "--glob",
         action="append",
