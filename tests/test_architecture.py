@@ -87,6 +87,7 @@ ROOT_ENTRIES = 29
 FUNCTION_LINES, PARAMETERS = 60, 7
 LONG_FUNCTIONS: dict[str, int] = {}
 MANY_PARAMETERS = {
+    "framework/data/huggingface.py:build": 8,
     "models/gpt2.py:build": 17,
     "models/llama.py:build": 33,
     "models/t5.py:build": 17,

@@ -23,7 +23,7 @@ from meshwright.data.corpus import IGNORE
 
 MASK = "attention_mask"
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
-"""Columns of transformers and TRL that say which tokens count as labels."""
+"""Columns of transformers and TRL that choose the tokens that count as labels."""
 BOUNDARY_COLUMNS = ("position_ids", "seq_lengths", "cu_seqlens", "seq_idx")
 """Columns of packed rows, whose documents do not attend to each other."""
 FILE_TYPES = {".parquet": "parquet", ".arrow": "arrow"}
