@@ -20,7 +20,7 @@ from meshwright.config import (
 )
 from meshwright.data.sources import Source, data_fingerprint, open_files, open_sources
 from meshwright.data_parallel.expert_stage import StageSharding, fully_sharded_stage, open_sharding
-from meshwright.data_parallel.members import shard_layout, stage_members, tied_groups
+from meshwright.data_parallel.members import parameter_at, shard_layout, stage_members, tied_groups
 from meshwright.data_parallel.replica import Replica, StageReplica
 from meshwright.data_parallel.sharding import StageParameter
 from meshwright.mesh.comm import Group
@@ -132,6 +132,7 @@ def make_optimizer(
             wait=bucket.wait,
             settings=bucket.kind.settings,
             layout=shard_layout(bucket, weight_group, config.run.seed),
+            name_of=partial(parameter_at, bucket),
         )
         for bucket in buckets
     ]

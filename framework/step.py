@@ -94,7 +94,13 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
         metrics=means(parts.blueprint.metrics, recorded),
     )
     if not stats.skipped:
+        own, every = parts.optimizer.own, config.checkpoint.every
+        step = parts.state.step + 1
+        if own is not None and (stats.flags or step == config.train.steps or (every and step % every == 0)):
+            own.ask()  # the step is saved
         parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
+        if own is not None:
+            own.end_step(parts.mesh.world, parts.optimizer.added)
     return stats
 
 

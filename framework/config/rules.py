@@ -47,6 +47,8 @@ def _warmup(config: RunConfig) -> str | None:
 
 def _learning_rates(config: RunConfig) -> str | None:
     low, high = config.optimizer.min_learning_rate, config.optimizer.learning_rate
+    if high is None:  # that of optimizer.builder, which is compared when it is known
+        return None
     if low <= high:
         return None
     return f"optimizer.min_learning_rate = {low} is above optimizer.learning_rate = {high}: at most {high} is allowed"

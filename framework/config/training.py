@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from meshwright.config.bounds import Count, Length, Share, Steps
 from meshwright.config.sections import FUNCTION, Section
+
+SAID_BY_BUILDER = ("learning_rate", "weight_decay")
+"""Keys of ``[optimizer]`` whose default an optimizer of the user, or its options, replaces."""
 
 
 class Optimizer(Section):
@@ -26,8 +29,8 @@ class Optimizer(Section):
     """Alternative to ``name``: a function of (parameter groups, **options) that returns a torch optimizer."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the optimizer's builder."""
-    learning_rate: PositiveFloat = 3e-4
-    """Highest learning rate, reached after the warm-up."""
+    learning_rate: PositiveFloat | None = 3e-4
+    """Highest learning rate, reached after the warm-up. With ``builder`` its own, unless it is set here."""
     min_learning_rate: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] | Annotated[str, Field(pattern=FUNCTION)] = Field(
@@ -67,10 +70,24 @@ class Optimizer(Section):
     """Adafactor: the squared gradient of step t enters the running means with weight t ** beta2_decay."""
     clip_threshold: float = Field(default=1.0, ge=1)
     """Adafactor: root mean square of a weight's update above which it is scaled down."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Weight decay of matrices, and of biases of experts. Other biases and norms: only by a parameter group."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = 0.1
+    """Weight decay of matrices, and of biases of experts. Other biases and norms: only by a parameter group. With
+    ``builder`` its own, unless it is set here."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Bound on the global gradient norm; 0 turns clipping off."""
+
+    @model_validator(mode="after")
+    def _leave_to_builder(self) -> Self:
+        """Unset (None) the keys that an optimizer of the user has by itself, where they were not given.
+
+        A dump of the configuration has all keys: only None tells a key that was not set from one set to its default.
+        """
+        for name in SAID_BY_BUILDER:
+            if self.builder is not None and name not in self.model_fields_set:
+                object.__setattr__(self, name, None)  # frozen, and not yet in anybody's hands
+            elif self.builder is None and getattr(self, name) is None:
+                object.__setattr__(self, name, type(self).model_fields[name].default)
+        return self
 
     @property
     def needs_full_weights(self) -> bool:

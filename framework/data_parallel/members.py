@@ -92,6 +92,12 @@ def plan_buckets(members: Sequence[StageParameter], bucket_bytes: int) -> list[l
     return sorted(buckets, key=lambda bucket: completed_at[id(bucket)])
 
 
+def parameter_at(bucket: ShardedParameters, element: int) -> str:
+    """Return the name of the parameter with this element of the rank's shard; of padding, of the parameter before."""
+    at = bucket.shard_range[0] + element
+    return max((slot for slot in bucket.slots if slot.start <= at), key=lambda slot: slot.start).member.info.name
+
+
 def shard_layout(bucket: ShardedParameters, holders: Group | None, seed: int) -> ShardLayout:
     """Return the layout of weights in this rank's shard of a bucket, for optimizers that are not element-wise.
 

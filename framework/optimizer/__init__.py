@@ -7,6 +7,8 @@ LossScale, first_scale, next_scale, can_fall       loss scale of float16
 read_states, restore_states, add_state             state of each shard
 state_names, states_of, saved_states_of            names of the state
 factors_of, factor_infos, factor_elements          states with less than a number per element (Adafactor)
+peak_rate, default_decay                           learning rate and weight decay: the keys', or a user's optimizer's
+read_record                                        states of a user's optimizer, from a checkpoint
 evaluating, evaluated_weights, GRADIENT_POINT      weights of evaluation (schedule-free)
 AdamW8bit, table_bytes, step_bytes                 8-bit AdamW; Adafactor's temporaries: for planner and verify
 find_homes, iteration_flops, matrices_of, batch_size   the same, for Muon
@@ -35,6 +37,9 @@ from meshwright.optimizer.matrix_plan import matrices_of as matrices_of
 from meshwright.optimizer.offload import HostMemory as HostMemory
 from meshwright.optimizer.offload import OffloadedOptimizer as OffloadedOptimizer
 from meshwright.optimizer.offload import host_memory as host_memory
+from meshwright.optimizer.own_defaults import default_decay as default_decay
+from meshwright.optimizer.own_defaults import peak_rate as peak_rate
+from meshwright.optimizer.own_states import read_record as read_record
 from meshwright.optimizer.rounded import ShardPlace as ShardPlace
 from meshwright.optimizer.schedule_free import GRADIENT_POINT as GRADIENT_POINT
 from meshwright.optimizer.settings import sampled_rates as sampled_rates

@@ -15,7 +15,9 @@ from meshwright.optimizer.factored import COLUMNS, ROWS, SQUARES, ShardedAdafact
 from meshwright.optimizer.lion import ShardedLion
 from meshwright.optimizer.matrix import ShardedMuon
 from meshwright.optimizer.matrix_plan import MatrixShard
-from meshwright.optimizer.own import build_own, element_states
+from meshwright.optimizer.own import build_own
+from meshwright.optimizer.own_defaults import peak_rate
+from meshwright.optimizer.own_trial import element_states
 from meshwright.optimizer.rounded import RoundedAdamW, ShardPlace
 from meshwright.optimizer.schedule_free import GRADIENT_POINT, ShardedScheduleFree
 
@@ -90,7 +92,7 @@ def build_optimizer(
         return build_own(groups, config)
     places = {parameter: layout.place for parameter, layout in layouts.items() if layout.place is not None}
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, fused=True)
+        return torch.optim.SGD(groups, lr=peak_rate(config), momentum=config.momentum, fused=True)
     groups = [{**group, "eps": config.eps * group["eps_factor"]} for group in groups]
     if config.name == "adamw8bit":
         return AdamW8bit(groups, config.block_size, allocate, betas=config.betas, fused=True)

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.optimizer.choice import ShardLayout, build_optimizer
+from meshwright.optimizer.own_check import OwnCheck
+from meshwright.optimizer.own_defaults import default_decay, peak_rate
 from meshwright.parameters import GroupSettings
 
 NORM_PIECE = 2**16
@@ -41,6 +43,8 @@ class OptimizerShard(NamedTuple):
     """Settings of the parameters' group. A weight decay of None: the configuration's if ``decays``, otherwise 0."""
     layout: ShardLayout = ShardLayout()
     """Layout of the weights in the shard, for optimizers that are not element-wise."""
+    name_of: Callable[[int], str] = lambda element: "the shard"
+    """Function of an element's index that returns the name of its parameter, for messages."""
 
 
 class FlatOptimizer:
@@ -67,7 +71,7 @@ class FlatOptimizer:
         self.num_steps = 0
         self.added: dict[str, list[Tensor]] = {}
         """States of callbacks by name, one flat tensor per shard; see :func:`~.states.add_state`."""
-        decay = config.weight_decay
+        decay = default_decay(config)
         groups: dict[tuple[bool, GroupSettings], list[nn.Parameter]] = {
             (True, GroupSettings(weight_decay=decay)): [],  # torch accepts empty groups, not an empty list
             (False, GroupSettings(weight_decay=decay)): [],
@@ -78,15 +82,19 @@ class FlatOptimizer:
             own_decay = decay * shard.decays if own_decay is None else own_decay
             settings = shard.settings._replace(weight_decay=own_decay)
             groups.setdefault((shard.is_eight_bit, settings), []).append(parameter)
-        self.inner = build_optimizer(
-            [
-                {"params": group, "lr": config.learning_rate, "eight_bit": is_eight_bit, **settings._asdict()}
-                for (is_eight_bit, settings), group in groups.items()
-            ],
-            config,
-            allocate,
-            {parameter: shard.layout for parameter, shard in zip(self.parameters, self.shards, strict=True)},
-        )
+        given = [
+            {"params": group, "lr": peak_rate(config), "eight_bit": is_eight_bit, **settings._asdict()}
+            for (is_eight_bit, settings), group in groups.items()
+        ]
+        layouts: dict[Tensor, ShardLayout] = {
+            parameter: shard.layout for parameter, shard in zip(self.parameters, self.shards, strict=True)
+        }
+        self.inner = build_optimizer(given, config, allocate, layouts)
+        self.own: OwnCheck | None = None
+        """States and checks of an optimizer of the user."""
+        if config.builder is not None:
+            names = [shard.name_of for shard in self.shards]
+            self.own = OwnCheck(self.inner, given, self.parameters, config, lambda index, at: names[index](at))
 
     def square_norm(self) -> Tensor:
         """Return the sum of squares of the gradient elements that this rank counts; float64 scalar on their device."""
@@ -117,6 +125,8 @@ class FlatOptimizer:
         """Step all shards once, with every gradient multiplied by ``gradient_factor`` first."""
         for group in self.inner.param_groups:
             group["lr"] = learning_rate * group["rate_factor"]
+        if self.own is not None:
+            self.own.begin_step(self.num_steps + 1, learning_rate)
         self._step(self.order, gradient_factor)
         self.num_steps += 1
 
@@ -127,7 +137,10 @@ class FlatOptimizer:
             torch._foreach_mul_(gradients, gradient_factor)
         for index, gradient in zip(indices, gradients, strict=True):
             self.parameters[index].grad = gradient
+        copies = [] if self.own is None else self.own.copy(indices)
         self.inner.step()
+        if self.own is not None:
+            self.own.compare(copies)
         for index in indices:
             self.parameters[index].grad = None  # torch skips parameters without a gradient
             self.shards[index].after_step()

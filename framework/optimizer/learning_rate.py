@@ -6,6 +6,7 @@ import math
 
 from meshwright.config import Optimizer
 from meshwright.optimizer.own import own_rate
+from meshwright.optimizer.own_defaults import peak_rate
 
 
 def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
@@ -26,7 +27,7 @@ def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     """
     if ":" in optimizer.schedule:
         return own_rate(optimizer, step, num_steps)
-    peak, low = optimizer.learning_rate, optimizer.min_learning_rate
+    peak, low = peak_rate(optimizer), optimizer.min_learning_rate
     warmup = optimizer.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -23,6 +23,7 @@ from torch import Tensor
 from meshwright.config import Optimizer
 from meshwright.mesh.comm import CollectiveHandle
 from meshwright.optimizer.matrix_plan import Matrix, MatrixShard, batch_size, find_homes, matrices_of, tp_part
+from meshwright.optimizer.own_defaults import peak_rate
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of x, x^3 and x^5 of one iteration: Jordan's, steep at zero, with singular values within 0.7 .. 1.2."""
@@ -200,7 +201,7 @@ class ShardedMuon(torch.optim.AdamW):
 
     def __init__(self, groups: list[dict[str, Any]], matrices: Mapping[Tensor, MatrixShard], config: Optimizer) -> None:
         """Build the optimizer. No communication. ``matrices``: matrices of each parameter that Muon steps."""
-        super().__init__(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+        super().__init__(groups, lr=peak_rate(config), betas=config.betas, fused=True)
         self._config = config
         self._group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         together: dict[tuple[str, int], list[Tensor]] = {}

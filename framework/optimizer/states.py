@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +13,15 @@ from meshwright.optimizer.choice import IN_TORCH, saved_states_of, state_dtype, 
 from meshwright.optimizer.eight_bit import AdamW8bit
 from meshwright.optimizer.factored import Factor, ShardedAdafactor
 from meshwright.optimizer.flat import FlatOptimizer
-from meshwright.optimizer.own import element_states, is_state_name
+from meshwright.optimizer.own_states import is_state_name
 from meshwright.optimizer.rounded import RoundedAdamW
 from meshwright.optimizer.schedule_free import GRADIENT_POINT, GatheredShard, ShardedScheduleFree, exchanged_weights
 
 
 def state_names(optimizer: FlatOptimizer, index: int) -> tuple[str, ...]:
     """Return the names of the state of shard ``index``."""
+    if optimizer.own is not None:
+        return optimizer.own.names
     return states_of(optimizer.config, is_matrix=optimizer.shards[index].layout.matrices is not None)
 
 
@@ -52,10 +55,10 @@ def restore_states(optimizer: FlatOptimizer, index: int, states: Mapping[str, Te
     if isinstance(inner, AdamW8bit) and optimizer.shards[index].is_eight_bit:
         inner.set_moments(parameter, states, steps)
         return
-    own = None if config.builder is None else element_states(config)
+    own = optimizer.own
     if own is not None and steps == 0:
         return  # it initialises its own state
-    present, kept = inner.state.get(parameter, {}), dict[str, Tensor | int]()
+    present, kept = inner.state.get(parameter, {}), dict[str, Any]()
     for name in state_names(optimizer, index):
         key, state = _key(optimizer, name), states[name].to(state_dtype(config, weights.dtype))
         if optimizer.allocate is not None:  # the state stays in the memory that was allocated first
@@ -63,8 +66,9 @@ def restore_states(optimizer: FlatOptimizer, index: int, states: Mapping[str, Te
             state = (optimizer.allocate(weights.numel(), state.dtype) if memory is None else memory).copy_(state)
         kept[key] = state
     if own is not None:
-        kept |= own.counters_at(steps, weights.device)
-    elif isinstance(inner, ShardedScheduleFree | RoundedAdamW):
+        inner.state[parameter] = own.states_at(steps).fill(kept, weights.device)
+        return
+    if isinstance(inner, ShardedScheduleFree | RoundedAdamW):
         kept["step"] = steps
     elif "exp_avg_sq" in kept:
         kept["step"] = torch.tensor(float(steps), dtype=torch.float32, device=weights.device)

@@ -26,6 +26,7 @@ from meshwright.run.tensors import (
     saved_factors,
     saved_running,
     saved_tensors,
+    take_states,
 )
 from meshwright.terminal.output import Warn, print_warning
 
@@ -113,6 +114,7 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks:
     with checkpoints.open_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         optimizer_steps = saved_count(manifest, "optimizer_steps")
+        take_states(parts.optimizer, manifest)
         restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
         changes += _describe_added(checkpoint, parts)
     states = saved_callbacks(manifest)
@@ -134,9 +136,14 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks:
         log(f"  changed: {change}")
 
 
+def _optimizer_states(parts: Parts) -> tuple[str, ...]:
+    own = parts.optimizer.own
+    return saved_states_of(parts.config.optimizer) if own is None else own.names
+
+
 def _describe_added(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> list[str]:
     """Return a line for each state of a callback that only the checkpoint has, or only this start."""
-    own = {checkpoints.TensorKind.WEIGHTS, checkpoints.TensorKind.MASTER, *saved_states_of(parts.config.optimizer)}
+    own = {checkpoints.TensorKind.WEIGHTS, checkpoints.TensorKind.MASTER, *_optimizer_states(parts)}
     saved, added = set(checkpoint.kinds()) - own, set(parts.optimizer.added)
     dropped = [_DROPPED.format(name) for name in sorted(saved - added)]
     if checkpoint.manifest.step == 0:

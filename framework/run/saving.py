@@ -23,7 +23,7 @@ from meshwright.errors import CheckpointError, RunFilesError
 from meshwright.parts import FILES_LOST, NOT_WRITTEN, SAVE_DUE, Parts
 from meshwright.run.base import fingerprint, saves_frozen
 from meshwright.run.files import Recovery, RunFiles, reopen_outputs, sync_run_files
-from meshwright.run.tensors import checkpoint_metadata, pieces, saved_running
+from meshwright.run.tensors import agree_on_states, checkpoint_metadata, pieces, saved_running
 from meshwright.terminal.output import Warn, print_warning
 
 LAST_TRIES = 3
@@ -90,7 +90,7 @@ class Saver:
         self.finish(retention=not is_urgent)
         self.writer.leave()
         self._begun_s = time.monotonic()
-        base, step = fingerprint(parts), parts.state.step
+        base, states, step = fingerprint(parts), agree_on_states(parts), parts.state.step
         own = self._begin(step) if mesh.rank == 0 else None
         found: list[tuple[_BeginResult, str | None]] = mesh.world.gather_objects((own, parts.stop_reason), _BeginResult)
         result = found[0][0]
@@ -100,7 +100,7 @@ class Saver:
             self._report_failure(step, [result.problem])
             return
         reason = next((each for _, each in found if each is not None), None)
-        head = checkpoint_metadata(parts.config, parts.state, parts.data_fingerprint, base, reason)
+        head = checkpoint_metadata(parts.config, parts.state, parts.data_fingerprint, base, reason, states)
         names = shard_names(mesh.grid)
         self._attempt = SaveAttempt(
             self.directory, head, result.attempt, frozenset(name for name in names if name is not None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from meshwright.adapters.attach import is_adapter
 from meshwright.adapters.fingerprint import FINGERPRINT
 from meshwright.blueprint import Blueprint
 from meshwright.checkpoint import CheckpointMetadata, CheckpointReader, TensorKind, TensorPiece
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.preflight import SavedTensor
 from meshwright.config import RunConfig, leaves_out_base
 from meshwright.data_parallel.members import full_tensor, full_weights
@@ -25,6 +28,7 @@ from meshwright.optimizer import (
     evaluated_weights,
     factor_infos,
     factors_of,
+    read_record,
     read_states,
     restore_states,
     saved_states_of,
@@ -65,17 +69,57 @@ def saved_factors(blueprint: Blueprint) -> Iterator[SavedTensor]:
             yield SavedTensor(name, info.global_shape, torch.promote_types(dtype, torch.float32), False)
 
 
+OWN_OPTIMIZER = "own_optimizer"
+"""Key in a manifest's ``state``: names and numbers in the state of an ``optimizer.builder``'s optimizer."""
+
+
+def agree_on_states(parts: Parts) -> dict[str, Any] | None:
+    """Return the record of the states that a user's optimizer has now; None for other optimizers. Collective; blocks.
+
+    The next step is checked against a new optimizer that continues from these states.
+
+    Raises:
+        ConfigError: on every rank, if a checkpoint could not hold the states.
+    """
+    own = parts.optimizer.own
+    if own is None:
+        return None
+    states = own.agree(parts.mesh.world, parts.optimizer.added)
+    own.ask()
+    return states.record()
+
+
+def take_states(optimizer: FlatOptimizer, manifest: Manifest) -> None:
+    """Take the names and numbers of a user's optimizer from a manifest; an older one has no record of them.
+
+    Raises:
+        CheckpointError: the record was not written by this project.
+    """
+    found = manifest.state.get(OWN_OPTIMIZER)
+    if optimizer.own is None or found is None:
+        return
+    try:
+        optimizer.own.states = read_record(found)
+    except ValueError as error:
+        raise CheckpointError(
+            "MW-RUN-038",
+            f"the manifest of the checkpoint of step {manifest.step} has state.{OWN_OPTIMIZER} = "
+            f"{reprlib.repr(found)}: {error}. It was not written by this project; take another checkpoint",
+        ) from None
+
+
 def checkpoint_metadata(
     config: RunConfig,
     state: TrainState,
     data_fingerprint: Mapping[str, str],
     base: str | None = None,
     stop_reason: str | None = None,
+    own_optimizer: Mapping[str, Any] | None = None,
 ) -> CheckpointMetadata:
     """Return the metadata of a checkpoint of this state.
 
     ``base``: fingerprint of the frozen base of adapters. ``stop_reason``: of a callback that has asked to end the run
-    after the next step.
+    after the next step. ``own_optimizer``: see :func:`agree_on_states`.
     """
     return CheckpointMetadata(
         step=state.step,
@@ -91,6 +135,7 @@ def checkpoint_metadata(
             **({"callbacks": state.callbacks} if state.callbacks else {}),
             **({FINGERPRINT: base} if base is not None else {}),
             **({STOP_REASON: shortened(stop_reason, MAX_REASON)} if stop_reason is not None else {}),
+            **({OWN_OPTIMIZER: own_optimizer} if own_optimizer is not None else {}),
         },
     )
 

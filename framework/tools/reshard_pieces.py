@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshwright.adapters.attach import is_adapter
 from meshwright.blueprint import Blueprint, draw_blueprint
 from meshwright.checkpoint import CheckpointReader, TensorKind, TensorPiece
-from meshwright.config import RunConfig, bucket_bytes, leaves_out_base
+from meshwright.config import Optimizer, RunConfig, bucket_bytes, leaves_out_base
 from meshwright.data_parallel.members import plan_buckets, stage_members
 from meshwright.data_parallel.sharding import StageParameter, accumulation_dtype
 from meshwright.mesh import Coordinates, Grid
@@ -46,7 +46,7 @@ def shard_tensors(
         blueprint: drawn for its tp and ep rank.
         at: of the first replica, or of another that writes experts alone.
         is_fresh: the checkpoint is an imported model, with weights alone.
-        added: kinds of tensors that callbacks have added, such as ema.
+        added: kinds of tensors that callbacks have added, such as ema; and an optimizer of the user.
     """
     stages, optimizer = blueprint.schedule.stages_of(at.pp_rank), blueprint.config.optimizer
     is_first = at.dp_rank == at.cp_rank == 0
@@ -69,7 +69,7 @@ def shard_tensors(
             if not together[0].kind.owns(at.tp_rank):
                 continue
             dtype = together[0].parameter.dtype
-            names = saved_states_of(optimizer, is_matrix=together[0].kind.is_matrix)
+            names = _known_states(optimizer, is_matrix=together[0].kind.is_matrix)
             kinds = [TensorKind.WEIGHTS, *map(TensorKind, names), *added]
             if dtype != accumulation_dtype(dtype):
                 kinds.append(TensorKind.MASTER)
@@ -95,9 +95,14 @@ def pieces(
 
 
 def added_states(checkpoint: CheckpointReader, blueprint: Blueprint) -> list[TensorKind]:
-    """Return the kinds of tensors in a checkpoint that callbacks of its run have added, such as ema."""
-    own = {TensorKind.WEIGHTS, TensorKind.MASTER, *saved_states_of(blueprint.config.optimizer)}
+    """Return the kinds of tensors in a checkpoint that callbacks, or an optimizer of the user, have added."""
+    own = {TensorKind.WEIGHTS, TensorKind.MASTER, *_known_states(blueprint.config.optimizer)}
     return [kind for kind in checkpoint.kinds() if kind not in own]
+
+
+def _known_states(optimizer: Optimizer, *, is_matrix: bool | None = None) -> tuple[str, ...]:
+    """Return the names of meshwright's own optimizers' states. Those of a user's are what the checkpoint has."""
+    return saved_states_of(optimizer, is_matrix=is_matrix) if optimizer.builder is None else ()
 
 
 def _members(blueprint: Blueprint, stage: int) -> list[StageParameter]:

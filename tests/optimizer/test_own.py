@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.errors import ConfigError
-from meshwright.optimizer import add_state, read_states, restore_states, states_of
+from meshwright.optimizer import add_state, default_decay, peak_rate, read_states, restore_states, states_of
 from meshwright.optimizer.flat import FlatOptimizer, OptimizerShard
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.optimizer.own import element_states
+from meshwright.optimizer.own_trial import element_states
 from meshwright.parameters import GroupSettings
 from tests.support.errors import has_code
 
-HERE = "tests.optimizer.test_own"
+HERE, KINDS = "tests.optimizer.test_own", "tests.optimizer.own_kinds"
 
 
 class _Signed(torch.optim.Optimizer):
@@ -106,11 +106,15 @@ def own(builder: str, **options: Any) -> Optimizer:
         ("torch.optim:Adamax", {"exp_avg", "exp_inf"}, {"step"}),
         ("torch.optim:Rprop", {"prev", "step_size"}, {"step"}),
         ("_Signed", {"average"}, set()),
+        ("torch.optim:NAdam", {"exp_avg", "exp_avg_sq"}, {"step", "mu_product"}),
+        ("torch.optim:ASGD", {"ax"}, {"step", "eta", "mu"}),
+        (f"{KINDS}:Momentum", {"momentum"}, {"step"}),
+        (f"{KINDS}:OwnTable", set(), {"step"}),
     ],
 )
 def test_element_wise_optimizers_are_taken(builder: str, states: set[str], counters: set[str]) -> None:
     found = element_states(own(builder))
-    assert set(found.names) == states == set(states_of(own(builder))) and set(found.counters) == counters
+    assert set(found.names) == states == set(states_of(own(builder))) and set(found.numbers) == counters
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,6 @@ def test_element_wise_optimizers_are_taken(builder: str, states: set[str], count
         ("TrustRatio", "MW-OPTIM-004", "a tensor is cut in two"),
         ("torch.optim:LBFGS", "MW-OPTIM-003", "closure"),
         ("torch.optim:Muon", "MW-OPTIM-003", "2D"),
-        ("torch.optim:NAdam", "MW-OPTIM-005", "mu_product"),
         ("CountsInGroup", "MW-OPTIM-005", "k in its parameter groups"),
         ("CountsOutside", "MW-OPTIM-005", "after a resume"),
         ("KeepsRows", "MW-OPTIM-005", "state['row'], of shape (1,)"),
@@ -128,12 +131,83 @@ def test_element_wise_optimizers_are_taken(builder: str, states: set[str], count
         ("half_of_them", "MW-OPTIM-003", "0 of 1 parameters"),
         ("missing", "MW-CONFIG-010", "has no function missing"),
         ("exits", "MW-OPTIM-003", "SystemExit"),
+        (f"{KINDS}:DecaysMatrices", "MW-OPTIM-009", "a tensor of 4x6"),
+        (f"{KINDS}:Centralised", "MW-OPTIM-009", "a tensor of 4x6"),
+        (f"{KINDS}:LargeMatrices", "MW-OPTIM-009", "model.parameter_groups"),
+        (f"{KINDS}:Convolutions", "MW-OPTIM-009", "a tensor of 160x12x3x4"),
+        (f"{KINDS}:Noisy", "MW-OPTIM-004", "draws random numbers"),
+        (f"{KINDS}:NoisyByNumpy", "MW-OPTIM-004", "draws random numbers"),
+        (f"{KINDS}:NoisyByPython", "MW-OPTIM-004", "draws random numbers"),
+        (f"{KINDS}:CountsInModule", "MW-OPTIM-004", "counts elsewhere"),
+        (f"{KINDS}:CountsInAttribute", "MW-OPTIM-005", "attribute k"),
+        (f"{KINDS}:CountsInHelper", "MW-OPTIM-005", "attribute clock.ticks"),
+        (f"{KINDS}:CountsBeside", "MW-OPTIM-005", "after a resume"),
+        (f"{KINDS}:FirstGroup", "MW-OPTIM-004", "groups come in another order"),
+        (f"{KINDS}:Clipped", "MW-OPTIM-004", "cut in two"),
+        (f"{KINDS}:Normed", "MW-OPTIM-004", "cut in two"),
+        (f"{KINDS}:TopHalf", "MW-OPTIM-004", "cut in two"),
     ],
 )
 def test_all_others_are_refused_by_name(builder: str, code: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         element_states(own(builder))
     assert caught.value.code == code and text in caught.value.message and builder in caught.value.message
+
+
+@pytest.mark.parametrize("late", [10, 60])
+def test_states_and_rules_that_begin_within_the_trial_are_seen(late: int) -> None:
+    assert element_states(own(f"{KINDS}:Momentum", late=late)).names == ("momentum",)
+    assert set(element_states(own(f"{KINDS}:Averaged", late=late)).numbers) == {"step", "averaged"}
+    assert element_states(own(f"{KINDS}:Lookahead", late=late // 2)).names == ("slow",)
+    with pytest.raises(ConfigError, check=has_code("MW-OPTIM-004")):
+        element_states(own(f"{KINDS}:Normed", late=late))
+
+
+def test_a_rule_for_large_tensors_is_seen() -> None:
+    for size in (1000, 20_000):
+        with pytest.raises(ConfigError, check=has_code("MW-OPTIM-004")):
+            element_states(own(f"{KINDS}:BySize", late=size))
+
+
+def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1), torch.rand(1)
+    torch.manual_seed(3)
+    first = torch.rand(1)
+    with pytest.raises(ConfigError, check=has_code("MW-OPTIM-004")):
+        element_states(own(f"{KINDS}:Noisy", late=1))
+    assert (first, torch.rand(1)) == expected
+
+
+@pytest.mark.parametrize(
+    ("builder", "options", "rate", "decay"),
+    [
+        ("with_values", {}, 0.25, 0.5),
+        ("with_values", {"lr": 0.1, "weight_decay": 0.9}, 0.1, 0.9),
+        ("in_code", {}, 0.125, 0.75),
+        ("torch.optim:AdamW", {}, 1e-3, 0.01),
+        ("torch.optim:AdamW", {"weight_decay": 0.0}, 1e-3, 0.0),
+        ("Base", {}, 3e-4, 0.1),
+    ],
+)
+def test_keys_that_are_not_set_leave_the_builders_values(
+    builder: str, options: dict[str, float], rate: float, decay: float
+) -> None:
+    config = own(builder if ":" in builder else f"{KINDS}:{builder}", **options)
+    assert (config.learning_rate, config.weight_decay) == (None, None)
+    assert (peak_rate(config), default_decay(config)) == (rate, decay)
+    optimizer = FlatOptimizer([_shard(torch.ones(4), torch.ones(4))], config)
+    assert {g["weight_decay"] for g in optimizer.inner.param_groups} == {decay}
+    given = config.model_copy(update={"learning_rate": 3e-4, "weight_decay": 0.1})
+    assert (peak_rate(given), default_decay(given)) == (3e-4, 0.1)
+    assert learning_rate(given, 0, 10) < learning_rate(config, 0, 10) or rate == 3e-4
+
+
+def test_a_least_rate_above_the_builders_is_refused() -> None:
+    config = Optimizer(builder=f"{KINDS}:with_values", min_learning_rate=0.3)
+    with pytest.raises(ConfigError, check=has_code("MW-OPTIM-011")) as caught:
+        learning_rate(config, 0, 10)
+    assert "0.3 is above 0.25" in caught.value.message
 
 
 def test_a_group_that_mixes_learning_rates_is_refused() -> None:
@@ -160,7 +234,7 @@ def test_flat_shards_step_as_torch_does_on_parameters_and_go_on_after_a_restore(
     """Adagrad on two shards with factors and decays of their own, restored in the middle."""
     draw = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(2, 6, generator=draw), torch.randn(6, 2, 6, generator=draw)
-    config = own("torch.optim:Adagrad", eps=1e-3)
+    config = Optimizer(builder="torch.optim:Adagrad", options={"eps": 1e-3}, weight_decay=0.1)
     plain = [nn.Parameter(row.clone()) for row in start]
     theirs = torch.optim.Adagrad(
         [{"params": [plain[0]], "weight_decay": 0.2}, {"params": [plain[1]], "weight_decay": 0.1}], eps=1e-3

@@ -203,6 +203,8 @@ def record_step(
                 stage.calls.skip_first_checks()
             if parts.executor.offload is not None:
                 parts.executor.offload.copies.on_allocate = recorder.note_host
+            if parts.optimizer.own is not None:
+                parts.optimizer.own.is_enabled = False
             _make_states(parts)
             first = recorder.now
             roles = dict.fromkeys(constants, Category.CONSTANTS) | _roles(parts, recorder)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Optimizer
+from meshwright.optimizer import peak_rate
 
 
 class PlainScheduleFree(torch.optim.Optimizer):
     """Schedule-free AdamW as in its authors' reference code: x, y and z are stored, and x averages z by lr_max^2."""
 
     def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
-        super().__init__(groups, {"lr": config.learning_rate, "eps": config.eps})
+        super().__init__(groups, {"lr": peak_rate(config), "eps": config.eps})
         self._betas = config.betas
         self.averages = {p: p.detach().clone() for group in groups for p in group["params"]}
         """Averaged weights x, which evaluation uses."""
@@ -67,7 +68,7 @@ class PlainLion(torch.optim.Optimizer):
     """Lion: algorithm 2 of Chen et al. 2023, with c / eps instead of sign(c) where abs(c) < eps."""
 
     def __init__(self, groups: list[dict[str, Any]], config: Optimizer) -> None:
-        super().__init__(groups, {"lr": config.learning_rate, "eps": config.eps})
+        super().__init__(groups, {"lr": peak_rate(config), "eps": config.eps})
         self._betas = config.betas
         self._momentum: dict[Tensor, Tensor] = {}
 

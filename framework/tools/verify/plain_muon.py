@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Optimizer
+from meshwright.optimizer import peak_rate
 
 
 def split_rows(num_rows: int, parts: tuple[int, ...]) -> list[Tensor]:
@@ -45,7 +46,7 @@ class PlainMuon(torch.optim.AdamW):
         """Build the optimizer. ``dtype``: compute dtype, also of Newton-Schulz, which takes float32 for float16."""
         for group in groups:
             group["eps"] = config.eps * group.get("eps_factor", 1.0)
-        super().__init__(groups, lr=config.learning_rate, betas=config.betas, foreach=False)
+        super().__init__(groups, lr=peak_rate(config), betas=config.betas, foreach=False)
         self._matrices, self._config = matrices, config
         self._dtype = torch.float32 if dtype == torch.float16 else dtype
         self._momentum = {parameter: torch.zeros_like(parameter) for parameter in matrices}

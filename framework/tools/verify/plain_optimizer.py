@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.config import Optimizer, ParameterGroup
 from meshwright.config.functions import find_function
 from meshwright.errors import ModelError
-from meshwright.optimizer import AdamW8bit
+from meshwright.optimizer import AdamW8bit, default_decay, peak_rate
 from meshwright.tools.verify.plain_formulas import PlainLion, PlainScheduleFree
 from meshwright.tools.verify.plain_muon import PlainMuon
 from meshwright.tools.verify.plain_rounded import PlainRoundedAdamW
@@ -35,19 +35,20 @@ def plain_optimizer(
     ``own_groups``: canonical parameter name -> its group of ``model.parameter_groups``. Those parameters come last, in
     one torch group each, with "rate_factor" and "eps_factor" beside "lr"; AdamW's also have their "eps".
     """
+    rate, decay_of_matrices = peak_rate(config), default_decay(config)
     others = [p for name, p in parameters.items() if name not in own_groups]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": decay_of_matrices},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
     for name, wanted in own_groups.items():
         if (parameter := parameters.get(name)) is not None:
-            decay = config.weight_decay if parameter.dim() >= 2 else 0.0
+            decay = decay_of_matrices if parameter.dim() >= 2 else 0.0
             decay = decay if wanted.weight_decay is None else wanted.weight_decay
             factors = {"rate_factor": wanted.learning_rate_factor, "eps_factor": wanted.eps_factor}
             groups.append({"params": [parameter], "weight_decay": decay, **factors})
     if config.builder is not None:
-        filled = [{"lr": config.learning_rate, **group} for group in groups if group["params"]]
+        filled = [{"lr": rate, **group} for group in groups if group["params"]]
         factor_of = {id(p): group.get("rate_factor", 1.0) for group in groups for p in group["params"]}
         own: torch.optim.Optimizer = find_function(config.builder, "optimizer.builder", "a function", ModelError)(
             filled, **config.options
@@ -56,19 +57,19 @@ def plain_optimizer(
             each["rate_factor"] = factor_of[id(each["params"][0])]
         return own
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
+        return torch.optim.SGD(groups, lr=rate, momentum=config.momentum, foreach=False)
     for group in groups[2:]:
         group["eps"] = config.eps * group["eps_factor"]
     if config.name == "muon":
         rows_of = {parameters[name]: rows for name, rows in matrices.items()}
         return PlainMuon([group for group in groups if group["params"]], rows_of, config, dtype)
     if config.name == "adafactor":
-        return _adafactor(groups, config)
+        return _adafactor(groups, config, rate)
     if config.name in FORMULAS:
         return FORMULAS[config.name]([group for group in groups if group["params"]], config)
     if config.state_dtype == "bfloat16":
         return PlainRoundedAdamW([group for group in groups if group["params"]], config, parameters, seed)
-    options: dict[str, Any] = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, "foreach": False}
+    options: dict[str, Any] = {"lr": rate, "betas": config.betas, "eps": config.eps, "foreach": False}
     if config.name == "adamw8bit":
         narrow = [p for p in groups[0]["params"] if p[0].numel() % config.block_size == 0]
         wide = [p for p in groups[0]["params"] if p[0].numel() % config.block_size]
@@ -80,8 +81,8 @@ def plain_optimizer(
     return torch.optim.AdamW(groups, **options)
 
 
-def _adafactor(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
+def _adafactor(groups: list[dict[str, Any]], config: Optimizer, rate: float) -> torch.optim.Optimizer:
     groups = [{**group, "eps": (group.get("eps", config.eps), 1e-3)} for group in groups]
     return torch.optim.Adafactor(
-        groups, lr=config.learning_rate, beta2_decay=config.beta2_decay, d=config.clip_threshold, foreach=False
+        groups, lr=rate, beta2_decay=config.beta2_decay, d=config.clip_threshold, foreach=False
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Optimizer
+from meshwright.optimizer import peak_rate
 from meshwright.tools.verify.dropout import GOLDEN, mix
 
 
@@ -37,7 +38,7 @@ class PlainRoundedAdamW(torch.optim.Optimizer):
     def __init__(
         self, groups: list[dict[str, Any]], config: Optimizer, parameters: Mapping[str, nn.Parameter], seed: int
     ) -> None:
-        super().__init__(groups, {"lr": config.learning_rate, "eps": config.eps})
+        super().__init__(groups, {"lr": peak_rate(config), "eps": config.eps})
         self._betas, self._seed, self._taken = config.betas, seed, 0
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._moments = {p: (torch.zeros_like(p), torch.zeros_like(p)) for p in self._names}

@@ -17,6 +17,7 @@ from meshwright.config import RunConfig
 from meshwright.errors import UserError
 from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
 from meshwright.model.build import configured_model
+from meshwright.optimizer import peak_rate
 from meshwright.parameters import DTYPES
 from meshwright.tools.verify.compare import ROUNDING_MARGIN, SAME_ROUNDING, compare, relative_distances, tolerance_of
 from meshwright.tools.verify.initial import initial_problems
@@ -105,7 +106,7 @@ def reference_of(
     if dtype == "float32":
         rounding = rounding_errors(steps, lambda run: run.weights)
         if plain.optimizer.state_dtype == "bfloat16":
-            other = other_rounding_of_a_moment(found.weights, plain.optimizer.learning_rate)
+            other = other_rounding_of_a_moment(found.weights, peak_rate(plain.optimizer))
             rounding = {name: max(error, other[name]) for name, error in rounding.items()}
     if dtype in ("bfloat16", "float16"):  # two gradients of step 1 may lie apart by twice their rounding error
         noise = {name: 2.0 * error for name, error in rounding_errors(1, lambda run: run.gradients).items()}
