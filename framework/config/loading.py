@@ -37,7 +37,7 @@ from meshwright.config.keys import (
     nearest_value,
     null_problem,
 )
-from meshwright.config.optimizer_rules import ALL_RULES
+from meshwright.config.optimizer_rules import ALL_RULES, TWICE, said_twice
 from meshwright.config.schema import RunConfig
 from meshwright.config.sources import (
     GivenKey,
@@ -49,6 +49,7 @@ from meshwright.config.sources import (
     read_overrides,
     secret_message,
 )
+from meshwright.config.training import SAID_BY_BUILDER
 from meshwright.errors import ConfigError
 from meshwright.system.secret_text import hide_secrets, is_secret_name
 from meshwright.terminal.output import tell
@@ -243,6 +244,18 @@ def _check_rules(config: RunConfig, arranged: KeyTree, place: str) -> list[Confi
     return problems
 
 
+def _check_said_twice(config: RunConfig, arranged: KeyTree) -> list[ConfigError]:
+    """Return the contradictions between keys of [optimizer] and options of its builder, of the keys that were given.
+
+    A key given with the value of its default contradicts another option too; rules between keys cannot see that.
+    """
+    given = {key: at.place for (section, key), at in arranged.where.items() if section == "optimizer"}
+    message = said_twice(config.optimizer, sorted(given.keys() - set(SAID_BY_BUILDER)))
+    if message is None:
+        return []
+    return [ConfigError(TWICE, f"{given['options']}: {message}")]
+
+
 def load(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:
     """Load the configuration in a TOML file, with command-line overrides on top.
 
@@ -271,15 +284,22 @@ def load_saved(saved: Mapping[str, Any], overrides: Sequence[str], place: str) -
 
     ``place`` names the saved configuration in errors. Raises :class:`ConfigError` as :func:`load` does.
     """
-    return _load(KeySource(list(leaves(dict(saved), place)), []), overrides, place)[0]
+    return _load(KeySource(list(leaves(dict(saved), place)), []), overrides, place, is_saved=True)[0]
 
 
-def _load(file: KeySource, overrides: Sequence[str], place: str) -> tuple[RunConfig, KeyTree]:
-    """Load a configuration from the keys of a file and overrides; return it with the arranged keys."""
+def _load(
+    file: KeySource, overrides: Sequence[str], place: str, *, is_saved: bool = False
+) -> tuple[RunConfig, KeyTree]:
+    """Load a configuration from the keys of a file and overrides; return it with the arranged keys.
+
+    ``is_saved``: the file has every key, also those that were not set.
+    """
     words = read_overrides(overrides)
     arranged = arrange([*file.given, *words.given])
     config = validate(arranged)
     broken_rules = [] if file.problems else _check_rules(config, arranged, place)
+    if not is_saved and not broken_rules:
+        broken_rules = _check_said_twice(config, arranged)
     problems = [*file.problems, *words.problems, *_advise_import(file, place), *arranged.problems, *broken_rules]
     if problems:
         raise ConfigError.join(problems)

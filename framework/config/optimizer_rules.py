@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+
 from meshwright.config.keys import format_value
 from meshwright.config.layout_rules import LAYOUT_RULES
 from meshwright.config.rules import RULES, Rule
 from meshwright.config.schema import RunConfig
+from meshwright.config.training import SAID_BY_BUILDER, Optimizer
+
+OPTION_OF = {"learning_rate": "lr"}
+"""Key of [optimizer] -> the option of an ``optimizer.builder`` that says the same, where their names differ."""
+TWICE = "MW-CONFIG-079"
+GROUP_FIELDS = ("params", "rate_factor", "eps_factor", "eight_bit")
+"""Fields of the parameter groups that an ``optimizer.builder`` gets: they overrule arguments of these names."""
 
 
 def _schedule_free(config: RunConfig) -> str | None:
@@ -34,6 +44,30 @@ def _state_dtype(config: RunConfig) -> str | None:
     return f'optimizer.state_dtype = "bfloat16" is for optimizer.name = "adamw", not {chosen}: leave it out'
 
 
+def _options(config: RunConfig) -> str | None:
+    optimizer = config.optimizer
+    for name in GROUP_FIELDS:
+        if optimizer.builder is not None and name in optimizer.options:
+            return (
+                f"optimizer.options.{name} = {format_value(optimizer.options[name])} has no effect: the parameter "
+                f"groups that optimizer.builder gets have a field of this name; rename the argument"
+            )
+    return said_twice(optimizer, SAID_BY_BUILDER)
+
+
+def said_twice(optimizer: Optimizer, keys: Iterable[str]) -> str | None:
+    """Return the problem if one of these given keys of [optimizer] contradicts an option of the builder."""
+    for key in keys if optimizer.builder is not None else ():
+        option, given = OPTION_OF.get(key, key), getattr(optimizer, key)
+        own = optimizer.options.get(option)
+        if own is not None and given is not None and json.dumps(given) != json.dumps(own) and given != own:
+            return (
+                f"optimizer.{key} = {format_value(given)} and optimizer.options.{option} = {format_value(own)} "
+                f"contradict each other: leave one of the two out"
+            )
+    return None
+
+
 def _routing(config: RunConfig) -> str | None:
     mode, directory = config.train.routing, config.train.routing_directory
     if mode == "replay" and directory is None:
@@ -49,6 +83,11 @@ def _routing(config: RunConfig) -> str | None:
 OPTIMIZER_RULES = (
     Rule("MW-CONFIG-070", _schedule_free, ("optimizer.name", "optimizer.schedule", "optimizer.betas")),
     Rule("MW-CONFIG-071", _state_dtype, ("optimizer.state_dtype", "optimizer.name", "optimizer.builder")),
+    Rule(
+        TWICE,
+        _options,
+        ("optimizer.builder", "optimizer.options", *(f"optimizer.{key}" for key in SAID_BY_BUILDER)),
+    ),
     Rule("MW-CONFIG-078", _routing, ("train.routing", "train.routing_directory")),
 )
 ALL_RULES = (*LAYOUT_RULES, *RULES, *OPTIMIZER_RULES)
