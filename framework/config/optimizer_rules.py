@@ -12,7 +12,7 @@ from meshwright.config.schema import RunConfig
 from meshwright.config.training import SAID_BY_BUILDER, Optimizer
 
 OPTION_OF = {"learning_rate": "lr"}
-"""Key of [optimizer] -> the option of an ``optimizer.builder`` that says the same, where their names differ."""
+"""Key of [optimizer] -> the option of an ``optimizer.builder`` with the same meaning, where their names differ."""
 TWICE = "MW-CONFIG-079"
 GROUP_FIELDS = ("params", "rate_factor", "eps_factor", "eight_bit")
 """Fields of the parameter groups that an ``optimizer.builder`` gets: they overrule arguments of these names."""

@@ -78,9 +78,9 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _leave_to_builder(self) -> Self:
-        """Unset (None) the keys that an optimizer of the user has by itself, where they were not given.
+        """Set to None the keys that an optimizer of the user has by itself, where they were not given.
 
-        A dump of the configuration has all keys: only None tells a key that was not set from one set to its default.
+        A dump of the configuration has all keys: only None marks a key that was not set, not even to its default.
         """
         for name in SAID_BY_BUILDER:
             if self.builder is not None and name not in self.model_fields_set:

@@ -1,12 +1,12 @@
 """Checks of a user's optimizer while it trains: on the real shards, at steps long after its trial.
 
 In a checked step a small part of each shard, cut anywhere, is copied with its gradient and its states. After the step a
-new optimizer takes over the copies, as after a checkpoint on another layout, and steps them. Weights and states must
-then be those of the shard. So what begins after a warm-up is seen: updates that are not element-wise any more, random
-numbers, and state that no checkpoint holds.
+new optimizer takes over the copies, as after a checkpoint on another layout, and steps them, as matrices. Weights and
+states must then be those of the shard. So what begins after a warm-up is seen: updates that are not element-wise any
+more, rules by the dims of a parameter, random numbers, and state that no checkpoint holds.
 
 Checked are the steps 1, 2, 4, 8, ..., each step that is saved, and the first one after a save and after a start. All
-ranks check the same steps, tell each other what they found, and raise the same error.
+ranks check the same steps, exchange what they found, and raise the same error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from meshwright.optimizer.own_trial import (
     is_changed,
     kept_seeds,
     numbers_beside,
+    reads_dims,
     states_after,
 )
 
-PART = 97
-"""Elements of a shard that are stepped again; fewer of small shards, so that they are cut as well."""
+ROWS, PART = 8, 96
+"""Rows and elements of a shard's part that is stepped again; small shards have fewer, so that they are cut as well."""
 
 
 class _Part(NamedTuple):
@@ -112,7 +113,7 @@ class OwnCheck:
         self._is_asked = True
 
     def begin_step(self, step: int, learning_rate: float) -> None:
-        """Decide whether this step is checked. ``step``: from 1."""
+        """Set whether this step is checked. ``step``: from 1."""
         self._is_due = self.is_enabled and (self._is_asked or step & (step - 1) == 0)
         self._step, self._rate, self._is_asked = step, learning_rate, False
 
@@ -145,27 +146,32 @@ class OwnCheck:
         if not parts or self._problem is not None:
             return
         try:
-            one, *others = [self._step_again(parts, sign) for sign in (0.0, -1.0, 1.0)]
+            if (wrong := self._find_difference(parts, as_matrix=True)) is None:
+                return
+            flat = self._find_difference(parts, as_matrix=False)
+            self._record(self._differs(*wrong) if flat is not None else self._reads_dims(*wrong))
         except UnknownStateError as error:
             self._record(not_saved(self.config, f"at step {self._step:,} {error}"))
-            return
         except ConfigError as error:
             self._record(error)
-            return
-        compared = [_bounds(*each) for each in zip(one, *others, strict=True)]
-        wrong = [_is_outside(each) for each in compared]
-        if not wrong or not bool(torch.stack([mask.any() for mask in wrong]).any()):
-            return
-        each, mask = next((each, mask) for each, mask in zip(compared, wrong, strict=True) if bool(mask.any()))
-        self._record(self._differs(each, int(mask.long().argmax())))
 
-    def _step_again(self, parts: Sequence[_Part], sign: float) -> list[_Value]:
+    def _find_difference(self, parts: Sequence[_Part], *, as_matrix: bool) -> tuple[_Compared, int] | None:
+        """Step copies of the parts again; return the first values that differ, and which of them does first."""
+        one, *others = [self._step_again(parts, sign, as_matrix) for sign in (0.0, -1.0, 1.0)]
+        compared = [_bounds(*each) for each in zip(one, *others, strict=True)]
+        masks = [_is_outside(each) for each in compared]
+        if not bool(torch.stack([mask.any() for mask in masks]).any()):
+            return None
+        each, mask = next((each, mask) for each, mask in zip(compared, masks, strict=True) if bool(mask.any()))
+        return each, int(mask.long().argmax())
+
+    def _step_again(self, parts: Sequence[_Part], sign: float, as_matrix: bool) -> list[_Value]:
         """Step copies of the parts by a new optimizer, and return all values with those of the shards.
 
         ``sign``: of a change of the gradients by rounding. Where rounding decides an update, such as the sign of an
         average that cancels, the values of the three signs differ.
         """
-        copies = {part.shard: nn.Parameter(part.weights.clone()) for part in parts}
+        copies = {part.shard: nn.Parameter(_shaped(part.weights.clone(), as_matrix)) for part in parts}
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         groups: list[dict[str, Any]] = []
         for group in self.groups:
@@ -177,9 +183,9 @@ class OwnCheck:
             set_rate(again, self._rate)
             for part in parts:
                 copy = copies[part.shard]
-                copy.grad = part.gradient * (1.0 + sign * torch.finfo(copy.dtype).eps ** 0.5)
+                copy.grad = _shaped(part.gradient, as_matrix) * (1.0 + sign * torch.finfo(copy.dtype).eps ** 0.5)
                 if part.states.names or part.states.numbers:
-                    tensors = {name: tensor.clone() for name, tensor in part.tensors.items()}
+                    tensors = {name: _shaped(tensor.clone(), as_matrix) for name, tensor in part.tensors.items()}
                     again.state[copy] = part.states.fill(tensors, copy.device)
             try:
                 again.step()
@@ -204,10 +210,12 @@ class OwnCheck:
                 f"{self.name_of(part.shard, part.start)} than after a resume",
             )
         start, here = part.start, slice(part.start, part.stop)
-        found = [_Value("the weights", part.shard, start, part.weights, parameter.detach()[here], copy.detach())]
+        found = [
+            _Value("the weights", part.shard, start, part.weights, parameter.detach()[here], copy.detach().view(-1))
+        ]
         for name in states.names:
             before = part.tensors.get(name, torch.zeros_like(part.weights))
-            real, copied = state[name].detach()[here], other[name].detach()
+            real, copied = state[name].detach()[here], other[name].detach().reshape(-1)
             found.append(_Value(f"state[{name!r}]", part.shard, start, before, real, copied))
         return found
 
@@ -222,6 +230,10 @@ class OwnCheck:
             f"element-wise in all steps, draw no random numbers, and keep its state in optimizer.state[parameter]. "
             f"This step is not saved; earlier checkpoints are sound",
         )
+
+    def _reads_dims(self, each: _Compared, at: int) -> ConfigError:
+        name = self.name_of(each.shard, each.start + at)
+        return reads_dims(self.config, f"in step {self._step:,}, on {name}, gives other updates for a matrix")
 
     def _check_beside(self) -> None:
         """Record numbers in the parameter groups or in attributes that have changed since the start."""
@@ -240,7 +252,7 @@ class OwnCheck:
         self._problem = self._problem or problem
 
     def end_step(self, world: Group, added: Collection[str]) -> None:
-        """Agree on the states if the step was checked; see :meth:`agree`. Collective over all ranks then."""
+        """Call :meth:`agree` if the step was checked; collective over all ranks then."""
         if self._is_due:
             self._is_due = False
             self.agree(world, added)
@@ -299,6 +311,11 @@ def _first_difference(one: OwnStates, other: OwnStates) -> str:
         name for name in {*one.numbers, *other.numbers} if one.numbers.get(name) != other.numbers.get(name)
     )
     return next(iter([*names, *numbers]))
+
+
+def _shaped(flat: Tensor, as_matrix: bool) -> Tensor:
+    """Return a part as a matrix of :data:`ROWS` rows, or of one where they do not divide it; or as it is."""
+    return flat.view(ROWS if flat.numel() % ROWS == 0 else 1, -1) if as_matrix else flat
 
 
 def _bounds(*same: _Value) -> _Compared:

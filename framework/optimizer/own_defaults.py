@@ -1,4 +1,4 @@
-"""Peak learning rate and weight decay of a run: the keys', or what the user's own optimizer says of them.
+"""Peak learning rate and weight decay of a run: the keys', or those of the user's own optimizer.
 
 A key that is not set must not overrule ``optimizer.builder``, whether the value stands in ``optimizer.options``, in the
 code of the builder or among its default arguments. So the builder is asked once: what it returns for a group without

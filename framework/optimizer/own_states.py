@@ -50,7 +50,7 @@ class OwnStates(NamedTuple):
 
 
 class UnknownStateError(Exception):
-    """A state that no checkpoint can hold; the text says which, and why."""
+    """A state that no checkpoint can hold; the text names it, and the reason."""
 
 
 def is_state_name(name: str) -> bool:

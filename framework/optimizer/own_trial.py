@@ -100,7 +100,7 @@ def _try(config: Optimizer, size: _Size) -> OwnStates:
             raise not_element_wise(config, "gives other updates when parameter groups come in another order")
     for shape in size.shapes:
         if not _are_close(whole, _Trial(config, size, [shape]).run()):
-            raise _not_flat(config, shape)
+            raise reads_dims(config, f"gives other updates for a tensor of {'x'.join(map(str, shape))}")
     if not _are_close(whole, _Trial(config, size, flat).run(resumed=True)):
         raise not_saved(config, "gives other updates after a resume: it keeps state elsewhere")
     if first.states().numbers != apart.states().numbers:
@@ -181,7 +181,7 @@ class _Trial:
             raise not_saved(self.config, f"counts in its attribute {', '.join(changed)}")
 
     def _resume(self) -> None:
-        """Continue with a new optimizer, from the states that a checkpoint holds."""
+        """Replace the optimizer by a new one with the states that a checkpoint holds."""
         before = self.inner
         self.inner = self._build()
         for parameter in self.parameters:
@@ -258,12 +258,12 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-11, atol=_CLOSE, equal_nan=True)
 
 
-def _not_flat(config: Optimizer, shape: tuple[int, ...]) -> ConfigError:
-    shown = "x".join(map(str, shape))
+def reads_dims(config: Optimizer, what: str) -> ConfigError:
+    """Return the error of an optimizer that treats a parameter by its dims. ``what``: it does so, when and where."""
     return ConfigError(
         "MW-OPTIM-009",
-        f"optimizer.builder = {config.builder!r} gives other updates for a tensor of {shown} than for the same numbers "
-        f"in a flat one: a rule of it reads the dims, the shape or the size of a parameter. Shards are flat, so the "
-        f'rule would not apply: decide by the "weight_decay" of the group, which is 0 for vectors, by groups of '
-        f'model.parameter_groups, or choose optimizer.name = "muon" or "adafactor" for rules of whole matrices',
+        f"optimizer.builder = {config.builder!r} {what} than for the same numbers in a flat tensor: a rule of it reads "
+        f"the dims, the shape or the size of a parameter. Shards are flat, so the rule would not apply: decide by the "
+        f'"weight_decay" of the group, which is 0 for vectors, by groups of model.parameter_groups, or choose '
+        f'optimizer.name = "muon" or "adafactor" for rules of whole matrices',
     )

@@ -181,7 +181,7 @@ class DecaysMatrices(Base):
     """Decay by the dims of a parameter, where the group's weight decay says it."""
 
     def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
-        if p.dim() >= 2:
+        if p.dim() >= 2 and is_late:
             p.mul_(1 - group["lr"] * 0.1)
         p.add_(gradient.sign(), alpha=-group["lr"])
 

@@ -108,6 +108,12 @@ def test_a_state_that_begins_late_is_saved_and_restored_on_other_cuts(
         ("NoisyByNumpy", {"late": LATE}, "MW-OPTIM-010", ("draw no random numbers",)),
         ("NoisyByPython", {"late": LATE}, "MW-OPTIM-010", ("earlier checkpoints are sound",)),
         ("CountsBeside", {"late": LATE}, "MW-OPTIM-010", ("in step 128",)),
+        (
+            "DecaysMatrices",
+            {"late": LATE},
+            "MW-OPTIM-009",
+            ("in step 128, on first, gives other updates for a matrix",),
+        ),
         ("BySize", {"late": 100_000}, None, ()),
         ("Sizes", {"late": LATE}, "MW-OPTIM-005", ("at step 128 keeps state['mean'], of shape (1, 1)",)),
         ("LateGroupCounter", {"late": LATE}, "MW-OPTIM-005", ("at step 128 keeps k in its parameter groups",)),
