@@ -37,7 +37,7 @@ from meshwright.config.keys import (
     nearest_value,
     null_problem,
 )
-from meshwright.config.optimizer_rules import ALL_RULES, TWICE, said_twice
+from meshwright.config.optimizer_rules import ALL_RULES, said_twice
 from meshwright.config.schema import RunConfig
 from meshwright.config.sources import (
     GivenKey,
@@ -253,7 +253,7 @@ def _check_said_twice(config: RunConfig, arranged: KeyTree) -> list[ConfigError]
     message = said_twice(config.optimizer, sorted(given.keys() - set(SAID_BY_BUILDER)))
     if message is None:
         return []
-    return [ConfigError(TWICE, f"{given['options']}: {message}")]
+    return [ConfigError("MW-CONFIG-081", f"{given['options']}: {message}")]
 
 
 def load(path: str | PathLike[str], overrides: Sequence[str] = ()) -> RunConfig:

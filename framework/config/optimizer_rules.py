@@ -13,7 +13,6 @@ from meshwright.config.training import SAID_BY_BUILDER, Optimizer
 
 OPTION_OF = {"learning_rate": "lr"}
 """Key of [optimizer] -> the option of an ``optimizer.builder`` with the same meaning, where their names differ."""
-TWICE = "MW-CONFIG-079"
 GROUP_FIELDS = ("params", "rate_factor", "eps_factor", "eight_bit")
 """Fields of the parameter groups that an ``optimizer.builder`` gets: they overrule arguments of these names."""
 
@@ -84,7 +83,7 @@ OPTIMIZER_RULES = (
     Rule("MW-CONFIG-070", _schedule_free, ("optimizer.name", "optimizer.schedule", "optimizer.betas")),
     Rule("MW-CONFIG-071", _state_dtype, ("optimizer.state_dtype", "optimizer.name", "optimizer.builder")),
     Rule(
-        TWICE,
+        "MW-CONFIG-079",
         _options,
         ("optimizer.builder", "optimizer.options", *(f"optimizer.{key}" for key in SAID_BY_BUILDER)),
     ),

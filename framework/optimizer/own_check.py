@@ -278,9 +278,8 @@ class OwnCheck:
             self._record(not_saved(self.config, f"at step {self._step:,} {error}"))
         problem = None if self._problem is None else [self._problem.code, self._problem.message]
         gathered = world.gather_objects([problem, found])
-        for other, _ in gathered:
-            if other is not None:
-                raise ConfigError(*other)
+        for code, message in [other for other, _ in gathered if other is not None]:
+            raise ConfigError(code, message)
         every = [pair for _, pairs in gathered for pair in pairs]
         for pair in every:
             if pair[0] != every[0][0]:
