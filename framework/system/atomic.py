@@ -46,7 +46,8 @@ def sync_with_folders(files: Iterable[Path]) -> Iterator[tuple[Path, OSError]]:
             continue
         except OSError as error:
             yield file, error
-        folders |= dict.fromkeys(_folders_above(file))
+        with contextlib.suppress(OSError):  # removed meanwhile
+            folders |= dict.fromkeys(_folders_above(file))
     for folder in folders:
         try:
             sync(folder)
