@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Self
 
+MAX_REASON = 2000
+"""Characters of another error's text in a message."""
+
 
 class UserError(Exception):
     """Error that a user can cause and fix: a stable code, and a message with the finding, the place and the next step.
@@ -28,6 +31,15 @@ class UserError(Exception):
     def __str__(self) -> str:
         first, newline, rest = self.message.partition("\n")
         return f"{first} [{self.code}]{newline}{rest}"
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the type and the text of an error of the user's code, for a message; its text may fail or be endless."""
+    try:
+        text = str(error)
+    except BaseException as other:  # of a class of the user's
+        text = f"its text cannot be formatted: {type(other).__name__}"
+    return f"{type(error).__name__}: {text[:MAX_REASON]}"
 
 
 class ConfigError(UserError):

@@ -20,7 +20,7 @@ import torch
 from meshwright.config import RunConfig
 from meshwright.config.functions import error_place, find_function
 from meshwright.data.sources import StreamSource
-from meshwright.errors import CallbackError, ConfigError
+from meshwright.errors import CallbackError, ConfigError, reason_of
 from meshwright.parts import Observer, Parts, StepEvent
 from meshwright.system.bounded import parse_json
 from meshwright.terminal.output import tell
@@ -50,10 +50,12 @@ def make_callbacks(parts: Parts) -> list[Observer]:
     for path, function in zip(parts.config.train.callbacks, find_callbacks(parts.config), strict=True):
         try:
             observer = function(parts)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise ConfigError(
                 "MW-LAUNCH-056",
-                f"train.callbacks: {path} failed{error_place(error)}: {type(error).__name__}: {error}",
+                f"train.callbacks: {path} failed{error_place(error)}: {reason_of(error)}",
             ) from error
         if not isinstance(observer, Observer):
             raise ConfigError(
@@ -149,8 +151,10 @@ class Callbacks(Observer):
         for each in self.observers:
             try:
                 each.on_error(parts, error)
-            except (Exception, SystemExit) as other:
-                tell(f"callback {_name(each)}: on_error failed: {type(other).__name__}: {other}")
+            except KeyboardInterrupt:
+                raise
+            except BaseException as other:
+                tell(f"callback {_name(each)}: on_error failed: {reason_of(other)}")
 
     def raise_error(self) -> None:
         """Raise :class:`CallbackError` on every rank if a callback has failed on some rank."""
@@ -165,11 +169,13 @@ class Callbacks(Observer):
             try:
                 with parts.mesh.activity.during(f"callback {_name(each)}.{hook}"):
                     call(each)
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 tell("".join(traceback.format_exception(error)))
                 self._problem = (
                     f"callback {_name(each)}.{hook} failed after step {parts.state.step} on rank {parts.mesh.rank}"
-                    f"{error_place(error)}: {type(error).__name__}: {error}"
+                    f"{error_place(error)}: {reason_of(error)}"
                 )
 
     def _after_step(self, each: Observer, parts: Parts, event: StepEvent) -> None:

@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, reason_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
 STANDARD = sysconfig.get_path("stdlib")
@@ -98,12 +98,23 @@ def find_function(path: str, key: str, wanted: str, error_type: type[UserError])
         raise error_type(
             "MW-CONFIG-008", f"{key} = {path!r}: cannot import {module_name} ({error}). {advice}"
         ) from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise error_type(
             "MW-CONFIG-009",
-            f"{key} = {path!r}: importing {module_name} failed{error_place(error)}: {type(error).__name__}: {error}",
+            f"{key} = {path!r}: importing {module_name} failed{error_place(error)}: {reason_of(error)}",
         ) from error
-    function = getattr(module, function_name, None)
+    try:
+        function = getattr(module, function_name, None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise error_type(
+            "MW-CONFIG-080",
+            f"{key} = {path!r}: {module_name} fails when asked for {function_name} (its __getattr__)"
+            f"{error_place(error)}: {reason_of(error)}; define the function itself",
+        ) from error
     if not callable(function):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         close = difflib.get_close_matches(function_name, public, 1)

@@ -76,7 +76,9 @@ class Collate(NamedTuple):
             inputs, labels = (tree_map(torch.as_tensor, part) for part in self.function(list(raws)))
             labels = as_index(labels)
             ragged = [leaf for leaf in (*tree_leaves(inputs), labels) if leaf.dim() < 1 or len(leaf) != len(raws)]
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise DataError(
                 "MW-DATA-106",
                 f"{where}, failed{error_place(error)}: {type(error).__name__}: {error}. It returns (inputs, labels): "

@@ -41,7 +41,9 @@ class Samples(NamedTuple):
         """
         try:
             return self.dataset[number]
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise DataError(
                 "MW-DATA-009",
                 f"{self.name}: sample {number} of {self.num_samples:,} failed{error_place(error)}: "
@@ -118,7 +120,9 @@ def open_dataset(config: RunConfig, split: str) -> Samples | Stream | None:
             if dataset is not None and not is_stream(dataset):
                 len(dataset)
             return dataset
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise DataError(
                 "MW-DATA-014",
                 f"data.builder {path}({split!r}) with data.options {config.data.options} failed{error_place(error)}: "

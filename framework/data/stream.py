@@ -199,7 +199,9 @@ class Stream:
         try:
             state = self._dataset.state_dict()
             text = json.dumps(state)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise DataError(
                 "MW-DATA-111",
                 f"{self.name}: state_dict() of {type(self._dataset).__name__} failed or is no plain JSON"
@@ -230,7 +232,9 @@ class Stream:
                 self._samples = iter(dataset)
                 for _ in range(mark.read):
                     next(self._samples)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise DataError(
                 "MW-DATA-113",
                 f"{self.name} cannot continue {self.how} at sample {mark.read} of epoch {mark.epoch}"
@@ -248,7 +252,9 @@ class Stream:
                 raise DataError("MW-DATA-114", f"{self.name} has no samples in epoch {at.epoch}") from None
             self._begin_at(StreamMark(at.number, at.epoch + 1, 0, None))
             return self._next()
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise DataError(
                 "MW-DATA-115",
                 f"{self.name}: sample {at.read} of epoch {at.epoch} failed{error_place(error)}: "

@@ -174,7 +174,9 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
             layers = builder(**options)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if (tool := requirements.parametrization_message(error)) is not None:
             raise ModelError(
                 "MW-MODEL-002", f"{path} with model.options {options} failed{error_place(error)}: {tool}"

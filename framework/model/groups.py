@@ -100,6 +100,8 @@ def _ask(path: str, name: str, shape: tuple[int, ...]) -> ParameterGroup | None:
         first = error.errors()[0]
         text = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ModelError("MW-MODEL-028", f"{_KEY} = {path!r} returned {found!r} for {name}: {text}") from error
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         text = f"failed for {name}{error_place(error)}: {type(error).__name__}: {error}"
         raise ModelError("MW-MODEL-031", f"{_KEY} = {path!r} {text}") from error

@@ -40,7 +40,9 @@ def build_own(groups: Groups, config: Optimizer) -> torch.optim.Optimizer:
     filled = [dict(group) for group in groups if group["params"]] or [dict(groups[0])]
     try:
         made = builder(filled, **config.options)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise unfit(config, f"failed{error_place(error)}: {type(error).__name__}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise unfit(config, f"returned a {type(made).__name__}: return a torch.optim.Optimizer")
@@ -96,7 +98,9 @@ def own_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     function = _schedule(path)
     try:
         factor = function(step, num_steps)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         why = f"{error_place(error)}: {type(error).__name__}: {error}"
         raise ConfigError("MW-OPTIM-006", f"optimizer.schedule = {path!r} failed at step {step}{why}") from error
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < 1e300:

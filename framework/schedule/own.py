@@ -23,7 +23,9 @@ def own_schedule(path: str, pp: int, chunks: int, num_stages: int) -> Schedule:
     given = f"pipeline.schedule = {path!r} with pp={pp}, chunks={chunks}, num_stages={num_stages}"
     try:
         rows = [row if isinstance(row, str) else " ".join(map(str, row)) for row in function(pp, chunks, num_stages)]
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise ScheduleError(
             "MW-SCHEDULE-017", f"{given} failed{error_place(error)}: {type(error).__name__}: {error}; write {wanted}"
         ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from meshwright.tracking.routing import check_routing as check_routing
 from meshwright.tracking.routing import hooks_of as hooks_of
 from meshwright.tracking.routing import plan_of as plan_of
 from meshwright.tracking.routing import step_key as step_key
-from meshwright.tracking.tracker import Sink, Tracker
+from meshwright.tracking.tracker import LateSink, Sink, Tracker
 from meshwright.tracking.wandb import WandbSink
 
 SINKS = {
@@ -62,7 +63,10 @@ def open_tracker(parts: Parts, metrics_file: Path, is_ours: Callable[[], bool]) 
     if config.tracking.wandb != "off" and step < steps:
         sinks.append(WandbSink(metrics_file.parent, config))
     if step < steps:
-        sinks += [make_sink(config, metrics_file.parent) for make_sink in find_sinks(config)]
+        sinks += [
+            LateSink(name, partial(make_sink, config, metrics_file.parent))
+            for name, make_sink in zip(config.tracking.sinks, find_sinks(config), strict=True)
+        ]
     return Tracker(JsonlSink(metrics_file, step, is_ours), sinks)
 
 

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
+from meshwright.errors import reason_of
 from meshwright.system.secret_text import hide_secrets
 from meshwright.terminal.output import Warn, tell
 from meshwright.tracking.jsonl import JsonlSink
@@ -45,6 +46,30 @@ class Sink(Protocol):
 
     def close(self, failed: bool = False) -> None:
         """Finish. ``failed``: the run ended with an error, or ``open`` or ``write`` of this sink raised."""
+
+
+class LateSink:
+    """Sink that is made in its own thread, when it is opened: what a user's constructor does ends only this sink."""
+
+    def __init__(self, name: str, make: Callable[[], Sink]) -> None:
+        self.name = name
+        self._make = make
+        self._sink: Sink | None = None
+
+    def open(self) -> None:
+        """Make the sink, and open it."""
+        self._sink = self._make()
+        self._sink.open()
+
+    def write(self, record: StepRecord) -> None:
+        """Write the record of one step."""
+        assert self._sink is not None
+        self._sink.write(record)
+
+    def close(self, failed: bool = False) -> None:
+        """Close the sink, if it was made."""
+        if self._sink is not None:
+            self._sink.close(failed)
 
 
 def warn_on_stderr(message: str) -> None:
@@ -179,7 +204,7 @@ class _QueuedSink:
     def __init__(self, sink: Sink, queue_size: int, warn: Warn) -> None:
         assert queue_size > 0, queue_size
         self._sink = sink
-        self._name = type(sink).__name__
+        self._name = sink.name if isinstance(sink, LateSink) else type(sink).__name__
         self._queue: SimpleQueue[StepRecord | _End] = SimpleQueue()
         self._queue_size = queue_size
         self._warn = warn
@@ -215,11 +240,11 @@ class _QueuedSink:
             while isinstance(item := self._queue.get(), StepRecord):
                 self._sink.write(item)
             failed = item.failed
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # also what a user's sink derives from it: only this sink ends
             self._disabled.set()
-            self._warn(f"{self._name} is switched off after an error, the run continues: {error}")
+            self._warn(f"{self._name} is switched off after an error, the run continues: {reason_of(error)}")
             failed = True
         try:
             self._sink.close(failed)
-        except (Exception, SystemExit) as error:
-            self._warn(f"{self._name} could not be closed: {error}")
+        except BaseException as error:  # also what a user's sink derives from it: only this sink ends
+            self._warn(f"{self._name} could not be closed: {reason_of(error)}")

@@ -17,17 +17,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from meshwright.errors import DataError, ScheduleError
-from meshwright.schedule.action import Action, Schedule
+from meshwright.schedule.action import COMPUTE, Action, Schedule
 from meshwright.schedule.analysis import Reading, Span, Timeline, name_of
 from meshwright.schedule.load import parse_schedule
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_bytes
 
+MAX_STEP_S = 1e7
+"""Upper limit of a time in a trace, in seconds: four months."""
+MAX_STEP = 2**63
 FILE_NAME = re.compile(r"step-(\d{8,})\.json")
 
 
@@ -38,7 +41,7 @@ class Trace(BaseModel):
 
     format: Literal["meshwright trace 1"] = "meshwright trace 1"
     run: str
-    step: NonNegativeInt
+    step: Annotated[int, Field(ge=0, lt=MAX_STEP)]
     torch: str
     device: str
     hosts: tuple[str, ...]
@@ -155,6 +158,12 @@ def read(path: Path) -> LoadedTrace:
         raise DataError(
             "MW-WATCH-011", f"{path} is no trace of a step: {why}. Train again, or draw another trace"
         ) from None
+    trace = trace.model_copy(
+        update={
+            "spans": tuple((rank, action, _rounded(start), _rounded(end)) for rank, action, start, end in trace.spans),
+            "data": tuple((rank, _rounded(start), _rounded(end)) for rank, start, end in trace.data),
+        }
+    )
     known = {(rank, str(action)): action for rank in range(schedule.pp) for _, action in schedule.actions(rank)}
     problem = _contradiction(trace, schedule, known)
     if problem is not None:
@@ -164,7 +173,16 @@ def read(path: Path) -> LoadedTrace:
     return LoadedTrace(trace, schedule, Timeline(name_of(schedule), spans), readings)
 
 
+def _rounded(time_s: float) -> float:
+    """Round a time to picoseconds, so that no ratio of two durations overflows."""
+    return round(time_s, 12)
+
+
 def _contradiction(trace: Trace, schedule: Schedule, known: dict[tuple[int, str], Action]) -> str | None:
+    times = [*(time for *_, start, end in trace.spans for time in (start, end)), trace.clock_error_s]
+    times += [time for _, start, end in trace.data for time in (start, end)]
+    if max(map(abs, times)) > MAX_STEP_S:
+        return f"it has a time of {max(times, key=abs):g} s, and no step takes more than {MAX_STEP_S:g} s"
     for rank, action, start, end in trace.spans:
         if (rank, action) not in known:
             return f"its schedule has no {action} on rank {rank}"
@@ -178,6 +196,8 @@ def _contradiction(trace: Trace, schedule: Schedule, known: dict[tuple[int, str]
         return f"{len(trace.spans)} spans of {len(known)} actions"
     if any(rank >= schedule.pp or end < start for rank, start, end in trace.data):
         return "its data spans are not of its ranks, or end before they start"
+    if not any(end > start and known[rank, name].kind in COMPUTE for rank, name, start, end in trace.spans):
+        return "no computation in it takes any time"
     if len(trace.hosts) != schedule.pp:
         return f"{len(trace.hosts)} hosts of {schedule.pp} pipeline ranks"
     return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.tracking.jsonl import JsonlSink, read_records
-from meshwright.tracking.tracker import Tracker
+from meshwright.tracking.tracker import LateSink, Tracker
 
 
 class Kept:
@@ -97,6 +97,35 @@ def test_a_sink_that_raises_is_switched_off(tmp_path, record, warnings, where, t
     assert good.steps == [1, 2, 3]
     assert len(warnings) == 1
     assert "Raising" in warnings[0] and f"broken in {where}" in warnings[0]
+
+
+class Odd(BaseException):
+    """No Exception, and without a text."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, GeneratorExit, KeyboardInterrupt, Odd])
+@pytest.mark.parametrize("where", ["made", "open", "write", "close"])
+def test_whatever_a_sink_raises_ends_only_this_sink(tmp_path, record, warnings, where, error) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    def make() -> Kept:
+        bad = Kept()
+        if where == "made":
+            fail()
+        setattr(bad, where, fail)
+        return bad
+
+    good = Kept()
+    sinks = [LateSink("theirs:make", make), good]
+    with Tracker(JsonlSink(tmp_path / "metrics.jsonl"), sinks, warn=warnings.append) as tracker:
+        for step in (1, 2):
+            tracker.write(record(step))
+    assert good.steps == [1, 2] and good.closed == [False]
+    assert len(warnings) == 1 and "theirs:make" in warnings[0] and error.__name__ in warnings[0]
 
 
 @pytest.mark.fault(row="a logger without network, refused, silent, failing, killed or stuck")

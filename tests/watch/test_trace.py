@@ -65,6 +65,15 @@ def spans_but(*left_out: str) -> list[Any]:
         ({"spans": [*spans_but("0F0"), [0, "0F0", 2.0, 1.0]]}, "ends before it starts"),
         ({"data": [[2, 0.0, 1.0]]}, "its data spans"),
         ({"hosts": ["a"]}, "1 hosts of 2 pipeline ranks"),
+        ({"step": 10**400}, "step"),
+        (
+            {"spans": [[rank, name, 0.0, 0.0] for rank, name, *_ in trace().spans]},
+            "no computation in it takes any time",
+        ),
+        ({"spans": [[rank, name, 0.0, 5e-324] for rank, name, *_ in trace().spans]}, "takes any time"),
+        ({"spans": [[rank, name, -1e308, 1e308] for rank, name, *_ in trace().spans]}, "no step takes more than"),
+        ({"data": [[0, 0.0, 1e308]]}, "it has a time of 1e+308 s"),
+        ({"clock_error_s": 1e308}, "it has a time of 1e+308 s"),
     ],
 )
 def test_what_makes_no_sense_is_explained(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from meshwright.tools.page.points import Point, columns, thin
+from meshwright.tools.page.points import Point, columns, drawable, thin
 
 SIDE = 10_000
 """Side of the square SVG before stretching; coordinates are whole numbers in it."""
@@ -73,7 +73,8 @@ def chart(
     ``levels``: (y, name) of horizontal lines.
     """
     title, unit, from_zero, may_be_log = quantity
-    levels, every = list(levels), curves
+    levels = [(y, name) for y, name in levels if math.isfinite(drawable(y))]
+    curves = every = [curve._replace(points=[(x, drawable(y)) for x, y in curve.points]) for curve in curves]
     curves = [curve for curve in curves if curve.look != "hidden"]
     finite = [(x, y) for curve in curves for x, y in curve.points if math.isfinite(y)]
     if not finite:
@@ -219,7 +220,7 @@ def axis(
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        around = 1.0 if whole else abs(high) / 10 or 1.0
+        around = max(1.0, abs(high) / 1e6) if whole else abs(high) / 10 or 1.0
         low, high = (0.0, 1.25 * high or 1.0) if from_zero and high >= 0 else (low - around, high + around)
     by = margin * (high - low)
     low, high = low if from_zero and low == 0 else low - by, high + by

@@ -21,6 +21,18 @@ Column = str | list[float]
 """Base64 of float32 values, little-endian; or [first, spacing, count] where all spacings are equal."""
 
 
+MAX_DRAWN, MIN_DRAWN = 1e100, 1e-100
+"""Largest and smallest value of a chart: sums, squares and ranges of such values neither overflow nor vanish."""
+
+
+def drawable(value: float) -> float:
+    """Return a value that a chart can draw: NaN, a gap, beyond ``MAX_DRAWN``; 0 below ``MIN_DRAWN``."""
+    size = abs(value)
+    if not size <= MAX_DRAWN:
+        return math.nan
+    return float(value) if size >= MIN_DRAWN else 0.0
+
+
 def thin(points: Sequence[Point]) -> list[Point]:
     """Reduce a curve to about ``MAX_POINTS`` points: the lowest and highest of neighbours, and all ends of gaps."""
     if len(points) <= MAX_POINTS:

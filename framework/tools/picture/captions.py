@@ -29,7 +29,8 @@ def typical_shortest(spans: Iterable[Span]) -> float:
         if span.action.kind in COMPUTE:
             durations[span.action.kind].append(span.end - span.start)
     medians = [median(each) for each in durations.values()]
-    return max(min(medians), max(medians) / 4)
+    longest = max(max(each) for each in durations.values())
+    return max(min(medians), max(medians) / 4) or longest
 
 
 def elide(names: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import DataError
 from meshwright.system.atomic import writing
+from meshwright.tools.page.points import drawable
 from meshwright.tools.picture.library import require_matplotlib
 from meshwright.tracking.jsonl import read_records
 from meshwright.tracking.record import StepRecord
@@ -96,7 +97,7 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: float | None) -> None:
     steps = [r.step for r in records]
-    losses = _finite_or_nan([r.loss for r in records])
+    losses = _drawable([r.loss for r in records])
     is_long = len(records) >= SMOOTHED_FROM
     axes.plot(steps, losses, color=BLUE, lw=1.0 if is_long else 1.8, alpha=0.3 if is_long else 1, label="training")
     if is_long:
@@ -106,10 +107,10 @@ def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: floa
     validated = [(r.step, r.validation_loss) for r in records if r.validation_loss is not None]
     if validated:
         at, values = zip(*validated, strict=True)
-        label = f"validation (last {values[-1]:.3f})"
-        axes.plot(at, _finite_or_nan(values), color=ORANGE, marker="o", ms=6, lw=1.4, label=label, zorder=3)
+        label = f"validation (last {_in_nats(values[-1])})"
+        axes.plot(at, _drawable(values), color=ORANGE, marker="o", ms=6, lw=1.4, label=label, zorder=3)
     if unigram_entropy is not None:
-        label = f"unigram baseline ({unigram_entropy:.3f})"
+        label = f"unigram baseline ({_in_nats(unigram_entropy)})"
         axes.axhline(unigram_entropy, color=GREY, ls=(0, (5, 4)), lw=1.4, label=label)
     axes.set_title("Loss", loc="left", color=INK, fontsize=15, fontweight="bold")
     axes.set_ylabel(f"loss ({loss_unit(records)})", color=INK, fontsize=12)
@@ -119,7 +120,7 @@ def _loss_panel(axes: Axes, records: Sequence[StepRecord], unigram_entropy: floa
 
 
 def _small_panel(axes: Axes, records: Sequence[StepRecord], values: Sequence[float], title: str, colour: str) -> None:
-    axes.plot([r.step for r in records], _finite_or_nan(values), color=colour, lw=1.3)
+    axes.plot([r.step for r in records], _drawable(values), color=colour, lw=1.3)
     axes.set_ylabel(title, color=INK, fontsize=10)
     axes.set_xlabel("step", color=INK, fontsize=10)
     _style_axes(axes, labels=9)
@@ -135,8 +136,13 @@ def _style_axes(axes: Axes, labels: int) -> None:
         spine.set_color("#9ca3af")
 
 
-def _finite_or_nan(values: Sequence[Any]) -> list[float]:
-    return [value if math.isfinite(value) else math.nan for value in values]
+def _drawable(values: Sequence[Any]) -> list[float]:
+    return [drawable(value) for value in values]
+
+
+def _in_nats(loss: float) -> str:
+    """Format a loss: three decimals, or three digits of one that is no loss of a model."""
+    return f"{loss:.3f}" if abs(loss) < 1e6 else f"{loss:.3g}"
 
 
 def _tokens(number: int) -> str:
