@@ -76,6 +76,17 @@ def _lost_peer(error: BaseException | None) -> bool:
     return False
 
 
+def text_of(failure: FailureRecord) -> str:
+    """Return what a rank of torchrun or srun prints: the traceback, but one message where it has lost a peer.
+
+    Then the rank that failed first has the traceback that matters.
+    """
+    if not failure.lost_peer or not failure.trace:
+        return failure.trace or failure.message
+    first = failure.message.splitlines()[0] if failure.message else "the connection was closed"
+    return f"lost a peer: {first}. Look at the message of the rank that ended first; the same command resumes the run"
+
+
 def write_failure(failure: FailureRecord, records: Path) -> None:
     """Write a failure record for the launcher, atomically."""
     write_atomic(records / f"{failure.rank}.json", json.dumps(asdict(failure)), is_durable=False)

@@ -98,7 +98,7 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
     """Run this process as one rank of torchrun or srun; a failure ends the process, with its rank in the message."""
     from meshwright.launch import rank
     from meshwright.launch.environment import Launcher, check_port, check_rendezvous_port, read_place, torch_variables
-    from meshwright.launch.failure import describe, leave_exit_code, leave_record
+    from meshwright.launch.failure import describe, leave_exit_code, leave_record, text_of
     from meshwright.system.process import ignore_signals, leave
 
     if launcher is Launcher.SLURM:
@@ -128,11 +128,11 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
         failure = describe(error, place.rank)
         leave_record(failure)
         keep_exit_code(failure.exit_code)
-        if failure.trace:
+        if failure.trace and not failure.lost_peer:
             get_error_handler().record_exception(error)  # for torchrun's own summary
         elif failure.exit_code == UserError.exit_code and place.local_rank != 0:
             time.sleep(rank.LINGER_S)
-        print_error(f"rank {place.rank}: {failure.trace or failure.message}", failure.exit_code)
+        print_error(f"rank {place.rank}: {text_of(failure)}", failure.exit_code)
         if isinstance(error, HangError):
             error.linger()
         leave(failure.exit_code, rank.LINGER_S if failure.lost_peer else 0.0)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig
 from meshwright.tracking.record import StepRecord, metrics
+
+WRITER_THREAD = "_AsyncWriterThread"
+"""Class of the thread in which tensorboard writes events."""
 
 
 class TensorBoardSink:
@@ -18,12 +22,15 @@ class TensorBoardSink:
     def __init__(self, config: RunConfig, directory: Path) -> None:
         self._directory = directory / "tensorboard"
         self._writer: Any = None
+        self._former_hook = threading.excepthook
 
     def open(self) -> None:
         """Import tensorboard."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._open_writer = SummaryWriter
+        self._former_hook = threading.excepthook
+        threading.excepthook = self._on_thread_error
 
     def write(self, record: StepRecord) -> None:
         """Write the metrics of one step; the writer flushes every two minutes, and at the end.
@@ -37,5 +44,16 @@ class TensorBoardSink:
 
     def close(self, failed: bool = False) -> None:
         """Flush and close the file of events."""
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except OSError:
+            if not failed:  # else write has raised the same error
+                raise
+        finally:
+            threading.excepthook = self._former_hook
+
+    def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        """Drop the traceback of tensorboard's own thread, whose error (a full disk) the next write raises again."""
+        if type(args.thread).__name__ != WRITER_THREAD:
+            self._former_hook(args)

@@ -25,6 +25,9 @@ from meshwright.system.bounded import MAX_DOCUMENT_BYTES, MAX_LINE_BYTES, open_r
 BLOCK_BYTES = 1 << 20
 MAX_FILES = 256
 """Maximal number of text files in one block."""
+MAX_RATIO = 50
+"""Largest ratio of unpacked to packed bytes beyond ``MAX_LINE_BYTES``: text has 3 to 20, a decompression bomb 1,000."""
+MAX_ROWS_PER_BYTE = 100
 _ROWS_PER_BATCH = 64
 
 
@@ -134,6 +137,12 @@ def _row_blocks(
     """Yield the blocks of a file row group by row group, from row ``position`` on."""
     table = open_parquet(file.path, columns)
     row, num_rows = 0, max(1, table.metadata.num_rows)
+    if num_rows > MAX_ROWS_PER_BYTE * file.num_bytes:
+        table.close()
+        raise DataError(
+            "MW-DATA-130",
+            f"{file.path} claims {num_rows:,} rows in {file.num_bytes:,} bytes: no text is so short. Copy it again",
+        )
     reported = file.num_bytes * position // num_rows
     try:
         for group in range(table.num_row_groups):
@@ -141,11 +150,12 @@ def _row_blocks(
             if row + in_group <= position:
                 row += in_group
                 continue
-            for batch in table.iter_batches(_ROWS_PER_BATCH, row_groups=[group], columns=list(columns)):
+            size = _rows_per_batch(table.metadata.row_group(group), columns, f"{file.path}: row group {group}")
+            for batch in table.iter_batches(size, row_groups=[group], columns=list(columns)):
                 rows = list(zip(*(batch.column(name).to_pylist() for name in columns), strict=True))
                 num_skipped = min(max(position - row, 0), len(rows))
                 row += num_skipped
-                for part in _split_rows(rows[num_skipped:], block_bytes):
+                for part in _split_rows(rows[num_skipped:], block_bytes, f"{file.path}: row", row):
                     now = file.num_bytes * (row + len(part)) // num_rows
                     yield RecordBlock(
                         ReadPosition(index, row), ReadPosition(index, row + len(part)), part, now - reported
@@ -158,13 +168,44 @@ def _row_blocks(
         table.close()
 
 
-def _split_rows(rows: list[tuple[Any, ...]], block_bytes: int) -> Iterator[list[tuple[Any, ...]]]:
-    """Split rows into blocks of about ``block_bytes``."""
+def _rows_per_batch(group: Any, columns: Sequence[str], place: str) -> int:
+    """Return the number of rows that are decoded at once; one, if values repeat so that a row may be large.
+
+    Raises:
+        DataError: the row group unpacks to implausibly many bytes.
+    """
+    chunks = [group.column(index) for index in range(group.num_columns)]
+    read = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
+    packed = sum(chunk.total_compressed_size for chunk in read)
+    unpacked = sum(chunk.total_uncompressed_size for chunk in read)
+    if unpacked > max(MAX_LINE_BYTES, MAX_RATIO * packed):
+        raise DataError(
+            "MW-DATA-131",
+            f"{place} unpacks from {packed:,} to {unpacked:,} bytes, and text to at most {MAX_RATIO} times as many: "
+            f"write the file again with smaller row groups",
+        )
+    return 1 if unpacked > MAX_RATIO * packed else _ROWS_PER_BATCH
+
+
+def _split_rows(
+    rows: list[tuple[Any, ...]], block_bytes: int, place: str, first: int
+) -> Iterator[list[tuple[Any, ...]]]:
+    """Split rows into blocks of about ``block_bytes``. ``first``: number of the first one, for errors at ``place``.
+
+    Raises:
+        DataError: a row is too long.
+    """
     block: list[tuple[Any, ...]] = []
     size = 0
-    for row in rows:
+    for number, row in enumerate(rows, start=first):
         block.append(row)
-        size += sum(len(value) if isinstance(value, str | bytes) else 64 for value in row)
+        row_bytes = sum(len(value) if isinstance(value, str | bytes) else 64 for value in row)
+        if row_bytes > MAX_LINE_BYTES:
+            raise DataError(
+                "MW-DATA-132",
+                f"{place} {number:,} is longer than the {MAX_LINE_BYTES:,} bytes that a row may have: split it",
+            )
+        size += row_bytes
         if size >= block_bytes:
             yield block
             block, size = [], 0
@@ -266,12 +307,14 @@ def text_of(file: InputFile) -> bytes:
     try:
         if not file.is_gzipped:
             return read_bytes(file.path, MAX_DOCUMENT_BYTES)
+        limit_bytes = min(MAX_DOCUMENT_BYTES, max(MAX_LINE_BYTES, MAX_RATIO * file.num_bytes))
         with open_regular(file.path) as raw, gzip.open(raw, "rb") as stream:
-            content = stream.read(MAX_DOCUMENT_BYTES + 1)
-        if len(content) > MAX_DOCUMENT_BYTES:
+            content = stream.read(limit_bytes + 1)
+        if len(content) > limit_bytes:
             raise DataError(
                 "MW-DATA-066",
-                f"{file.path} unpacks to more than {MAX_DOCUMENT_BYTES:,} bytes, the most of one document",
+                f"{file.path} unpacks to more than {limit_bytes:,} bytes, the most of one document of "
+                f"{file.num_bytes:,} packed bytes: unpack it with gunzip, or write an object on each line (.jsonl.gz)",
             )
         return content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -15,7 +15,7 @@ from meshwright.config import RunConfig, resolve, to_toml
 from meshwright.errors import UserError
 from meshwright.mesh import Grid
 from meshwright.schedule.analysis import Costs, bubble_share, simulate, timeline_of
-from meshwright.schedule.load import draw_schedule
+from meshwright.schedule.load import draw_schedule, num_forwards
 from meshwright.terminal.format import format_duration, format_gib
 from meshwright.tools.interop.configs.readers import flat
 from meshwright.tools.page.chart import SIDE
@@ -32,6 +32,8 @@ from meshwright.tools.report.run import Attempt, RunContents, clock
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 MAX_DRAWN = 2000
 """Maximum number of actions in a picture. With more, the boxes would be hair-thin: the schedule is shown as text."""
+MAX_SIMULATED = 2**17
+"""Maximum number of forwards of a schedule that is simulated for the page."""
 MAX_STRAGGLERS = 8
 MAX_ROWS = 60
 """Maximum number of rows of the tables of attempts and checkpoints; rows in the middle are left out."""
@@ -177,6 +179,8 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
             caption += f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
         return draw_panels("measured and simulated", [Panel(measured, readings=readings), Panel(simulated)], caption)
     if run.resolved is None or ":" in run.resolved.pipeline.schedule:  # code that the run names is not imported
+        return None
+    if num_forwards(run.resolved) > MAX_SIMULATED:
         return None
     try:
         schedule = draw_schedule(resolve(run.resolved))
