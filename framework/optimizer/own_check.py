@@ -189,7 +189,9 @@ class OwnCheck:
                     again.state[copy] = part.states.fill(tensors, copy.device)
             try:
                 again.step()
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 text = f"at step {self._step:,} fails after a resume: {type(error).__name__}: {error}"
                 raise not_saved(self.config, text) from error
         return [value for part in parts for value in self._values_of(part, again, copies[part.shard])]

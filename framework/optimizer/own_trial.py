@@ -162,7 +162,9 @@ class _Trial:
     def _step(self, step: int) -> None:
         try:
             self.inner.step()
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             kind = "flat tensor" if self.parameters[0].dim() == 1 else f"tensor {tuple(self.parameters[0].shape)}"
             text = f"failed in step {step + 1} on a {kind}{error_place(error)}: {type(error).__name__}: {error}"
             raise unfit(self.config, text) from error
