@@ -19,16 +19,19 @@ from meshwright.config import RunConfig, batch_numbers, dump
 from meshwright.context_parallel.cut import TokenCut
 from meshwright.context_parallel.plan import share_tokens
 from meshwright.data.sources import example
+from meshwright.errors import ModelError
 from meshwright.expert_parallel import plan as experts
 from meshwright.fp8.convert import check_sizes
 from meshwright.mesh import Grid
 from meshwright.mesh.comm import Group
 from meshwright.model.buffers import cast_model
 from meshwright.model.build import PlainModel, configured_model
+from meshwright.model.requirements import joined
 from meshwright.optimizer import sampled_rates, with_settings
 from meshwright.parameters import DTYPES, ParameterInfo
 from meshwright.pipeline.plan import (
     LayerCost,
+    ModelDescription,
     check_running,
     cut_layers,
     describe_boundaries,
@@ -111,11 +114,15 @@ class Blueprint:
         return found
 
     def digest(self) -> str:
-        """Return a digest that must be equal on all ranks: config, schedules, stages, settings, rates, metric names."""
+        """Return a digest that must be equal on all ranks.
+
+        It covers config, schedules, stages, settings, rates, names of metrics, and what the builder gives parameters.
+        """
         groups = sorted((i.name, *i.settings) for i in self.infos.values())
         rates = sampled_rates(self.config.optimizer, self.config.train.steps)
         schedules = "".join(map(schedule_digest, self.schedules))
-        text = dump(self.config) + schedules + repr((self.stages, groups, rates, self.metrics))
+        values = "" if self.model.builder_run is None else self.model.builder_run.digest
+        text = dump(self.config) + schedules + values + repr((self.stages, groups, rates, self.metrics))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -137,9 +144,8 @@ def draw_blueprint(
     shapes = MetaMicrobatch(*example(config, batch.micro_batch_size))
     corpus_length = config.data.sequence_length if config.data.builder is None else None
     check_sequence_lengths(shapes.inputs, parallel.tp if parallel.sequence else 1, corpus_length)
-    model = configured_model(config)
+    model, whole = _describe(config, shapes)
     check_supported(config.model.builder, model.impossible, grid, sequence=parallel.sequence)
-    whole = describe_model(config, model, shapes)
     recomputed, offloaded = recomputed_names(config, model), offloaded_names(config.pipeline, model)
     schedules = draw_schedules(config)
     check_running(config, model, whole.running, schedules[-1], recomputed)
@@ -168,6 +174,23 @@ def draw_blueprint(
         whole.metrics,
         cut=cut,
     )
+
+
+def _describe(config: RunConfig, shapes: MetaMicrobatch) -> tuple[PlainModel, ModelDescription]:
+    """Build the model and run it on meta.
+
+    Raises:
+        ModelError: all problems of the model and of its forward.
+    """
+    problems: list[ModelError] = []
+    model = configured_model(config, problems)
+    try:
+        described = describe_model(config, model, shapes)
+    except ModelError as error:
+        raise joined([*problems, *error.problems]) from error
+    if problems:
+        raise joined(problems)
+    return model, described
 
 
 def shard(config: RunConfig, model: PlainModel, running: list[str], tp: Group, ep: Group) -> dict[str, ParameterInfo]:

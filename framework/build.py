@@ -85,6 +85,7 @@ def build(
         compile_layers(layers, config, mesh.device, warns=mesh.rank == 0)
         stages[index] = make_stage(blueprint, index, layers, losses, replicas[index].wait_for_layer)
         stages[index].calls.offload = offload
+    blueprint.model.release()
     weight_group = mesh.over_tp(sharding.dense.shard) if config.optimizer.needs_full_weights else None
     optimizer = make_optimizer(config, replicas, mesh.at.tp_rank, host=host, weight_group=weight_group)
     executor = Executor(

@@ -28,7 +28,23 @@ class UserError(Exception):
         self.code = code
         self.message = message
 
+    @property
+    def problems(self) -> list[Self]:
+        """The problems that :meth:`join` put together, each with its own code; an error by itself has one."""
+        return [problem for problem in self.args[2:] if isinstance(problem, type(self))] or [self]
+
+    @classmethod
+    def join(cls, problems: Sequence[Self]) -> Self:
+        """Return one error for several problems: the code of the first, and a line or more for each."""
+        return cls(problems[0].code, "\n".join(problem.message for problem in problems), *problems)
+
+    def extended(self, text: str) -> Self:
+        """Return the error with ``text`` at the end of its message."""
+        return type(self)(self.code, f"{self.message}{text}")
+
     def __str__(self) -> str:
+        if any(isinstance(detail, UserError) for detail in self.args[2:]):
+            return "\n".join(map(str, self.args[2:]))
         first, newline, rest = self.message.partition("\n")
         return f"{first} [{self.code}]{newline}{rest}"
 
@@ -44,19 +60,6 @@ def reason_of(error: BaseException) -> str:
 
 class ConfigError(UserError):
     """Invalid or inconsistent configuration. Carries every problem found, not only the first."""
-
-    @property
-    def problems(self) -> list[ConfigError]:
-        """The problems that :meth:`join` put together, each with its own code; an error by itself has one."""
-        return [problem for problem in self.args[2:] if isinstance(problem, ConfigError)] or [self]
-
-    @classmethod
-    def join(cls, problems: Sequence[ConfigError]) -> Self:
-        """Return one error for several problems: the code of the first, and a line or more for each."""
-        return cls(problems[0].code, "\n".join(problem.message for problem in problems), *problems)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.args[2:])) or super().__str__()
 
 
 class MeshError(UserError):

@@ -35,9 +35,9 @@ def derive(seed: int, *names: str | int) -> int:
 
 
 @contextmanager
-def seeded(seed: int, *names: str | int) -> Iterator[None]:
-    """Seed the generators of torch (CPU), numpy and Python for a purpose in the block, then restore them."""
-    value, of_python, of_numpy = derive(seed, *names), random.getstate(), np.random.get_state()
+def generators_at(value: int) -> Iterator[None]:
+    """Seed the generators of torch (CPU), numpy and Python with ``value`` in the block, then restore them."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(value)
@@ -47,6 +47,13 @@ def seeded(seed: int, *names: str | int) -> Iterator[None]:
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+@contextmanager
+def seeded(seed: int, *names: str | int) -> Iterator[None]:
+    """Seed the generators of torch (CPU), numpy and Python for a purpose in the block, then restore them."""
+    with generators_at(derive(seed, *names)):
+        yield
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -138,8 +138,9 @@ class Mesh:
         if different:
             raise MeshError(
                 "MW-RUN-007",
-                f"ranks {different} have another configuration or schedule than rank 0: start all of them with the "
-                f"same config file, overrides and code",
+                f"ranks {different} have another configuration, schedule or first values by model.builder than rank 0: "
+                f"start all of them with the same config file, overrides, code and files; a builder that walks a set "
+                f"of names, whose order differs between processes, sorts it",
             )
 
     def open_links(self, pairs: Collection[tuple[int, int]]) -> LinkedGroup:

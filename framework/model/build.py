@@ -7,7 +7,8 @@ A model is an ``nn.Sequential`` of named elements, called layers here. Plain att
     tied_weights    [(canonical parameter name, other name, ...), ...]
     shared_units    {pattern: (rows of the parts of a unit, number of the last that are copied, attribute)} of column
                     linears, for tp above the number of units: ranks then share a unit, tensor_parallel/shared_units.py
-    initialise      (parameter name, tensor) -> None: fill the whole tensor, drawing from torch's default generator
+    initialise      (parameter name, tensor) -> None: fill the tensor, or change the value that torch would have there,
+                    drawing from torch's default generator
     divisible       {pattern: number of units (heads, kv groups) that tensor parallelism must not cut}
     loss            (output of the last layer, labels) -> loss per label, zero where the label is -100. Default:
                     cross-entropy of logits (..., classes) and labels (...)
@@ -18,21 +19,21 @@ A model is an ``nn.Sequential`` of named elements, called layers here. Plain att
     parameter_groups  as the configuration's ``model.parameter_groups``; factors of both multiply
     matrices        {pattern: how a weight splits into matrices}, for optimizer.name = "muon": see matrices.py
 
-A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialises it.
+A model without any of these attributes trains with dp and pp. The ``reset_parameters`` of its modules initialises it,
+or the builder itself: see builder_run.py.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from meshwright.adapters.attach import attach, freeze_base
 from meshwright.config import ParameterGroup, RunConfig
@@ -40,18 +41,14 @@ from meshwright.config.functions import SCHEMES, error_place, find_function
 from meshwright.errors import ModelError, UserError
 from meshwright.fp8.convert import convert_linears
 from meshwright.model import requirements
-from meshwright.model.first_values import (
-    GIVEN,
-    ParameterOwner,
-    WriteRecord,
-    check_first_values,
-    find_owners,
-    first_value,
-)
+from meshwright.model.builder_run import BuilderRun
+from meshwright.model.first_values import MARKED_UP_TO, ParameterOwner, find_owners, first_value, unwritten_error
 from meshwright.model.groups import find_groups, freeze
 from meshwright.model.matrices import find_matrices
+from meshwright.model.outline import ModelOutline, draw_outline
 from meshwright.model.own_loss import in_float32
 from meshwright.model.shared_draw import StageRanks, initial_values
+from meshwright.model.unwritten import FilledAtFirstTouch, is_marked
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
@@ -64,11 +61,17 @@ class PlainModel:
     """User's model as built: parameters on meta (no memory), buffers real, dropouts seeded by name."""
 
     layers: nn.Sequential
+    builder: str = ""
+    """Name of the builder, for messages."""
     plan: dict[str, Any] = field(default_factory=dict)
     tied: list[tuple[str, ...]] = field(default_factory=list)
     divisible: dict[str, int] = field(default_factory=dict)
     shared_units: dict[str, Any] = field(default_factory=dict)
     initialise: Initialise | None = None
+    builder_run: BuilderRun | None = None
+    """Run of the builder that gives first values; None: the resets of the modules give all of them."""
+    is_dry: bool = False
+    """True in a dry run: initial weights have a size and no values."""
     loss: Callable[[Any, Tensor], Tensor] | None = None
     loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of the cross-entropy in training, if not zero: ``label_smoothing``, ``z_loss``."""
@@ -98,50 +101,59 @@ class PlainModel:
         freeze(layers, self.canonical, self.groups)
 
     def initial(self, name: str) -> Tensor:
-        """Return the full initial tensor of a parameter, float32 on CPU: a pure function of (seed, canonical name)."""
+        """Return the full initial tensor of a parameter, float32 on CPU: a pure function of (seed, canonical name).
+
+        Raises:
+            ModelError: nothing gives some of its elements a value.
+        """
         name = self.canonical(name)
-        owner = self.owners[name]
+        if self.is_dry:
+            return torch.empty(self._shape(name), dtype=torch.float32)
+        full = self._filled(name)
+        if is_marked(full):
+            raise unwritten_error(self.builder, "parameter", [name])
+        return full
+
+    def _filled(self, name: str) -> Tensor:
+        """Return :meth:`initial`, with a mark in the elements that nothing has written."""
+        if self.initialise is None:
+            return self._first(name)
+        full = torch.empty(self._shape(name), dtype=torch.float32)
+        filling = FilledAtFirstTouch(full, lambda: self._first(name))
+        with seeded(self.seed, "initialise", name), torch.no_grad(), filling:
+            self.initialise(name, full)
+        filling.fill()
+        return full
+
+    def check_unset(self, names: Sequence[str]) -> None:
+        """Raise :class:`ModelError` for those of these parameters that ``initialise`` leaves alone, if they are small.
+
+        Large ones are checked in the process that trains them.
+        """
+        small = [name for name in names if self._shape(self.canonical(name)).numel() <= MARKED_UP_TO]
+        unwritten = [name for name in small if is_marked(self._filled(self.canonical(name)))]
+        if unwritten:
+            raise unwritten_error(self.builder, "parameter", unwritten)
+
+    def is_built(self, name: str) -> bool:
+        """Return whether a run of the builder gives a parameter its first value."""
+        return self.builder_run is not None and self.canonical(name) in self.builder_run.names
+
+    def _first(self, name: str) -> Tensor:
+        """Return a parameter as the builder or its owner's reset sets it, before ``initialise``."""
+        if self.builder_run is not None and name in self.builder_run.names:
+            return self.builder_run.value(name)
         with seeded(self.seed, "initialise", name):
-            if self.initialise is not None:
-                full = torch.empty(owner.module.get_parameter(owner.path).shape, dtype=torch.float32)
-                with torch.no_grad():
-                    self.initialise(name, full)
-                return full
-            return first_value(owner)
+            return first_value(self.owners[name])
 
+    def _shape(self, name: str) -> torch.Size:
+        owner = self.owners[name]
+        return owner.module.get_parameter(owner.path).shape
 
-def _on_meta(parameter: nn.Parameter, given: float | str | None) -> nn.Parameter:
-    """Return an empty copy of a parameter on meta. Attributes record hooks and class of the original, and ``given``."""
-    outline = torch.empty_like(parameter, device="meta").as_subclass(Tensor).detach()
-    found = nn.Parameter(outline, requires_grad=parameter.requires_grad)
-    if requirements.has_hooks(parameter):
-        setattr(found, requirements.HAS_HOOKS, True)
-    if type(parameter) is not nn.Parameter:
-        setattr(found, requirements.CLASS, type(parameter).__name__)
-    if given is not None:
-        setattr(found, GIVEN, given)
-    return found
-
-
-@contextmanager
-def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
-    """Move each nn.Parameter to the meta device as it is registered, inside this context; buffers stay real.
-
-    ``record``: the record of the builder's writes, which finds parameters that had values when they were registered.
-    """
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        is_lazy = isinstance(parameter, UninitializedParameter)
-        if parameter is not None and not parameter.is_meta and not is_lazy:
-            parameter = _on_meta(parameter, None if record is None else record.value_of(parameter))
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    def release(self) -> None:
+        """Free the first values that a run of the builder has left in memory."""
+        if self.builder_run is not None:
+            self.builder_run.release()
 
 
 def find_builder(path: str) -> Callable[..., Any]:
@@ -161,56 +173,43 @@ def vocabulary_size(path: str, options: dict[str, Any]) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
+def build_model(
+    path: str, options: dict[str, Any], seed: int, problems_found: list[ModelError] | None = None
+) -> PlainModel:
     """Build the user's model with parameters on meta and seeded random buffers, check it, seed its dropouts by name.
 
+    ``problems_found``: takes problems in spite of which the model can be described, instead of an error.
+
     Raises:
-        ModelError: The model cannot be cut into stages, or its builder failed. The text names the builder.
+        ModelError: The model cannot be cut into stages, or its builder failed. The text names the builder, and all
+            problems of the model.
     """
     builder = find_builder(path)
     requirements.check_options(path, builder, options)
-    try:
-        with WriteRecord() as record, parameters_on_meta(record), seeded(seed, "builder"):
-            layers = builder(**options)
-    except UserError:
-        raise
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        if (tool := requirements.parametrization_message(error)) is not None:
-            raise ModelError(
-                "MW-MODEL-002", f"{path} with model.options {options} failed{error_place(error)}: {tool}"
-            ) from error
-        raise ModelError(
-            "MW-MODEL-003",
-            f"{path} with model.options {options} failed{error_place(error)}: {type(error).__name__}: {error}",
-        ) from error
-    if not isinstance(layers, nn.Sequential):
-        raise ModelError(
-            "MW-MODEL-004",
-            f"{path} returned a {type(layers).__name__}: a pipeline is cut between the elements of an nn.Sequential. "
-            f"Return nn.Sequential(embedding, block, ..., head)",
-        )
-    if len(layers) == 0:
-        raise ModelError("MW-MODEL-005", f"{path} returned an empty nn.Sequential: there is nothing to train")
-    if not any(True for _ in layers.parameters()):
-        raise ModelError("MW-MODEL-006", f"{path} returned a model without parameters: there is nothing to train")
-    if not any(parameter.requires_grad for parameter in layers.parameters()):
-        raise ModelError(
-            "MW-MODEL-007",
-            f"{path} returned a model of which no parameter requires a gradient: there is nothing to train",
-        )
-    tied = requirements.check_model(path, layers)
+    run = BuilderRun(path, partial(builder, **options), seed)
+    outline = _outline(options, run)
+    layers = outline.layers
+    requirements.check_kind(path, layers)
+    tied, problems = requirements.find_problems(path, layers)
+    if any(problem.code in requirements.UNFINISHED for problem in problems):
+        raise requirements.joined(problems)
     owners = find_owners(layers)
-    if getattr(layers, "initialise", None) is None:
-        check_first_values(path, layers, owners, record, {name for names in tied for name in names[1:]})
-    return PlainModel(
+    if path.partition(":")[0] not in SCHEMES:  # a restructured model fills all tensors, or names those that it cannot
+        problems += run.take_over(outline, owners, {name for names in tied for name in names[1:]})
+    problems += requirements.buffer_problems(path, layers)
+    if problems_found is not None and all(problem.code in requirements.DESCRIBABLE for problem in problems):
+        problems_found += problems
+    elif problems:
+        raise requirements.joined(problems)
+    model = PlainModel(
         layers=layers,
+        builder=path,
         plan=dict(getattr(layers, "sharding_plan", {})),
         tied=tied,
         divisible=dict(getattr(layers, "divisible", {})),
         shared_units=dict(getattr(layers, "shared_units", {})),
         initialise=getattr(layers, "initialise", None),
+        builder_run=run if run.names else None,
         loss=in_float32(getattr(layers, "loss", None)),
         loss_options={name: float(given) for name in requirements.LOSS_OPTIONS if (given := getattr(layers, name, 0))},
         loss_heads=[(shift, float(weight)) for shift, weight in getattr(layers, "loss_heads", None) or ()],
@@ -220,15 +219,44 @@ def build_model(path: str, options: dict[str, Any], seed: int) -> PlainModel:
         seed=seed,
         owners=owners,
     )
+    if not problems:
+        model.check_unset(run.unset)
+    return model
 
 
-def configured_model(config: RunConfig) -> PlainModel:
+def _outline(options: dict[str, Any], run: BuilderRun) -> ModelOutline:
+    """Return the outline of a model; where its builder reads values of parameters, that of a run on the CPU.
+
+    Raises:
+        ModelError: the builder fails in plain torch as well.
+    """
+    try:
+        with seeded(run.seed, "builder"):
+            return draw_outline(run.build)
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException:
+        pass  # it reads values of parameters, or its own error comes again
+    try:
+        return run.outline()
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise ModelError(
+            "MW-MODEL-003",
+            f"{run.path} with model.options {options} failed{error_place(error)}: {type(error).__name__}: {error}",
+        ) from error
+
+
+def configured_model(config: RunConfig, problems: list[ModelError] | None = None) -> PlainModel:
     """Build the model of a configuration, with its adapters and parameter groups; see :func:`build_model`.
+
+    ``problems``: takes those in spite of which the model can be described.
 
     Raises:
         ModelError: see there; or adapters or groups do not fit the model.
     """
-    model = build_model(config.model.builder, config.model.options, config.run.seed)
+    model = build_model(config.model.builder, config.model.options, config.run.seed, problems)
     convert_linears(model.layers, model.plan, config.train)
     adapters = attach(model, config)
     model.owners |= {name: ParameterOwner(module, "weight") for name, module in adapters.items()}
@@ -264,7 +292,10 @@ def materialise(
     """
     if local_of is None:
         names = dict.fromkeys(model.canonical(name) for name, _ in layers.named_parameters(remove_duplicate=False))
-        local_of = initial_values({name: infos[name] for name in names}, model.initial, dtype, ranks)
+        by_one = model.builder_run is not None  # each that draws runs the whole builder, and holds the whole model
+        local_of = initial_values(
+            {name: infos[name] for name in names}, model.initial, dtype, ranks, by_one_rank=by_one
+        )
     made: dict[str, nn.Parameter] = {}
     for name, outline in list(layers.named_parameters(remove_duplicate=False)):
         canonical = model.canonical(name)

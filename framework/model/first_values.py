@@ -1,17 +1,18 @@
-"""Initial values of parameters: the reset function that draws each, and a check that the builder sets no other value.
+"""First values of parameters: the reset function or the builder that gives each, found on the meta device.
 
-Each process draws its parameters again, by name. The source is the model's ``initialise``, or ``reset_parameters()`` of
-the module that owns them (``_reset_parameters()`` of torch's attention, for the biases of its projections too). Any
-other value that a builder writes would be lost. So the operations that a builder applies to each parameter are
-recorded, and must end with those of the reset. They are compared by name and arguments: parameters are on meta.
+A builder runs with its parameters on meta. Its operations on each parameter are recorded, and compared with those of
+``reset_parameters()`` of the module that owns it (``_reset_parameters()`` of torch's attention, for the biases of its
+projections too). Where the last operations are the reset's, the value is drawn by name in each process. Where the
+builder sets any value in another way, all values are those of one seeded run of the builder: see builder_run.py.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError
+from meshwright.model.unwritten import EMPTY, MARKS, mark, marked
 
 GIVEN = "_given_value"
 """Attribute of a parameter that had values when registered: the number that all elements equal, or DRAWN."""
 DRAWN = "drawn"
-EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+COPIES = {"clone", "_to_copy", "lift_fresh_copy"}
+"""Operations whose result has the values of their argument."""
+MARKED_UP_TO = 2**22
+"""Elements of an uninitialised tensor that are marked while the model is built: 16 MB take about a millisecond."""
 MAX_EMPTY = 2**31
 """Elements of an uninitialised tensor that a builder may get in memory: more could not be allocated on a small host."""
+NAMED = 5
+"""Names of parameters in a message; more are counted."""
 Write = tuple[Any, ...]
 """Name of an operation and its plain arguments."""
 
@@ -42,23 +49,46 @@ class ParameterOwner(NamedTuple):
 class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that records writes to storages on meta, through any alias: the tensor, a view, its ``.data``.
 
-    Also records which CPU tensors are uninitialised.
+    Also records which CPU tensors are uninitialised, and a digest of all that went into each tensor on meta.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, list[Write]] = {}
+        self._digests: dict[int, bytes] = {}
         self._alive: list[Any] = []  # keeps storages alive: a freed one's address could be reused
         self._empty: set[int] = set()
+        self._left_on_meta: set[int] = set()
         self._patched: list[tuple[dict[str, Any], str]] = []
+        self._num_draws = 0
 
     def of(self, tensor: Tensor) -> list[Write]:
         """Return the writes to a tensor's storage, in order."""
-        return self._writes.get(tensor.untyped_storage()._cdata, [])
+        return self._writes.get(_key(tensor), [])
+
+    def digest_of(self, tensor: Tensor) -> bytes:
+        """Return a digest of the writes to a tensor: operations, numbers, places in the order of random draws."""
+        return self._digests.get(_key(tensor), b"")
+
+    def is_left_on_meta(self, tensor: Tensor) -> bool:
+        """Return whether the builder itself has put a tensor on the meta device."""
+        return _key(tensor) in self._left_on_meta
+
+    def is_empty(self, tensor: Tensor) -> bool:
+        """Return whether nothing has written to a tensor on the CPU; a write through numpy shows in a marked one."""
+        is_known = tensor.dtype in MARKS and tensor.numel() <= MARKED_UP_TO
+        return _key(tensor) in self._empty and (not is_known or bool(marked(tensor).all()))
+
+    def register(self, real: Tensor, outline: Tensor) -> float | str | None:
+        """Take over a tensor on the CPU as ``outline``, on meta; return :meth:`value_of` it."""
+        value = self.value_of(real)
+        if value is not None:
+            self._add(outline, ("registered", value), [real] if value == DRAWN else [])
+        return value
 
     def value_of(self, tensor: Tensor) -> float | str | None:
         """Return the value that fills a tensor, DRAWN if its elements differ, None if it has no values yet."""
-        if tensor.is_meta or tensor.untyped_storage()._cdata in self._empty or not tensor.numel():
+        if tensor.is_meta or self.is_empty(tensor) or not tensor.numel():
             return None
         flat = tensor.detach().flatten()
         return float(flat[0]) if flat.is_floating_point() and bool((flat == flat[0]).all()) else DRAWN
@@ -69,7 +99,8 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def orthogonal_(tensor: Tensor, gain: float = 1, generator: torch.Generator | None = None) -> Tensor:
             if tensor.is_meta:
-                self._note(tensor, ("orthogonal_", gain))
+                self._num_draws += 1
+                self._note(tensor, ("orthogonal_", gain), [])
                 return tensor
             return original(tensor, gain, generator)
 
@@ -88,33 +119,76 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             names[name] = self._original
         self._patched.clear()
 
-    def _note(self, tensor: Tensor, write: Write) -> None:
-        storage = tensor.untyped_storage()
-        self._alive.append(storage)
-        self._writes.setdefault(storage._cdata, []).append(write)
+    def _note(self, tensor: Tensor, write: Write, sources: list[Tensor]) -> None:
+        """Record a write to a tensor on meta that also reads ``sources``."""
+        self._writes.setdefault(_key(tensor), []).append(write)
+        self._add(tensor, write, sources)
+
+    def _add(self, tensor: Tensor, write: Write, sources: list[Tensor]) -> None:
+        """Add a write to the digest of a tensor."""
+        self._alive.append(tensor.untyped_storage())
+        generator = torch.default_generator.initial_seed()
+        found = hashlib.blake2b(self._digests.get(_key(tensor), b""), digest_size=16)
+        found.update(repr((write, tuple(tensor.shape), tensor.storage_offset(), self._num_draws, generator)).encode())
+        for source in sources:
+            found.update(self._digests.get(_key(source), b"") if source.is_meta else bytes_of(source))
+        self._digests[_key(tensor)] = found.digest()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
+        self._num_draws += torch.Tag.nondeterministic_seeded in func.tags
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        write = (name, *map(_plain, filter(_is_plain, tree_leaves((args[1:], kwargs)))))
         if func._schema.is_mutable and args and isinstance(args[0], Tensor):
             if args[0].is_meta:
-                self._note(args[0], (name, *filter(_is_plain, tree_leaves((args[1:], kwargs)))))
+                self._note(args[0], write, given[1:])
             else:
-                self._empty.discard(args[0].untyped_storage()._cdata)
+                self._empty.discard(_key(args[0]))
+        asked = kwargs.get("device")
         if name == "empty" and math.prod(args[0]) > MAX_EMPTY:
             kwargs = kwargs | {"device": torch.device("meta")}
         found = func(*args, **kwargs)
-        if isinstance(found, Tensor) and not found.is_meta and not func._schema.is_mutable:
-            key = found.untyped_storage()._cdata
-            if name in EMPTY:
-                self._empty.add(key)
-            elif not func.is_view:
-                self._empty.discard(key)
+        if isinstance(found, Tensor) and not func._schema.is_mutable:
+            self._note_result(func, name, write, given, found)
+            if found.is_meta and not given and asked is not None and torch.device(asked).type == "meta":
+                self._alive.append(found.untyped_storage())
+                self._left_on_meta.add(_key(found))
         return found
+
+    def _note_result(self, func: Any, name: str, write: Write, given: list[Tensor], found: Tensor) -> None:
+        """Record a new tensor: without values, a copy of a recorded one, or computed from recorded ones."""
+        if not found.is_meta:
+            if name in EMPTY:
+                self._empty.add(_key(found))
+                if found.device.type == "cpu" and found.numel() <= MARKED_UP_TO:
+                    mark(found)
+            elif not func.is_view:
+                self._empty.discard(_key(found))
+        elif any(each.is_meta for each in given) and not func.is_view and name not in EMPTY:
+            if name not in COPIES:
+                self._note(found, write, given)
+            elif _key(found) != _key(given[0]):
+                self._writes[_key(found)] = list(self.of(given[0]))
+                self._add(found, write, given)
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor's elements."""
+    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, bool | int | float | str | tuple)
+    return isinstance(value, bool | int | float | str | tuple | torch.Generator)
+
+
+def _plain(value: Any) -> Any:
+    return value.initial_seed() if isinstance(value, torch.Generator) else value
 
 
 def resetter(module: nn.Module) -> Callable[[], None] | None:
@@ -153,65 +227,116 @@ def reset_writes(module: nn.Module) -> dict[str, list[Write]]:
 
 
 def first_value(owner: ParameterOwner) -> Tensor:
-    """Return a parameter as its owner's reset draws it from torch's generator: full tensor, float32, on CPU."""
+    """Return a parameter as its owner's reset draws it from torch's generator: full tensor, float32, on CPU.
+
+    Elements that the reset leaves out hold the mark of :mod:`meshwright.model.unwritten`.
+    """
     real = copy.deepcopy(owner.module).float().to_empty(device="cpu")
+    for parameter in real.parameters():
+        mark(parameter)
     for name, buffer in owner.module.named_buffers():
         real.get_buffer(name).copy_(buffer)
     reset = resetter(real)
-    assert reset is not None
-    reset()
+    if reset is not None:
+        reset()
     return real.get_parameter(owner.path).detach()
 
 
-def check_first_values(
-    path: str, layers: nn.Sequential, owners: dict[str, ParameterOwner], record: WriteRecord, copies: Collection[str]
-) -> None:
-    """Check that each parameter's initial value is set by its owner's reset, and by nothing else.
+class FirstValues(NamedTuple):
+    """Parameters of a model by what gives them their first values."""
+
+    by_reset: list[str]
+    """Their owner's reset, and nothing after it."""
+    by_builder: list[str]
+    """Other operations of the builder, or the tensor with which they were made."""
+    lost: list[str]
+    """Operations of the builder on the meta device, where it has put them itself: they have no effect."""
+    by_nothing: list[str]
+    built: list[str]
+    """All parameters to which a run of the builder gives a value, those of ``by_reset`` included."""
+
+
+def find_first_values(
+    layers: nn.Sequential, owners: Mapping[str, ParameterOwner], record: WriteRecord, copies: Collection[str]
+) -> FirstValues:
+    """Find what gives each parameter its first value.
 
     Args:
-        path: Name of the builder, for the message.
         layers: The model, with parameters on meta.
         owners: Owner of each parameter's first value.
         record: Writes during the builder's run.
-        copies: Names of parameters that are tied to another one; not checked.
-
-    Raises:
-        ModelError: A module has no reset, a reset leaves a parameter out, or the builder sets a value itself.
+        copies: Names of parameters that are tied to another one, and left out.
     """
+    expected = _expected_writes(layers)
+    values = FirstValues([], [], [], [], [])
+    for name, parameter in layers.named_parameters(remove_duplicate=False):
+        if name in copies:
+            continue
+        wanted, found, given = expected.get(name, []), record.of(parameter), getattr(parameter, GIVEN, None)
+        ends_with_reset = (
+            found[-len(wanted) :] == wanted if found else given is None or _is_reset_to(owners[name], given)
+        )
+        is_left_on_meta = record.is_left_on_meta(parameter)
+        if (found or given is not None) and not is_left_on_meta:
+            values.built.append(name)
+        if (wanted and ends_with_reset) or not parameter.numel():
+            values.by_reset.append(name)
+        elif not found and given is None:
+            values.by_nothing.append(name)
+        else:
+            (values.lost if is_left_on_meta else values.by_builder).append(name)
+    return values
+
+
+def _expected_writes(layers: nn.Sequential) -> dict[str, list[Write]]:
+    """Return the writes of the resets to each parameter, the outermost module's last."""
     expected: dict[str, list[Write]] = {}
     for module_name, module in reversed(list(layers.named_modules())):
         own = dict(module.named_parameters(recurse=False))
         is_private = not callable(getattr(module, "reset_parameters", None)) and resetter(module) is not None
-        if own and resetter(module) is None:
-            raise ModelError(
-                "MW-MODEL-008",
-                f"{path}: parameter {_joined(module_name, next(iter(own)))}: {type(module).__name__} has no "
-                f"reset_parameters(), so its first value is unknown in a process that holds another part of the model. "
-                f"Give the module a reset_parameters(), or the model an attribute initialise(name, tensor)",
-            )
-        if own or is_private:
+        if (own and resetter(module) is not None) or is_private:
             for name, writes in reset_writes(module).items():
                 if is_private or name in own:
                     expected.setdefault(_joined(module_name, name), []).extend(writes)
-    for name, parameter in layers.named_parameters(remove_duplicate=False):
-        if name in copies:
-            continue
-        owner, wanted, found = owners[name], expected.get(name, []), record.of(parameter)
-        reset = f"{type(owner.module).__name__}.{getattr(resetter(owner.module), '__name__', 'reset_parameters')}()"
-        if not wanted:
-            raise ModelError(
-                "MW-MODEL-009",
-                f"{path}: {reset} gives parameter {name} no value, so it would have none in a process that draws it "
-                f"anew. Set it there, or give the model an attribute initialise(name, tensor)",
-            )
-        given = getattr(parameter, GIVEN, None)
-        if found[-len(wanted) :] != wanted if found else given is not None and not _is_reset_to(owner, given):
-            raise ModelError(
+    return expected
+
+
+def first_value_problems(path: str, values: FirstValues) -> list[ModelError]:
+    """Return an error for parameters without a first value, and one for those whose values would be lost.
+
+    ``path``: name of the builder, for the messages.
+    """
+    problems = []
+    if values.by_nothing:
+        problems.append(unwritten_error(path, "parameter", values.by_nothing))
+    if values.lost:
+        problems.append(
+            ModelError(
                 "MW-MODEL-010",
-                f"{path}: the value of parameter {name} is set outside of {reset}, and would be lost: each process "
-                f"draws its parameters anew. Set it in reset_parameters(), or give the model an attribute "
-                f"initialise(name, tensor)",
+                f"{path}: the builder puts {listed('parameter', values.lost)} on the meta device and sets the value "
+                f"there, which has no effect. Build the model without the meta device (its parameters take no memory "
+                f"here), or set the value in reset_parameters() or the model's attribute initialise(name, tensor)",
             )
+        )
+    return problems
+
+
+def unwritten_error(path: str, what: str, names: Collection[str]) -> ModelError:
+    """Return the error for tensors of which some elements are what torch.empty has left in memory."""
+    return ModelError(
+        "MW-MODEL-048",
+        f"{path}: nothing gives {listed(what, names)} a first value, or not all elements of it: what torch.empty "
+        f"leaves in memory would be trained, other numbers in each process. Fill the whole tensor in __init__ "
+        f"(nn.init.normal_, torch.zeros for torch.empty), in the module's reset_parameters(), or by the model's "
+        f"attribute initialise(name, tensor)",
+    )
+
+
+def listed(what: str, names: Collection[str]) -> str:
+    """Return "parameter a" or "parameters a, b and 3 more"."""
+    first = list(names)[:NAMED]
+    more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+    return f"{what}{'s' if len(names) > 1 else ''} {', '.join(first)}{more}"
 
 
 def _joined(module_name: str, name: str) -> str:

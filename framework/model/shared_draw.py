@@ -57,7 +57,12 @@ StageRanks = tuple[Broadcaster, Broadcaster, torch.device]
 
 
 def initial_values(
-    infos: Mapping[str, ParameterInfo], initial: Callable[[str], Tensor], dtype: torch.dtype, ranks: StageRanks | None
+    infos: Mapping[str, ParameterInfo],
+    initial: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    ranks: StageRanks | None,
+    *,
+    by_one_rank: bool = False,
 ) -> Callable[[ParameterInfo], Tensor]:
     """Return the function from a parameter to this rank's slice of its initial weights; a large stage is drawn now.
 
@@ -68,12 +73,13 @@ def initial_values(
         infos: the stage's parameters by canonical name. The result is called once for each, on all ranks in one order.
         initial: draws a full tensor, float32 on CPU, by its name.
         ranks: None: this rank draws all it needs by itself.
+        by_one_rank: the first rank draws all of a large stage, where one value costs as much as all of them.
     """
     numels = {name: math.prod(info.global_shape) for name, info in infos.items()}
     if ranks is None or ranks[0].size * ranks[1].size == 1 or sum(numels.values()) < SHARED_FROM:
         return lambda info: info.take(initial(info.name))
     dp, tp, device = ranks
-    drawer = assign_draws(numels, dp.size * tp.size)
+    drawer = assign_draws(numels, 1 if by_one_rank else dp.size * tp.size)
     drawn = {
         name: initial(name).to(dtype).contiguous() for name in infos if drawer[name] == dp.rank * tp.size + tp.rank
     }

@@ -1,18 +1,31 @@
-"""First values that a builder gives: drawn anew in each process as the builder wants them, or refused by name."""
+"""First values that a builder gives: drawn by name, or taken from a seeded run of the builder, or refused by name."""
 
 from __future__ import annotations
 
-import pytest
+import random
+import re
+from collections.abc import Callable
+from functools import partial
 
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
 from meshwright.errors import ModelError
 from meshwright.launch.pool import RankPool
-from meshwright.model.build import build_model
-from meshwright.tools.verify import parse_layout
+from meshwright.mesh.comm import Group
+from meshwright.model import builder_run
+from meshwright.model.build import PlainModel, build_model, materialise
+from meshwright.tools.verify import layout_config, parse_layout
 from meshwright.tools.verify.initial import initial_problems
+from tests.support import arguments, own_values
+from tests.support.errors import has_code
 from tests.tools.verify.cases import References, config_of, prove
 
-SET_ELSEWHERE = r"the value of parameter {} is set outside of {}\.reset_parameters\(\), and would be lost"
+OWN = "tests.support.own_values:build"
 
 
 def model(how: str) -> RunConfig:
@@ -22,33 +35,24 @@ def model(how: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("another tensor", SET_ELSEWHERE.format("1.linear.weight", "Linear")),
-        ("another tensor, drawn later", SET_ELSEWHERE.format("1.linear.weight", "Linear")),
-        ("pretrained", SET_ELSEWHERE.format("0.weight", "Embedding")),
-        ("orthogonal", SET_ELSEWHERE.format("1.linear.weight", "Linear")),
-        ("xavier", SET_ELSEWHERE.format("1.linear.weight", "Linear")),
-        ("scaled", SET_ELSEWHERE.format("1.linear.weight", "Linear")),
-        ("not ones", SET_ELSEWHERE.format("1.weight", "Scale")),
-        ("left out", r"Scaled\.reset_parameters\(\) gives parameter 1.scale no value"),
         ("own class", "parameter 1.linear.bias is a Own, a class of its own"),
         ("two dtypes", "parameter 1.linear.weight is float64, and 0.weight is float32"),
-        ("parametrized", "1.linear.weight is parametrized .* initialise"),
-        ("orthogonal parametrization", "torch.nn.utils looks at the values of a weight"),
         ("old weight norm", "1.linear.weight is computed from parameters while the model is built"),
-        ("spectral norm", "buffer 1.linear.weight_u is made out of a parameter"),
+        ("spectral norm", "1.linear.weight is computed from parameters while the model is built"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
-def test_values_that_would_be_lost(how: str, message: str) -> None:
+def test_parameters_that_no_layout_can_hold(how: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         build_model("tests.support.arguments:build", {"how": how}, 0)
 
 
 @pytest.mark.parametrize("how", ["drawn again", "orthogonal by reset", "ones", "attention", "encoder", "weight norm"])
-def test_values_of_the_builder(how: str) -> None:
+def test_values_of_resets(how: str) -> None:
     """Drawn by name in the builder's distribution, biases that an outer reset zeroes included."""
     config = model(how)
     found = build_model("tests.support.arguments:build", {"how": how}, 0)
+    assert (found.builder_run is None) == (how != "weight norm")
     assert initial_problems(config, found) == []
     if how == "attention":
         assert not found.initial("1.attention.out_proj.bias").any()
@@ -66,3 +70,189 @@ def references() -> References:
 def test_layouts_agree(how: str, pool: RankPool, references: References) -> None:
     row = prove(model(how), parse_layout("dp2,pp2,zb_h1"), pool, references, global_batch=4, steps=2, twice=False)
     assert row.passed, "\n".join(row.problems)
+
+
+# ----------------------------------------------------------------------------------------- values set by the builder
+
+SET_BY_THE_BUILDER = [
+    *("nanogpt", "vit", "masked", "copied", "from another", "pretrained", "xavier", "orthogonal", "data", "normalised"),
+    *("numpy", "seeded", "parametrized", "filled", "infinite"),
+]
+SET_BY_ARGUMENTS = ["another tensor", "another tensor, drawn later", "pretrained", "orthogonal", "xavier", "scaled"]
+SET_BY_ARGUMENTS += ["not ones", "left out", "parametrized", "orthogonal parametrization"]
+
+
+def own(how: str, seed: int = 7) -> PlainModel:
+    return build_model(OWN, {"how": how}, seed)
+
+
+def in_plain_torch(build: Callable[[], nn.Sequential], seed: int) -> nn.Sequential:
+    """Build a model as its author would, with every generator seeded by its own function."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    return build()
+
+
+@pytest.mark.parametrize(
+    ("path", "build", "how"),
+    [
+        *[(OWN, own_values.build, how) for how in SET_BY_THE_BUILDER],
+        *[("tests.support.arguments:build", arguments.build, how) for how in SET_BY_ARGUMENTS],
+    ],
+)
+def test_values_are_those_of_plain_torch(path: str, build: Callable[[str], nn.Sequential], how: str) -> None:
+    """Parameters and buffers are bit-equal to ``torch.manual_seed(seed); build()``, for any seed."""
+    for seed in (7, 8):
+        model, plain = build_model(path, {"how": how}, seed), in_plain_torch(partial(build, how), seed)
+        for name, parameter in plain.named_parameters(remove_duplicate=False):
+            assert torch.equal(model.initial(name).nan_to_num(3.0), parameter.detach().nan_to_num(3.0)), name
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(model.layers.get_buffer(name), buffer), name
+        assert model.builder_run is not None
+        model.release()
+
+
+def test_a_builder_leaves_the_generators_as_they_were() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    model = own("numpy")
+    model.initial("wte.weight")
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert np.array_equal(np.random.get_state()[1], before[2])
+
+
+def test_initial_weights_do_not_share_memory_with_the_run() -> None:
+    """Training one in place changes no other: a stage takes its tensors as they are."""
+    model = own("nanogpt")
+    model.initial("wte.weight").zero_()
+    assert model.initial("wte.weight").any()
+
+
+@pytest.mark.parametrize("how", ["generator", "time", "urandom"])
+def test_values_that_no_seed_repeats(how: str) -> None:
+    with pytest.raises(ModelError, match=r"tensor h0\.c_fc.weight different", check=has_code("MW-MODEL-049")):
+        own(how)
+
+
+def test_the_order_of_draws_is_compared_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two orders, as of a set in two processes, give the blueprints of two ranks different digests."""
+    monkeypatch.setattr(own_values, "ORDER", ["h0", "h1"])
+    config = layout_config(config_of(OWN, {"how": "in order"}, 6), parse_layout("pp1"), 4, "float32")
+    digests = [draw_blueprint(config).digest() for _ in range(2)]
+    own_values.ORDER.reverse()
+    assert digests[0] == digests[1] != draw_blueprint(config).digest()
+
+
+def test_a_model_too_large_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Described without its values; their run is refused with a way out. Values by name have no limit."""
+    monkeypatch.setattr(builder_run, "MAX_NUMEL", 1000)
+    model = own("nanogpt")
+    with pytest.raises(ModelError, match=r"reset_parameters.*one tensor at a time", check=has_code("MW-MODEL-050")):
+        model.initial("wte.weight")
+    assert own("buffer").initial("wte.weight").any()
+
+
+def test_a_model_initialised_on_meta() -> None:
+    with pytest.raises(ModelError, match=r"h0\.c_fc\.weight.* on the meta device", check=has_code("MW-MODEL-010")):
+        own("meta")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_slices_are_of_the_whole_values(tp: int) -> None:
+    """A stage of a tp rank holds its part of what plain torch has."""
+    plain = in_plain_torch(own_values.nanogpt, 0).get_parameter("h0.c_fc.weight").detach()
+    for rank in range(tp):
+        config = config_of(OWN, {"how": "nanogpt"}, 6).replace(run={"seed": 0})
+        config = layout_config(config, parse_layout(f"tp{tp}"), 4, "float32")
+        blueprint = draw_blueprint(config, Group("tp", tuple(range(tp)), rank))
+        arguments = blueprint.stage_layers(0), blueprint.model, blueprint.infos, torch.float32
+        stage = materialise(*arguments, torch.device("cpu"))
+        rows = slice(rank * len(plain) // tp, (rank + 1) * len(plain) // tp)
+        assert torch.equal(stage.get_parameter("h0.c_fc.weight"), plain[rows])
+
+
+@pytest.mark.parametrize("how", ["nanogpt", "vit", "masked", "data", "copied", "rest of own"])
+def test_layouts_agree_on_the_builder_s_values(how: str, pool: RankPool, references: References) -> None:
+    config = config_of(OWN, {"how": how}, 6)
+    assert initial_problems(config, build_model(OWN, {"how": how}, config.run.seed)) == []
+    row = prove(config, parse_layout("dp2,pp2,zb_h1"), pool, references, global_batch=4, steps=2, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
+@pytest.mark.parametrize("layout", ["tp2,sequence", "dp2,zero3", "tp2,dp2,zero3", "pp2,interleaved_1f1b"])
+def test_every_axis_takes_its_part_of_the_builder_s_values(layout: str, pool: RankPool, references: References) -> None:
+    config = config_of(OWN, {"how": "nanogpt"}, 6)
+    row = prove(config, parse_layout(layout), pool, references, global_batch=4, steps=2, twice=False)
+    assert row.passed, "\n".join(row.problems)
+
+
+def test_all_problems_of_a_model_in_one_start() -> None:
+    """First values, undeclared ties and draws in forward, each draw with its file, line and call."""
+    config = layout_config(config_of(OWN, {"how": "many problems"}, 6), parse_layout("pp1"), 4, "float32")
+    with pytest.raises(ModelError) as caught:
+        draw_blueprint(config)
+    text = str(caught.value)
+    assert [problem.code for problem in caught.value.problems] == [
+        *("MW-MODEL-025", "MW-MODEL-048"),
+        *["MW-PIPELINE-024"] * 4,
+    ]
+    assert "nothing gives parameters h0.gain, h1.gain, h2.gain" in text
+    for call in (
+        "x = F.dropout(x * self.gain, 0.1)",
+        "x = F.scaled_dot_product_attention(",
+        "noise = torch.rand_like(x)",
+    ):
+        assert re.search(rf"layer h0 \(Drawing\) draws .*own_values\.py:\d+, `{re.escape(call)}`.*layers h1, h2", text)
+    assert re.search(r"layer h3 \(TransformerEncoderLayer\) draws .*torch/nn/.*\.py:\d+, `", text)
+
+
+# -------------------------------------------------------------------------------- model.initialise that fills a part
+
+
+def test_initialise_that_fills_matrices_only() -> None:
+    """Other tensors have what their modules' resets give, by name; drawn as without the function."""
+    model, plain = own("rest"), own("buffer")
+    for name in ("h1.c_fc.bias", "h1.c_proj.bias", "h1.ln.weight", "h1.ln.bias"):
+        assert torch.equal(model.initial(name), plain.initial(name)), name
+    assert float(model.initial("h1.c_fc.weight").std()) == pytest.approx(0.05, rel=0.2)
+
+
+@pytest.mark.parametrize(("how", "name"), [("rest of own", "h0.c_fc.bias"), ("rest of raw", "h0.gain")])
+def test_initialise_leaves_what_the_builder_has_set(how: str, name: str) -> None:
+    value = own(how).initial(name)
+    assert torch.equal(value, torch.zeros_like(value) if name.endswith("bias") else torch.full_like(value, 2.0))
+
+
+def test_initialise_may_change_a_value_in_place() -> None:
+    """It reads what torch would hold there, and draws the same numbers as on an empty tensor."""
+    model, plain = own("halved"), own("buffer")
+    for name in ("h1.c_fc.weight", "h1.ln.weight"):
+        assert torch.equal(model.initial(name), plain.initial(name) / 2), name
+
+
+def test_initialise_may_write_through_numpy() -> None:
+    assert torch.equal(own("by array").initial("h0.gain"), torch.full((own_values.D,), 0.25))
+
+
+@pytest.mark.parametrize(
+    ("how", "names"),
+    [
+        ("empty", "parameters h0.gain, h1.gain"),
+        ("rest of empty", "parameters h0.gain, h1.gain"),
+        ("partly empty", "parameter h0.gain"),
+        ("empty buffer", "buffers h0.shift, h1.shift"),
+        ("partly empty buffer", "buffer h0.shift"),
+        ("partly reset", "parameter h0.gain"),
+    ],
+)
+def test_uninitialised_memory_is_refused(how: str, names: str) -> None:
+    """All tensors are named, before any rank starts where that takes no values."""
+    with pytest.raises(ModelError, match=f"nothing gives {names} a first value", check=has_code("MW-MODEL-048")):
+        own(how).initial("h0.gain")
+
+
+def test_numbers_of_a_full_initialise_do_not_depend_on_resets() -> None:
+    """The function draws from the seed of the parameter's name, whether its tensor had values before or not."""
+    drawn = own("rest").initial("h1.c_fc.weight")
+    assert torch.equal(drawn, own("rest of raw").initial("h1.c_fc.weight"))

@@ -17,6 +17,7 @@ from meshwright.launch.pool import RankError, RankPool
 from meshwright.model.build import build_model
 from meshwright.seeding import SeededDropout
 from meshwright.tools.verify import layout_config, parse_layout, run_layout, verify
+from tests.support import builders
 from tests.support.errors import has_code
 
 
@@ -147,13 +148,11 @@ def test_a_tie_to_no_parameter() -> None:
     assert "tied_weights names 'haed.weight', which is no parameter of the model; did you mean head.weight?" in message
 
 
-def test_a_parameter_that_nobody_can_draw_again() -> None:
-    """Said before any rank starts; a model with ``initialise`` does not need it."""
-    with pytest.raises(ModelError, check=has_code("MW-MODEL-008")) as raised:
-        build_model("tests.support.builders:without_reset", {}, 0)
-    message = str(raised.value)
-    assert "parameter 1.factor: Scale has no reset_parameters()" in message
-    assert "Give the module a reset_parameters(), or the model an attribute initialise(name, tensor)" in message
+def test_a_parameter_without_a_reset() -> None:
+    """Its value is that of a seeded run of the builder, or of ``initialise``."""
+    torch.manual_seed(3)
+    built = builders.without_reset().get_parameter("1.factor")
+    assert torch.equal(build_model("tests.support.builders:without_reset", {}, 3).initial("1.factor"), built)
     drawn = build_model("tests.support.builders:with_initialise", {}, 0).initial("1.factor")
     assert drawn.shape == (8,) and float(drawn.min()) >= 0.5
 
@@ -281,13 +280,16 @@ def test_ties_that_share_a_name_are_one() -> None:
     assert "tied weights are one weight and have one shape, but mid.weight is (8, 8), head.bias is (8,)" in message
 
 
-def test_a_value_that_the_builder_sets_would_be_lost() -> None:
-    message = said("zeroed_head")
-    assert "the value of parameter 5.weight is set outside of Linear.reset_parameters(), and would be lost" in message
-
-
-def test_a_buffer_made_out_of_a_parameter() -> None:
-    assert "buffer 0.scale is made out of a parameter" in said("buffer_of_parameter")
+@pytest.mark.parametrize("builder", ["zeroed_head", "values_by_data", "buffer_of_parameter"])
+def test_values_that_the_builder_sets(builder: str) -> None:
+    """Those of parameters, and of a buffer made out of one, are the builder's under ``torch.manual_seed(run.seed)``."""
+    torch.manual_seed(3)
+    plain: nn.Sequential = getattr(builders, builder)()
+    model = build_model(f"tests.support.builders:{builder}", {}, 3)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(model.initial(name), parameter), name
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.layers.get_buffer(name), buffer), name
 
 
 def test_a_layer_with_a_state_of_its_own(pool: RankPool) -> None:
@@ -322,8 +324,3 @@ def test_a_layer_behind_the_split_vocabulary() -> None:
 def test_an_attribute_of_the_wrong_type(attribute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Sequential, attribute, "x", raising=False)
     assert f"model.{attribute} is a str; write it as " in said("plain")
-
-
-def test_a_value_that_is_set_through_data_would_be_lost() -> None:
-    message = said("values_by_data")
-    assert "the value of parameter 1.weight is set outside of Linear.reset_parameters(), and would be lost" in message

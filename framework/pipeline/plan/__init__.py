@@ -1,6 +1,6 @@
 """Planning of a pipeline on the meta device, before any process group exists: layers -> costs, stages and their shapes.
 
-describe_model                        output and changed buffers of the model; checks that layers are self-contained
+describe_model, ModelDescription      output and changed buffers of the model; checks that layers are self-contained
 model_costs, count_layers, LayerCost  FLOPs and bytes of each layer
 cut_layers, layer_weights, partition  layers of each stage
 describe_boundaries                   values between the stages
@@ -18,6 +18,7 @@ from meshwright.pipeline.plan.costs import count_layers as count_layers
 from meshwright.pipeline.plan.costs import model_costs as model_costs
 from meshwright.pipeline.plan.cut import cut_layers as cut_layers
 from meshwright.pipeline.plan.cut import layer_weights as layer_weights
+from meshwright.pipeline.plan.describe import ModelDescription as ModelDescription
 from meshwright.pipeline.plan.describe import describe_model as describe_model
 from meshwright.pipeline.plan.outline import outline_of as outline_of
 from meshwright.pipeline.plan.outline import outline_of_value as outline_of_value

@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from meshwright.errors import ModelError
 from meshwright.model.build import meta_copy
+from meshwright.model.requirements import joined
 from meshwright.pipeline.plan.outline import outline_of, outline_of_value
 from meshwright.pipeline.plan.standalone import LayerWatch
 from meshwright.pipeline.values import TensorSpec, ValueSpec, describe_value, shapes_of
@@ -71,7 +72,8 @@ def run_on_meta(
         except ModelError:
             raise
         except Exception as error:
-            raise ModelError("MW-PIPELINE-031", _cannot_take(where, previous, shapes, error, hint)) from error
+            failed = ModelError("MW-PIPELINE-031", _cannot_take(where, previous, shapes, error, hint))
+            raise joined([*(() if watch is None else watch.problems()), failed]) from error
         overwritten = [leaf for leaf, version in zip(received, versions, strict=True) if leaf._version != version]
         if overwritten:
             raise ModelError("MW-PIPELINE-032", _overwrites(where, shapes_of(overwritten)))
@@ -81,6 +83,8 @@ def run_on_meta(
             # an autograd leaf, as on the next stage, so that a layer that overwrites it fails
             value = tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), value)
             received = tree_leaves(value)
+    if watch is not None and (problems := watch.problems()):
+        raise joined(problems)
     return specs, describe_value(value, previous)
 
 

@@ -12,8 +12,11 @@ from its input, its own parameters and buffers, and nothing else. One forward on
 
 from __future__ import annotations
 
+import linecache
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
 from meshwright.model.calls import ModuleCalls
-from meshwright.model.requirements import has_hooks
+from meshwright.model.first_values import listed
+from meshwright.model.requirements import has_hooks, joined
 from meshwright.pipeline.plan.generators import generator_states
 from meshwright.pipeline.plan.outline import Outline, outline_of
 
@@ -41,9 +45,10 @@ BY_NAME = (
 
 
 class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that raises :class:`ModelError` as soon as a layer is not self-contained.
+    """Dispatch mode that finds where layers are not self-contained.
 
-    The error names the layer, the tensor and the operation.
+    An error names the layer, the tensor and the operation, and where it can the line of code. :meth:`problems` returns
+    all of them: an operation is noted, and the forward goes on.
 
     Args:
         layers: a copy of the model on meta, whose layers are run one by one, each by :meth:`run`.
@@ -64,8 +69,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         self._trace: list[tuple[Any, ...]] = []
         """Operations of one forward, with their plain arguments and the numbers of tensors that are not on meta."""
-        self._fault: ModelError | None = None
-        """First error; kept, because the layer may catch it."""
+        self._faults: dict[str, tuple[ModelError, list[str]]] = {}
+        """Errors, and the layers of each, by their message without the layer's name."""
         self._alive: dict[int, Any] = {}  # keeps storages alive, as a freed address could be reused
         self._layer, self._where, self._is_ours = "", "", False
         self._seen: list[tuple[Outline, object]] = []
@@ -97,18 +102,34 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ``received``: tensors of the stage that the layer gets as they are; other tensors are copied.
         """
         self._layer, self._where = name, f"layer {name} ({type(layer).__name__})"
-        module = type(layer).__module__  # a framework layer may keep values derived from its input alone
-        self._is_ours = module.startswith("meshwright.") and not module.startswith("meshwright.models.")
+        self._is_ours = _is_own_code(type(layer).__module__)  # it may keep values derived from its input alone
         self._own = {id(parameter): key for key, parameter in layer.named_parameters()}
         with self._calls.watching(name, layer):
             try:
                 output = self._watched(name, layer, value, {id(leaf) for leaf in received})
-            except ModelError:
-                raise
             except Exception:  # the layer's own error is raised again, and the caller reports it
+                if self._is_at_fault():
+                    raise joined(self.problems()) from None
                 output = layer(value)
             self._calls.in_eval(layer, lambda: layer(tree_map(_like, value)))
             return output
+
+    def problems(self) -> list[ModelError]:
+        """Return all errors; one that several layers share names the first, and lists the others."""
+        found = []
+        for error, (_, *others) in self._faults.values():
+            found.append(error.extended(f". The same in {listed('layer', others)}") if others else error)
+        return found
+
+    def _note(self, error: ModelError) -> None:
+        """Add an error of the running layer."""
+        key = error.message.replace(self._where, "").replace(f"{self._layer}.", "")
+        layers = self._faults.setdefault(key, (error, []))[1]
+        if self._layer not in layers:
+            layers.append(self._layer)
+
+    def _is_at_fault(self) -> bool:
+        return any(self._layer in layers for _, layers in self._faults.values())
 
     def _watched(self, name: str, layer: nn.Module, value: Any, kept: Collection[int]) -> Any:
         traces = []
@@ -120,12 +141,15 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made = {key: mine if maker == name else maker for key, maker in self._made.items()}
         with self._calling(layer, tree_map(lambda leaf: leaf if id(leaf) in kept else _like(leaf), value)) as value:
             output = layer(value)
-        if traces and traces[-1] != self._trace:  # the first call may create what later calls keep
-            raise ModelError(
-                "MW-PIPELINE-021",
-                f"{self._where} does something else in each call for the same input: it counts its calls, or draws "
-                f"random numbers by a generator that is no attribute of it. Keep what changes in a buffer; use "
-                f"nn.Dropout for noise",
+        # the first call may create what later calls keep
+        if traces and traces[-1] != self._trace and not self._is_at_fault():
+            self._note(
+                ModelError(
+                    "MW-PIPELINE-021",
+                    f"{self._where} does something else in each call for the same input: it counts its calls, or draws "
+                    f"random numbers by a generator that is no attribute of it. Keep what changes in a buffer; use "
+                    f"nn.Dropout for noise",
+                )
             )
         return output
 
@@ -136,25 +160,24 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._trace = []
         places = {key: self._key(parameter) for key, parameter in layer.named_parameters()}
         drawn = generator_states(layer)
-        try:
-            with self:
-                yield value
-        finally:
-            if self._fault is not None:
-                raise self._fault
+        with self:
+            yield value
         for key, parameter in layer.named_parameters():
             if places.get(key) != self._key(parameter):
-                raise ModelError("MW-PIPELINE-022", self._writes(f"{self._layer}.{key}", ".data = ..."))
+                self._note(ModelError("MW-PIPELINE-022", self._writes(f"{self._layer}.{key}", ".data = ...")))
             if has_hooks(parameter):
-                raise ModelError(
-                    "MW-PIPELINE-045",
-                    f"{self._where} registers a hook on its parameter {self._layer}.{key} in forward: each call adds "
-                    f"one more, and how many calls a step has depends on the layout. Do what it does to the gradient "
-                    f"in forward, by a hook on an activation or a torch.autograd.Function around the weight",
+                self._note(
+                    ModelError(
+                        "MW-PIPELINE-045",
+                        f"{self._where} registers a hook on its parameter {self._layer}.{key} in forward: each call "
+                        f"adds one more, and how many calls a step has depends on the layout. Do what it does to the "
+                        f"gradient in forward, by a hook on an activation or a torch.autograd.Function around the "
+                        f"weight",
+                    )
                 )
         for source, state in generator_states(layer).items():
             if drawn.get(source) != state:
-                raise ModelError("MW-PIPELINE-023", self._draws(source))
+                self._note(ModelError("MW-PIPELINE-023", self._draws(source)))
 
     def has_seen(self, name: str, layer: nn.Module) -> bool:
         """Return whether a layer with an equal outline, and with the same placed on it, was watched before.
@@ -180,17 +203,16 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        try:
-            for tensor in given:
-                self._check(tensor)
-                if name not in OF_SHAPE:
-                    self._calls.use(self._names(tensor))
-            self._check_writes(func, args, kwargs)
-            if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
-                raise ModelError("MW-PIPELINE-024", self._draws(f"torch's random generator ({name})"))
-        except ModelError as error:
-            self._fault = self._fault or error
-            raise
+        for tensor in given:
+            for error in self._misused(tensor):
+                self._note(error)
+            if name not in OF_SHAPE:
+                self._calls.use(self._names(tensor))
+        for error in self._written(func, args, kwargs):
+            self._note(error)
+        if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
+            source = f"torch's random generator ({name})"
+            self._note(ModelError("MW-PIPELINE-024", self._draws(source, call_place())))
         plain = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PLAIN))
         self._trace.append((name, *plain, *map(_numbers, given)))
         found = func(*args, **kwargs)
@@ -203,13 +225,14 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _names(self, tensor: Tensor) -> list[str]:
         return self._held.get(self._key(tensor), [])
 
-    def _check(self, tensor: Tensor) -> None:
+    def _misused(self, tensor: Tensor) -> Iterator[ModelError]:
+        """Yield an error for a tensor that an operation reads and that is not the running layer's to read."""
         key, names = self._key(tensor), self._names(tensor)
         foreign = self._left_behind.get(key) if not names else names[0]
         if foreign is not None and not any(name.partition(".")[0] == self._layer for name in names):
             other = foreign.partition(".")[0]
             where = f"which layer {other} holds and it does not" if other != self._layer else "but not as its attribute"
-            raise ModelError(
+            yield ModelError(
                 "MW-PIPELINE-025",
                 f"{self._where} uses {foreign}, {where} (a closure, a list, a global variable): a stage holds its own "
                 f"layers' parameters and no others. Make the parameter or its module an attribute of the layer"
@@ -217,10 +240,11 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         if isinstance(tensor, nn.Parameter) and not names:
             if id(tensor) in self._own:
-                raise ModelError(
+                yield ModelError(
                     "MW-PIPELINE-026", self._writes(f"{self._layer}.{self._own[id(tensor)]}", ".data = ...")
                 )
-            raise ModelError(
+                return
+            yield ModelError(
                 "MW-PIPELINE-027",
                 f"{self._where} uses a parameter of shape {tuple(tensor.shape)} that belongs to no layer (it lies in a "
                 f"list, a dict or a closure): no optimizer would have it. Make it or its module an attribute of the "
@@ -228,7 +252,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         maker = self._made.get(key)
         if maker not in (None, self._layer) and key not in self._inputs and not names and not self._is_ours:
-            raise ModelError(
+            yield ModelError(
                 "MW-PIPELINE-028",
                 f"{self._where} uses a tensor of shape {tuple(tensor.shape)} of layer {maker} that is not in its input "
                 f"(it lies in a global variable, a list, an attribute): on another stage it would be missing, and with "
@@ -236,7 +260,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"of tensors",
             )
 
-    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _written(self, func: Any, args: Any, kwargs: Any) -> Iterator[ModelError]:
+        """Yield an error for each parameter that an operation writes to."""
         if not func._schema.is_mutable:
             return
         for at, argument in enumerate(func._schema.arguments):
@@ -247,7 +272,8 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 names = self._names(tensor) if isinstance(tensor, Tensor) else []
                 written = next((name for name in names if name in self._parameters), None)
                 if written is not None:
-                    raise ModelError("MW-PIPELINE-029", self._writes(written, func._schema.name.removeprefix("aten::")))
+                    how = func._schema.name.removeprefix("aten::")
+                    yield ModelError("MW-PIPELINE-029", self._writes(written, how))
 
     def _writes(self, parameter: str, how: str) -> str:
         return (
@@ -256,11 +282,33 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"what changes in a buffer"
         )
 
-    def _draws(self, source: str) -> str:
+    def _draws(self, source: str, place: str = "") -> str:
         return (
-            f"{self._where} draws from {source} in forward: the draw would differ between layouts and after a resume. "
-            f"{BY_NAME}"
+            f"{self._where} draws from {source} in forward{place}: the draw would differ between layouts and after a "
+            f"resume. {BY_NAME}"
         )
+
+
+def call_place() -> str:
+    """Return " at FILE:LINE, `CODE`" of the call in a layer's code that led to the current operation.
+
+    It is the innermost one outside of torch, or in torch.nn for a layer that is all torch's.
+    """
+    calls: list[tuple[str, FrameType]] = []
+    frame: FrameType | None = sys._getframe(2)  # the caller of the dispatch mode
+    while frame is not None and not _is_own_code(frame.f_globals.get("__name__", "")):
+        calls.append((frame.f_globals.get("__name__", ""), frame))
+        frame = frame.f_back
+    outside = [call for module, call in calls if module.partition(".")[0] != "torch"]
+    for call in outside or [call for module, call in calls if module.startswith("torch.nn.")]:
+        file, line = call.f_code.co_filename, call.f_lineno
+        return f" at {file}:{line}, `{linecache.getline(file, line).strip()}`"
+    return ""
+
+
+def _is_own_code(module: str) -> bool:
+    """Return whether a module is one of this package, and no model."""
+    return module.startswith("meshwright.") and not module.startswith("meshwright.models.")
 
 
 def _numbers(tensor: Tensor) -> str:

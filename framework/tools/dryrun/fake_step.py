@@ -124,11 +124,7 @@ class SharedBlueprint(NamedTuple):
         layers = nn.Sequential()
         for index, (name, layer) in enumerate(model.layers.named_children()):
             layers.add_module(name, copy.deepcopy(layer, memo) if index in own else layer)
-        return replace(blueprint, model=replace(model, layers=layers, initialise=_leave_empty))
-
-
-def _leave_empty(name: str, full: Tensor) -> None:
-    """Skip the initialisation of a fake parameter, which has no values."""
+        return replace(blueprint, model=replace(model, layers=layers, is_dry=True))
 
 
 def _own_layers(blueprint: Blueprint, pp_rank: int) -> set[int]:

@@ -3,19 +3,22 @@
 Both are random, so the check compares statistics. It calls the builder several times under different seeds. Elements
 that are equal in all calls are constants and must match exactly. For the other elements, mean and standard deviation
 must lie within the spread of the calls, plus 8 standard errors. A model with an ``initialise`` attribute declares its
-values there; the check then calls it on the builder's module, for all parameters in order.
+values there; the check then calls it on the builder's module, for all parameters in order. Values that a run of the
+builder gives must equal those of plain torch under ``run.seed``, bit for bit.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.config import RunConfig
 from meshwright.model.build import PlainModel, build_model, find_builder
-from meshwright.seeding import seeded
+from meshwright.seeding import generators_at, seeded
 
 STANDARD_ERRORS = 8.0
 """Allowance in standard errors. For 1,000 normal parameters the chance of a false alarm is 1e-12."""
@@ -43,14 +46,23 @@ def builder_values(config: RunConfig, draw: int, model: PlainModel) -> dict[str,
         for name, parameter in layers.named_parameters(remove_duplicate=False):
             if model.canonical(name) != name:
                 continue
-            if initialise is not None:
-                full = torch.empty(parameter.shape, dtype=torch.float32)
+            if initialise is not None:  # it changes what the builder has set, all of it or a part
+                empty = torch.empty(parameter.shape, dtype=torch.float32)
+                full = empty if parameter.is_meta else parameter.detach().float().clone()
                 with torch.no_grad():
                     initialise(name, full)
                 values[name] = full
             elif not parameter.is_meta:
                 values[name] = _real(parameter.detach())
     return values
+
+
+@contextmanager
+def plain_seed(config: RunConfig, model: PlainModel) -> Iterator[None]:
+    """Seed the generators for a build of the untouched module: as plain torch, where its own values are used."""
+    seed = config.run.seed
+    with seeded(seed, "verify plain run") if model.builder_run is None else generators_at(seed):
+        yield
 
 
 def copy_random_buffers(layers: nn.Sequential, config: RunConfig, model: PlainModel) -> None:
@@ -79,6 +91,8 @@ def _real(tensor: Tensor) -> Tensor:
 
 def initial_problems(config: RunConfig, model: PlainModel) -> list[str]:
     """Return a sentence for each parameter whose initial value does not match the builder's."""
+    if model.builder_run is not None and model.initialise is None:
+        return _different_from_plain(config, model)
     size = sum(parameter.numel() for parameter in model.layers.parameters())
     few, many = (3, 6) if size > LARGE else (5, 20)
     draws = [builder_values(config, draw, model) for draw in range(few)]
@@ -95,6 +109,19 @@ def initial_problems(config: RunConfig, model: PlainModel) -> list[str]:
                 f"attribute initialise(name, tensor)"
             )
     return problems
+
+
+def _different_from_plain(config: RunConfig, model: PlainModel) -> list[str]:
+    """Return a sentence for each initial value that is not bit-equal to that of the untouched module."""
+    with plain_seed(config, model):
+        layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
+    return [
+        f"initial value of {name} differs from that of the untouched module under torch.manual_seed({config.run.seed})"
+        for name, parameter in layers.named_parameters(remove_duplicate=False)
+        if model.canonical(name) == name
+        and model.is_built(name)
+        and not torch.equal(model.initial(name).nan_to_num(), parameter.detach().float().nan_to_num())
+    ]
 
 
 def difference(found: Tensor, draws: list[Tensor]) -> str:

@@ -28,10 +28,10 @@ from meshwright.model.build import PlainModel, configured_model, find_builder
 from meshwright.model.metrics import Recorder, Recording
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
-from meshwright.seeding import Draw, seeded
+from meshwright.seeding import Draw
 from meshwright.tools.verify.checksums import checksums
 from meshwright.tools.verify.dropout import KeyedDropout
-from meshwright.tools.verify.initial import copy_random_buffers
+from meshwright.tools.verify.initial import copy_random_buffers, plain_seed
 from meshwright.tools.verify.near_ties import NearestTie, TieWatch
 from meshwright.tools.verify.plain_adapter import use_adapters
 from meshwright.tools.verify.plain_formulas import averaged
@@ -69,15 +69,17 @@ class RunNumbers(NamedTuple):
 
 
 def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -> nn.Sequential:
-    """Return the module that the user's builder returns, with the framework's initial values, in ``dtype``.
+    """Return the module that the user's builder returns, with its initial values, in ``dtype``.
 
     Parameters stay the builder's own objects, constant buffers unchanged (random ones are ``model``'s). Declared ties
-    that the builder does not share become one parameter. ``model`` supplies the initial values and the ties, by name.
+    that the builder does not share become one parameter. ``model`` supplies the ties, and the initial values that it
+    draws by name; where the builder's own are used, they stay as plain torch has them under ``run.seed``.
     """
-    with seeded(config.run.seed, "verify plain run"):
+    with plain_seed(config, model):
         layers: nn.Sequential = find_builder(config.model.builder)(**config.model.options)
         use_adapters(layers, config)
-    copy_random_buffers(layers, config, model)
+    if model.builder_run is None:
+        copy_random_buffers(layers, config, model)
     for name, parameter in list(layers.named_parameters(remove_duplicate=False)):
         canonical, (owner_name, _, attribute) = model.canonical(name), name.rpartition(".")
         owner = layers.get_submodule(owner_name)
@@ -93,7 +95,8 @@ def untouched_layers(config: RunConfig, model: PlainModel, dtype: torch.dtype) -
         for name, parameter in layers.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-            parameter.copy_(model.initial(name))
+            if not (model.is_built(name) and model.initialise is None):
+                parameter.copy_(model.initial(name))
     return layers
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.model.build import parameters_on_meta
+from meshwright.model.outline import parameters_on_meta
 from meshwright.system.numbers import whole_number
 from meshwright.tools.interop.huggingface.files import CONFIG
 from meshwright.tools.interop.huggingface.restructure.bounds import FillLimit

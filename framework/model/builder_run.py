@@ -1,0 +1,196 @@
+"""First values as a model's builder sets them: those of one run of it on the CPU, as in plain torch.
+
+    torch.manual_seed(run.seed); random.seed(run.seed); numpy.random.seed(run.seed % 2**32)
+    model = build(**options)
+
+Every process that needs a value runs the builder in this way and takes its slices: the same bits in every layout. The
+generators of the process are restored afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.errors import ModelError
+from meshwright.model.first_values import (
+    ParameterOwner,
+    WriteRecord,
+    bytes_of,
+    find_first_values,
+    first_value_problems,
+    listed,
+    unwritten_error,
+)
+from meshwright.model.outline import ModelOutline, draw_outline, to_meta
+from meshwright.model.unwritten import MarkEmpty, is_marked
+from meshwright.seeding import generators_at, seeded
+
+MAX_NUMEL = 2**31
+"""Parameters of a model that one process can be expected to hold in float32, 8 GiB."""
+Digests = dict[str, bytes]
+
+
+class BuilderRun:
+    """Seeded runs of a builder, and the values of the last one until :meth:`release`."""
+
+    def __init__(self, path: str, build: Callable[[], Any], seed: int) -> None:
+        self.path, self.build, self.seed = path, build, seed
+        self.names: frozenset[str] = frozenset()
+        """Parameters that get their first values from here; empty: none does."""
+        self.digest = ""
+        """Digest of everything that goes into the values: where it differs between processes, they do too."""
+        self.unset: list[str] = []
+        """Parameters that only the model's ``initialise`` can give a value."""
+        self._values: dict[str, Tensor] = {}
+
+    def layers(self) -> nn.Sequential:
+        """Run the builder and return the model, with values; elements that nothing has written hold a mark.
+
+        Raises:
+            ModelError: it has too many parameters for one process.
+        """
+        with generators_at(self.seed), MarkEmpty(), _limited_parameters(self.path):
+            return self.build()  # type: ignore[no-any-return]
+
+    def value(self, name: str) -> Tensor:
+        """Return a full parameter, float32 on CPU. The first call runs the builder; its values stay in memory."""
+        if not self._values:
+            named = self.layers().named_parameters(remove_duplicate=False)
+            self._values = {key: parameter.detach() for key, parameter in named}
+            unwritten = [key for key, each in self._values.items() if key in self.names and is_marked(each)]
+            if unwritten:
+                raise unwritten_error(self.path, "parameter", unwritten)
+        return self._values[name].float().clone()
+
+    def release(self) -> None:
+        """Free the memory of the values."""
+        self._values = {}
+
+    def outline(self) -> ModelOutline:
+        """Run the builder on the CPU, and return the model with its parameters moved to meta."""
+        layers = self.layers()
+        if isinstance(layers, nn.Module):
+            to_meta(layers)
+        return ModelOutline(layers)
+
+    def take_over(
+        self, outline: ModelOutline, owners: Mapping[str, ParameterOwner], copies: Collection[str]
+    ) -> list[ModelError]:
+        """Find which first values a run of the builder gives, and return the problems with first values.
+
+        It gives all of them, if the builder sets any outside of the resets. A model with ``initialise`` may replace
+        them later. Buffers that the builder draws, or computes from parameters, then become those of the run.
+
+        Args:
+            outline: the model; its buffers are changed in place.
+            owners: owner of each parameter's first value.
+            copies: names of parameters that are tied to another one, which have no value of their own.
+        """
+        layers, record = outline
+        is_declared = getattr(layers, "initialise", None) is not None
+        problems = [] if record is None else _unwritten_buffers(self.path, layers)
+        if record is None:
+            found, again = (_digests(self.layers(), None) for _ in range(2))
+            self.names = frozenset(name for name, _ in layers.named_parameters(remove_duplicate=False))
+        else:
+            values = find_first_values(layers, owners, record, copies)
+            self.unset = values.by_nothing if is_declared else []
+            problems += [] if is_declared else first_value_problems(self.path, values)
+            buffers = dict(layers.named_buffers(remove_duplicate=False))
+            on_meta = {name for name, buffer in buffers.items() if buffer.is_meta}
+            if problems or not (values.by_builder or on_meta):
+                return problems
+            self.names = frozenset(values.built)
+            found, again = _digests(layers, record), self._outlined("builder")
+            drawn = set() if is_declared else _different(found, self._outlined("builder, other seed"))
+            if taken := on_meta | (drawn & buffers.keys()):
+                self._copy_buffers(layers, taken)
+        different = _different(found, again)
+        self.digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).hexdigest()
+        if is_declared:  # which may give all values itself
+            self.names, self.digest = self.names - different, ""
+        elif different:
+            problems.append(_other_values(self.path, sorted(different)))
+        return problems
+
+    def _outlined(self, purpose: str) -> Digests:
+        """Return the digests of another outline, built under the seed of a purpose."""
+        with seeded(self.seed, purpose):
+            return _digests(*draw_outline(self.build))
+
+    def _copy_buffers(self, layers: nn.Module, names: Collection[str]) -> None:
+        """Copy buffers of a run into the outline ``layers``."""
+        found = dict(self.layers().named_buffers(remove_duplicate=False))
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            layers.get_submodule(owner)._buffers[attribute] = found[name].detach().clone()
+
+
+def _digests(layers: nn.Module, record: WriteRecord | None) -> Digests:
+    """Return a digest of each parameter, and of each buffer with values, by name.
+
+    ``record``: writes to parameters on meta; None: they have values.
+    """
+    found = {}
+    for name, tensor in (
+        *layers.named_parameters(remove_duplicate=False),
+        *layers.named_buffers(remove_duplicate=False),
+    ):
+        if not tensor.is_meta:
+            found[name] = hashlib.blake2b(bytes_of(tensor), digest_size=16).digest()
+        elif record is not None:
+            found[name] = record.digest_of(tensor)
+    return found
+
+
+def _different(found: Digests, other: Digests) -> set[str]:
+    """Return the names whose digests differ."""
+    return {name for name in found.keys() | other.keys() if found.get(name) != other.get(name)}
+
+
+def _unwritten_buffers(path: str, layers: nn.Module) -> list[ModelError]:
+    """Return an error for buffers with elements that nothing has written."""
+    names = [name for name, buffer in layers.named_buffers() if is_marked(buffer)]
+    return [unwritten_error(path, "buffer", names)] if names else []
+
+
+def _other_values(path: str, names: Collection[str]) -> ModelError:
+    return ModelError(
+        "MW-MODEL-049",
+        f"{path}: two runs of the builder under one seed give {listed('tensor', names)} different first values: from "
+        f"the time, os.urandom, the order of a set, or a generator of its own without a seed "
+        f"(numpy.random.default_rng()). Each process would train another model. Draw from the global generator of "
+        f"torch, numpy or Python, which run.seed seeds, or give that generator a seed",
+    )
+
+
+@contextmanager
+def _limited_parameters(path: str) -> Iterator[None]:
+    """Raise :class:`ModelError` as soon as modules hold more than MAX_NUMEL parameters that are not on meta."""
+    register, seen, total = nn.Module.register_parameter, set[int](), 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal total
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta and id(parameter) not in seen:
+            seen.add(id(parameter))
+            total += parameter.numel()
+        if total > MAX_NUMEL:
+            raise ModelError(
+                "MW-MODEL-050",
+                f"{path} sets first values outside of reset_parameters(), or reads values while the model is built: a "
+                f"run of the whole builder has to give them, and more than {MAX_NUMEL:,} parameters are too many for "
+                f"the memory of one process. Set them in the modules' reset_parameters(), or by the model's attribute "
+                f"initialise(name, tensor), which fill one tensor at a time",
+            )
+
+    nn.Module.register_parameter = count  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

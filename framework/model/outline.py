@@ -1,0 +1,75 @@
+"""Outline of a user's model: its builder run with parameters on the meta device, which takes no memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from meshwright.model import requirements
+from meshwright.model.first_values import GIVEN, WriteRecord
+
+
+class ModelOutline(NamedTuple):
+    """Model with parameters on meta and real buffers."""
+
+    layers: Any
+    """Result of the builder; an nn.Sequential, if it fits."""
+    record: WriteRecord | None = None
+    """Writes of the builder. None: it ran on the CPU, and its parameters moved to meta afterwards."""
+
+
+def draw_outline(build: Callable[[], Any]) -> ModelOutline:
+    """Run a builder with parameters on meta, and record its writes to them."""
+    with WriteRecord() as record, parameters_on_meta(record):
+        return ModelOutline(build(), record)
+
+
+def to_meta(layers: nn.Module) -> None:
+    """Move the parameters of a model to meta, in place; shared ones stay shared."""
+    moved: dict[int, nn.Parameter] = {}
+    for module in layers.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, UninitializedParameter):
+                if id(parameter) not in moved:
+                    moved[id(parameter)] = _on_meta(parameter, None)
+                module._parameters[name] = moved[id(parameter)]
+
+
+def _on_meta(parameter: nn.Parameter, record: WriteRecord | None) -> nn.Parameter:
+    """Return an empty copy of a parameter on meta. Attributes record hooks, class and value of the original."""
+    outline = torch.empty_like(parameter, device="meta").as_subclass(Tensor).detach()
+    found = nn.Parameter(outline, requires_grad=parameter.requires_grad)
+    if requirements.has_hooks(parameter):
+        setattr(found, requirements.HAS_HOOKS, True)
+    if type(parameter) is not nn.Parameter:
+        setattr(found, requirements.CLASS, type(parameter).__name__)
+    given = None if record is None else record.register(parameter, found)
+    if given is not None:
+        setattr(found, GIVEN, given)
+    return found
+
+
+@contextmanager
+def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
+    """Move each nn.Parameter to the meta device as it is registered, inside this context; buffers stay real.
+
+    ``record``: the record of the builder's writes, which finds parameters that had values when they were registered.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        is_lazy = isinstance(parameter, UninitializedParameter)
+        if parameter is not None and not parameter.is_meta and not is_lazy:
+            parameter = _on_meta(parameter, record)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -1,0 +1,118 @@
+"""Elements of tensors that nobody has written, found by a mark: a NaN with a payload that no arithmetic makes.
+
+A mark is compared bit by bit. NaN and Inf that a user writes (``float("nan")``) are other bits, and are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+"""Operations whose result has no values yet."""
+MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.float64: (torch.int64, 0x7FF85A17E5A17E5A),
+    torch.float32: (torch.int32, 0x7FC5A17E),
+    torch.bfloat16: (torch.int16, 0x7FDA),
+    torch.float16: (torch.int16, 0x7E5A),
+    torch.int64: (torch.int64, 0x5A17E5A17E5A17E5),
+    torch.int32: (torch.int32, 0x5A17E5A1),
+}
+"""dtype -> integer dtype of the same size, and the mark's bits in it. Smaller integers have no value to spare."""
+
+
+@torch.no_grad()
+def mark(tensor: Tensor) -> Tensor:
+    """Write the mark into every element of a tensor on the CPU, if its dtype has one, and return the tensor."""
+    if tensor.dtype in MARKS:
+        integer, bits = MARKS[tensor.dtype]
+        tensor.detach().view(integer).fill_(bits)
+    return tensor
+
+
+def marked(tensor: Tensor) -> Tensor:
+    """Return the bool mask of elements that hold the mark."""
+    if tensor.dtype not in MARKS:
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    integer, bits = MARKS[tensor.dtype]
+    return tensor.detach().view(integer) == bits
+
+
+def is_marked(tensor: Tensor) -> bool:
+    """Return whether any element holds the mark."""
+    return not tensor.is_meta and bool(marked(tensor).any())
+
+
+class MarkEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode in which ``torch.empty`` and its like return marked tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_empty = func._schema.name.removeprefix("aten::") in EMPTY
+        return mark(found) if is_empty and isinstance(found, Tensor) and found.device.type == "cpu" else found
+
+
+OVERWRITES = {
+    "normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "log_normal_", "cauchy_", "geometric_",
+    "bernoulli_", "random_", "constant_", "kaiming_uniform_", "kaiming_normal_",
+}  # fmt: skip
+"""Methods, and functions of torch.nn.init, that write every element and read none."""
+UNREAD = {
+    *(Tensor.dim, Tensor.ndimension, Tensor.size, Tensor.numel, Tensor.stride, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_contiguous, Tensor.new_empty, Tensor.new_zeros, torch.empty_like),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "is_meta", "requires_grad")),
+    *(Tensor.detach, Tensor.view, Tensor.t, *(getattr(Tensor, name).__get__ for name in ("data", "T"))),
+}
+"""Functions that read no element: of the outline alone, or views, through which later functions touch the tensor."""
+
+
+class FilledAtFirstTouch(TorchFunctionMode):
+    """Function mode that gives a tensor values when a function first reads it, writes a part of it, or hands it on.
+
+    A function that overwrites the whole tensor at once needs none: nothing is drawn that would be lost.
+    """
+
+    def __init__(self, tensor: Tensor, values: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._tensor, self._values = mark(tensor), values
+        self._storage = tensor.untyped_storage()._cdata
+        self._is_touched = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_touched and func not in UNREAD:
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            mine = [leaf for leaf in leaves if leaf.untyped_storage()._cdata == self._storage]
+            if mine and not self._is_overwritten(func, mine, args, kwargs):
+                self.fill()
+            self._is_touched = self._is_touched or bool(mine)
+        return func(*args, **kwargs)
+
+    def _is_overwritten(self, func: Any, mine: list[Tensor], args: Any, kwargs: Any) -> bool:
+        """Return whether a call writes all elements before it reads any."""
+        target = args[0] if args else kwargs.get("tensor")
+        is_whole = len(mine) == 1 and mine[0] is target and target.numel() == self._tensor.numel()
+        return is_whole and getattr(func, "__name__", "") in OVERWRITES
+
+    def fill(self) -> None:
+        """Give the tensor its values, unless something has touched it."""
+        if not self._is_touched:
+            self._is_touched = True
+            if is_marked(self._tensor):  # or an extension of Python has written to its memory
+                with torch.no_grad():
+                    self._tensor.copy_(self._values())
+
+
+def named_marks(layers: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers with marked elements."""
+    tensors = [*layers.named_parameters(remove_duplicate=False), *layers.named_buffers(remove_duplicate=False)]
+    return [name for name, tensor in tensors if is_marked(tensor)]

@@ -1,0 +1,275 @@
+"""Models whose builders give their weights values as public code does, outside of ``reset_parameters``."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+V, D, L = 24, 8, 2
+
+
+class Block(nn.Module):
+    """Pre-norm feed-forward block of GPT-2, whose last projection is scaled by the depth in some models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = nn.LayerNorm(D)
+        self.c_fc = nn.Linear(D, 4 * D)
+        self.c_proj = nn.Linear(4 * D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.c_proj(F.gelu(self.c_fc(self.ln(x))))
+
+
+class Positions(nn.Module):
+    """Token and position embeddings with parameters drawn in ``__init__``, as in vision transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(V, D)
+        self.positions = nn.Parameter(torch.randn(1, 6, D) * 0.02)
+        self.scale = nn.Parameter(1e-1 * torch.ones(D))
+        nn.init.trunc_normal_(self.tokens.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.tokens(ids) * self.scale + self.positions[:, : ids.shape[1]]
+
+
+class Masked(nn.Module):
+    """Linear with a random constant mask, whose weight is zero where the mask is, as in masked networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("mask", (torch.rand(D, D) > 0.5).float())
+        with torch.no_grad():
+            self.linear.weight *= self.mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.linear.weight * self.mask, self.linear.bias)
+
+
+class Raw(nn.Module):
+    """Scale of the features by a parameter from torch.empty; ``fill`` may give it values."""
+
+    def __init__(self, fill: Callable[[Tensor], object] = lambda tensor: None) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(D))
+        with torch.no_grad():
+            fill(self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Drawing(Raw):
+    """Layer that draws random numbers in forward in three ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x * self.gain, 0.1)
+        heads = x[:, None]
+        x = F.scaled_dot_product_attention(
+            heads,
+            heads,
+            heads,
+            dropout_p=0.1,
+        )[:, 0]
+        noise = torch.rand_like(x)
+        return x + noise
+
+
+def many_problems() -> nn.Sequential:
+    """Build a model with problems of several kinds."""
+    encoder = nn.TransformerEncoderLayer(D, 2, 16, 0.1, batch_first=True)
+    model = assemble(Drawing(), Drawing(), Drawing(), encoder)
+    model.wte.weight = model.head.weight
+    return model
+
+
+class PartlyReset(Raw):
+    """Scale whose ``reset_parameters`` leaves elements out."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.gain[:3] = 1.0
+
+
+class RawBuffer(nn.Module):
+    """Shift of the features by a buffer from torch.empty, of which ``count`` elements get a value."""
+
+    def __init__(self, count: int, *, persistent: bool = True) -> None:
+        super().__init__()
+        shift = torch.empty(D)
+        shift[:count] = 0.1
+        self.register_buffer("shift", shift, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def init_weights(module: nn.Module) -> None:
+    """Initialise a module as nanoGPT does."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, mean=0.0, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+def assemble(*middle: nn.Module, embedding: nn.Module | None = None) -> nn.Sequential:
+    """Build embedding, the layers ``middle`` and head."""
+    names = [(f"h{i}", layer) for i, layer in enumerate(middle)]
+    first = nn.Embedding(V, D) if embedding is None else embedding
+    return nn.Sequential(OrderedDict([("wte", first), *names, ("head", nn.Linear(D, V, bias=False))]))
+
+
+def nanogpt() -> nn.Sequential:
+    """Build a GPT with nanoGPT's initialisation: ``apply``, a tie, and projections scaled by the depth."""
+    model = assemble(*(Block() for _ in range(L)))
+    model.wte.weight = model.head.weight
+    model.tied_weights = [("wte.weight", "head.weight")]
+    model.apply(init_weights)
+    for name, parameter in model.named_parameters():
+        if name.endswith("c_proj.weight"):
+            nn.init.normal_(parameter, mean=0.0, std=0.02 / math.sqrt(2 * L))
+    model.sharding_plan = {"h*.c_fc": "column", "h*.c_proj": "row", "wte": "vocab", "head": "vocab"}
+    return model
+
+
+def of_linear(change: Callable[[nn.Linear], object]) -> nn.Sequential:
+    """Build a model whose first block's ``c_fc`` gets another value."""
+    block = Block()
+    with torch.no_grad():
+        change(block.c_fc)
+    return assemble(block, Block())
+
+
+def copied() -> nn.Sequential:
+    """Build a model whose blocks are copies of one that is initialised before."""
+    block = Block()
+    block.apply(init_weights)
+    return assemble(*(copy.deepcopy(block) for _ in range(L)))
+
+
+ORDER = ["h0", "h1"]
+
+
+def in_order() -> nn.Sequential:
+    """Build a model whose layers are drawn in ORDER, as in that of a set of names."""
+    model = assemble(Block(), Block())
+    for name in ORDER:
+        model.get_submodule(name).apply(init_weights)
+    return model
+
+
+def from_another() -> nn.Sequential:
+    """Build a model in which one weight is half of another."""
+    model = assemble(Block(), Block())
+    model.h1.c_fc.weight = nn.Parameter(model.h0.c_fc.weight.detach() * 0.5)
+    return model
+
+
+def assigned(linear: nn.Linear) -> None:
+    """Assign ``.data``, which parameters on meta do not accept."""
+    linear.weight.data = torch.randn(4 * D, D) * 0.1
+
+
+def normalised(linear: nn.Linear) -> None:
+    """Scale a weight by a number read from it."""
+    linear.weight /= float(linear.weight.norm())
+
+
+def by_numpy(linear: nn.Linear) -> None:
+    """Draw from the global generators of numpy and Python."""
+    linear.weight.copy_(torch.from_numpy(np.random.randn(4 * D, D)) * random.uniform(0.1, 0.2))
+
+
+def of_meta() -> nn.Sequential:
+    """Build the model on the meta device, and initialise it there."""
+    with torch.device("meta"):
+        model = assemble(Block(), Block())
+        model.apply(init_weights)
+    return model
+
+
+def rest_of(std: float) -> Callable[[str, Tensor], None]:
+    """Return an ``initialise`` that fills matrices only."""
+
+    def initialise(name: str, tensor: Tensor) -> None:
+        if tensor.dim() > 1:
+            nn.init.normal_(tensor, std=std)
+
+    return initialise
+
+
+def halved(name: str, tensor: Tensor) -> None:
+    """Halve the values that a tensor has."""
+    tensor *= 0.5
+
+
+def by_array(name: str, tensor: Tensor) -> None:
+    """Write a tensor's values through numpy."""
+    tensor.numpy()[...] = 0.25
+
+
+def with_initialise(initialise: Callable[[str, Tensor], None], model: nn.Sequential) -> nn.Sequential:
+    """Give a model the attribute ``initialise``."""
+    model.initialise = initialise  # type: ignore[assignment]
+    return model
+
+
+def unequal_runs(linear: nn.Linear) -> None:
+    """Draw from a generator without a seed."""
+    linear.weight.copy_(torch.from_numpy(np.random.default_rng().normal(size=(4 * D, D))))
+
+
+BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
+    "nanogpt": nanogpt,
+    "vit": lambda: assemble(Block(), Block(), embedding=Positions()),
+    "masked": lambda: assemble(Masked(), Block()),
+    "copied": copied,
+    "from another": from_another,
+    "pretrained": lambda: assemble(Block(), embedding=nn.Embedding.from_pretrained(torch.randn(V, D), freeze=False)),
+    "xavier": lambda: of_linear(lambda linear: nn.init.xavier_uniform_(linear.weight)),
+    "orthogonal": lambda: of_linear(lambda linear: nn.init.orthogonal_(linear.weight)),
+    "data": lambda: of_linear(assigned),
+    "normalised": lambda: of_linear(normalised),
+    "numpy": lambda: of_linear(by_numpy),
+    "seeded": lambda: of_linear(lambda linear: linear.weight.normal_(generator=torch.Generator().manual_seed(3))),
+    "parametrized": lambda: of_linear(parametrizations.weight_norm),
+    "filled": lambda: assemble(Raw(lambda gain: gain.fill_(2.0)), Block()),
+    "infinite": lambda: assemble(Raw(lambda gain: gain.fill_(float("nan"))), Block()),
+    "empty": lambda: assemble(Raw(), Raw(), Block()),
+    "partly empty": lambda: assemble(Raw(lambda gain: gain[1:].fill_(1.0)), Block()),
+    "empty buffer": lambda: assemble(RawBuffer(0), RawBuffer(0, persistent=False), Block()),
+    "partly empty buffer": lambda: assemble(RawBuffer(3), Block()),
+    "buffer": lambda: assemble(RawBuffer(D), Block()),
+    "partly reset": lambda: assemble(PartlyReset(), Block()),
+    "in order": in_order,
+    "many problems": many_problems,
+    "meta": of_meta,
+    "generator": lambda: of_linear(unequal_runs),
+    "time": lambda: of_linear(lambda linear: nn.init.normal_(linear.weight, std=time.perf_counter())),
+    "urandom": lambda: of_linear(lambda linear: linear.weight.fill_(os.urandom(4)[0] + float(linear.bias[0]))),
+    "rest": lambda: with_initialise(rest_of(0.05), assemble(Block(), Block())),
+    "rest of own": lambda: with_initialise(rest_of(0.05), nanogpt()),
+    "rest of raw": lambda: with_initialise(rest_of(0.05), assemble(Raw(lambda gain: gain.fill_(2.0)), Block())),
+    "rest of empty": lambda: with_initialise(rest_of(0.05), assemble(Raw(), Raw(), Block())),
+    "halved": lambda: with_initialise(halved, assemble(Block(), Block())),
+    "by array": lambda: with_initialise(by_array, assemble(Raw(), Block())),
+}
+
+
+def build(how: str) -> nn.Sequential:
+    """Build a model of BUILDERS."""
+    return BUILDERS[how]()
