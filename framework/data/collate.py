@@ -7,10 +7,13 @@ calls it with its own samples alone, so that tokenising or decoding in it is div
 
 from __future__ import annotations
 
+import copy
 import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -43,6 +46,28 @@ def sha256_of(sample: tuple[Any, Tensor]) -> str:
         digest.update(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
         digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def own_copy(raw: Any) -> Any:
+    """Return a raw sample whose tensors and arrays, also in lists, tuples and dicts, are its own.
+
+    A reader of a ring buffer may fill the same tensor for each sample, while several are kept.
+    """
+    if isinstance(raw, Tensor):
+        return raw.clone()
+    if isinstance(raw, np.ndarray | bytearray | array):
+        return copy.copy(raw)
+    if isinstance(raw, memoryview):
+        return bytes(raw)
+    if type(raw) is list:
+        is_plain = bool(raw) and isinstance(raw[0], int | float | str)  # of token ids or text: no tensors in it
+        return raw.copy() if is_plain else [own_copy(each) for each in raw]
+    if type(raw) is dict:
+        return {key: own_copy(value) for key, value in raw.items()}
+    if isinstance(raw, tuple):
+        members = [own_copy(each) for each in raw]
+        return type(raw)(*members) if hasattr(raw, "_fields") else tuple(members)
+    return raw
 
 
 def as_index(labels: Tensor) -> Tensor:

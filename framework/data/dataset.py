@@ -103,6 +103,21 @@ def ignore_rows(labels: Tensor, ignored: Sequence[bool]) -> Tensor:
     return labels
 
 
+def _check_buffers(samples: Samples) -> None:
+    """Refuse a dataset that fills the same tensor for each sample: threads read several at the same time."""
+    first = samples.raw(0)
+    before = sha256_of(samples.collate.one(first, 0))
+    for number in {min(1, samples.num_samples - 1), samples.num_samples - 1}:
+        samples.raw(number)
+        if sha256_of(samples.collate.one(first, 0)) != before:
+            raise DataError(
+                "MW-DATA-129",
+                f"{samples.name}: reading sample {number} changes sample 0, which was read before: the dataset fills "
+                f"the same tensor for each sample, and a micro-batch would hold the last one several times. Return a "
+                f"copy (x.clone()) from __getitem__",
+            )
+
+
 def open_dataset(config: RunConfig, split: str) -> Samples | Stream | None:
     """Open the dataset of a split; None if its builder returns None.
 
@@ -145,5 +160,6 @@ def open_dataset(config: RunConfig, split: str) -> Samples | Stream | None:
     samples = samples._replace(collate=samples.collate._replace(like=specs_of(*samples.sample(0))))
     samples.sample(num_samples - 1)  # the sample most likely to differ: an error appears before launch
     ends = [0, num_samples - 1]
+    _check_buffers(samples)
     samples.collate.check_rows([samples.raw(number) for number in ends], ends)
     return samples

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch.utils.data import IterableDataset
 
 from meshwright.config.functions import error_place
-from meshwright.data.collate import Collate, sha256_of, specs_of
+from meshwright.data.collate import Collate, own_copy, sha256_of, specs_of
 from meshwright.errors import DataError
 
 MARKS = 64
@@ -246,7 +246,7 @@ class Stream:
         assert self._samples is not None
         at = self._at
         try:
-            raw = next(self._samples)
+            raw = own_copy(next(self._samples))
         except StopIteration:
             if at.read == 0:
                 raise DataError("MW-DATA-114", f"{self.name} has no samples in epoch {at.epoch}") from None

@@ -114,6 +114,8 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks:
     with checkpoints.open_checkpoint(path) as checkpoint:
         manifest = checkpoint.manifest
         optimizer_steps = saved_count(manifest, "optimizer_steps")
+        if optimizer_steps:
+            _check_unfrozen(checkpoint, parts)
         take_states(parts.optimizer, manifest)
         restore(checkpoint, parts.replicas, parts.optimizer, optimizer_steps, saved_running(parts))
         changes += _describe_added(checkpoint, parts)
@@ -139,6 +141,30 @@ def resume(parts: Parts, directory: Path, log: Callable[[str], None], callbacks:
 def _optimizer_states(parts: Parts) -> tuple[str, ...]:
     own = parts.optimizer.own
     return saved_states_of(parts.config.optimizer) if own is None else own.names
+
+
+def _check_unfrozen(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> None:
+    """Refuse weights that the checkpoint has without optimizer states, beside others with states.
+
+    AdamW's states count their steps from the start of the run: new ones would take steps several times too long.
+    """
+    weights = set(checkpoint.parameters(checkpoints.TensorKind.WEIGHTS))
+    kinds = [kind for kind in checkpoint.kinds() if kind != checkpoints.TensorKind.WEIGHTS]
+    trained = {name for kind in kinds for name in checkpoint.parameters(kind)}
+    names = [
+        name
+        for name, parameter in parts.blueprint.model.layers.named_parameters()
+        if parameter.requires_grad and name in weights and name not in trained
+    ]
+    if trained and names:
+        more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        raise CheckpointError(
+            "MW-RUN-040",
+            f"{checkpoint.path}: {names[0]}{more} were frozen in this run, and are trained now (model."
+            f"parameter_groups): the checkpoint has no optimizer state of them. Freeze them again to resume. To train "
+            f"them later, start a run in which their group has learning_rate_factor = 0 instead of frozen = true, and "
+            f"raise it at a resume",
+        )
 
 
 def _describe_added(checkpoint: checkpoints.CheckpointReader, parts: Parts) -> list[str]:

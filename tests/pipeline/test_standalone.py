@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.errors import ModelError
+from meshwright.model.build import meta_copy
+from meshwright.pipeline.plan.boundaries import run_on_meta
 from meshwright.tools.verify import Layout, layout_config
 from tests.support.errors import has_code
 from tests.tools.verify.cases import config_of
@@ -95,3 +99,27 @@ def test_what_stands_alone_is_drawn() -> None:
         draw(kind, how)
     with pytest.raises(ModelError, match="draws from torch's random generator", check=has_code("MW-PIPELINE-024")):
         draw("attention", "0.1")
+
+
+class MaskOfNoDevice(nn.Module):
+    """Makes a tensor without a device, as code for one CPU does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        if self.how == "where":
+            return torch.where(place[:, None] > 3, x, -x)
+        if self.how == "masked_fill":
+            return x.masked_fill(place[None, :, None] > 3, 0.0)
+        return x + place[:, None]
+
+
+@pytest.mark.parametrize("how", ["where", "masked_fill", "sum"])
+def test_a_tensor_without_a_device_is_named(how: str) -> None:
+    model = meta_copy(nn.Sequential(nn.Embedding(5, 4), MaskOfNoDevice(how)))
+    ids = torch.zeros((1, 8), dtype=torch.long, device="meta")
+    with pytest.raises(ModelError, match=r"make it with device=x\.device"):
+        run_on_meta(model, [range(2)], ids)

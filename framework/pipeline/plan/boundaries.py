@@ -23,6 +23,10 @@ OF_SHARDS = (
 """Hint for a layer that fails only with shards: describe_model has run the unsharded model without an error."""
 
 
+TWO_DEVICES = ("expected device meta", "on the expected device", "on the same device", "two devices")
+"""Words of torch's errors for an operation on tensors of several devices, here meta and CPU."""
+
+
 def describe_boundaries(
     layers: nn.Sequential, stages: Sequence[range], inputs: Any
 ) -> tuple[list[ValueSpec], ValueSpec]:
@@ -161,7 +165,7 @@ def _cannot_take(where: str, previous: str, shapes: str, error: Exception, hint:
     text = str(error)
     if "in-place operation" in text:
         return f"{_overwrites(where, shapes)}. torch says: {text.splitlines()[0]}"
-    if "expected device meta" in text or "on the same device" in text or "two devices" in text:
+    if any(words in text for words in TWO_DEVICES):
         return (
             f"{where} mixes a tensor on a device of its own choice with its input: "
             f"register it with register_buffer, or make it with device=x.device, so that it goes where the layer goes. "

@@ -90,6 +90,14 @@ def check_output(last: ValueSpec, labels: Tensor, name: str, num_heads: int = 0)
 
     ``num_heads``: logits in the tuple that a model with ``loss_heads`` returns for labels (B, S); 0: a lone tensor.
     """
+    if labels.dtype != torch.int64:
+        kind = str(labels.dtype).removeprefix("torch.")
+        raise ModelError(
+            "MW-PIPELINE-046",
+            f"the labels are {kind}, and the default loss is the cross-entropy of classes, which are integers: return "
+            f"labels.long() from the dataset, or give the model a `loss` of its own: (output, labels) -> loss of each "
+            f"label",
+        )
     fits = len(last.leaves) == num_heads and labels.dim() == 2 and not last.is_tensor if num_heads else last.is_tensor
     if not fits or any(leaf.shape[:-1] != tuple(labels.shape) for leaf in last.leaves):
         found = ", ".join(str(leaf.shape) for leaf in last.leaves)
