@@ -208,7 +208,14 @@ class SeededDropout(nn.Module):
     def _next(self, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the sample indices, (B,) int64, and the key of the next call, () int64."""
         sample_indices = self.draw.sample_indices
-        assert sample_indices is not None and sample_indices.shape[0] == shape[0], (self.name, sample_indices, shape)
+        assert sample_indices is not None, self.name
+        if not shape or sample_indices.shape[0] != shape[0]:
+            raise ModelError(
+                "MW-MODEL-056",
+                f"dropout {self.name} acts on {tuple(shape)}, and the micro-batch has {sample_indices.shape[0]} "
+                f"samples: masks are drawn by sample, so that dim 0 of its input must be the samples. Apply it before "
+                f"samples are merged with another dim, or split them again: dropout(x.view(B, -1, D)).view(x.shape)",
+            )
         if self.num_calls >= self.keys.shape[0]:
             self._add_keys()
         return sample_indices.to(device), self.keys[self.num_calls]

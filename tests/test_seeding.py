@@ -239,3 +239,13 @@ def test_a_layer_that_computes_itself_again_is_refused() -> None:
     found = torch.utils.checkpoint.checkpoint(layers, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
     layers[1].num_calls = 0
     found.sum().backward()
+
+
+def test_a_dropout_on_rows_that_are_no_samples_says_so() -> None:
+    """Tokens of all samples in one dim, as ``x.view(-1, D)`` makes them."""
+    dropout = SeededDropout(0.5, 0, "block0.drop", Draw(sample_indices=torch.arange(2))).train()
+    assert dropout(torch.ones(2, 3, 4)).shape == (2, 3, 4)
+    for x in (torch.ones(6, 4), torch.ones(3, 2, 4), torch.ones(())):
+        with pytest.raises(ModelError, check=has_code("MW-MODEL-056")) as error:
+            dropout(x)
+        assert "block0.drop" in error.value.message and "2 samples" in error.value.message

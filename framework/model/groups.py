@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from pydantic import ValidationError
 from torch import nn
@@ -27,11 +28,15 @@ _KEY, _ATTRIBUTE = "model.parameter_groups", "the model's attribute parameter_gr
 
 
 def assign_groups(
-    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[ParameterGroup] | str, key: str = _KEY
+    shapes: Mapping[str, tuple[int, ...]],
+    groups: Sequence[ParameterGroup] | str,
+    key: str = _KEY,
+    aliases: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, ParameterGroup]:
     """Return canonical parameter name -> its group, for the parameters that have one.
 
-    ``shapes``: global shapes by canonical name. ``key``: source of the groups, for messages.
+    ``shapes``: global shapes by canonical name. ``key``: source of the groups, for messages. ``aliases``: other names
+    of tied weights, with their canonical names.
 
     Raises:
         ModelError: a pattern matches no parameter; or the user's function fails or returns something else.
@@ -41,6 +46,13 @@ def assign_groups(
         return {name: group for name, group in found.items() if group is not None}
     for pattern in [pattern for group in groups for pattern in group.names]:
         if not any(fnmatchcase(name, pattern) for name in shapes):
+            alias = next((name for name in aliases if fnmatchcase(name, pattern)), None)
+            if alias is not None:
+                raise ModelError(
+                    "MW-MODEL-055",
+                    f"{key}: {pattern!r} matches {alias} alone, which is tied to {aliases[alias]}: one weight has one "
+                    f"group, by its first name. Write {aliases[alias]!r}",
+                )
             close = difflib.get_close_matches(pattern, shapes, 1, cutoff=0.4)
             hint = f"the closest is {close[0]}" if close else f"they are {', '.join(list(shapes)[:5])}, ..."
             raise ModelError("MW-MODEL-030", f"{key}: {pattern!r} matches no parameter of the model; {hint}")
@@ -58,16 +70,17 @@ def find_groups(layers: nn.Sequential, canonical: Callable[[str], str], config: 
     Factors multiply. Other settings are the configuration's, or the model's if the configuration leaves them out. The
     model's are of its own parameters, not of adapters that have been attached.
     """
-    named = layers.named_parameters(remove_duplicate=False)
-    shapes = {name: tuple(p.shape) for name, p in named if canonical(name) == name}
+    named = dict(layers.named_parameters(remove_duplicate=False))
+    shapes = {name: tuple(p.shape) for name, p in named.items() if canonical(name) == name}
+    aliases = {name: canonical(name) for name in named if canonical(name) != name}
     declared = getattr(layers, "parameter_groups", None) or []
     try:
         of_model = {name: shape for name, shape in shapes.items() if not is_adapter(name)}
-        own = assign_groups(of_model, [ParameterGroup.model_validate(group) for group in declared], _ATTRIBUTE)
+        own = assign_groups(of_model, [ParameterGroup.model_validate(group) for group in declared], _ATTRIBUTE, aliases)
     except (TypeError, ValidationError) as error:
         why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise ModelError("MW-MODEL-035", f"{_ATTRIBUTE} = {declared!r} is no list of groups: {why}") from error
-    chosen = assign_groups(shapes, config.model.parameter_groups)
+    chosen = assign_groups(shapes, config.model.parameter_groups, aliases=aliases)
     found = own | chosen
     for name in own.keys() & chosen.keys():
         one, other = own[name].model_dump(), chosen[name].model_dump(exclude_unset=True)

@@ -78,3 +78,10 @@ def test_layouts_agree_with_groups_and_frozen_parameters(pool: RankPool) -> None
     layouts = [parse_layout(text) for text in ("dp2,pp2,tp2,zero2,zb_v", "dp2,tp2,zero3", "dp4,zero1,offload")]
     report = verify(grouped(groups), layouts, pool, global_batch=8, steps=2)
     assert report.passed, report.table()
+
+
+def test_an_alias_of_a_tied_weight_is_named_with_its_first_name() -> None:
+    groups = [ParameterGroup(names=["head.*"], weight_decay=0.0)]
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-055")) as error:
+        assign_groups({"embedding.weight": (3, 2)}, groups, aliases={"head.weight": "embedding.weight"})
+    assert "head.weight alone, which is tied to embedding.weight" in error.value.message

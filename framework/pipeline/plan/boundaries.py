@@ -23,7 +23,10 @@ OF_SHARDS = (
 """Hint for a layer that fails only with shards: describe_model has run the unsharded model without an error."""
 
 
-TWO_DEVICES = ("expected device meta", "on the expected device", "on the same device", "two devices")
+TWO_DEVICES = (
+    *("expected device meta", "on the expected device", "on the same device", "in the same device", "two devices"),
+    "to have meta Device",
+)
 """Words of torch's errors for an operation on tensors of several devices, here meta and CPU."""
 
 

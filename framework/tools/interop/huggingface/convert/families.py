@@ -53,7 +53,7 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
         preferred: a model_type that is tried first.
 
     Raises:
-        ModelError: no family can hold the model; lists the reason of each.
+        ModelError: no family can hold the model; lists the reason of each, or of a mixture that of the closest one.
     """
     builder = config.model.builder
     candidates = [family for family in FAMILIES if family.builder == builder]
@@ -66,10 +66,22 @@ def family_of_model(config: RunConfig, preferred: Any = None) -> Family:
         )
     options = with_defaults(builder, config.model.options)
     candidates.sort(key=lambda family: family.model_type != preferred)
-    reasons = []
+    reasons = {}
     for family in candidates:
         reason = family.holds(options)
         if reason is None:
             return family
-        reasons.append(f"{family.model_type}: {reason}")
-    raise ModelError("MW-INTEROP-033", f"model.options fit no supported model of transformers: {'; '.join(reasons)}")
+        reasons[family.model_type] = reason
+    if options.get("moe") is not None:
+        closest = _closest_mixture(options).model_type
+        said = f"; the closest is {closest}, which has another value than {reasons[closest]}"
+    else:
+        said = ": " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    raise ModelError("MW-INTEROP-033", f"model.options fit no supported model of transformers{said}")
+
+
+def _closest_mixture(options: Mapping[str, Any]) -> Family:
+    """Return the family of mixtures whose attention is that of a model with these options."""
+    if options["mla"] is not None:
+        return DEEPSEEK_V3
+    return {"whole": OLMOE, True: QWEN3_MOE}.get(options["qk_norm"], MIXTRAL)
