@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import io
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ from meshwright.launch.arguments import build_parser
 from meshwright.launch.arguments.common import load_command, text
 from meshwright.launch.jobs import print_error
 from meshwright.system.bounded import shortened
+from meshwright.terminal.output import make_printable
 
 OVERRIDE = re.compile(r"--\w+(\.[\w-]+)+(=.*)?", re.DOTALL)
 
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             overrides += unknown  # no section, or another framework's name: the configuration's error has a hint
         elif unknown:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        for word in overrides:
-            text(word)
+        overrides = [text(word) for word in overrides]
         if overrides and not options.takes_overrides:
             parser.error(f"{options.command} takes no configuration keys: {' '.join(overrides)}")
     except argparse.ArgumentTypeError as error:
@@ -63,6 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         problem = f"{str(error.filename)[:300]}: {error.strerror}: give another path, or have its owner grant access"
         return print_error(UserError("MW-LAUNCH-093", problem), UserError.exit_code)
+    except UnicodeEncodeError as error:  # a file name
+        if sys.getfilesystemencoding() == "utf-8":
+            raise
+        problem = (
+            f"{error.object[:200]!r} cannot be a file name here, where the locale's encoding is {error.encoding}: set "
+            f"LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        )
+        return print_error(UserError("MW-LAUNCH-104", problem), UserError.exit_code)
     except KeyboardInterrupt:
         return 130
 
@@ -80,7 +87,7 @@ def _check_word(word: str) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for each closed standard stream (`>&-`), and let stdout print any file name.
+    """Open /dev/null for each closed standard stream (`>&-`), and let the streams print any text.
 
     Otherwise the next pipe to be opened gets the free descriptor, and receives the output of ranks and libraries.
     """
@@ -90,8 +97,7 @@ def _open_standard_streams() -> None:
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is this one
             os.set_inheritable(opened, True)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file name may not be UTF-8
+    make_printable()
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -87,11 +87,6 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def loopback() -> str:
-    """Return the name of the loopback interface, so that ranks of one machine need not resolve its host name."""
-    return "lo" if sys.platform.startswith("linux") else "lo0"
-
-
 @contextlib.contextmanager
 def _variables(**variables: str) -> Iterator[None]:
     """Set environment variables for the processes that are started inside the block."""

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 from meshwright.config import RunConfig
 from meshwright.errors import Preempted
 from meshwright.launch.failure import LOG_HEAD, FailureRecord, describe, write_failure
-from meshwright.launch.forking import die_with_parent, loopback
+from meshwright.launch.forking import die_with_parent
+from meshwright.system.host import loopback
 from meshwright.system.process import LISTENING, SIGNALS, GiveUp, ignore_signals, leave
-from meshwright.terminal.output import tell
+from meshwright.terminal.output import make_printable, tell
 
 Work = Callable[[RunConfig, GiveUp], None]
 """Function that a rank runs, given its configuration and a function that ends the process if the main thread hangs."""
@@ -82,6 +83,7 @@ def run_rank(
     os.environ.update(place.variables())
     if rank != 0:
         _redirect(Path(logs) / f"rank-{rank}.log")
+    make_printable()
     faulthandler.enable()
     try:
         set_threads(config.launch.threads)

@@ -103,5 +103,8 @@ def run_with_restarts(start: Callable[[], None], most: int, directory: Path, log
 
 def _log_failure(failure: RankFailed, directory: Path) -> None:
     """Append the whole message to a log file, because the line of a restart has only its first line."""
-    with contextlib.suppress(OSError), (directory / "logs" / "failures.log").open("a") as log:
+    with (
+        contextlib.suppress(OSError),
+        (directory / "logs" / "failures.log").open("a", encoding="utf-8", errors="backslashreplace") as log,
+    ):
         log.write(f"=== {time.strftime('%Y-%m-%d %H:%M:%S')} ===\n{failure}\n")

@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.launch.forking import loopback
+from meshwright.system.host import loopback
+from meshwright.terminal.output import make_printable
 
 
 class WorkerCall(NamedTuple):
@@ -45,9 +46,10 @@ def serve(pipe: Connection, stack: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["GLOO_SOCKET_IFNAME"] = loopback()
+    make_printable()
     _renew_thread_pool()
     gc.freeze()  # exempts what exists before the first world, so that collections stay fast
-    with stack.open("w") as file:
+    with stack.open("w", encoding="utf-8", errors="backslashreplace") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
         with contextlib.suppress(EOFError):
             while True:

@@ -19,6 +19,7 @@ from meshwright.data.dataset import DatasetSource
 from meshwright.data.sources import open_sources
 from meshwright.data.stream_source import StreamSource
 from meshwright.errors import UserError
+from meshwright.terminal.output import make_printable
 
 
 def open_reader(config: RunConfig) -> Callable[[Any], Any]:
@@ -47,6 +48,7 @@ def serve(jobs: Connection, results: Connection) -> None:
 if __name__ == "__main__":
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(each, signal.SIG_IGN)  # sent to the whole group: the rank decides, and its end closes the pipe
+    make_printable()
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         serve(Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False))

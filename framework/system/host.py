@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import struct
+import sys
 from importlib.util import find_spec
 
 SIOCGIFADDR = 0x8915
@@ -42,6 +43,11 @@ def interface_towards(host: str) -> str | None:
     except (OSError, UnicodeError):  # of a name that is too long for DNS
         return None
     return None
+
+
+def loopback() -> str:
+    """Return the name of the loopback interface, so that ranks of one machine need not resolve its host name."""
+    return "lo" if sys.platform.startswith("linux") else "lo0"
 
 
 def node_name() -> str:

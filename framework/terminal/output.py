@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -29,9 +30,35 @@ def _escaped(character: str) -> str:
     return f"\\x{ord(character):02x}" if character < "\x80" else f"\\u{ord(character):04x}"
 
 
+def make_printable() -> None:
+    """Let stdout and stderr of this process print any text, escaped where their encoding has no character for it.
+
+    The encoding is the locale's: ASCII in the C locale without Python's UTF-8 mode, Latin-1 in others. Every process
+    calls it at its start: a picture or a name in a message must not end a run.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not _is_printable(stream):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _is_printable(stream: io.TextIOWrapper) -> bool:
+    """Return True if a stream prints any text: in UTF-8 only bytes of file names need their error handler."""
+    is_utf8 = stream.encoding.lower().replace("-", "").replace("_", "") == "utf8"
+    return stream.errors == "backslashreplace" or (is_utf8 and stream.errors == "surrogateescape")
+
+
+def _encodable(stream: TextIO, text: str) -> str:
+    """Return text with characters that the stream's encoding lacks written out (``\u2502``)."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def _write(stream: TextIO, text: str, *, flush: bool = True) -> None:
     """Write in one call: ``print`` writes the line feed separately, and another thread's line may come between."""
-    stream.write(text)
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:  # a stream of the caller's own, in a process that has not called make_printable
+        stream.write(_encodable(stream, text))
     if flush:
         stream.flush()
 

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from meshwright.terminal.format import format_count, format_duration, format_gib
-from meshwright.terminal.output import visible
+from meshwright.terminal.output import make_printable, visible
 from meshwright.tracking.record import StepRecord
 
 SMOOTHING = 0.9
@@ -97,6 +97,7 @@ class ConsoleSink:
         self.total_steps = total_steps
         self.unit = unit
         self.log_every = log_every
+        make_printable()  # a script of the user's own may have its streams as Python opened them
         self._console = console or Console()
         self._bar: _Bar | None = None
         self._task = TaskID(0)

@@ -84,7 +84,7 @@ class ExpertLoad(Observer):
 
     def _append(self, line: str) -> None:
         try:
-            with self._path.open("a") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError:  # the run goes on without a picture; metrics.jsonl has the figures
             return

@@ -164,12 +164,13 @@ def part(text: str) -> float:
 
 
 def text(word: str) -> str:
-    """Return the word if it can be encoded as UTF-8. For text that is tokenized or written to a file."""
+    """Return the word as text in UTF-8, whatever the locale. For text that is tokenized or written to a file."""
     try:
-        word.encode()
+        return os.fsencode(word).decode("utf-8")  # in the C locale Python has not decoded its bytes
     except UnicodeEncodeError:
+        return word  # of a program that calls this one: no word of a command line
+    except UnicodeDecodeError:
         raise argparse.ArgumentTypeError(f"{os.fsencode(word)!r} is not UTF-8") from None
-    return word
 
 
 def temperature(text: str) -> float:

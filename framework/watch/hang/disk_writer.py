@@ -88,7 +88,7 @@ class DiskWriter:
 
         def write() -> None:
             self._stacks_path.parent.mkdir(parents=True, exist_ok=True)
-            with self._stacks_path.open("w") as file:
+            with self._stacks_path.open("w", encoding="utf-8", errors="backslashreplace") as file:
                 now = time.strftime("%Y-%m-%d %H:%M:%S")
                 print(f"rank {self._rank}, process {os.getpid()} on {self._host}, {now}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
@@ -105,7 +105,7 @@ class DiskWriter:
             found = self._stat_report() if is_alone else None
             is_taken = found is not None and not _is_same(found, self._earlier_report)
             path = self._alone_path if is_taken else self.report_path
-            path.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]))
+            path.write_text("\n".join([time.strftime("%Y-%m-%d %H:%M:%S"), *lines, ""]), encoding="utf-8")
 
         self._put("report", write)
 

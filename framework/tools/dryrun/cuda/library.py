@@ -40,7 +40,7 @@ def compile_library(directory: Path) -> Path:
     torch, library = _torch_directory(), directory / "pretend_cuda.so"
     words = [compiler, "-O0", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(library)]
     words += [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
         raise UserError("MW-DRYRUN-002", f"--device cuda: {compiler} cannot compile {SOURCE.name}: {first}")

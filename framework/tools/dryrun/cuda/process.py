@@ -54,6 +54,10 @@ def take_cuda_steps(config: RunConfig, ranks: Sequence[int]) -> list[CudaStep]:
         return run_process(compile_library(Path(directory)), [(config, rank) for rank in ranks])
 
 
+UTF8_STREAMS = {"PYTHONIOENCODING": "utf-8:backslashreplace"}
+"""Encoding of the child's streams, whatever the locale: configurations go in, a message comes out."""
+
+
 def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[CudaStep]:
     """Take the step of each (configuration, rank) in one process with this library; see :func:`take_cuda_steps`."""
     with tempfile.TemporaryDirectory(prefix="meshwright-cuda-") as directory:
@@ -62,9 +66,12 @@ def run_process(library: Path, jobs: Sequence[tuple[RunConfig, int]]) -> list[Cu
         done = subprocess.run(
             [sys.executable, "-m", "meshwright.tools.dryrun.cuda", str(library), str(results)],
             input="".join(f"{rank} {config.model_dump_json()}\n" for config, rank in jobs),
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
+            | UTF8_STREAMS,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             check=False,
         )
         steps = [CudaStep(**parse_json(line)) for line in read_text(results).splitlines()]

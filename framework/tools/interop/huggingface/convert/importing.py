@@ -116,7 +116,9 @@ def import_model(
         shutil.copyfile(source_path / CONFIG, temporary / side_files.DIRECTORY / CONFIG)
         manifest = _write(source, rules, shapes, resolved, temporary, max_file_bytes, on_bytes)
         write_snapshot(temporary, resolved)
-        (temporary / "config.toml").write_text(_header_comment(source_path, family, config) + to_toml(config))
+        (temporary / "config.toml").write_text(
+            _header_comment(source_path, family, config) + to_toml(config), encoding="utf-8"
+        )
     return ImportResult(final_directory(out, 0), manifest, resolved, family, notes, copied)
 
 
