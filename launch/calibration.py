@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from meshwright.errors import UserError
-from meshwright.launch.environment import Launcher, RankPlace, launch_environment, read_place, torch_variables
+from meshwright.launch.environment import Launcher, RankPlace, launch_environment, rank_variables, read_place
 from meshwright.launch.pool import RankPool
 from meshwright.launch.rank import DUPLICATE_ERROR_DELAY_S, set_threads
 from meshwright.mesh import Grid
@@ -70,8 +70,7 @@ def calibrate(options: argparse.Namespace, _: list[str]) -> int:
 def _calibrate_rings(cluster: str | None, device: str, out: Path) -> int:
     """Measure the rings of this job, as one of its ranks; rank 0 writes ``cluster``'s file and the rings to ``out``."""
     launcher = launch_environment()
-    if launcher is Launcher.SLURM:
-        os.environ.update(torch_variables())
+    os.environ.update(rank_variables(launcher))
     place = RankPlace(0, 1, 0, 1) if launcher is Launcher.NONE else read_place()
     try:
         if cluster is None:

@@ -1,8 +1,9 @@
-"""Launcher of this process (none, torchrun or srun), and the environment variables that torch needs in a rank.
+"""Launcher of this process (none, torchrun, srun or mpirun), and the environment variables that torch needs in a rank.
 
 started by        sets                                   becomes
 torchrun          RANK WORLD_SIZE LOCAL_RANK MASTER_*    (as it is)
 srun              SLURM_PROCID SLURM_STEP_NUM_TASKS ...  RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
+mpirun            OMPI_COMM_WORLD_RANK ... (see mpi.py)  RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
 no launcher       nothing                                the launcher starts the ranks itself (local.py)
 """
 
@@ -18,6 +19,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.errors import MeshError
+from meshwright.launch.mpi import mpi_place, mpi_variables
 from meshwright.system.bounded import shortened
 from meshwright.system.host import NODES, interface_towards
 from meshwright.system.numbers import MAX_PORT, MAX_RANKS, environment_number, job_restarts, whole_number
@@ -41,6 +43,7 @@ class Launcher(StrEnum):
     NONE = "none"
     TORCHRUN = "torchrun"
     SLURM = "slurm"
+    MPI = "mpi"
 
 
 class RankPlace(NamedTuple):
@@ -57,10 +60,11 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
     """Return the launcher of this process.
 
     ``SLURM_*`` alone is not enough: a batch script and the shell of ``salloc`` also have SLURM_PROCID = 0 and the
-    job's number of tasks. Only srun sets SLURM_STEP_ID.
+    job's number of tasks. Only srun sets SLURM_STEP_ID. The daemons of mpirun may be tasks of srun themselves, so that
+    its processes have their SLURM_PROCID; under ``srun --mpi=pmi2`` MPI's variables have the same numbers as Slurm's.
 
     Raises:
-        MeshError: only one of RANK and WORLD_SIZE is set, or a variable of Slurm's is no number.
+        MeshError: only one of RANK and WORLD_SIZE is set, or a variable of Slurm's or of an MPI launcher is no number.
     """
     present = [name for name in ("RANK", "WORLD_SIZE") if env.get(name)]
     if len(present) == 2:
@@ -72,9 +76,23 @@ def launch_environment(env: Mapping[str, str] = os.environ) -> Launcher:
             f"together. Unset it to start the ranks of this machine, or start with torchrun or srun",
         )
     job_restarts(env)  # read again by rank 0 alone, where an error would leave the other ranks waiting
-    if env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID") and _slurm_tasks(env) > 1:
-        return Launcher.SLURM
-    return Launcher.NONE
+    is_slurm = bool(env.get("SLURM_PROCID") and env.get("SLURM_STEP_ID")) and _slurm_tasks(env) > 1
+    mpi = mpi_place(env)
+    if mpi is not None and not (is_slurm and (str(mpi.rank), mpi.size) == (env["SLURM_PROCID"], _slurm_tasks(env))):
+        return Launcher.MPI
+    return Launcher.SLURM if is_slurm else Launcher.NONE
+
+
+def rank_variables(launcher: Launcher, env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that torch needs in a rank of this launcher, as far as it has not set them.
+
+    Raises:
+        MeshError: the rank's place, or the host of rank 0, is unknown.
+    """
+    if launcher is Launcher.SLURM:
+        return torch_variables(env)
+    mpi = mpi_place(env) if launcher is Launcher.MPI else None
+    return {} if mpi is None else mpi_variables(mpi, env)
 
 
 def read_place(env: Mapping[str, str] = os.environ) -> RankPlace:

@@ -1,4 +1,4 @@
-"""Commands that start ranks, or run as one of them under torchrun or srun: train, doctor, eval, sample.
+"""Commands that start ranks, or run as one of them under torchrun, srun or mpirun: train, doctor, eval, sample.
 
 Heavy imports happen inside each command, after the checks that need none of them.
 """
@@ -95,17 +95,19 @@ def _prepare_doctor(config: RunConfig, world_size: int) -> tuple[Work, RunConfig
 
 
 def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int:
-    """Run this process as one rank of torchrun or srun; a failure ends the process, with its rank in the message."""
+    """Run this process as one rank of its launcher; a failure ends the process, with its rank in the message."""
     from meshwright.launch import rank
-    from meshwright.launch.environment import Launcher, check_port, check_rendezvous_port, read_place, torch_variables
+    from meshwright.launch.environment import Launcher, check_port, check_rendezvous_port, rank_variables, read_place
     from meshwright.launch.failure import describe, leave_exit_code, leave_record, text_of
+    from meshwright.launch.mpi import mpi_place
     from meshwright.system.process import ignore_signals, leave
 
-    if launcher is Launcher.SLURM:
-        os.environ.update(torch_variables())
+    os.environ.update(rank_variables(launcher))
     place = read_place()
-    if launcher is Launcher.SLURM and place.rank == 0:
+    if launcher is not Launcher.TORCHRUN and place.rank == 0:  # no agent has taken the port: this rank will
         check_port(os.environ["MASTER_PORT"])
+    if place.rank == 0 and (mpi := mpi_place(os.environ)) is not None and launcher is Launcher.MPI:
+        tell(f"{mpi.said} started the ranks; rendezvous at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     rank.set_threads(config.launch.threads)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -146,8 +148,8 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
         if place.rank == 0:
             print_error(error, error.exit_code)
         leave_exit_code(error.exit_code)
-        # srun --kill-on-bad-exit ends all others when the first exits with 85, and returns the highest exit code
-        leave(0 if launcher is Launcher.SLURM and place.rank != 0 else error.exit_code)
+        # srun --kill-on-bad-exit and mpirun end all others when the first exits with 85, and return the highest code
+        leave(0 if launcher is not Launcher.TORCHRUN and place.rank != 0 else error.exit_code)
     except BaseException as error:
         end(error)
     return 0
@@ -203,7 +205,7 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _check_inference(options: argparse.Namespace, *, example: str) -> bool:
-    """Check the paths before seconds of imports; return True if torchrun or srun has started this process.
+    """Check the paths before seconds of imports; return True if torchrun, srun or mpirun has started this process.
 
     ``example``: name of an output file, for the error.
     """

@@ -6,7 +6,8 @@
     meshwright.run_training(config, [MyObserver()])      the whole loop of `meshwright train`, in this rank
     meshwright.spawn(function, config)                   function(config) on each rank of this machine
 
-A process that torchrun, srun or :func:`spawn` has started is one rank of many; any other process is the only rank.
+A process that torchrun, srun, mpirun or :func:`spawn` has started is one rank of many; any other process is the only
+rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from meshwright.data.sources import corpus_times
 from meshwright.errors import ConfigError
 from meshwright.launch import devices, local
 from meshwright.launch.callbacks import StreamState
-from meshwright.launch.environment import Launcher, launch_environment, torch_variables
+from meshwright.launch.environment import Launcher, launch_environment, rank_variables
 from meshwright.launch.work import check, check_data, open_run_files, open_run_mesh, work
 from meshwright.mesh.mesh import close_mesh, environment_rank
 from meshwright.parts import Observer, Parts, StepStats
@@ -158,7 +159,7 @@ def run_training(config: RunConfig, observers: Sequence[Observer] = ()) -> None:
 def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
     """Run ``function(config)`` on each rank of this machine, in processes of their own; block until all have ended.
 
-    A process that torchrun or srun has started is a rank already, and calls the function itself.
+    A process that torchrun, srun or mpirun has started is a rank already, and calls the function itself.
 
     ``function`` is a module-level function: it is sent by its name, so a script calls ``spawn`` below
     ``if __name__ == "__main__":``. The number of ranks follows from the degrees of ``config``.
@@ -176,11 +177,10 @@ def spawn(function: Callable[[RunConfig], object], config: RunConfig) -> None:
 
 
 def _join(config: RunConfig) -> tuple[int, int]:
-    """Set torch's variables under srun, or the GPUs of a lone process; return (rank, world size)."""
+    """Set torch's variables under srun or mpirun, or the GPUs of a lone process; return (rank, world size)."""
     launcher = launch_environment()
-    if launcher is Launcher.SLURM:
-        os.environ.update(torch_variables())
-    elif launcher is Launcher.NONE:
+    os.environ.update(rank_variables(launcher))
+    if launcher is Launcher.NONE:
         devices.choose_devices(config)
     rank, world_size, _ = environment_rank()
     return rank, world_size

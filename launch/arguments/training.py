@@ -33,7 +33,7 @@ def train(added: Added) -> None:
         "train",
         "jobs:train",
         "train, or resume the run of the same command",
-        "Starts the ranks on this machine; under torchrun or srun it runs as one of their ranks. Any configuration key "
+        "Starts the ranks on this machine; under torchrun, srun or mpirun it runs as one rank. Any configuration key "
         "can follow the file. The same command again resumes the run.",
         "meshwright train configs/demo.toml --parallel.tp=4 --parallel.pp=1\n"
         "  torchrun --nproc-per-node=8 -m meshwright.launch train configs/demo.toml\n"
@@ -81,7 +81,12 @@ def slurm(added: Added) -> None:
     for name in ("partition", "account", "qos", "constraint", "exclude", "gres", "mem", "reservation"):
         parser.add_argument(f"--{name}", metavar="TEXT", help=f"for sbatch's --{name}")
     parser.add_argument("--exclusive", action="store_true", help="whole nodes, for sbatch's --exclusive")
-    parser.add_argument("--cpus-per-task", type=rank_count, metavar="N", help="for sbatch's --cpus-per-task")
+    parser.add_argument(
+        "--cpus-per-task",
+        type=rank_count,
+        metavar="N",
+        help="for sbatch and srun: CPUs of a rank, with --torchrun of a node (default: an equal share of the job's)",
+    )
     parser.add_argument(
         "--sbatch",
         action="append",

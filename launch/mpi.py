@@ -1,0 +1,134 @@
+"""Launchers of MPI: mpirun, mpiexec, jsrun, aprun, flux. A process that one of them has started is one rank of its job.
+
+MPI itself is not used. The launcher's variables give rank and size; the ranks meet at MASTER_ADDR, which follows by
+itself on one host only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from meshwright.errors import MeshError
+from meshwright.system.host import loopback
+
+MAX_DIGITS = 9
+"""Upper limit of the digits of a rank or a size."""
+DEFAULT_PORT = 29500
+"""Port of torch, for a job whose launcher gives it no name."""
+FIRST_PORT, NUM_PORTS = 20_000, 12_000
+
+
+class MpiLauncher(NamedTuple):
+    """Names of the variables that one launcher sets in each process."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+LAUNCHERS = (
+    MpiLauncher("mpirun", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    MpiLauncher("mpirun", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    MpiLauncher("jsrun", *(f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    MpiLauncher("flux run", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_LOCAL_SIZE"),
+    MpiLauncher("mpiexec of PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    MpiLauncher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    MpiLauncher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    MpiLauncher("mpirun", "MPI_RANKID", "MPI_NRANKS", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+"""Open MPI, MVAPICH2, Spectrum LSF, Flux, HPE Cray, MPICH and Intel MPI, Cray's PMI, Platform MPI."""
+JOB_NAMES = (
+    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "FLUX_JOB_ID", "JSM_NAMESPACE"),
+    *("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"),
+)
+"""Variables that name the job, equal in all its processes."""
+
+
+class MpiPlace(NamedTuple):
+    """Place of this process in the job of an MPI launcher."""
+
+    launcher: MpiLauncher
+    rank: int
+    size: int
+
+    @property
+    def said(self) -> str:
+        """The launcher and what it has set, for messages."""
+        return f"{self.launcher.name} ({self.launcher.size} = {self.size})"
+
+
+def mpi_place(env: Mapping[str, str]) -> MpiPlace | None:
+    """Return this process's place in a job of more than one process; None: no MPI launcher has started it.
+
+    Raises:
+        MeshError: a variable is no number, or the size of the job is unknown.
+    """
+    for launcher in LAUNCHERS:
+        if env.get(launcher.rank) and env.get(launcher.size):
+            place = MpiPlace(launcher, _number(env, launcher.rank), _number(env, launcher.size))
+            return place if place.size > 1 else None
+    if "PMIX_NAMESPACE" in env and env.get("PMIX_RANK", "0") != "0" and not env.get("SLURM_STEP_ID"):
+        raise MeshError(
+            "MW-LAUNCH-100",
+            f"an MPI launcher started this process (PMIX_RANK = {env['PMIX_RANK'][:MAX_DIGITS]}), and no variable has "
+            f"the number of processes: start with mpirun of Open MPI, with torchrun, or one process without a launcher",
+        )
+    return None
+
+
+def mpi_variables(place: MpiPlace, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that torch needs in a rank under an MPI launcher.
+
+    Values set by the user are kept: MASTER_ADDR, MASTER_PORT, LOCAL_RANK, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME.
+
+    Raises:
+        MeshError: the processes may be on several hosts and MASTER_ADDR is not set, or the local rank is unknown.
+    """
+    launcher = place.launcher
+    local_size = _number(env, launcher.local_size) if env.get(launcher.local_size) else 0
+    is_one_host = local_size == place.size or (launcher.name == "flux run" and env.get("FLUX_JOB_NNODES") == "1")
+    if not is_one_host and not env.get("MASTER_ADDR"):
+        raise MeshError(
+            "MW-LAUNCH-101",
+            f"{place.said} started this process, and the ranks cannot find each other: they may be on several hosts. "
+            f"Set MASTER_ADDR to the host of rank 0 for all of them (mpirun -x MASTER_ADDR=HOST; mpiexec -genv "
+            f"MASTER_ADDR HOST), start with torchrun or srun, or without a launcher for the ranks of this machine",
+        )
+    local_rank = env.get("LOCAL_RANK") or env.get(launcher.local_rank)
+    if local_rank is None:
+        raise MeshError(
+            "MW-LAUNCH-102",
+            f"{place.said} started this process without {launcher.local_rank}, its number on this host: set LOCAL_RANK "
+            f"in each process, or start with torchrun or srun",
+        )
+    variables = {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "MASTER_ADDR": env.get("MASTER_ADDR") or "127.0.0.1",
+        "MASTER_PORT": env.get("MASTER_PORT") or str(_port_of_job(env)),
+    }
+    if not env.get("MASTER_ADDR"):  # one host: nothing leaves it
+        variables |= {name: env.get(name) or loopback() for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return variables
+
+
+def _port_of_job(env: Mapping[str, str]) -> int:
+    """Return the rendezvous port that follows from the name of the job, or torch's default without a name."""
+    job = next((env[name] for name in JOB_NAMES if env.get(name)), None)
+    return DEFAULT_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode(errors="replace")) % NUM_PORTS
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    text = env[name]
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
+        raise MeshError(
+            "MW-LAUNCH-103",
+            f"the environment has {name} = {text[:80]!r}, which is no rank or size of an MPI launcher: unset it",
+        )
+    return int(text)
