@@ -192,16 +192,16 @@ class Tracking(Section):
     """Print the metrics of rank 0."""
     wandb: Literal["auto", "online", "offline", "off"] = "off"
     """Weights & Biases. auto: online with an API key and a network, otherwise offline."""
-    project: str = "meshwright"
-    """Project in Weights & Biases."""
+    project: str = ""
+    """Project in Weights & Biases, experiment in MLflow. "": WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME, else meshwright."""
     entity: WandbName = ""
-    """Team or user that owns the project in Weights & Biases. "": the account's default."""
+    """Team or user that owns the project in Weights & Biases. "": WANDB_ENTITY, else the account's default."""
     group: WandbName = ""
-    """Group of runs in Weights & Biases. "": none."""
+    """Group of runs in Weights & Biases. "": WANDB_RUN_GROUP, else none."""
     tags: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = ()
-    """Tags of the run in Weights & Biases."""
+    """Tags of the run in Weights & Biases. []: those of WANDB_TAGS."""
     notes: Annotated[str, Field(max_length=10_000)] = ""
-    """Description of the run in Weights & Biases."""
+    """Description of the run in Weights & Biases. "": WANDB_NOTES."""
     sinks: tuple[Annotated[str, Field(pattern=r"^([\w.]+:\w+|tensorboard|mlflow)$")], ...] = ()
     """More sinks: tensorboard, mlflow, or functions ``module:function`` (config, directory) -> sink; docs/python.md."""
     trace_step: Steps = 5

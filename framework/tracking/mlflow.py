@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.config import RunConfig
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_text
+from meshwright.tracking.names import project_name
 from meshwright.tracking.record import StepRecord, metrics
 
 MAX_ID_BYTES = 4096
@@ -49,7 +50,7 @@ class MlflowSink:
             self._client.update_run(run_id, status="RUNNING")
             self._run_id = run_id
             return
-        name = self._config.tracking.project
+        name = project_name(self._config, "MLFLOW_EXPERIMENT_NAME", os.environ)
         found = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if found is None else found.experiment_id
         self._run_id = self._client.create_run(experiment, run_name=self._config.run.name).info.run_id

@@ -40,6 +40,7 @@ from meshwright.system.bounded import MIB, read_text, why_unusable
 from meshwright.system.secret_text import without_user
 from meshwright.terminal.output import Warn
 from meshwright.tracking.jsonl import num_repeated
+from meshwright.tracking.names import display_name, project_name
 from meshwright.tracking.record import StepRecord, metrics
 from meshwright.tracking.tracker import never_raising, warn_on_stderr
 
@@ -221,14 +222,14 @@ class WandbSink:
         self.run_directory.mkdir(parents=True, exist_ok=True)
         limit_s = self.init_limit_s if mode is WandbMode.ONLINE else OFFLINE_LIMIT_S
         tracking = self.config.tracking
-        hello = {
+        hello = {  # an empty entity, group, list of tags or notes: the child takes WANDB_ENTITY, WANDB_RUN_GROUP, ...
             "id": run_id(self.run_directory),
-            "project": tracking.project,
+            "project": project_name(self.config, "WANDB_PROJECT", os.environ),
             "entity": tracking.entity,
             "group": tracking.group,
             "tags": tracking.tags,
             "notes": tracking.notes,
-            "name": self.config.run.name,
+            "name": display_name(self.config, "WANDB_NAME", os.environ),
             "mode": str(mode),
             "directory": str(self.run_directory.resolve()),
             "config": self.config.model_dump(mode="json"),

@@ -161,6 +161,40 @@ def test_entity_group_tags_notes_and_the_axis_of_a_loss(tmp_path, record) -> Non
     assert warnings == []
 
 
+VARIABLES = {
+    "WANDB_PROJECT": "their-project",
+    "WANDB_ENTITY": "their-team",
+    "WANDB_RUN_GROUP": "their-group",
+    "WANDB_NAME": "their-name",
+    "WANDB_NOTES": "their notes",
+    "WANDB_TAGS": "their-tag",
+}
+OWN_NAMES = {"project": "p", "entity": "e", "group": "g", "notes": "o", "tags": ("t",)}
+
+
+@pytest.mark.parametrize(
+    ("run", "named", "variables", "expected"),
+    [
+        ({}, {}, VARIABLES, tuple(VARIABLES.values())),
+        ({}, {}, {}, ("meshwright", "", "", "run", "", "")),
+        ({"name": "n"}, OWN_NAMES, VARIABLES, ("p", "e", "g", "n", "o", "t")),  # a key that is set wins
+        ({"name": "n"}, {"project": "meshwright"}, VARIABLES, ("meshwright", "their-team", "their-group", "n")),
+    ],
+)
+def test_names_are_those_of_the_keys_else_of_wandbs_variables(
+    run: dict[str, str], named: dict, variables: dict[str, str], expected: tuple[str, ...], tmp_path, monkeypatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = RunConfig.model_validate({"run": run, "tracking": {"wandb": "offline", **named}})
+    one = WandbSink(tmp_path, config)
+    one.open()
+    one.close()
+    [found] = [each.run for each in wandb_records(offline_files(tmp_path)[0]) if each.HasField("run")][:1]
+    names = (found.project, found.entity, found.run_group, found.display_name, found.notes, ",".join(found.tags))
+    assert names[: len(expected)] == expected
+
+
 def test_a_resumed_run_goes_on_under_its_id_and_its_rows_are_used_once(tmp_path, record) -> None:
     """wandb drops a row whose number is lower than one before: online, and of offline files synced to one run."""
     warnings: list[str] = []
