@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from meshwright.errors import MeshError
+from meshwright.system.bounded import shortened
 from meshwright.system.host import loopback
+from meshwright.system.numbers import MAX_RANKS, environment_number
 
-MAX_DIGITS = 9
-"""Upper limit of the digits of a rank or a size."""
 DEFAULT_PORT = 29500
 """Port of torch, for a job whose launcher gives it no name."""
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
@@ -69,12 +69,14 @@ def mpi_place(env: Mapping[str, str]) -> MpiPlace | None:
     """
     for launcher in LAUNCHERS:
         if env.get(launcher.rank) and env.get(launcher.size):
-            place = MpiPlace(launcher, _number(env, launcher.rank), _number(env, launcher.size))
+            place = MpiPlace(
+                launcher, *(environment_number(name, 0, high=MAX_RANKS, env=env) for name in launcher[1:3])
+            )
             return place if place.size > 1 else None
     if "PMIX_NAMESPACE" in env and env.get("PMIX_RANK", "0") != "0" and not env.get("SLURM_STEP_ID"):
         raise MeshError(
             "MW-LAUNCH-100",
-            f"an MPI launcher started this process (PMIX_RANK = {env['PMIX_RANK'][:MAX_DIGITS]}), and no variable has "
+            f"an MPI launcher started this process (PMIX_RANK = {shortened(env['PMIX_RANK'], 20)}), and no variable has "
             f"the number of processes: start with mpirun of Open MPI, with torchrun, or one process without a launcher",
         )
     return None
@@ -89,7 +91,7 @@ def mpi_variables(place: MpiPlace, env: Mapping[str, str]) -> dict[str, str]:
         MeshError: the processes may be on several hosts and MASTER_ADDR is not set, or the local rank is unknown.
     """
     launcher = place.launcher
-    local_size = _number(env, launcher.local_size) if env.get(launcher.local_size) else 0
+    local_size = environment_number(launcher.local_size, 0, high=MAX_RANKS, env=env)
     is_one_host = local_size == place.size or (launcher.name == "flux run" and env.get("FLUX_JOB_NNODES") == "1")
     if not is_one_host and not env.get("MASTER_ADDR"):
         raise MeshError(
@@ -122,13 +124,3 @@ def _port_of_job(env: Mapping[str, str]) -> int:
     """Return the rendezvous port that follows from the name of the job, or torch's default without a name."""
     job = next((env[name] for name in JOB_NAMES if env.get(name)), None)
     return DEFAULT_PORT if job is None else FIRST_PORT + zlib.crc32(job.encode(errors="replace")) % NUM_PORTS
-
-
-def _number(env: Mapping[str, str], name: str) -> int:
-    text = env[name]
-    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
-        raise MeshError(
-            "MW-LAUNCH-103",
-            f"the environment has {name} = {text[:80]!r}, which is no rank or size of an MPI launcher: unset it",
-        )
-    return int(text)

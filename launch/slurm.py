@@ -26,6 +26,7 @@ from pathlib import Path
 
 from meshwright.config import RunConfig, load, resolve
 from meshwright.errors import ConfigError, UserError
+from meshwright.launch.job_paths import missing_paths
 from meshwright.launch.rendering import render_template
 from meshwright.launch.restarts import GIVEN_UP_EXIT_CODE, MAX_FUTILE_RESTARTS, RECURRING_EXIT_CODES
 from meshwright.launch.slurm_values import (
@@ -41,7 +42,7 @@ from meshwright.run import check_run_files
 from meshwright.run.directory import METRICS, check_not_moved, run_directory
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_text
-from meshwright.terminal.output import put, tell
+from meshwright.terminal.output import print_warning, put, tell
 from meshwright.tracking.jsonl import read_records
 
 SIGNAL = "USR2"
@@ -59,7 +60,7 @@ LAST = 50
 
 
 def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Write the job script of a run, and print it or submit it.
+    """Write the job script of a run, and print it or submit it, with the placement of the ranks.
 
     Raises:
         UserError: the degrees do not fill the nodes, an option cannot stand in a script, or sbatch refuses it.
@@ -69,8 +70,11 @@ def slurm(options: argparse.Namespace, overrides: list[str]) -> int:
     script = render(config, overrides, options)
     script = with_checksum(script)
     place = write(script, config, replaces=options.force)
+    if missing := missing_paths(config):
+        print_warning(missing)
     if not options.submit:
         print(script, end="")
+        tell(picture)  # to stderr: stdout is the script
         tell(f"written to {place}; `sbatch {place}` submits it, or --submit")
         return 0
     put(picture)
@@ -191,7 +195,9 @@ def may_have_gpus() -> bool:
     sinfo = shutil.which("sinfo")
     if sinfo is None:
         return True
-    done = subprocess.run([sinfo, "--noheader", "--format=%G"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sinfo, "--noheader", "--format=%G"], capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     return done.returncode != 0 or "gpu" in done.stdout
 
 
@@ -244,7 +250,9 @@ def submit(place: Path, times: int) -> list[str]:
         raise UserError("MW-LAUNCH-046", f"sbatch is not installed on this machine: submit {place} where it is")
     jobs: list[str] = []
     for _ in range(times):
-        done = subprocess.run([sbatch, "--parsable", str(place)], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sbatch, "--parsable", str(place)], capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
         if done.returncode != 0:
             earlier = f"; submitted before: {', '.join(jobs)}" if jobs else ""
             raise UserError(

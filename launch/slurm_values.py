@@ -28,6 +28,7 @@ OWN = {
     **dict.fromkeys(("job-name", "output", "error", "open-mode", "chdir"), "run.name and run.directory"),
     **dict.fromkeys(("ntasks", "ntasks-per-node", "gpus", "gpus-per-node"), "--devices-per-node"),
     **{"requeue": "--no-requeue", "no-requeue": "--no-requeue", "signal": "--time", "dependency": "--chain"},
+    "distribution": "no option: the script's srun places ranks in blocks, which the mesh needs (edit the script)",
     **dict.fromkeys(("wrap", "array", "parsable", "test-only", "wait"), "no option: the script needs a job of its own"),
 }
 """Option of sbatch that the script already has -> option or key of meshwright that sets it."""

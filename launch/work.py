@@ -45,6 +45,7 @@ from meshwright.run.resume import check_added_states, prepare, record_start, res
 from meshwright.system.process import GiveUp, StopRequest, end_process
 from meshwright.terminal.output import print_lines, print_warning
 from meshwright.tools.context_balance import describe_balance
+from meshwright.tools.doctor.cpus import find_cpu_warnings
 from meshwright.tools.doctor.nodes import check_nodes
 from meshwright.tools.summary import WIDTH, summarise
 from meshwright.tracking.observer import (
@@ -110,6 +111,9 @@ def open_run_files(config: RunConfig, mesh: Mesh) -> Iterator[RunFiles]:
     """Make, check and lock the run's directory for the block. Collective over all ranks; blocks."""
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
     check_nodes(mesh, directory)
+    cpu_warnings = find_cpu_warnings(mesh, config.launch.threads)
+    for text in cpu_warnings if mesh.rank == 0 else []:
+        print_warning(text)
     with lock_directory(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
         yield files
 

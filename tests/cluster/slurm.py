@@ -34,7 +34,7 @@ SlurmdSpoolDir={place}/spool/%n
 SlurmctldLogFile={place}/log/slurmctld.log
 SlurmdLogFile={place}/log/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task_plugin}
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
@@ -70,8 +70,12 @@ def why_not() -> str | None:
 class Slurm:
     """Within: it is up, and all nodes are idle. Commands run as a user's on ``ctl``, the login node."""
 
-    def __init__(self, hosts: Hosts, *, timeout_s: int = 30) -> None:
+    def __init__(
+        self, hosts: Hosts, *, timeout_s: int = 30, devices: int = DEVICES, task_plugin: str = "task/none"
+    ) -> None:
+        """``task_plugin``: with ``task/affinity`` tasks are bound to CPUs, and ``devices`` is at most the machine's."""
         self.hosts = hosts
+        self._devices, self._task_plugin = devices, task_plugin
         self.place = hosts.root / "slurm"
         self._timeout_s = timeout_s
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -87,7 +91,8 @@ class Slurm:
                 control=self.hosts.address(CONTROL),
                 place=self.place,
                 nodes=nodes,
-                devices=DEVICES,
+                devices=self._devices,
+                task_plugin=self._task_plugin,
                 timeout_s=self._timeout_s,
             )
         )

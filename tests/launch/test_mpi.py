@@ -91,7 +91,7 @@ CODES = ("MW-LAUNCH-101", "MW-LAUNCH-102")
 
 @pytest.mark.parametrize("text", ["x", "-1", "9" * 5000, "²", "1.0"])
 def test_a_size_that_is_no_number_is_one_message(text: str) -> None:
-    with pytest.raises(MeshError, match="OMPI_COMM_WORLD_SIZE = ", check=has_code("MW-LAUNCH-103")) as caught:
+    with pytest.raises(MeshError, match="OMPI_COMM_WORLD_SIZE = ", check=has_code("MW-SYSTEM-008")) as caught:
         launch_environment(OMPI | {"OMPI_COMM_WORLD_SIZE": text})
     assert len(str(caught.value)) < 300
 

@@ -286,3 +286,65 @@ def test_a_time_limit_has_bounds(time: str) -> None:
     with pytest.raises(UserError, match="--time", check=has_code("MW-LAUNCH-048")) as caught:
         seconds_of(time)
     assert len(str(caught.value)) < 400
+
+
+def cpus_of(text: str, **variables: str) -> str:
+    """Run the lines of the script that choose the CPUs of a task; return what srun is given."""
+    lines = text[text.index("\nCPUS=") : text.index("export SRUN_CPUS_PER_TASK")]
+    done = subprocess.run(
+        ["/bin/bash", "-c", f'{lines}\necho "$CPUS"'], env=variables, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected", "of_torchrun"),
+    [
+        ({"SLURM_CPUS_PER_TASK": "7", "SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "7", "7"),  # as asked
+        ({"SLURM_JOB_CPUS_PER_NODE": "64(x2)"}, "16", "64"),  # an equal share
+        ({"SLURM_JOB_CPUS_PER_NODE": "128(x3),96,128"}, "24", "96"),  # of the smallest node
+        ({"SLURM_JOB_CPUS_PER_NODE": "2(x2)"}, "1", "2"),
+        ({}, "1", "1"),
+    ],
+)
+def test_srun_is_given_the_cpus_of_a_task(
+    variables: dict[str, str], expected: str, of_torchrun: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """srun of Slurm 22.05 and later does not take them over from sbatch."""
+    text = script(capsys)
+    assert cpus_of(text, **variables) == expected
+    assert '--cpus-per-task="$CPUS" --cpu-bind=cores --distribution=block:block' in text
+    assert "export SRUN_CPUS_PER_TASK=$CPUS" in text
+    assert cpus_of(script(capsys, "--torchrun"), **variables) == of_torchrun
+
+
+def test_the_placement_is_shown_without_submitting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["slurm", DEMO, "--nodes", "2", "--devices-per-node", "4"]) == 0
+    told = capsys.readouterr()
+    assert "┌ node1: ranks 4-7 ┐" in told.err and "┌" not in told.out
+
+
+def test_a_path_that_is_not_there_is_a_warning(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Not an error: the nodes of the job may have it."""
+    for name in ("here.bin", "here.idx", "tokenizer.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "model").mkdir()
+    words = ["slurm", DEMO, "--nodes", "2", "--devices-per-node", "4"]
+    blend = '[{path = "here", weight = 1}, {path = "gone", weight = 2}]'
+    there = ["--data.train=here", "--data.validation=here", "--data.tokenizer=tokenizer.json"]
+    assert main([*words, *there]) == 0 and "warning" not in capsys.readouterr().err
+    for key, path in {
+        "data.train": "gone/train",
+        "data.train.path": blend,
+        "data.validation": "gone",
+        "data.tokenizer": "gone.json",
+        "model.builder": "hf:gone",
+    }.items():
+        assert main([*words, *there, f"--{key.removesuffix('.path')}={path}"]) == 0
+        [warning] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+        assert f"{key} = 'gone" in warning and "here'" not in warning and "on all its nodes" in warning
+
+
+def test_another_distribution_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["slurm", DEMO, "--nodes", "2", "--devices-per-node", "4", "--sbatch=--distribution=cyclic"]
+    assert main(words) == 2 and "places ranks in blocks" in capsys.readouterr().err
