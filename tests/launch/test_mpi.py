@@ -141,6 +141,7 @@ def of_rank(rank: int, *left_out: str) -> dict[str, str]:
     return {name: value for name, value in (OMPI | own).items() if name not in left_out}
 
 
+@pytest.mark.slow
 def test_two_processes_of_mpirun_train_one_run(tmp_path: Path) -> None:
     ranks = started(tmp_path, [of_rank(0), of_rank(1)])
     said = [rank.communicate(timeout=120) for rank in ranks]

@@ -27,6 +27,7 @@ def shell(tmp_path: Path) -> Shell:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_of_several_ranks_goes_on(shell: Shell) -> None:
     """Pictures, a bar, logs of ranks, names beyond ASCII; on the command line, too."""
     words = ("train", "a.toml", "--tracking.notes=kä│se", "--train.steps=3")
@@ -38,6 +39,7 @@ def test_a_run_of_several_ranks_goes_on(shell: Shell) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_failing_rank_says_why_in_any_text(shell: Shell) -> None:
     """The message passes a record, a log and two processes."""
     done = shell.run("-m", "meshwright.launch", "train", "a.toml", "--data.builder=tests.system.test_encodings:refused")

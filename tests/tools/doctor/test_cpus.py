@@ -67,6 +67,7 @@ def test_what_the_job_gives_is_read_with_care(text: str, asked: int) -> None:
     assert set(found.cpus) == os.sched_getaffinity(0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two CPUs")
 @pytest.mark.parametrize("launcher", ["torchrun", "local"])
 def test_a_run_on_one_core_warns_at_its_start(launcher: str, tmp_path: Path) -> None:
