@@ -69,15 +69,14 @@ def mpi_place(env: Mapping[str, str]) -> MpiPlace | None:
     """
     for launcher in LAUNCHERS:
         if env.get(launcher.rank) and env.get(launcher.size):
-            place = MpiPlace(
-                launcher, *(environment_number(name, 0, high=MAX_RANKS, env=env) for name in launcher[1:3])
-            )
+            rank, size = (environment_number(name, 0, high=MAX_RANKS, env=env) for name in launcher[1:3])
+            place = MpiPlace(launcher, rank, size)
             return place if place.size > 1 else None
     if "PMIX_NAMESPACE" in env and env.get("PMIX_RANK", "0") != "0" and not env.get("SLURM_STEP_ID"):
         raise MeshError(
             "MW-LAUNCH-100",
-            f"an MPI launcher started this process (PMIX_RANK = {shortened(env['PMIX_RANK'], 20)}), and no variable has "
-            f"the number of processes: start with mpirun of Open MPI, with torchrun, or one process without a launcher",
+            f"an MPI launcher started this process (PMIX_RANK = {shortened(env['PMIX_RANK'], 20)}), and no variable "
+            f"has the number of processes: start with Open MPI's mpirun, with torchrun, or one process alone",
         )
     return None
 
