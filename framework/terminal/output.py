@@ -31,7 +31,7 @@ def _escaped(character: str) -> str:
 
 
 def make_printable() -> None:
-    """Let stdout and stderr of this process print any text, escaped where their encoding has no character for it.
+    """Make stdout and stderr of this process print any text, escaped where their encoding has no character for it.
 
     The encoding is the locale's: ASCII in the C locale without Python's UTF-8 mode, Latin-1 in others. Every process
     calls it at its start: a picture or a name in a message must not end a run.
