@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
     from meshwright.config import RunConfig
-    from meshwright.tools.verify import Layout, Traits
+    from meshwright.tools.verify import Layout, Traits, Trial
 
 MAX_RANKS = 8
 """Largest number of ranks of a layout: all run on this machine."""
@@ -20,57 +21,106 @@ SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 """Samples per step and tokens per sample of a shrunk model."""
 
 
+class Plan(NamedTuple):
+    """Trials of a model, and the samples of a step."""
+
+    trials: list[Trial]
+    global_batch: int
+    repeated: list[Layout] | None
+    """Layouts of the first trial to run twice, with a stop and a resume in the second run; None: all."""
+
+
 def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     """Compare layouts with one process; print a line for each and the table. Return 1 if one differs, else 0.
 
-    Default: a selection of layouts that covers the pair table.
+    Default: a selection of layouts that covers the pair table, and variants of the model on a few of them.
     """
     from meshwright.config import load
     from meshwright.launch.pool import RankPool
+    from meshwright.tools.verify import Verification, joined
 
-    words, dtype, whole = options.layouts or [], options.dtype, options.whole
     config = load(options.config, overrides)
-    from meshwright.tools.verify import Verification, parse_layout
-
-    layouts, repeated = [parse_layout(text) for text in words], None
     with RankPool(MAX_RANKS) as pool:
-        global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
-        config = prepare(config, whole=whole)
-        traits = probe_traits(config, global_batch, dtype, random_tokens=not whole)
-        own = config.batch.micro_batch_size or 2
-        if traits.couples_samples and not whole:  # the number of samples in a micro-batch is part of the model
-            global_batch = max(global_batch, SAMPLES_PER_SIZE * own)
-        if traits.couples_samples and words:
-            why = f"the samples of a micro-batch depend on each other{traits.of_coupling}"
-            put(f"micro_batch_size {own}, as the run has it: {why}")
-            layouts = [
-                layout if "mbs" in text else layout._replace(micro_batch_size=own)
-                for text, layout in zip(words, layouts, strict=True)
-            ]
-        if not layouts:
-            layouts, repeated = choose_layouts(config, global_batch, traits)
-        largest = max(layout.size for layout in layouts)
-        if largest > MAX_RANKS:
-            raise ConfigError(
-                "MW-LAUNCH-052",
-                f"--layouts needs {largest} ranks: verify runs all of them on this machine, at most {MAX_RANKS}",
+        plan = plan_trials(config, options.layouts or [], options.steps, options.dtype, whole=options.whole)
+        reports = []
+        for trial in plan.trials:
+            verification = Verification(
+                trial.config,
+                global_batch=plan.global_batch,
+                steps=options.steps,
+                dtype=trial.dtype,
+                random_tokens=not options.whole,
+                routing=("replay", None) if trial.replays else (options.routing, options.routing_directory),
             )
-        verification = Verification(
-            config,
-            global_batch=global_batch,
-            steps=options.steps,
-            dtype=dtype,
-            random_tokens=not whole,
-            routing=(options.routing, options.routing_directory),
-        )
-        rows = []
-        for layout in layouts:
-            row = verification.compare_layout(layout, pool, is_repeated=repeated is None or layout in repeated)
-            put(f"  {row.layout}: {row.verdict}", flush=True)
-            rows.append(row)
-    report = verification.report(rows)
+            rows = []
+            for layout in trial.layouts:
+                is_repeated = not trial.name and (plan.repeated is None or layout in plan.repeated)
+                row = verification.compare_layout(layout, pool, is_repeated=is_repeated)
+                rows.append(row._replace(layout=trial.titled(layout)))
+                put(f"  {rows[-1].layout}: {row.verdict}", flush=True)
+            reports.append(verification.report(rows))
+    report = joined(reports)
     put(report.table())
     return 0 if report.passed else 1
+
+
+def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, whole: bool) -> Plan:
+    """Prepare the model, and choose layouts and variants; print what is changed and what is left out.
+
+    Args:
+        words: layouts as text; []: the default ones.
+
+    Raises:
+        UserError: no layout supports the model, or a layout has too many ranks.
+    """
+    from meshwright.tools.verify import Trial, further_trials, parse_layout
+
+    layouts, repeated = [parse_layout(text) for text in words], None
+    global_batch = (config.batch.global_batch if whole else None) or SMALL_GLOBAL_BATCH
+    config = prepare(config, whole=whole)
+    traits = probe_traits(config, global_batch, dtype, random_tokens=not whole)
+    own = config.batch.micro_batch_size or 2
+    if traits.couples_samples and not whole:  # the number of samples in a micro-batch is part of the model
+        global_batch = max(global_batch, SAMPLES_PER_SIZE * own)
+    if traits.couples_samples and words:
+        why = f"the samples of a micro-batch depend on each other{traits.of_coupling}"
+        put(f"micro_batch_size {own}, as the run has it: {why}")
+        layouts = [
+            layout if "mbs" in text else layout._replace(micro_batch_size=own)
+            for text, layout in zip(words, layouts, strict=True)
+        ]
+    config = make_telling(config, steps, global_batch, whole=whole)
+    if not words:
+        layouts, repeated = choose_layouts(config, global_batch, traits)
+    largest = max(layout.size for layout in layouts)
+    if largest > MAX_RANKS:
+        raise ConfigError(
+            "MW-LAUNCH-052",
+            f"--layouts needs {largest} ranks: verify runs all of them on this machine, at most {MAX_RANKS}",
+        )
+    trials = [Trial("", config, layouts, dtype)]
+    if not words and not whole:
+        trials += further_trials(trials[0], traits, global_batch)
+    return Plan(trials, global_batch, repeated)
+
+
+def make_telling(config: RunConfig, steps: int, global_batch: int, *, whole: bool) -> RunConfig:
+    """Return the configuration with settings under which faults show (telling.py), and print them.
+
+    The run's own batch-size ramp is left out: a trial of its own has one. With ``whole``, only the course of the
+    learning rate is compressed.
+    """
+    from meshwright.tools.verify import amplify, clip_first, compress, split_buckets
+
+    config = config.replace(batch={"ramp": None})
+    changes = [partial(compress, steps=steps)]
+    if not whole:
+        changes += [partial(amplify), partial(clip_first, global_batch=global_batch), partial(split_buckets)]
+    for change in changes:
+        config, notes = change(config)
+        for line in notes:
+            put(line, flush=True)
+    return config
 
 
 def prepare(config: RunConfig, *, whole: bool) -> RunConfig:

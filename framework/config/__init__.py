@@ -36,6 +36,7 @@ from meshwright.config.sections import Section as Section
 from meshwright.config.sources import given_keys as given_keys
 from meshwright.config.training import Checkpoint as Checkpoint
 from meshwright.config.training import Launch as Launch
+from meshwright.config.training import LossScaling as LossScaling
 from meshwright.config.training import Optimizer as Optimizer
 from meshwright.config.training import Tracking as Tracking
 from meshwright.config.training import Train as Train

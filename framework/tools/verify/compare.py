@@ -13,6 +13,7 @@ from meshwright.tools.verify.layouts import Layout
 from meshwright.tools.verify.metrics import compare_metrics, passes_of
 from meshwright.tools.verify.reference import RunNumbers, validated_after
 from meshwright.tools.verify.report import VerdictRow
+from meshwright.tools.verify.suspect import Distances, Limits, find_suspect
 
 
 class Tolerance(NamedTuple):
@@ -37,11 +38,14 @@ TOLERANCES = {
     "float16": Tolerance(2e-3, 4e-3, None, 2e-3, 4e-3),
 }
 SAME_ROUNDING = Tolerance(1e-6, 1e-5, None, 1e-2, 2e-2)
-"""16-bit tolerances of layouts that round every activation as the plain run does: one whole sample at a time.
+"""bfloat16 tolerances of layouts that round every activation as the plain run does: one whole sample at a time. In
+float16, products on CPU round by how their operands lie in memory: up to 7e-4 of a norm's gradient for one sample.
 Gradients are summed in float32 on both sides, so a faulty sum in 16 bits (off by a percent) exceeds them.
 """
 ROUNDING_MARGIN = 4.0
 """Allowed distance of a layout from the reference, in units of the reference's distance from exact arithmetic."""
+RULE_TOLERANCE = 1e-12
+"""Allowed relative distance of the learning rate and the loss scale, in every precision: plain Python computes them."""
 MAX_ROUND = 0.5
 """Largest allowed share of float32 masters that the weights' 16-bit dtype represents exactly; by chance <= 2**-13."""
 
@@ -49,7 +53,7 @@ MAX_ROUND = 0.5
 def tolerance_of(dtype: str, layout: Layout) -> Tolerance:
     """Return the tolerances of a precision, for a layout."""
     whole = layout.tp == layout.cp == layout.ep == layout.micro_batch_size == 1
-    if dtype in ("bfloat16", "float16") and whole:
+    if dtype == "bfloat16" and whole:
         return SAME_ROUNDING
     return TOLERANCES[dtype]
 
@@ -58,6 +62,8 @@ def relative(found: float, expected: float) -> float:
     """Return |found - expected| / |expected|; NaN counts as infinitely far."""
     if math.isnan(found) or math.isnan(expected):
         return math.inf
+    if found == expected:  # also the norms of a step that both skip
+        return 0.0
     return abs(found - expected) / max(abs(expected), 1e-300)
 
 
@@ -114,9 +120,10 @@ def compare(
     problems = [*initial, *samples]
     problems += _in_numbers(found, expected, tolerance, gradients, noise or {})
     problems += _in_weights(found, expected, tolerance, weights, rounding or {})
-    problems += [*_in_masters(found, expected), *repetition]
+    problems += [*_in_rules(found, expected), *_in_masters(found, expected), *repetition]
     if tolerance is TOLERANCES["float64"]:  # lower precisions round the argmax of an accuracy otherwise
         problems += compare_metrics(found, expected, tolerance.later)
+    suspect = _suspect(found, expected, tolerance, Distances(gradients, {}, weights), noise or {}) if problems else ""
     losses = _relative_differences(found.losses, expected.losses)
     gradient_name = max(gradients, key=lambda name: gradients[name], default="")
     weights_name = max(weights, key=lambda name: weights[name], default="")
@@ -134,7 +141,46 @@ def compare(
         validation=max(_relative_differences(found.validation, expected.validation)),
         repeats=None if again is None else not repetition,
         problems=problems,
+        suspect=suspect or (_suspect_of_resume(found, again) if repetition else ""),
     )
+
+
+def _suspect(
+    found: RunNumbers, expected: RunNumbers, tolerance: Tolerance, distances: Distances, noise: Mapping[str, float]
+) -> str:
+    """Return what a layout's difference points to (suspect.py)."""
+    gradients = {name: max(tolerance.gradient, noise.get(name, 0.0)) for name in distances.gradients}
+    norm, update = max(tolerance.gradient, tolerance.later_norm), tolerance.weights or tolerance.later
+    stepped = relative_distances(found.stepped, expected.stepped) if found.stepped else {}
+    limits = Limits(tolerance.loss, max(tolerance.later, tolerance.loss), norm, gradients, update)
+    return find_suspect(found, expected, distances._replace(stepped=stepped), limits)
+
+
+def _suspect_of_resume(first: RunNumbers, again: RunNumbers | None) -> str:
+    """Return what the difference of a run that was resumed points to, from one that was not."""
+    assert again is not None
+    if again.lost:
+        return f"the resume: {', '.join(again.lost[:3])} is not what was saved"
+    after = resumed_after(len(first.losses))
+    steps = enumerate(zip(first.losses, again.losses, strict=True), start=1)
+    differing = next((step for step, losses in steps if losses[0] != losses[1]), 0)
+    if differing > after:
+        return f"the resume, or the order of sums: all that was saved came back, and step {differing} differs"
+    return "the order of sums: two runs differ" if differing else ""
+
+
+def _in_rules(found: RunNumbers, expected: RunNumbers, first: int = 1) -> list[str]:
+    """Compare the learning rate and the loss scale of each step from step ``first`` on, which rules give."""
+    problems = []
+    for what, ours, theirs in (
+        ("learning rate", found.rates, expected.rates),
+        ("loss scale", found.scales, expected.scales),
+    ):
+        for step, (mine, by_rule) in enumerate(zip(ours, theirs, strict=False), start=first):
+            if relative(mine, by_rule) > RULE_TOLERANCE:
+                problems.append(f"{what} of step {step} is {mine!r}, by its rule {by_rule!r}")
+                break
+    return problems
 
 
 def _relative_differences(found: Sequence[float], expected: Sequence[float]) -> list[float]:
@@ -163,13 +209,64 @@ def _in_samples(found: RunNumbers, expected: RunNumbers) -> list[str]:
 
 
 def _in_repetition(first: RunNumbers, second: RunNumbers) -> list[str]:
-    """Compare two runs of one layout bit by bit."""
-    if _bits(first) == _bits(second):
-        return []
+    """Compare two runs of one layout bit by bit; the second was stopped, saved and resumed in the middle."""
+    problems = []
+    if second.lost:
+        problems.append(f"a resume did not bring back {', '.join(second.lost[:3])} ({len(second.lost)} in all)")
+    unequal = [name for name, tensor in first.weights.items() if not _equal(second.weights.get(name), tensor)]
+    if _bits(first) == _bits(second) and first.tokens == second.tokens and not unequal:
+        return problems
+    what = f"a second run of the layout, resumed after step {resumed_after(len(first.losses))}, has"
+    names = passes_of(len(first.losses))
+    for name, ours, theirs in zip(names, first.tokens, second.tokens, strict=True):
+        if ours != theirs:
+            return [*problems, f"{what} other samples from {name} on"]
     for step, losses in enumerate(zip(first.losses, second.losses, strict=True), start=1):
         if losses[0] != losses[1]:
-            return [f"a second run of the layout has another loss from step {step} on"]
-    return ["a second run of the layout has other gradient norms or validation losses"]
+            return [*problems, f"{what} another loss from step {step} on"]
+    if unequal:
+        return [*problems, f"{what} other weights in the end, first {unequal[0]} ({len(unequal)})"]
+    return [*problems, f"{what} other gradient norms or validation losses"]
+
+
+def resumed_after(steps: int) -> int:
+    """Return the step after which the second run of a layout is stopped and resumed; 0: not at all."""
+    return steps // 2
+
+
+def compare_moved(other: str, found: RunNumbers, expected: RunNumbers, tolerance: Tolerance) -> tuple[list[str], str]:
+    """Compare a run that began from the checkpoint of the layout ``other``; return (problems, what they point to)."""
+    steps, first = len(expected.losses), resumed_after(len(expected.losses))
+    passes = len([name for name in passes_of(steps) if _is_within(name, first)])
+    wanted = expected._replace(
+        losses=expected.losses[first:], grad_norms=expected.grad_norms[first:], tokens=expected.tokens[passes:]
+    )
+    place = f"resumed after step {first} from the checkpoint of {other}"
+    for name, ours, theirs in zip(passes_of(steps)[passes:], found.tokens, wanted.tokens, strict=True):
+        if ours != theirs:
+            return [f"{place}: samples differ, first in {name}"], f"the data cursor after a resume, in {name}"
+    problems = [
+        *_first_beyond("loss of step", range(first + 1, steps + 1), found.losses, wanted.losses, 0, tolerance.later),
+        *_first_beyond(
+            "gradient norm of step",
+            range(first + 1, steps + 1),
+            found.grad_norms,
+            wanted.grad_norms,
+            0,
+            tolerance.later_norm,
+        ),
+    ]
+    problems += _first_beyond(
+        "validation loss after step", [steps], found.validation, expected.validation[-1:], 0, tolerance.later
+    )
+    rules = expected._replace(rates=expected.rates[first:], scales=expected.scales[first:])
+    problems += _in_rules(found, rules, first + 1)
+    return [f"{place}: {each}" for each in problems], "the resume: state, counts or weights" if problems else ""
+
+
+def _is_within(name: str, step: int) -> bool:
+    """Return whether a pass of that name is one of the first ``step`` steps, or a validation after one."""
+    return int(name.rpartition(" ")[2]) <= step
 
 
 def _bits(numbers: RunNumbers) -> list[str]:

@@ -12,30 +12,65 @@ from meshwright.tools.verify.traits import Traits
 
 
 def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ranks: int = 8) -> LayoutChoice:
-    """Return the configuration's own layout (if it fits), a single rank, and layouts that cover every legal pair."""
-    first = [own_layout(config, global_batch), Layout()]
+    """Return the configuration's own layout, a single rank, and layouts that cover every legal pair.
+
+    An own layout of too many ranks is scaled down, and keeps its axes and switches (:func:`scaled_down`).
+    """
+    own_one = own_layout(config, global_batch)
+    first = [own_one if own_one.size <= max_ranks else scaled_down(own_one, config, global_batch), Layout()]
     micro_batch_sizes: tuple[int, ...] = (1, 2)
     if traits.couples_samples:  # the micro-batch size is part of the model: the same in all layouts
         own = config.batch.micro_batch_size or 1
         micro_batch_sizes = (own,) if 1 < own <= global_batch // 4 and global_batch % own == 0 else (2,)
         first = [layout._replace(micro_batch_size=micro_batch_sizes[0]) for layout in first]
     length = config.data.sequence_length
+    refusal_of = partial(refusal, config, global_batch=global_batch)
     first = [
         layout for layout in first if layout.size <= max_ranks and is_possible(layout, traits, global_batch, length)
     ]
-    refusal_of = partial(refusal, config, global_batch=global_batch)
+    if own_one.size > max_ranks:
+        first = [layout for layout in first if layout == Layout() or refusal_of(layout) is None]
     return choose(first, traits, global_batch, length, max_ranks, micro_batch_sizes, refusal_of)
 
 
-def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
-    """Return a small subset that uses every schedule, ZeRO stage and switch; verify runs these twice.
+def scaled_down(own: Layout, config: RunConfig, global_batch: int) -> Layout:
+    """Return a layout of at most 8 ranks with the switches of a larger one, and degrees of 2 on its axes.
 
-    The two runs must agree bit for bit. Message arrival order could make them differ, and it depends on these features.
+    With all of dp, pp, tp and cp above 1, dp is left out: cp makes replicas too.
+    """
+    dp, pp, tp, cp = (min(degree, 2) for degree in (own.dp, own.pp, own.tp, own.cp))
+    if dp * pp * tp * cp > 8:
+        dp = 1
+    eps = (ep for ep in (4, 2) if ep <= own.ep and (dp * cp * tp) % ep == 0 and ep % tp == 0)
+    micro_batch_size = min(own.micro_batch_size, max(1, global_batch // (dp * max(2, pp))))
+    while global_batch % (dp * micro_batch_size):
+        micro_batch_size -= 1
+    small = own._replace(dp=dp, pp=pp, tp=tp, cp=cp, ep=next(eps, 1), micro_batch_size=micro_batch_size)
+    shard = 2 if own.shard and dp * cp > 2 else 0
+    return small._replace(shard=shard, sequence=own.sequence and tp > 1, zero=own.zero)
+
+
+KINDS = {"zb_h2": "zb_h1", "v_half": "zb_v", "v_min": "zb_v"}
+"""Schedules that send and receive as another one does."""
+
+
+def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
+    """Return a small subset that uses every kind of schedule, ZeRO stage and switch; verify runs these twice.
+
+    The two runs must agree bit for bit, although the second is stopped in the middle, saved and resumed. Message
+    arrival order could make them differ, and it depends on these features, as the shards in a checkpoint do.
     """
 
     def choices(layout: Layout) -> set[tuple[object, object]]:
         degrees = (layout.cp > 1, layout.ep > 1)
-        switches = (layout.schedule, layout.sequence, layout.offload, layout.recompute, layout.shard > 0, *degrees)
+        switches = (
+            KINDS.get(layout.schedule, layout.schedule),
+            layout.sequence,
+            layout.offload,
+            layout.recompute,
+            layout.shard > 0,
+            *degrees,
+        )
         return {*enumerate(switches), ("zero", layout.zero if layout.dp > 1 else None), ("once", layout.reduces_once)}
 
     uncovered = set[tuple[object, object]]().union(*map(choices, layouts))

@@ -111,8 +111,11 @@ def parse_layout(text: str) -> Layout:
     return layout
 
 
-FLOAT16_SCALE = {"fixed": None, "initial": 1024.0, "window": 4, "hysteresis": 1}
-"""float16 loss scale in verify: no overflow in the first steps, several rises, and the update rule of GradScaler."""
+FLOAT16_SCALE = {"fixed": None, "initial": 2.0**14, "minimum": 1.0, "window": 3, "growth": 2.0**16, "backoff": 2.0**-16}
+"""float16 loss scale in verify: 3 steps without overflow, a rise at which every layout overflows, and a fall.
+
+Steps between are large enough that no layout comes near the border, where rounding decides. The hysteresis is the
+configuration's."""
 
 
 def _check_experts(config: RunConfig, layout: Layout) -> None:
@@ -138,6 +141,8 @@ def _check_experts(config: RunConfig, layout: Layout) -> None:
 
 def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: str, device: str = "cpu") -> RunConfig:
     """Return the configuration of a layout and precision, on ``global_batch`` samples, without ``torch.compile``.
+
+    A batch-size ramp stays if it leads to ``global_batch`` samples.
 
     Raises:
         ConfigError: the layout does not fit the global batch, its ep or shard factor its other degrees, the optimizer
@@ -186,7 +191,7 @@ def layout_config(config: RunConfig, layout: Layout, global_batch: int, dtype: s
             "micro_batch_size": layout.micro_batch_size,
             "chunks": global_batch // replicas,
             "global_batch": global_batch,
-            "ramp": None,
+            "ramp": config.batch.ramp if config.batch.global_batch == global_batch else None,
         },
         loss_scale=FLOAT16_SCALE if dtype == "float16" else {},
         train={"dtype": dtype, "device": device, "compile": False, "routing": "off", "routing_directory": None},

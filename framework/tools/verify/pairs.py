@@ -26,12 +26,17 @@ HEADS, OF_DOCUMENTS = "heads", "cp documents"
 CONTEXTS = (("zigzag", "keys"), ("zigzag", HEADS), (BY_DOCUMENTS, "keys"))
 """Orders and exchanges of layouts with cp > 1."""
 TIES = ("tie across ranks", "tie inside a rank")
+EACH_SCHEDULE = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe_v")
+"""Schedules that share a feature ("split backward", "V") with others; each is a feature by itself too."""
+COPIED, GROUPED, WHOLE = "copies of experts", "expert shard groups", "zero3, whole experts"
 
 
 def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
     """Return the features that a layout of this model uses."""
     has_v = layout.schedule in V_SCHEDULES
     once = layout.zero > 1 and layout.dp > 1 and layout.reduces_once
+    copies = layout.dp * layout.cp * layout.tp // layout.ep if layout.ep > 1 else 1
+    expert_shards = math.gcd(layout.shard or layout.dp * layout.cp, copies) if layout.zero else 1
 
     def of_dp(zero: int) -> bool:
         return layout.dp > 1 and layout.zero == zero
@@ -45,6 +50,9 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
         OF_DOCUMENTS: layout.cp > 1 and layout.order == BY_DOCUMENTS,
         "ep": layout.ep > 1,
         "ep > 2": layout.ep > 2,
+        COPIED: copies > 1,
+        GROUPED: 1 < expert_shards < copies,
+        WHOLE: layout.zero == 3 and any(count // layout.ep % expert_shards for count in traits.experts),
         "tp": layout.tp > 1,
         "tp > 2": layout.tp > 2,
         "sequence": layout.sequence,
@@ -67,6 +75,7 @@ def features_of(layout: Layout, traits: Traits) -> frozenset[str]:
         "interleaved": layout.pp > 1 and layout.schedule == "interleaved_1f1b",
         "split backward": layout.pp > 1 and layout.schedule in ("zb_h1", "zb_h2"),
         "V": layout.pp > 1 and has_v,
+        **{name: layout.pp > 1 and layout.schedule == name for name in EACH_SCHEDULE},
     }
     return frozenset(name for name, is_used in uses.items() if is_used)
 
@@ -108,6 +117,7 @@ SHARED = (
     Shared(("padded vocabulary",), ("sequence", "tp > 2", *TIES), "rows of the last rank, ranks without rows"),
     Shared(("micro-batch > 1",), ("pp > 2", "tp", "V"), "batch dim of messages between stages"),
     Shared(("split backward",), TIES[:1], "weight gradients of both uses of a tied weight"),
+    Shared(EACH_SCHEDULE, (), "each is a builder of rows of its own, and runs other actions"),
     Shared(("cp",), ("dp", *ZEROS, "shard factor"), "gradients are summed, and states sharded, over dp x cp replicas"),
     Shared(("cp",), ("tp", "sequence"), "tokens are cut over cp, then over tp; keys of a tp rank's heads are gathered"),
     Shared(("cp",), (*SCHEDULES, "middle rank"), "shapes between stages, whose samples and documents stay whole"),
@@ -129,6 +139,10 @@ SHARED_BY_EXPERTS = (
     Shared(("ep",), (*RECOMPUTES, "offload"), "the exchange runs again in backward; shards of experts on the host"),
     Shared(("ep",), ("dropout", "micro-batch > 1"), "rows of several samples, which come back to their places"),
     Shared(("ep > 2",), ("ep",), "more than two ranks to number experts on, and to order rows of"),
+    Shared(("ep",), ("dualpipe_v",), "exchanges of one micro-batch run beside the computation of another, in turns"),
+    Shared((COPIED,), ("zero0", *ZEROS), "ranks with the same experts sum their gradients and share their states"),
+    Shared((GROUPED,), ("zero1", "zero3"), "sums of experts within and across their shard groups"),
+    Shared((WHOLE,), (COPIED,), "experts that the shards do not divide keep whole weights under ZeRO-3"),
 )
 """More of the table, for models with experts."""
 
@@ -160,7 +174,7 @@ def candidates(max_ranks: int, micro_batch_sizes: Sequence[int], eps: Sequence[i
     layouts = []
     for (dp, pp, tp, cp), schedule, zero, sequence, size, recompute, shard, once, offload in itertools.product(
         sorted(degrees, key=math.prod),
-        ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1", "zb_v"),
+        ("1f1b", "gpipe", "interleaved_1f1b", *EACH_SCHEDULE),
         (0, 1, 2, 3),
         (False, True),
         micro_batch_sizes,
@@ -189,8 +203,12 @@ def shares_experts(layout: Layout, ep: int) -> bool:
 
 
 def is_full(layout: Layout, global_batch: int) -> bool:
-    """Return True if a step has enough micro-batches to test gradient accumulation and to fill the pipeline."""
-    return global_batch // (layout.dp * layout.micro_batch_size) >= max(2, layout.pp)
+    """Return True if a step has enough micro-batches to test gradient accumulation and to fill the pipeline.
+
+    dualpipe_v needs twice as many for its pairs of a forward and a backward.
+    """
+    needed = 2 * layout.pp if layout.schedule == "dualpipe_v" else max(2, layout.pp)
+    return global_batch // (layout.dp * layout.micro_batch_size) >= needed
 
 
 class LayoutChoice(NamedTuple):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +19,15 @@ from meshwright.data_parallel.members import full_tensor, full_weights
 from meshwright.data_parallel.sharding import ShardedParameters
 from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
 from meshwright.mesh import Grid
-from meshwright.mesh.mesh import open_mesh
+from meshwright.mesh.mesh import Mesh, open_mesh
 from meshwright.model.build import configured_model
 from meshwright.optimizer import evaluating
 from meshwright.parameters import ParameterInfo
 from meshwright.parts import Parts
 from meshwright.run.observers import total_loss
+from meshwright.run.resume import resume
+from meshwright.run.saving import Saver
+from meshwright.run.tensors import pieces, saved_running
 from meshwright.step import take_step
 from meshwright.tools.verify.checksums import checksum
 from meshwright.tools.verify.plain_state import digests, widened
@@ -46,6 +51,21 @@ class RankFindings(NamedTuple):
     masters: list[TensorSlice]
     validation: list[float]
     metrics: list[dict[str, float]]
+    rates: list[float]
+    scales: list[float]
+    stepped: list[TensorSlice]
+    lost: list[str]
+
+
+class Pause(NamedTuple):
+    """Stop of a run after ``step`` steps, with a checkpoint below ``directory``, from which it is resumed.
+
+    ``is_saved``: True if another layout has left the checkpoint; the run then starts from it.
+    """
+
+    step: int
+    directory: Path
+    is_saved: bool = False
 
 
 def open_verify_source(config: RunConfig, random_tokens: bool) -> VerifySource:
@@ -93,8 +113,13 @@ def run_layout(
     steps: int,
     random_tokens: bool,
     routing: RoutingPlan = NO_ROUTING,
+    pause: Pause | None = None,
 ) -> RankFindings:
-    """Train one rank of one layout through the same parts and steps as a training run, and return its numbers."""
+    """Train one rank of one layout through the same parts and steps as a training run, and return its numbers.
+
+    ``pause``: save in the middle, build everything anew, and resume. From the checkpoint of another layout only the
+    steps after it are run.
+    """
     config = parse(config_json)
     mesh = open_mesh(
         Grid(*config.parallel.degrees),
@@ -102,39 +127,94 @@ def run_layout(
         ep_across_nodes=True,
         share_devices=config.launch.share_devices,
     )
-    recorder = RecordingSource(open_verify_source(config, random_tokens))
-    parts = build(config, mesh, (recorder, None))
-    routes = hooks_of(parts, routing)
-    findings = RankFindings([], [], [], [], [], [], [], [], [])
-    findings.initial.extend(_weights(parts))
-
-    def record_gradients(parts: Parts, factor: float) -> None:
-        if parts.state.step == 0:
-            findings.gradients.extend(_full_tensors(parts, lambda bucket: bucket.shard_gradient, factor))
-
-    parts.on_gradients = record_gradients
-    for step in range(1, steps + 1):
-        recorder.seen = {}
-        seen = parts.state.samples_seen
-        with routes.during(step_key(step), range(seen, seen + batch_numbers(config, seen).global_batch)):
-            stats = take_step(parts)
-        findings.tokens.append(recorder.seen)
-        findings.losses.append(stats.loss)
-        findings.grad_norms.append(stats.grad_norm)
-        findings.metrics.append(dict(stats.metrics) | digests(parts.step_state.step_sums()))
+    run = _Run(config, mesh, random_tokens, routing)
+    first = 1
+    if pause is not None and pause.is_saved:
+        resume(run.parts, pause.directory, _ignore)
+        first = pause.step + 1
+    else:
+        run.findings.initial.extend(_weights(run.parts))
+    for step in range(first, steps + 1):
+        run.take_step(step)
         if step in validated_after(steps):
-            recorder.seen = {}
-            size = batch_numbers(config).global_batch
-            of_routing = routes.during(validation_key(step, steps), range(steps * size, (steps + 1) * size))
-            with evaluating(parts.optimizer), of_routing:
-                total = total_loss(parts, parts.feeds(recorder, [steps]))
-            findings.tokens.append(recorder.seen)
-            findings.validation.append(total.loss_sum / max(total.num_tokens, 1))
-            findings.metrics.append(dict(total.metrics))
-    findings.weights.extend(_weights(parts))
+            run.validate(step, steps)
+        if pause is not None and step == pause.step:
+            run.save_and_resume(pause.directory)
+    run.findings.weights.extend(_weights(run.parts))
     if config.train.dtype in ("bfloat16", "float16"):
-        findings.masters.extend(_full_tensors(parts, lambda bucket: bucket.master))
-    return findings
+        run.findings.masters.extend(_full_tensors(run.parts, lambda bucket: bucket.master))
+    return run.findings
+
+
+class _Run:
+    """Run of one rank: its parts, which a resume replaces, and its numbers."""
+
+    def __init__(self, config: RunConfig, mesh: Mesh, random_tokens: bool, routing: RoutingPlan) -> None:
+        self.config, self.mesh, self.routing = config, mesh, routing
+        self.recorder = RecordingSource(open_verify_source(config, random_tokens))
+        self.findings = RankFindings([], [], [], [], [], [], [], [], [], [], [], [], [])
+        self._build()
+
+    def _build(self) -> None:
+        self.parts = build(self.config, self.mesh, (self.recorder, None))
+        self.routes = hooks_of(self.parts, self.routing)
+        self.parts.on_gradients = self._record_gradients
+
+    def _record_gradients(self, parts: Parts, factor: float) -> None:
+        if parts.state.step == 0:
+            self.findings.gradients.extend(_full_tensors(parts, lambda bucket: bucket.shard_gradient, factor))
+
+    def take_step(self, step: int) -> None:
+        """Take one step, and add its numbers to the findings."""
+        findings, parts = self.findings, self.parts
+        self.recorder.seen = {}
+        seen = parts.state.samples_seen
+        with self.routes.during(step_key(step), range(seen, seen + batch_numbers(self.config, seen).global_batch)):
+            stats = take_step(parts)
+        findings.tokens.append(self.recorder.seen)
+        findings.losses.append(stats.loss)
+        findings.grad_norms.append(math.inf if stats.skipped else stats.grad_norm)
+        findings.metrics.append(dict(stats.metrics) | digests(parts.step_state.step_sums()))
+        findings.rates.append(stats.learning_rate)
+        findings.scales.append(stats.loss_scale)
+        if step == 1:
+            findings.stepped.extend(_weights(parts))
+
+    def validate(self, step: int, steps: int) -> None:
+        """Validate on the global batch after the last step's, and add the numbers to the findings."""
+        findings, parts = self.findings, self.parts
+        self.recorder.seen = {}
+        size = batch_numbers(self.config).global_batch
+        of_routing = self.routes.during(validation_key(step, steps), range(steps * size, (steps + 1) * size))
+        with evaluating(parts.optimizer), of_routing:
+            total = total_loss(parts, parts.feeds(self.recorder, [steps]))
+        findings.tokens.append(self.recorder.seen)
+        findings.validation.append(total.loss_sum / max(total.num_tokens, 1))
+        findings.metrics.append(dict(total.metrics))
+
+    def save_and_resume(self, directory: Path) -> None:
+        """Save a checkpoint, build the parts anew, and resume from it. Collective over all ranks."""
+        saver = Saver(self.parts, directory, _ignore)
+        saver.start()
+        saver.finish_or_fail()
+        before = _state_of(self.parts)
+        self._build()
+        resume(self.parts, directory, _ignore)
+        after = _state_of(self.parts)
+        self.findings.lost.extend(name for name, value in before.items() if after.get(name) != value)
+
+
+def _ignore(message: str) -> None:
+    """Drop a message of the save or the resume."""
+
+
+def _state_of(parts: Parts) -> dict[str, object]:
+    """Return all that a resume must bring back, by name: counts, and checksums of this rank's pieces of tensors."""
+    found: dict[str, object] = {f"state.{each.name}": getattr(parts.state, each.name) for each in fields(parts.state)}
+    found["the optimizer's count of steps"] = parts.optimizer.num_steps
+    for piece in pieces(parts.replicas, parts.optimizer, parts.mesh, saved_running(parts)):
+        found[f"{piece.kind} of {piece.info.name}"] = checksum((), piece.tensor.detach().cpu())
+    return found
 
 
 def _slices(parts: Parts, bucket: ShardedParameters, flat: Tensor) -> list[TensorSlice]:
@@ -206,4 +286,8 @@ def merge(ranks: Sequence[RankFindings]) -> RunNumbers:
         assemble([each for rank in ranks for each in rank.masters]),
         ranks[0].validation,
         ranks[0].metrics,
+        ranks[0].rates,
+        ranks[0].scales,
+        assemble([each for rank in ranks for each in rank.stepped]),
+        list(dict.fromkeys(name for rank in ranks for name in rank.lost)),
     )

@@ -4,13 +4,13 @@ torch's own loss, clipping and optimizer.
 No parallel code runs here: no stage, schedule, bucket or sharding, and no rebuilt model. Hooks, parametrizations,
 buffers and ``nn.Dropout`` modules are the user's own. The framework provides two inputs: initial values, by name, and
 dropout masks, by their published definition (:mod:`meshwright.tools.verify.dropout`). The reference shares with the
-layouts only the definitions of equal inputs: initial values, samples, and the learning rate of a step.
+layouts only the definitions of equal inputs: initial values and samples.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from meshwright.fp8.linear import Fp8Linear
 from meshwright.model.buffers import cast_running, cast_statistics, running_buffers, running_values
 from meshwright.model.build import PlainModel, configured_model, find_builder
 from meshwright.model.metrics import Recorder, Recording
-from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.pipeline.values import IGNORED_LABEL, MetaMicrobatch, cast_floats
 from meshwright.seeding import Draw
 from meshwright.tools.verify.checksums import checksums
@@ -38,6 +37,8 @@ from meshwright.tools.verify.plain_formulas import averaged
 from meshwright.tools.verify.plain_fp8 import use_fp8
 from meshwright.tools.verify.plain_loss import plain_loss
 from meshwright.tools.verify.plain_optimizer import plain_optimizer
+from meshwright.tools.verify.plain_rate import plain_rate
+from meshwright.tools.verify.plain_scale import PlainScale
 from meshwright.tools.verify.plain_state import begin_state, end_state, metrics_of, widened
 from meshwright.tools.verify.routes import validation_key
 from meshwright.tracking.observer import step_key
@@ -64,6 +65,14 @@ class RunNumbers(NamedTuple):
     """Loss in eval mode on one global batch, after the first step and after the last."""
     metrics: list[dict[str, float]]
     """Metrics that layers and the loss recorded: per step, each followed by those of its validation."""
+    rates: list[float] = []
+    """Learning rate of each step."""
+    scales: list[float] = []
+    """Loss scale of each step; 1 unless the run computes in float16."""
+    stepped: Mapping[str, Tensor] = {}
+    """Weights after the first step."""
+    lost: Sequence[str] = ()
+    """Parts of the state that a checkpoint in the middle of the run did not bring back; of layouts only."""
     nearest_tie: NearestTie = NearestTie()
     """Closest choice of a router; set by the plain run only."""
 
@@ -140,10 +149,9 @@ class PlainRun:
         self.optimizer = plain_optimizer(
             self.masters, config.optimizer, model.groups, model.matrices, dtype, config.run.seed
         )
-        scale = config.loss_scale
-        self.scaler = torch.amp.GradScaler(
-            "cpu", scale.initial, scale.growth, scale.backoff, scale.window, enabled=dtype == torch.float16
-        )
+        self.scale = PlainScale(config.loss_scale) if dtype == torch.float16 else None
+        self.taken = 0
+        """Optimizer steps taken; skipped ones do not count."""
 
     def values(self) -> dict[str, Tensor]:
         """Return copies of weights and running buffers, by canonical name."""
@@ -177,7 +185,8 @@ class PlainRun:
         # 8- and 16-bit gradients must be rounded as in a layout, which divides the loss by all label positions
         rounds = self.dtype.itemsize == 2 or self.config.train.linear == "fp8"
         divisor = self.labels_per_step if rounds else num_tokens / self.loss_factor
-        before = begin_state(self.layers, self.running, float(self.scaler.scale(torch.ones(()))) / divisor)
+        scale = 1.0 if self.scale is None else self.scale.value
+        before = begin_state(self.layers, self.running, scale / divisor)
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)  # zero, not None: unused weights still decay
         recorder, total = Recorder(), 0.0
@@ -186,31 +195,42 @@ class PlainRun:
                 with Recording(recorder):
                     loss_sum = self.loss_sum(inputs, labels, sample_indices)
                 total += float(loss_sum.detach())
-                self.scaler.scale(loss_sum / divisor).backward()  # type: ignore[no-untyped-call]
+                (loss_sum / divisor * scale).backward()  # type: ignore[no-untyped-call]
                 if self.dtype.itemsize == 2:  # a long sum in 16 bits would lose most of its bits
                     self._accumulate()
-        self.scaler.unscale_(self.optimizer)
-        if divisor != num_tokens:
-            for master in self.masters.values():
-                assert master.grad is not None
-                master.grad *= divisor / num_tokens
+        for master in self.masters.values():
+            assert master.grad is not None
+            master.grad *= divisor / num_tokens / scale
         if step == 0:
             findings.gradients.update({n: _gradient(p) for n, p in self.masters.items()})  # clipping is in place
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self.config.optimizer.clip_norm or float("inf"))
-        for group in self.optimizer.param_groups:
-            rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
-            group["lr"] = rate * group.get("rate_factor", 1.0)
-        self.scaler.step(self.optimizer)  # a plain optimizer.step() unless the dtype is float16
-        sums = end_state(self.layers, {} if math.isfinite(norm) else before)
-        self.scaler.update()
+        overflows = not math.isfinite(norm)
+        rate = self._set_rate(step)
+        if not overflows or self.scale is None:
+            self.optimizer.step()
+            self.taken += 1
+        sums = end_state(self.layers, before if overflows else {})
+        if self.scale is not None:
+            self.scale.update(found_inf=overflows)
         if self.masters is not self.parameters:
             with torch.no_grad():
                 for name, parameter in self.parameters.items():
                     parameter.copy_(self.masters[name])
         findings.losses.append(total / num_tokens)
-        findings.grad_norms.append(float(norm))
+        findings.grad_norms.append(math.inf if overflows else float(norm))
         findings.metrics.append(metrics_of(recorder) | sums)
         findings.tokens.append(checksums(batch))
+        findings.rates.append(rate)
+        findings.scales.append(scale)
+
+    def _set_rate(self, step: int) -> float:
+        """Set the learning rate of step ``step``, counted from 0, in the optimizer's groups, and return it."""
+        skips = self.config.optimizer.name == "schedule_free_adamw"  # its average leaves skipped steps out
+        index = self.taken if skips else step
+        rate = plain_rate(self.config.optimizer, index + 1, self.config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("rate_factor", 1.0)
+        return rate
 
     def _accumulate(self) -> None:
         """Add the gradients of the weights to the float32 gradients of the master weights, and clear them."""
@@ -287,10 +307,12 @@ def run_reference(
     """
     with _explained(config):
         run = PlainRun(config, source, dtype, micro_batch_size, factor, routing)
-        findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [], [])
+        findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [], [], [], [])
         with run.dropout.installed():
             for step in range(steps):
                 run.step(step, findings)
+                if step == 0:
+                    findings = findings._replace(stepped=run.values())
                 if step + 1 in validated_after(steps):
                     run.validate(step + 1, steps, findings)
     findings.weights.update(run.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.terminal.format import format_table
@@ -36,6 +37,8 @@ class VerdictRow(NamedTuple):
     """True if a second run gave the same bits in every loss, gradient norm and validation loss. None: run once."""
     problems: list[str] = []
     """Every failed comparison, with the first parameter or step that differs."""
+    suspect: str = ""
+    """Rule or tensor that the problems point to; "" without any, or if no single one stands out."""
     failure: str = ""
     """``refused: reason`` or ``cannot run: reason``; the row then has no numbers."""
 
@@ -88,6 +91,7 @@ class Report(NamedTuple):
         lines = format_table([HEADER, rule, *cells], "<" * len(HEADER))
         for row in self.rows:
             lines += [f"{row.layout}: {problem}" for problem in (*row.problems, *[row.failure] * bool(row.failure))]
+            lines += [f"{row.layout}: points to {row.suspect}"] * bool(row.suspect)
         return "\n".join([self.title, "", *lines, *self.problems, *self.notes, "", self._verdict()])
 
     def _verdict(self) -> str:
@@ -101,3 +105,11 @@ class Report(NamedTuple):
         if self.problems:
             parts.append(f"{len(self.problems)} initial values are not the builder's")
         return "; ".join(parts) or f"all {len(self.rows)} layouts agree"
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """Return one report of several trials of a model, under the title of the first."""
+    rows = [row for report in reports for row in report.rows]
+    problems = dict.fromkeys(problem for report in reports for problem in report.problems)
+    notes = dict.fromkeys(note for report in reports for note in report.notes)
+    return Report(reports[0].title, rows, list(problems), tuple(notes))

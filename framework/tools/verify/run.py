@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -19,11 +22,19 @@ from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
 from meshwright.model.build import configured_model
 from meshwright.optimizer import peak_rate
 from meshwright.parameters import DTYPES
-from meshwright.tools.verify.compare import ROUNDING_MARGIN, SAME_ROUNDING, compare, relative_distances, tolerance_of
+from meshwright.tools.verify.compare import (
+    ROUNDING_MARGIN,
+    SAME_ROUNDING,
+    compare,
+    compare_moved,
+    relative_distances,
+    resumed_after,
+    tolerance_of,
+)
 from meshwright.tools.verify.initial import initial_problems
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.near_ties import NearestTie
-from meshwright.tools.verify.rank import merge, open_verify_source, run_layout
+from meshwright.tools.verify.rank import Pause, RankFindings, merge, open_verify_source, run_layout
 from meshwright.tools.verify.reference import RunNumbers, run_reference
 from meshwright.tools.verify.report import Report, VerdictRow
 from meshwright.tools.verify.routes import Routes, of_layout, open_routes
@@ -34,6 +45,8 @@ RESCALED = 1.25
 """Loss factor of the float64 runs that measure rounding; not a power of two, so that every product rounds anew."""
 NEIGHBOURS_APART = 2.0**-7
 """Largest relative distance of neighbouring bfloat16 numbers."""
+BYTES_PER_ELEMENT, MAX_SAVED_BYTES = 32, 4 * 2**30
+"""Bytes of a checkpoint per parameter at most (weight, master, two states), and the largest that verify writes."""
 MIN_TIMEOUT_S, TIMEOUT_FACTOR = 120.0, 20.0
 """Time limit of a layout: this many times the plain run's time, but at least two minutes."""
 
@@ -59,6 +72,7 @@ class Reference(NamedTuple):
     noise: dict[str, float]
     """Rounding error of the gradients, per parameter; filled for 16 bits only."""
     duration_s: float
+    dtype: str
 
     def noise_in(self, layout: Layout, tied: Collection[str]) -> dict[str, float]:
         """Return the gradient noise that applies to a layout.
@@ -66,7 +80,7 @@ class Reference(NamedTuple):
         Where all activations are rounded as in the plain run, only the ``tied`` weights have noise: torch sums their
         gradients in 16 bits, pipeline stages sum them in float32.
         """
-        alike = tolerance_of("bfloat16", layout) is SAME_ROUNDING
+        alike = tolerance_of(self.dtype, layout) is SAME_ROUNDING
         return {name: value for name, value in self.noise.items() if not alike or name in tied}
 
 
@@ -110,7 +124,7 @@ def reference_of(
             rounding = {name: max(error, other[name]) for name, error in rounding.items()}
     if dtype in ("bfloat16", "float16"):  # two gradients of step 1 may lie apart by twice their rounding error
         noise = {name: 2.0 * error for name, error in rounding_errors(1, lambda run: run.gradients).items()}
-    return Reference(found, rounding, noise, duration_s)
+    return Reference(found, rounding, noise, duration_s, dtype)
 
 
 def other_rounding_of_a_moment(weights: Mapping[str, Tensor], learning_rate: float) -> dict[str, float]:
@@ -203,6 +217,11 @@ class Verification:
         model = configured_model(self.plain)
         self.problems, self.tied = initial_problems(self.plain, model), {names[0] for names in model.tied}
         self.nearest_tie = NearestTie()
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-verify-")
+        self._saved: tuple[Layout, Pause] | None = None
+        """Last layout that was stopped in the middle, and the place of its checkpoint."""
+        self.saves = BYTES_PER_ELEMENT * self.traits.num_parameters <= MAX_SAVED_BYTES
+        """False for a model too large for checkpoints in a temporary folder: layouts are then not resumed."""
         self._reference = functools.cache(self._run_reference)
         self._rounding = functools.cache(self._measure_rounding)
 
@@ -232,26 +251,57 @@ class Verification:
         micro_batch_size = layout.micro_batch_size if self.traits.couples_samples else 1
         expected = self._reference(micro_batch_size)
         timeout_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * expected.duration_s)
+        moved: tuple[list[str], str] = [], ""
         try:
             config = layout_config(self.config, layout, self.global_batch, self.dtype)
             draw_blueprint(config)  # refuse an impossible layout before any rank starts
             arguments = (config.model_dump_json(), self.steps, self.random_tokens)
+            run = partial(pool.run, run_layout, layout.size, *arguments, timeout_s=timeout_s)
             with of_layout(self.routes, config, micro_batch_size) as routing:
-                runs = [
-                    pool.run(run_layout, layout.size, *arguments, routing, timeout_s=timeout_s)
-                    for _ in range(2 if is_repeated else 1)
-                ]
+                runs = [run(routing)]
                 other = "" if self.routes is None else self.routes.difference(routing.record, micro_batch_size)
+                if is_repeated:
+                    pause = self._pause()
+                    runs.append(run(routing, pause))
+                    moved = self._compare_moved(layout, pause, expected.findings, partial(run, routing))
         except Exception as error:  # a defect of one layout, in whatever form
             return VerdictRow(str(layout), failure=failure_of(error))
         found, again = merge(runs[0]), merge(runs[1]) if is_repeated else None
         tolerance, noise = tolerance_of(self.dtype, layout), expected.noise_in(layout, self.tied)
         row = compare(str(layout), found, again, expected.findings, tolerance, expected.rounding, noise)
-        if row.passed or self.dtype != "float64" or other:
-            return row._replace(problems=[*row.problems, *filter(None, [other])])
-        # rounding is measured for a layout that misses a tolerance, and costs nothing otherwise
-        rounding = self._rounding(micro_batch_size)
-        return compare(str(layout), found, again, expected.findings, tolerance, rounding.weights, rounding.noise)
+        if not row.passed and self.dtype == "float64" and not other:
+            # rounding is measured for a layout that misses a tolerance, and costs nothing otherwise
+            rounding = self._rounding(micro_batch_size)
+            row = compare(str(layout), found, again, expected.findings, tolerance, rounding.weights, rounding.noise)
+        problems = [*row.problems, *filter(None, [other]), *moved[0]]
+        return row._replace(problems=problems, suspect=row.suspect or moved[1])
+
+    def _pause(self) -> Pause | None:
+        """Return the stop in the middle of a layout's second run; None for a run of one step, or a large model."""
+        after = resumed_after(self.steps)
+        if not after or not self.saves:
+            return None
+        return Pause(after, Path(tempfile.mkdtemp(dir=self._folder.name)))
+
+    def _compare_moved(
+        self, layout: Layout, pause: Pause | None, expected: RunNumbers, run: Callable[[Pause], list[RankFindings]]
+    ) -> tuple[list[str], str]:
+        """Resume a layout from the checkpoint of the last repeated layout, and compare the rest of the run.
+
+        ``pause``: the layout's own, whose checkpoint stays for the next one.
+        """
+        if pause is None:
+            return [], ""
+        before, self._saved = self._saved, (layout, pause)
+        if before is None:
+            return [], ""
+        other, of_other = before
+        fits = not self.traits.couples_samples or other.micro_batch_size == layout.micro_batch_size
+        found = merge(run(of_other._replace(is_saved=True))) if fits and other != layout else None
+        shutil.rmtree(of_other.directory)
+        return (
+            ([], "") if found is None else compare_moved(str(other), found, expected, tolerance_of(self.dtype, layout))
+        )
 
     def report(self, rows: list[VerdictRow]) -> Report:
         """Return the report of these rows."""

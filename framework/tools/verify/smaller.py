@@ -19,18 +19,20 @@ from meshwright.tools.verify.reference import PlainRun
 DROPOUT = 0.1
 """Dropout probability where the configuration has dropout at 0."""
 WITH_DROPOUT = "meshwright.tools.verify.smaller:with_dropout"
-NUM_EXPERTS = 16
-"""Experts of a small mixture, where its groups allow it."""
+WITHOUT_DROPOUT = "meshwright.tools.verify.smaller:without_dropout"
+NUM_EXPERTS = 12
+"""Experts of a small mixture, where its groups allow it: 3 on a rank of ep 4, which 2 shards do not divide."""
 ODD_VOCABULARY = 499
 """Vocabulary size that no tp degree divides, so that every one of them has padded rows."""
 
 
-def shrink(options: dict[str, Any]) -> dict[str, Any]:
+def shrink(options: dict[str, Any], tp: int = 1) -> dict[str, Any]:
     """Return builder options with the same proportions at a small size: at most 4 layers, 8 heads of at most 8
-    elements, about 16 experts, ranks of a latent attention in proportion to the hidden size, and an odd vocabulary
+    elements, about 12 experts, ranks of a latent attention in proportion to the hidden size, and an odd vocabulary
     below 1,000.
 
-    Options are recognised by their names in meshwright's own models; all other options stay unchanged.
+    Options are recognised by their names in meshwright's own models; all other options stay unchanged. ``tp``: degree
+    of the run. If it exceeds the key-value heads, which its ranks then share, 2 are left: ranks of tp 4 share them too.
     """
     small = dict(options)
     for key, most in (("num_layers", 4), ("num_decoder_layers", 4), ("head_dim", 8)):
@@ -43,7 +45,7 @@ def shrink(options: dict[str, Any]) -> dict[str, Any]:
     if isinstance(heads, int) and isinstance(hidden, int):
         kv_heads = small.get("num_kv_heads") or heads
         per_group = max(1, heads // kv_heads)
-        new_kv = min(kv_heads, 4)
+        new_kv = min(kv_heads, 2 if tp > kv_heads else 4)
         new_heads = new_kv * min(per_group, 2)
         head_size = min(hidden // heads, 8)
         small["num_heads"] = new_heads
@@ -69,7 +71,7 @@ def _scaled(width: int, scale: float) -> int:
 
 
 def _shrink_experts(moe: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Return a small table ``moe``: about 16 experts, at least 2 in each group and for each token that had so many."""
+    """Return a small table ``moe``: about 12 experts, at least 2 in each group and for each token that had so many."""
     small = dict(moe)
     experts, top_k, num_groups = (small.get(key, 1) for key in ("num_experts", "top_k", "num_groups"))
     if all(isinstance(value, int) and value > 0 for value in (experts, top_k, num_groups)):
@@ -107,7 +109,7 @@ def make_small(config: RunConfig, sequence_length: int) -> PreparedModel:
     options = config.model.options
     length = min(config.data.sequence_length, sequence_length)
     shorter = config.replace(data={"sequence_length": length})
-    smaller = shrink(options)
+    smaller = shrink(options, config.parallel.tp)
     tables = {name: value for name, value in options.items() if isinstance(value, Mapping)}
     even = {"vocab_size": smaller["vocab_size"] + 1} if "vocab_size" in smaller else {}
     candidates = [{**smaller, **kept, **vocabulary} for kept in ({}, tables) for vocabulary in ({}, even)]
@@ -146,6 +148,44 @@ def with_dropout(builder: str, options: dict[str, Any], p: float) -> nn.Sequenti
     return layers
 
 
+def without_dropout(builder: str, options: dict[str, Any]) -> nn.Sequential:
+    """Return a builder's model with the probability of each ``nn.Dropout`` at 0."""
+    layers: nn.Sequential = find_builder(builder)(**options)
+    for module in _dropouts(layers):
+        module.p = 0.0
+    return layers
+
+
+def turn_dropout_off(config: RunConfig) -> RunConfig:
+    """Set builder options named ``*dropout*`` and all ``nn.Dropout`` modules to probability 0."""
+    builder, options = config.model.builder, dict(config.model.options)
+    if builder == WITH_DROPOUT:
+        builder, options = options["builder"], dict(options["options"])
+    options |= {name: 0.0 for name, value in options.items() if "dropout" in name.lower() and _is_number(value)}
+    quiet = config.replace(model={"builder": builder, "options": options}, adapter={"dropout": 0.0})
+    try:
+        modules = [module.p for module in _dropouts(find_builder(builder)(**options))]
+    except Exception:  # a model that is not a builder's, or whose options exclude a probability of 0
+        return config
+    if not any(modules):
+        return quiet
+    return quiet.replace(model={"builder": WITHOUT_DROPOUT, "options": {"builder": builder, "options": options}})
+
+
+def get_option(config: RunConfig, name: str) -> Any:
+    """Return an option of the user's builder, also of one that verify has wrapped; None without it."""
+    options = config.model.options
+    return (options["options"] if config.model.builder == WITH_DROPOUT else options).get(name)
+
+
+def with_option(config: RunConfig, name: str, value: Any) -> RunConfig:
+    """Return the configuration with another value for an option of the user's builder."""
+    options = config.model.options
+    if config.model.builder == WITH_DROPOUT:
+        return _with_options(config, {**options, "options": {**options["options"], name: value}})
+    return _with_options(config, {**options, name: value})
+
+
 def _dropouts(layers: nn.Module) -> Iterator[nn.Dropout]:
     return (module for module in layers.modules() if type(module) is nn.Dropout)
 
@@ -179,7 +219,11 @@ def turn_dropout_on(config: RunConfig) -> PreparedModel:
 
 
 def _is_zero(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == 0
+    return _is_number(value) and value == 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def dropout_refusal(config: RunConfig) -> str | None:

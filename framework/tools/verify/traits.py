@@ -59,6 +59,9 @@ class Traits(NamedTuple):
     eps: tuple[int, ...] = (1,)
     """Degrees of expert parallelism to test: those of 1, 2 and 4 that divide the experts of every layer."""
 
+    experts: tuple[int, ...] = ()
+    """Numbers of experts of the model's layers."""
+
     @property
     def of_coupling(self) -> str:
         """The coupling layer in parentheses with a leading space, or ""."""
@@ -103,13 +106,17 @@ def vocab_sizes(model: PlainModel) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def _eps(config: RunConfig, model: PlainModel) -> tuple[int, ...]:
-    """Return :attr:`Traits.eps`: only 1 without experts, or with Adafactor, which steps whole experts."""
+def _experts(model: PlainModel) -> tuple[int, ...]:
+    """Return :attr:`Traits.experts`."""
     names = expert_names(model.layers, model.plan)
-    if not names or config.optimizer.name == "adafactor":
+    return tuple(sorted({whole.shape[0] for name in names for whole in model.layers.get_submodule(name).parameters()}))
+
+
+def _eps(config: RunConfig, experts: tuple[int, ...]) -> tuple[int, ...]:
+    """Return :attr:`Traits.eps`: only 1 without experts, or with Adafactor, which steps whole experts."""
+    if not experts or config.optimizer.name == "adafactor":
         return (1,)
-    counts = {whole.shape[0] for name in names for whole in model.layers.get_submodule(name).parameters()}
-    return tuple(ep for ep in (1, 2, 4) if all(count % ep == 0 for count in counts))
+    return tuple(ep for ep in (1, 2, 4) if all(count % ep == 0 for count in experts))
 
 
 def probe_coupling(traits: Traits, config: RunConfig, source: Source) -> Traits:
@@ -135,6 +142,7 @@ def traits_of(config: RunConfig) -> Traits:
         running = running_buffers(model.layers, shapes.inputs)
     except Exception:  # the layouts' blueprints raise the error for it
         running = []
+    experts = _experts(model)
     owners = [owner for name in running if not has_step_sums(owner := owner_of(model.layers, name))]
     return Traits(
         num_layers=len(model.layers),
@@ -153,5 +161,6 @@ def traits_of(config: RunConfig) -> Traits:
         has_core=CORE in map(str, model.plan.values()) and not model.loss_heads and "cp" not in model.impossible,
         has_rows=shapes.labels.dim() > 1,
         needs_full_weights=config.optimizer.needs_full_weights,
-        eps=_eps(config, model),
+        eps=_eps(config, experts),
+        experts=experts,
     )
