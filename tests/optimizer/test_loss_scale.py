@@ -38,7 +38,7 @@ from tests.watch.spoiling import (
 )
 
 STEPS = 8
-TOO_LARGE = {"initial": 2.0**21, "window": 2, "hysteresis": 1}
+TOO_LARGE = {"initial": 2.0**21, "window": 2, "hysteresis": 1, "growth": 2.0, "backoff": 0.5}
 """A scale that overflows in the first steps and rises again within STEPS, as torch's GradScaler has it."""
 
 
@@ -178,7 +178,7 @@ def resumed(
     return first, steps, parts.state.loss_scale
 
 
-KEYS = {"initial": 1024.0, "window": 2, "hysteresis": 2}
+KEYS = {"initial": 1024.0, "window": 2, "hysteresis": 2, "growth": 2.0, "backoff": 0.5}
 
 
 def test_an_overflow_of_one_rank_is_skipped_by_all_and_the_scale_survives_on_another_layout(
@@ -214,7 +214,7 @@ def at_the_minimum(rank: int, world_size: int, config_json: str) -> tuple[list[s
 
 
 def test_a_nan_that_no_scale_avoids_ends_the_run_at_the_minimum_and_is_named(pool: RankPool) -> None:
-    keys = {"initial": 4.0, "minimum": 1.0, "hysteresis": 1}
+    keys = {"initial": 4.0, "minimum": 1.0, "hysteresis": 1, "growth": 2.0, "backoff": 0.5}
     config = config_for("pp2", dtype="float16").replace(loss_scale=keys)
     for said, steps in pool.run(at_the_minimum, 2, config.model_dump_json(), timeout_s=LIMIT_S):
         assert said[:2] == [None, None] and steps == 2

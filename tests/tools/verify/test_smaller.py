@@ -51,10 +51,10 @@ def test_deepseek_keeps_its_structure() -> None:
 @pytest.mark.parametrize(
     ("moe", "expected"),
     [
-        ({"num_experts": 64, "top_k": 1}, (16, 1)),
+        ({"num_experts": 64, "top_k": 1}, (12, 1)),
         ({"num_experts": 8, "top_k": 2}, (8, 2)),
-        ({"num_experts": 64, "top_k": 32}, (16, 8)),
-        ({"num_experts": 66, "top_k": 6, "num_groups": 3, "groups_per_token": 1}, (15, 2)),
+        ({"num_experts": 64, "top_k": 32}, (12, 6)),
+        ({"num_experts": 66, "top_k": 6, "num_groups": 3, "groups_per_token": 1}, (12, 2)),
         ({"num_experts": 160, "top_k": 6, "num_groups": 20, "groups_per_token": 3}, (40, 2)),
         ({"num_experts": 20, "top_k": 6, "num_groups": 20, "groups_per_token": 6, "group_score": "max"}, (20, 6)),
     ],
@@ -65,11 +65,11 @@ def test_experts_stay_a_multiple_of_their_groups(moe: dict[str, Any], expected: 
 
 
 def test_a_table_that_is_refused_when_small_stays_as_it_is() -> None:
-    """16 of 64 experts with 2 for a token leave no capacity of 12 to drop anything."""
+    """12 of 64 experts with 2 for a token leave no capacity of 12 to drop anything."""
     moe = {**MOE, "capacity_factor": 12.0}
     options, _, (note,) = small(with_options(moe=moe))
     assert options["moe"] == moe and options["hidden_size"] < 256 and "moe." not in note
-    assert small(with_options(moe={**MOE, "capacity_factor": 1.5}))[0]["moe"]["num_experts"] == 16
+    assert small(with_options(moe={**MOE, "capacity_factor": 1.5}))[0]["moe"]["num_experts"] == 12
 
 
 def test_without_sizes_of_the_model_tables_stay() -> None:
