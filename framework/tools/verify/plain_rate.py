@@ -18,11 +18,12 @@ import math
 from meshwright.config import Optimizer
 from meshwright.config.functions import find_function
 from meshwright.errors import ConfigError
+from meshwright.optimizer import peak_rate
 
 
 def plain_rate(optimizer: Optimizer, t: int, num_steps: int) -> float:
     """Return the learning rate of step ``t``, counted from 1, in a run of ``num_steps`` steps."""
-    peak, low = optimizer.learning_rate, optimizer.min_learning_rate
+    peak, low = peak_rate(optimizer), optimizer.min_learning_rate
     if ":" in optimizer.schedule:
         return peak * float(
             find_function(optimizer.schedule, "optimizer.schedule", "a function", ConfigError)(t - 1, num_steps)

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.config import RunConfig
 from meshwright.model.build import configured_model
+from meshwright.optimizer import peak_rate
 from meshwright.tools.verify.layouts import Layout, layout_config
 from meshwright.tools.verify.rank import open_verify_source
 from meshwright.tools.verify.reference import PlainRun, RunNumbers
@@ -51,12 +52,17 @@ def compress(config: RunConfig, steps: int) -> PreparedModel:
 
 
 def amplify(config: RunConfig) -> PreparedModel:
-    """Raise a small learning rate and weight decay, so that one wrong update moves weights far beyond the tolerance."""
+    """Raise a small learning rate and weight decay, so that one wrong update moves weights far beyond the tolerance.
+
+    A user's optimizer keeps its own: nothing is known of its scale.
+    """
     own = config.optimizer
-    least = LEAST_RATES[own.name] if own.builder is None else own.learning_rate
-    factor = max(1.0, least / own.learning_rate)
+    if own.builder is not None:
+        return PreparedModel(config, [])
+    peak = peak_rate(own)
+    factor = max(1.0, LEAST_RATES[own.name] / peak)
     values = {
-        "learning_rate": factor * own.learning_rate,
+        "learning_rate": factor * peak,
         "min_learning_rate": factor * own.min_learning_rate,
         "weight_decay": max(own.weight_decay, LEAST_DECAY) if own.weight_decay else 0.0,
     }
