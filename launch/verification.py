@@ -21,7 +21,7 @@ SMALL_GLOBAL_BATCH, SMALL_SEQUENCE_LENGTH = 8, 32
 """Samples per step and tokens per sample of a shrunk model."""
 
 
-class Plan(NamedTuple):
+class TrialPlan(NamedTuple):
     """Trials of a model, and the samples of a step."""
 
     trials: list[Trial]
@@ -64,7 +64,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     return 0 if report.passed else 1
 
 
-def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, whole: bool) -> Plan:
+def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, whole: bool) -> TrialPlan:
     """Prepare the model, and choose layouts and variants; print what is changed and what is left out.
 
     Args:
@@ -89,7 +89,7 @@ def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, 
             layout if "mbs" in text else layout._replace(micro_batch_size=own)
             for text, layout in zip(words, layouts, strict=True)
         ]
-    config = make_telling(config, steps, global_batch, whole=whole)
+    config = magnify(config, steps, global_batch, whole=whole)
     if not words:
         layouts, repeated = choose_layouts(config, global_batch, traits)
     largest = max(layout.size for layout in layouts)
@@ -101,11 +101,11 @@ def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, 
     trials = [Trial("", config, layouts, dtype)]
     if not words and not whole:
         trials += further_trials(trials[0], traits, global_batch)
-    return Plan(trials, global_batch, repeated)
+    return TrialPlan(trials, global_batch, repeated)
 
 
-def make_telling(config: RunConfig, steps: int, global_batch: int, *, whole: bool) -> RunConfig:
-    """Return the configuration with settings under which faults show (telling.py), and print them.
+def magnify(config: RunConfig, steps: int, global_batch: int, *, whole: bool) -> RunConfig:
+    """Return the configuration with settings under which faults show (magnify.py), and print them.
 
     The run's own batch-size ramp is left out: a trial of its own has one. With ``whole``, only the course of the
     learning rate is compressed.

@@ -3,12 +3,12 @@
 from meshwright.tools.verify.compare import compare
 from meshwright.tools.verify.defaults import default_layouts, run_twice
 from meshwright.tools.verify.layouts import Layout, layout_config, parse_layout
+from meshwright.tools.verify.magnify import amplify, clip_first, compress, split_buckets
 from meshwright.tools.verify.rank import open_verify_source, run_layout
 from meshwright.tools.verify.reference import run_reference
 from meshwright.tools.verify.report import Report, VerdictRow, joined
 from meshwright.tools.verify.run import Verification, verify
 from meshwright.tools.verify.smaller import make_small, shrink, turn_dropout_on
-from meshwright.tools.verify.telling import amplify, clip_first, compress, split_buckets
 from meshwright.tools.verify.traits import Traits, probe_coupling, traits_of
 from meshwright.tools.verify.trials import Trial, further_trials
 

@@ -24,7 +24,7 @@ from meshwright.config import Optimizer, RunConfig, batch_numbers, load
 from meshwright.data_parallel.buckets import Bucket
 from meshwright.expert_parallel.routing import NO_ROUTING, RoutingPlan
 from meshwright.launch.pool import RankPool
-from meshwright.launch.verification import Plan, plan_trials
+from meshwright.launch.verification import TrialPlan, plan_trials
 from meshwright.mesh.turns import Turns
 from meshwright.models.router import Router
 from meshwright.optimizer import LossScale
@@ -262,7 +262,7 @@ class BrokenPool(NamedTuple):
 
 
 @functools.cache
-def planned(config: str, overrides: tuple[str, ...]) -> Plan:
+def planned(config: str, overrides: tuple[str, ...]) -> TrialPlan:
     """What default verify does for a configuration."""
     return plan_trials(load(str(ROOT / f"configs/{config}.toml"), list(overrides)), [], STEPS, "float64", whole=False)
 
