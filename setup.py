@@ -1,4 +1,4 @@
-"""Packages of the wheel: framework, models, launch, configs and examples install as parts of ``meshwright``."""
+"""Packages of the wheel: framework, models, launch, configs, examples and docs install as parts of ``meshwright``."""
 
 from setuptools import find_packages, setup
 
@@ -8,6 +8,7 @@ FOLDERS = {
     "meshwright.launch": "launch",
     "meshwright.configs": "configs",
     "meshwright.examples": "examples",
+    "meshwright.docs": "docs",
 }
 
 setup(
@@ -21,6 +22,7 @@ setup(
         "meshwright": ["py.typed"],
         "meshwright.configs": ["*.toml", "clusters/*.toml"],
         "meshwright.examples": ["*/*.toml", "*/*.md"],
+        "meshwright.docs": ["*.md", "tasks/*.md"],
         "": ["templates/*", "tables/*", "*.cpp"],
     },
 )

@@ -50,11 +50,13 @@ _SOURCES = {
 __all__ = sorted(name for names in _SOURCES.values() for name in names)  # noqa: PLE0605
 
 
-def __getattr__(name: str) -> Any:
-    for module, names in _SOURCES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would accept any name
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _SOURCES.items():
+            if name in names:
+                return getattr(importlib.import_module(module), name)
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import meshwright
 from meshwright.errors import HangError, Preempted, UserError
 from meshwright.system.bounded import abridge_words, real_path
 from meshwright.terminal.output import put, tell
@@ -250,8 +252,17 @@ def _exit_code_of(start: Callable[[], object]) -> int:
     return 0
 
 
+def places_of_pages(message: str) -> str:
+    """Return a line with the place of each page of docs/ that a message names; empty where the name leads there."""
+    package = Path(meshwright.__file__).parent
+    home = package if (package / "docs").is_dir() else package.parent
+    pages = dict.fromkeys(re.findall(r"\bdocs/[\w/-]+\.md\b", message))
+    found = [page for page in pages if (home / page).is_file() and not Path(page).is_file()]
+    return "".join(f"\n  {page} is {home / page}" for page in found)
+
+
 def print_error(error: object, exit_code: int) -> int:
     """Print an error to stderr and return its exit code. A :class:`Preempted` has no prefix "error:"."""
     prefix = "" if exit_code == Preempted.exit_code else "error: "
-    tell(f"meshwright: {prefix}{abridge_words(str(error))}")
+    tell(f"meshwright: {prefix}{abridge_words(str(error))}{places_of_pages(str(error))}")
     return exit_code

@@ -49,14 +49,14 @@ def _learning_rates(config: RunConfig) -> str | None:
     low, high = config.optimizer.min_learning_rate, config.optimizer.learning_rate
     if high is None:  # that of optimizer.builder, which is compared when it is known
         return None
-    if low <= high:
+    if low is None or low <= high:
         return None
     return f"optimizer.min_learning_rate = {low} is above optimizer.learning_rate = {high}: at most {high} is allowed"
 
 
 def _learning_rate_floor(config: RunConfig) -> str | None:
     low, schedule = config.optimizer.min_learning_rate, config.optimizer.schedule
-    if low == 0 or schedule != "constant":
+    if not low or schedule != "constant":
         return None
     return (
         f'optimizer.min_learning_rate = {low} has no effect with optimizer.schedule = "constant": leave it out, or '
@@ -116,6 +116,8 @@ def _own_optimizer(config: RunConfig) -> str | None:
 
 def _own_schedule(config: RunConfig) -> str | None:
     changed = non_defaults(config.optimizer, "warmup_steps", "min_learning_rate", "decay_until")
+    if config.optimizer.min_learning_rate == 0:  # the former default, in saved runs
+        changed = [name for name in changed if name != "min_learning_rate"]
     if ":" not in config.optimizer.schedule or not changed:
         return None
     given = " and ".join(f"optimizer.{name} = {getattr(config.optimizer, name)}" for name in changed)

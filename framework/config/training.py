@@ -31,8 +31,8 @@ class Optimizer(Section):
     """Arguments of the optimizer's builder."""
     learning_rate: PositiveFloat | None = 3e-4
     """Highest learning rate, reached after the warm-up. With ``builder`` its own, unless it is set here."""
-    min_learning_rate: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the decay."""
+    min_learning_rate: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate at the end of the decay, which the last step has; none: a tenth of the highest."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] | Annotated[str, Field(pattern=FUNCTION)] = Field(
         default="cosine",
         description='"cosine", "linear", "wsd" or "constant"; or a function of (step, number of steps) that returns a '

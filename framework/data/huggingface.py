@@ -200,5 +200,5 @@ def _library() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError("it needs the package datasets: pip install 'meshwright[datasets]'") from error
+        raise ValueError("it needs the package datasets: pip install datasets") from error
     return datasets

@@ -8,6 +8,9 @@ from meshwright.config import Optimizer
 from meshwright.optimizer.own import own_rate
 from meshwright.optimizer.own_defaults import peak_rate
 
+DEFAULT_FLOOR = 0.1
+"""Share of the peak that an unset ``min_learning_rate`` is: at 0 the last step would change no weight."""
+
 
 def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     """Return the learning rate of step ``step`` (0-based: the first step of a run is 0) of ``num_steps``.
@@ -28,6 +31,8 @@ def learning_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     if ":" in optimizer.schedule:
         return own_rate(optimizer, step, num_steps)
     peak, low = peak_rate(optimizer), optimizer.min_learning_rate
+    if low is None:
+        low = DEFAULT_FLOOR * peak
     warmup = optimizer.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -205,5 +205,5 @@ class GpuMetrics(Observer):
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ImportError):
-        return "nvidia-ml-py is not installed (pip install 'meshwright[gpu]')"
+        return "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
     return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -178,7 +178,7 @@ class WandbSink:
         if find_spec("wandb") is None:
             raise UserError(
                 "MW-TRACKING-008",
-                "wandb is not installed: pip install 'meshwright[wandb]', or set tracking.wandb = \"off\"",
+                'wandb is not installed: pip install wandb, or set tracking.wandb = "off"',
             )
         failure = self._start(self.mode)
         if failure and self.mode is WandbMode.ONLINE:

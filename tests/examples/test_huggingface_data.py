@@ -21,7 +21,7 @@ from tests.end_to_end.driving import changed, exact_losses, train
 from tests.examples.test_streams import config_of
 from tests.support.layouts import samples
 
-datasets = pytest.importorskip("datasets", reason="needs the package datasets (pip install 'meshwright[datasets]')")
+datasets = pytest.importorskip("datasets", reason="needs the package datasets (pip install datasets)")
 LENGTH, ROWS = 8, 29
 
 

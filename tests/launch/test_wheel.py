@@ -16,7 +16,7 @@ import pytest
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
-FOLDERS = ("framework", "models", "launch", "configs", "examples")
+FOLDERS = ("framework", "models", "launch", "configs", "examples", "docs")
 
 
 def run(*words: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -69,6 +69,14 @@ def test_init_and_train_in_an_empty_directory(environment: Path, tmp_path: Path)
     assert Path(where.strip()).is_relative_to(environment.parent), "the wheel, not this checkout"
 
 
+def test_a_page_that_a_message_names_is_where_it_says(environment: Path, tmp_path: Path) -> None:
+    """Messages name pages of docs/, which a folder without a checkout does not have."""
+    told = "import meshwright.launch.jobs as jobs; print(jobs.places_of_pages('see docs/models.md, docs/no.md'))"
+    place = run(environment / "python", "-c", told, cwd=tmp_path).stdout.strip().removeprefix("docs/models.md is ")
+    assert Path(place).is_relative_to(environment.parent)
+    assert Path(place).read_text() == (ROOT / "docs" / "models.md").read_text()
+
+
 def test_files_that_are_no_code_are_in_it(wheel: Path) -> None:
     def of(root: Path, pattern: str, package: str) -> set[str]:
         return {f"{package}/{path.relative_to(root).as_posix()}" for path in root.glob(pattern)}
@@ -76,7 +84,7 @@ def test_files_that_are_no_code_are_in_it(wheel: Path) -> None:
     wanted = of(ROOT / "launch", "templates/*", "meshwright/launch") | of(
         ROOT / "configs", "**/*.toml", "meshwright/configs"
     )
-    wanted |= of(ROOT / "framework", "**/tables/*", "meshwright")
+    wanted |= of(ROOT / "framework", "**/tables/*", "meshwright") | of(ROOT / "docs", "**/*.md", "meshwright/docs")
     assert wanted and wanted <= set(zipfile.ZipFile(wheel).namelist())
 
 
@@ -87,7 +95,13 @@ config: meshwright.RunConfig = meshwright.load_config("first.toml", ["--train.st
 steps: int = config.train.steps
 reveal_type(meshwright.run_training)
 """
-UNTYPED = 'meshwright.load_config(1)\nsteps: str = meshwright.load_config("first.toml").train.steps\n'
+UNTYPED = """\
+import meshwright
+
+meshwright.load_config(1)
+meshwright.load_confg("first.toml")
+steps: str = meshwright.load_config("first.toml").train.steps
+"""
 
 
 def test_types_reach_who_imports_it(environment: Path, tmp_path: Path) -> None:
@@ -96,7 +110,7 @@ def test_types_reach_who_imports_it(environment: Path, tmp_path: Path) -> None:
     (tmp_path / "right.py").write_text(TYPED)
     told = run(*mypy, "right.py", cwd=tmp_path).stdout
     assert "Success" in told and "Any" not in told.partition("Revealed type is")[2].partition("->")[0], told
-    (tmp_path / "wrong.py").write_text("import meshwright\n" + UNTYPED)
+    (tmp_path / "wrong.py").write_text(UNTYPED)
     done = subprocess.run([*mypy, "wrong.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "2 errors" in done.stdout.replace("Found 2", "2"), done.stdout
-    assert "[arg-type]" in done.stdout and "[assignment]" in done.stdout
+    assert done.returncode == 1 and "3 errors" in done.stdout.replace("Found 3", "3"), done.stdout
+    assert "[arg-type]" in done.stdout and "[attr-defined]" in done.stdout and "[assignment]" in done.stdout

@@ -105,3 +105,12 @@ def test_it_rises_in_warmup_and_never_after(schedule: str, num_steps: int, warmu
     after = found[max(0, warmup_steps - 1) :]
     assert all(a >= b * (1 - 1e-12) for a, b in pairwise(after))
     assert all(rate >= LOW * (1 - 1e-12) for rate in found[warmup_steps:])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_without_a_minimum_the_last_step_still_trains(schedule: str) -> None:
+    """By default a tenth of the peak: at zero the last step would be computed and change no weight."""
+    optimizer = Optimizer.model_validate({"learning_rate": PEAK, "schedule": schedule, "decay_steps": 4})
+    assert learning_rate(optimizer, 11, 12) == pytest.approx(PEAK / 10, rel=1e-12)
+    zero = optimizer.model_copy(update={"min_learning_rate": 0.0})
+    assert learning_rate(zero, 11, 12) == pytest.approx(0.0, abs=1e-18)

@@ -187,7 +187,7 @@ def test_without_the_package_there_is_one_line(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
     (line,) = lines_of(tmp_path, open_device, capsys)
-    assert "pip install 'meshwright[gpu]'" in line and "tracking.gpu_metrics = false" in line
+    assert "pip install nvidia-ml-py" in line and "tracking.gpu_metrics = false" in line
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -250,9 +250,7 @@ def open_parquet(path: Path, columns: Sequence[str]) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise DataError(
-            "MW-DATA-062", f"{path}: reading parquet needs pyarrow: pip install 'meshwright[parquet]'"
-        ) from error
+        raise DataError("MW-DATA-062", f"{path}: reading parquet needs pyarrow: pip install pyarrow") from error
     try:
         table = pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError, _arrow_error()) as error:

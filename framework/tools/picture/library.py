@@ -13,9 +13,7 @@ def require_matplotlib() -> None:
     It has read a ``matplotlibrc`` of the working directory, which may be a run of somebody else.
     """
     if find_spec("matplotlib") is None:
-        raise UserError(
-            "MW-PICTURE-001", "matplotlib is not installed, and pictures need it: pip install 'meshwright[plot]'"
-        )
+        raise UserError("MW-PICTURE-001", "matplotlib is not installed, and pictures need it: pip install matplotlib")
     import matplotlib
 
     matplotlib.rcdefaults()

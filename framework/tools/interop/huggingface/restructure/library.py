@@ -28,7 +28,7 @@ def import_transformers() -> Any:
         from transformers import masking_utils
     except ImportError as error:
         raise ModelError(
-            "MW-INTEROP-080", f"a model of Hugging Face needs transformers 5 ({error}): pip install 'meshwright[hf]'"
+            "MW-INTEROP-080", f"a model of Hugging Face needs transformers 5 ({error}): pip install transformers"
         ) from error
     if not hasattr(masking_utils.find_packed_sequence_indices, "unpacked"):
         _install(transformers, masking_utils)
