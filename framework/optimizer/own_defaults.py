@@ -36,7 +36,7 @@ def peak_rate(config: Optimizer) -> float:
     if rate is None:
         default: float = Optimizer.model_fields["learning_rate"].default
         return default
-    if config.min_learning_rate > rate:
+    if config.min_learning_rate is not None and config.min_learning_rate > rate:
         raise ConfigError(
             "MW-OPTIM-011",
             f"optimizer.min_learning_rate = {config.min_learning_rate:g} is above {rate:g}, the learning rate of "
