@@ -63,13 +63,13 @@ def amplify(config: RunConfig) -> PreparedModel:
     factor = max(1.0, LEAST_RATES[own.name] / peak)
     values = {
         "learning_rate": factor * peak,
-        "min_learning_rate": factor * own.min_learning_rate,
+        "min_learning_rate": None if own.min_learning_rate is None else factor * own.min_learning_rate,
         "weight_decay": max(own.weight_decay, LEAST_DECAY) if own.weight_decay else 0.0,
     }
     changes = [
         f"optimizer.{name} {getattr(own, name):g} -> {value:g}"
         for name, value in values.items()
-        if value != getattr(own, name)
+        if value is not None and value != getattr(own, name)
     ]
     if not changes:
         return PreparedModel(config, [])

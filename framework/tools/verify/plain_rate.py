@@ -23,7 +23,8 @@ from meshwright.optimizer import peak_rate
 
 def plain_rate(optimizer: Optimizer, t: int, num_steps: int) -> float:
     """Return the learning rate of step ``t``, counted from 1, in a run of ``num_steps`` steps."""
-    peak, low = peak_rate(optimizer), optimizer.min_learning_rate
+    peak = peak_rate(optimizer)
+    low = peak / 10 if optimizer.min_learning_rate is None else optimizer.min_learning_rate
     if ":" in optimizer.schedule:
         return peak * float(
             find_function(optimizer.schedule, "optimizer.schedule", "a function", ConfigError)(t - 1, num_steps)
