@@ -15,9 +15,6 @@ from meshwright.schedule.text import parse_schedule as parse_schedule
 from meshwright.schedule.text import read_schedule as read_schedule
 from meshwright.schedule.text import schedule_digest as schedule_digest
 
-MAX_FORWARDS = 2**21
-"""Maximum number of forwards in a step's schedule: every rank builds and checks the schedule of all ranks."""
-
 
 def draw_schedules(config: RunConfig) -> list[Schedule]:
     """Return the lowered schedules of a resolved configuration by increasing micro-batches; several only with a ramp.
@@ -43,12 +40,6 @@ def draw_schedule(config: RunConfig) -> Schedule:
     """
     pipeline, pp, chunks = config.pipeline, config.parallel.pp, config.batch.chunks
     assert chunks is not None, "resolve the configuration first"
-    if num_forwards(config) > MAX_FORWARDS:
-        raise ScheduleError(
-            "MW-SCHEDULE-018",
-            f"parallel.pp = {pp} and batch.chunks = {chunks:,} are {num_forwards(config):,} forwards of micro-batches "
-            f"in a step, and at most {MAX_FORWARDS:,} are scheduled: choose larger micro-batches",
-        )
     if pipeline.schedule_file is None:
         schedule = lowered_schedule(pipeline.schedule, pp, chunks, pipeline.interleave or pipeline.stages_per_rank)
     else:

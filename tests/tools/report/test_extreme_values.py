@@ -73,3 +73,17 @@ def test_extreme_times_of_a_trace(
 def test_what_a_chart_can_draw() -> None:
     assert drawable(1e-320) == 0.0 and drawable(1.5) == 1.5 and drawable(-1e99) == -1e99
     assert all(math.isnan(drawable(value)) for value in (1e308, -1e101, math.nan, math.inf))
+
+
+def test_a_schedule_of_many_forwards_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resolved.json of some hundred bytes can ask for 2^18 forwards, which take minutes to simulate."""
+    for chunks, is_drawn in ((8, True), (4000, False)):
+        run = make_run(tmp_path / f"run{chunks}", 3, traced=False)
+        path = run / "resolved.json"
+        config = json.loads(path.read_text())
+        config["parallel"]["pp"] = 64
+        config["batch"] |= {"chunks": chunks, "global_batch": None}
+        config["launch"]["processes"] = 256
+        path.write_text(json.dumps(config))
+        assert told(capsys, "report", run) == 0
+        assert ("simulated, in ticks" in (run / "report.html").read_text()) == is_drawn
