@@ -31,7 +31,7 @@ def config(tmp_path: Path) -> str:
     [
         (["--sweep-nodes", "1,2", "--why", "tp=2"], "--why: a sweep prints the best layout of each size alone"),
         (["--sweep-batch", "8", "--why", "tp=2", "--best", "3"], "--why and --best: a sweep"),
-        (["--sweep-nodes", "100000000000000000000"], "such as --sweep-nodes 524288"),
+        (["--sweep-nodes", "1000000000"], "such as --sweep-nodes 524288"),
         (["--pipeline.balance=[1,3]"], "pipeline.balance = [1, 3] is of one number of stages"),
     ],
 )
