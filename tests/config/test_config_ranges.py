@@ -78,8 +78,8 @@ def test_absurd_shapes_are_refused() -> None:
 
 
 def test_more_than_a_cluster_or_a_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mesh", DEMO, "--nodes", "1000000000", "--devices-per-node", "8"]) == 2
-    assert "8,000,000,000 devices, and at most 1,048,576" in capsys.readouterr().err
+    assert main(["mesh", DEMO, "--nodes", "1000000", "--devices-per-node", "8"]) == 2
+    assert "8,000,000 devices, and at most 1,048,576" in capsys.readouterr().err
     config = load(DEMO, ["--launch.processes=2048", "--parallel.dp=512", "--batch.global_batch=2048"])
     with pytest.raises(
         ConfigError,

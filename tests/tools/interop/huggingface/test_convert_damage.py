@@ -164,7 +164,7 @@ def test_mixed_types_are_kept_and_told(source: Path) -> None:
         ({"original_max_position_embeddings": 32}, "original_max_position_embeddings = 16, and 32 outside of it"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention: rotary settings per layer"),
         ({"rope_parameters": None, "rope_theta": 1e-320}, "rope_theta = 1e-320: a number from 0.001 up is needed"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: a number from 0 up is needed"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: a number from 1e-30 up is needed"),
         ({"attention_dropout": 1.5}, "attention_dropout = 1.5: a number from 0 to 1 is needed"),
         ({"num_hidden_layers": 10**11}, "num_hidden_layers = 100000000000: a whole number from 1 to 10000 is needed"),
         ({"hidden_size": 2**31}, "hidden_size = 2147483648: a whole number from 1 to 1048576 is needed"),
