@@ -203,7 +203,7 @@ IMPOSSIBLE = {
         None,
     ),
     "too many micro-batches": ("--global-batch 1000003", "is not a multiple of dp 2", ["--global-batch 131072"]),
-    "more nodes than there are": ("--nodes 1000000000", "1,048,576 devices at most, such as --nodes 524288", []),
+    "more nodes than there are": ("--nodes 1000000", "1,048,576 devices at most, such as --nodes 524288", []),
     "nothing fits": (
         "--cluster {0}/full.toml --global-batch 2",
         "what works: --nodes 2",
