@@ -37,11 +37,13 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     """
     from meshwright.config import load
     from meshwright.launch.pool import RankPool
-    from meshwright.tools.verify import Verification, joined
+    from meshwright.tools.verify import Verification, joined, parse_layout
 
-    config = load(options.config, overrides)
+    config, words = load(options.config, overrides), options.layouts or []
+    for text in words:  # a misspelt word is an error before any process starts
+        parse_layout(text)
     with RankPool(MAX_RANKS) as pool:
-        plan = plan_trials(config, options.layouts or [], options.steps, options.dtype, whole=options.whole)
+        plan = plan_trials(config, words, options.steps, options.dtype, whole=options.whole)
         reports = []
         for trial in plan.trials:
             verification = Verification(

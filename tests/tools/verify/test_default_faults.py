@@ -203,7 +203,7 @@ FAULTS = [
     Seeded(decay_one_step_early, DEMO, WSD, "", ("dp1,pp1,tp1",), "the learning rate"),
     Seeded(warm_up_one_step_late, LLAMA, (), "", ("dp1,pp1,tp1",), "the learning rate"),
     Seeded(batch_grows_one_step_late, DEMO, (), RAMP, ("zero3",), "the batch size: step 4", is_quick=True),
-    Seeded(scale_falls_at_the_first_overflow, DEMO, FLOAT16, "float16", ("tp1",), "the loss scale", is_quick=True),
+    Seeded(scale_falls_at_the_first_overflow, DEMO, FLOAT16, "float16", ("tp1",), "the loss scale"),
     Seeded(cursor_of_the_next_step, DEMO, (), "", ("dp1,pp1,tp1",), "samples_seen", is_quick=True),
     Seeded(count_of_steps_lost, DEMO, (), "", ("dp1,pp1,tp1",), "count of steps"),
     Seeded(second_moments_lost, DEMO, (), "", ("offload", "zb_v"), "exp_avg_sq of"),
