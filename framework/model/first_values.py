@@ -12,6 +12,8 @@ import copy
 import hashlib
 import math
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -23,11 +25,12 @@ from torch.utils._pytree import tree_leaves
 from meshwright.errors import ModelError
 from meshwright.model.unwritten import EMPTY, MARKS, mark, marked
 
-GIVEN = "_given_value"
-"""Attribute of a parameter that had values when registered: the number that all elements equal, or DRAWN."""
 DRAWN = "drawn"
+"""Value of a parameter whose elements differed when it was registered."""
 COPIES = {"clone", "_to_copy", "lift_fresh_copy"}
 """Operations whose result has the values of their argument."""
+UNSEEN = ("orthogonal_", "sparse_", "dirac_", "_no_grad_trunc_normal_")
+"""Functions of torch.nn.init that, in some versions of torch, return at once on meta: no dispatch mode sees them."""
 MARKED_UP_TO = 2**22
 """Elements of an uninitialised tensor that are marked while the model is built: 16 MB take about a millisecond."""
 MAX_EMPTY = 2**31
@@ -59,8 +62,21 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Any] = []  # keeps storages alive: a freed one's address could be reused
         self._empty: set[int] = set()
         self._left_on_meta: set[int] = set()
-        self._patched: list[tuple[dict[str, Any], str]] = []
+        self._registered: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        """Storage of a parameter on the CPU -> the parameter, and the outline registered in its place."""
+        self._given: dict[int, float | str] = {}
+        self._versions: dict[int, int] = {}  # equal for copies, until one of them is written to
+        self._random: set[int] = set()  # versions that depend on random draws
+        self._patched: list[tuple[dict[str, Any], str, Callable[..., Tensor]]] = []
         self._num_draws = 0
+
+    def version_of(self, tensor: Tensor) -> int | None:
+        """Return a number that two tensors share, if one is an unchanged copy of the other and their values are drawn.
+
+        None: the values are not drawn.
+        """
+        version = self._versions.get(_key(tensor), 0)
+        return version if version in self._random else None
 
     def of(self, tensor: Tensor) -> list[Write]:
         """Return the writes to a tensor's storage, in order."""
@@ -79,12 +95,17 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_known = tensor.dtype in MARKS and tensor.numel() <= MARKED_UP_TO
         return _key(tensor) in self._empty and (not is_known or bool(marked(tensor).all()))
 
-    def register(self, real: Tensor, outline: Tensor) -> float | str | None:
-        """Take over a tensor on the CPU as ``outline``, on meta; return :meth:`value_of` it."""
+    def given_to(self, tensor: Tensor) -> float | str | None:
+        """Return the value that a parameter, or the one it is a copy of, had when it was registered; None: no value."""
+        return self._given.get(_key(tensor))
+
+    def register(self, real: Tensor, outline: Tensor) -> None:
+        """Take over a tensor on the CPU as ``outline``, on meta."""
         value = self.value_of(real)
+        self._registered[_key(real)] = weakref.ref(real), outline
         if value is not None:
+            self._given[_key(outline)] = value
             self._add(outline, ("registered", value), [real] if value == DRAWN else [])
-        return value
 
     def value_of(self, tensor: Tensor) -> float | str | None:
         """Return the value that fills a tensor, DRAWN if its elements differ, None if it has no values yet."""
@@ -94,33 +115,43 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return float(flat[0]) if flat.is_floating_point() and bool((flat == flat[0]).all()) else DRAWN
 
     def __enter__(self) -> WriteRecord:
-        """Replace ``orthogonal_`` by a recorded version. On meta it does nothing that a dispatch mode could see."""
-        original = nn.init.orthogonal_
-
-        def orthogonal_(tensor: Tensor, gain: float = 1, generator: torch.Generator | None = None) -> Tensor:
-            if tensor.is_meta:
-                self._num_draws += 1
-                self._note(tensor, ("orthogonal_", gain), [])
-                return tensor
-            return original(tensor, gain, generator)
-
+        """Replace functions of torch.nn.init that do nothing on meta by recorded versions, in every module."""
+        originals = {name: getattr(nn.init, name) for name in UNSEEN}
         for module in list(sys.modules.values()):
             names = vars(module) if hasattr(module, "__dict__") else {}
-            if names.get("orthogonal_") is original:
-                names["orthogonal_"] = orthogonal_
-                self._patched.append((names, "orthogonal_"))
-        self._original = original
+            for name, original in originals.items():
+                is_imported = names.get(name) is original
+                if is_imported:
+                    self._patched.append((names, name, original))
+                    names[name] = self._recorded(name, original)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    def _recorded(self, name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a version of a function of torch.nn.init that draws a tensor, with a note where that is on meta."""
+
+        def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not tensor.is_meta:
+                return original(tensor, *args, **kwargs)
+            self._num_draws += 1
+            plain = [_plain(value) for value in tree_leaves((args, kwargs))]
+            self._note(tensor, (name, *plain), [], is_random=True)
+            return tensor
+
+        return draw
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for names, name in self._patched:
-            names[name] = self._original
+        for names, name, original in self._patched:
+            names[name] = original
         self._patched.clear()
 
-    def _note(self, tensor: Tensor, write: Write, sources: list[Tensor]) -> None:
-        """Record a write to a tensor on meta that also reads ``sources``."""
+    def _note(self, tensor: Tensor, write: Write, sources: list[Tensor], *, is_random: bool) -> None:
+        """Record a write to a tensor on meta that also reads ``sources``; ``is_random``: it draws."""
+        version = 1 + len(self._alive)  # each write keeps a storage alive, so no other has this number
+        if is_random or any(self._versions.get(_key(each), 0) in self._random for each in (tensor, *sources)):
+            self._random.add(version)
+        self._versions[_key(tensor)] = version
         self._writes.setdefault(_key(tensor), []).append(write)
         self._add(tensor, write, sources)
 
@@ -137,14 +168,16 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        self._num_draws += torch.Tag.nondeterministic_seeded in func.tags
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self._num_draws += is_random
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         write = (name, *map(_plain, filter(_is_plain, tree_leaves((args[1:], kwargs)))))
-        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
-            if args[0].is_meta:
-                self._note(args[0], write, given[1:])
-            else:
-                self._empty.discard(_key(args[0]))
+        for tensor in _written(func, args, kwargs):
+            target = self._outline_of(tensor)
+            if target.is_meta:
+                self._note(target, write, [each for each in given if each is not tensor], is_random=is_random)
+            if not tensor.is_meta:
+                self._empty.discard(_key(tensor))
         asked = kwargs.get("device")
         if name == "empty" and math.prod(args[0]) > MAX_EMPTY:
             kwargs = kwargs | {"device": torch.device("meta")}
@@ -155,6 +188,11 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._alive.append(found.untyped_storage())
                 self._left_on_meta.add(_key(found))
         return found
+
+    def _outline_of(self, tensor: Tensor) -> Tensor:
+        """Return the outline in whose place the builder still holds a tensor on the CPU, or else the tensor."""
+        original, outline = self._registered.get(_key(tensor), (None, tensor))
+        return tensor if original is None or original() is None else outline
 
     def _note_result(self, func: Any, name: str, write: Write, given: list[Tensor], found: Tensor) -> None:
         """Record a new tensor: without values, a copy of a recorded one, or computed from recorded ones."""
@@ -167,10 +205,25 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._empty.discard(_key(found))
         elif any(each.is_meta for each in given) and not func.is_view and name not in EMPTY:
             if name not in COPIES:
-                self._note(found, write, given)
+                self._note(found, write, given, is_random=torch.Tag.nondeterministic_seeded in func.tags)
             elif _key(found) != _key(given[0]):
                 self._writes[_key(found)] = list(self.of(given[0]))
+                self._versions[_key(found)] = self._versions.get(_key(given[0]), 0)
+                if (value := self.given_to(given[0])) is not None:
+                    self._given[_key(found)] = value
                 self._add(found, write, given)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation writes to: its first argument, ``out``, or a list of them."""
+    if not func._schema.is_mutable:
+        return []
+    written = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.is_write:
+            given = args[at] if at < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+    return written
 
 
 def _key(tensor: Tensor) -> int:
@@ -269,17 +322,21 @@ def find_first_values(
     """
     expected = _expected_writes(layers)
     values = FirstValues([], [], [], [], [])
+    own = [parameter for parameter in layers.parameters() if parameter.is_meta]
+    copied = Counter(record.version_of(parameter) for parameter in own)
     for name, parameter in layers.named_parameters(remove_duplicate=False):
         if name in copies:
             continue
-        wanted, found, given = expected.get(name, []), record.of(parameter), getattr(parameter, GIVEN, None)
+        wanted, found, given = expected.get(name, []), record.of(parameter), record.given_to(parameter)
         ends_with_reset = (
             found[-len(wanted) :] == wanted if found else given is None or _is_reset_to(owners[name], given)
         )
         is_left_on_meta = record.is_left_on_meta(parameter)
         if (found or given is not None) and not is_left_on_meta:
             values.built.append(name)
-        if (wanted and ends_with_reset) or not parameter.numel():
+        version = record.version_of(parameter)
+        is_copy = version is not None and copied[version] > 1  # drawn once, for several parameters
+        if (wanted and ends_with_reset and not is_copy) or not parameter.numel():
             values.by_reset.append(name)
         elif not found and given is None:
             values.by_nothing.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from meshwright.model import requirements
-from meshwright.model.first_values import GIVEN, WriteRecord
+from meshwright.model.first_values import WriteRecord
 
 
 class ModelOutline(NamedTuple):
@@ -41,16 +42,15 @@ def to_meta(layers: nn.Module) -> None:
 
 
 def _on_meta(parameter: nn.Parameter, record: WriteRecord | None) -> nn.Parameter:
-    """Return an empty copy of a parameter on meta. Attributes record hooks, class and value of the original."""
+    """Return an empty copy of a parameter on meta. Attributes record hooks and class of the original."""
     outline = torch.empty_like(parameter, device="meta").as_subclass(Tensor).detach()
     found = nn.Parameter(outline, requires_grad=parameter.requires_grad)
     if requirements.has_hooks(parameter):
         setattr(found, requirements.HAS_HOOKS, True)
     if type(parameter) is not nn.Parameter:
         setattr(found, requirements.CLASS, type(parameter).__name__)
-    given = None if record is None else record.register(parameter, found)
-    if given is not None:
-        setattr(found, GIVEN, given)
+    if record is not None:
+        record.register(parameter, found)
     return found
 
 
@@ -61,11 +61,16 @@ def parameters_on_meta(record: WriteRecord | None = None) -> Iterator[None]:
     ``record``: the record of the builder's writes, which finds parameters that had values when they were registered.
     """
     register = nn.Module.register_parameter
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         is_lazy = isinstance(parameter, UninitializedParameter)
         if parameter is not None and not parameter.is_meta and not is_lazy:
-            parameter = _on_meta(parameter, record)
+            original, outline = moved.get(id(parameter), (None, parameter))
+            if original is None or original() is not parameter:  # else it is shared: registered a second time
+                outline = _on_meta(parameter, record)
+                moved[id(parameter)] = weakref.ref(parameter), outline
+            parameter = outline
         register(module, name, parameter)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign,assignment]

@@ -77,6 +77,7 @@ def test_layouts_agree(how: str, pool: RankPool, references: References) -> None
 SET_BY_THE_BUILDER = [
     *("nanogpt", "vit", "masked", "copied", "from another", "pretrained", "xavier", "orthogonal", "data", "normalised"),
     *("numpy", "seeded", "parametrized", "filled", "infinite"),
+    *("truncated", "sparse", "identity", "dirac", "at once", "late", "cloned", "copies of a reset", "copies of own"),
 ]
 SET_BY_ARGUMENTS = ["another tensor", "another tensor, drawn later", "pretrained", "orthogonal", "xavier", "scaled"]
 SET_BY_ARGUMENTS += ["not ones", "left out", "parametrized", "orthogonal parametrization"]
@@ -111,6 +112,12 @@ def test_values_are_those_of_plain_torch(path: str, build: Callable[[str], nn.Se
             assert torch.equal(model.layers.get_buffer(name), buffer), name
         assert model.builder_run is not None
         model.release()
+
+
+def test_a_parameter_registered_twice_is_a_tie() -> None:
+    """It stays one parameter, of which a tie has to be declared, as in plain torch."""
+    with pytest.raises(ModelError, match=r"wte\.weight and head\.weight are one", check=has_code("MW-MODEL-025")):
+        own("twice registered")
 
 
 def test_a_builder_leaves_the_generators_as_they_were() -> None:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from meshwright.models import llama
+
 V, D, L = 24, 8, 2
 
 
@@ -228,6 +230,55 @@ def with_initialise(initialise: Callable[[str, Tensor], None], model: nn.Sequent
     return model
 
 
+class Late(nn.Module):
+    """Scale of the features that is reset, then set through the tensor that was registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gain = nn.Parameter(torch.empty(D))
+        self.gain = gain
+        self.reset_parameters()
+        nn.init.normal_(gain, mean=1.0, std=0.5)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def twice_registered() -> nn.Sequential:
+    """Build a model whose embedding and head register one parameter, held in a variable."""
+    model, weight = assemble(Block()), nn.Parameter(torch.randn(V, D) * 0.02)
+    model.wte.weight = weight
+    model.head.weight = weight
+    return model
+
+
+def cloned() -> nn.Sequential:
+    """Build a model with torch's stack of copies of one layer, which are equal."""
+    layer = nn.TransformerEncoderLayer(D, 2, 16, 0.0, batch_first=True)
+    return assemble(nn.TransformerEncoder(layer, L, enable_nested_tensor=False))
+
+
+def experts() -> nn.Sequential:
+    """Build a mixture of experts whose weights are all set after it is built, in place of its ``initialise``."""
+    moe = {"num_experts": 4, "top_k": 2}
+    sizes = {"hidden_size": 16, "num_layers": L, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24}
+    model = llama.build(vocab_size=V, max_sequence_length=8, moe=moe, **sizes)
+    del model.initialise
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            std = 0.05 / math.sqrt(2 * L) if name.endswith(("out.weight", "down.weight")) else 0.05
+            nn.init.trunc_normal_(parameter, std=std)
+    return model
+
+
+def at_once(linear: nn.Linear) -> None:
+    """Scale all parameters by one call."""
+    torch._foreach_mul_([parameter.data for parameter in linear.parameters()], 0.5)
+
+
 def unequal_runs(linear: nn.Linear) -> None:
     """Draw from a generator without a seed."""
     linear.weight.copy_(torch.from_numpy(np.random.default_rng().normal(size=(4 * D, D))))
@@ -247,6 +298,17 @@ BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "numpy": lambda: of_linear(by_numpy),
     "seeded": lambda: of_linear(lambda linear: linear.weight.normal_(generator=torch.Generator().manual_seed(3))),
     "parametrized": lambda: of_linear(parametrizations.weight_norm),
+    "truncated": lambda: of_linear(lambda linear: nn.init.trunc_normal_(linear.weight, std=0.02)),
+    "sparse": lambda: of_linear(lambda linear: nn.init.sparse_(linear.weight, 0.25)),
+    "identity": lambda: of_linear(lambda linear: nn.init.eye_(linear.weight)),
+    "dirac": lambda: of_linear(lambda linear: nn.init.dirac_(linear.weight[..., None])),
+    "at once": lambda: of_linear(at_once),
+    "late": lambda: assemble(Late(), Block()),
+    "cloned": cloned,
+    "copies of a reset": lambda: assemble(*(copy.deepcopy(block) for block in [Block()] * L)),
+    "copies of own": lambda: assemble(*(copy.deepcopy(block) for block in [Raw(lambda gain: gain.fill_(2.0))] * L)),
+    "experts": experts,
+    "twice registered": twice_registered,
     "filled": lambda: assemble(Raw(lambda gain: gain.fill_(2.0)), Block()),
     "infinite": lambda: assemble(Raw(lambda gain: gain.fill_(float("nan"))), Block()),
     "empty": lambda: assemble(Raw(), Raw(), Block()),
