@@ -203,6 +203,9 @@ def _reason(kind: str, found: dict[str, Any]) -> str:
         return "declares no pipeline plan, and has no module list"
     if "is an encoder-decoder" in why:
         return "is an encoder-decoder"
+    if "transformers itself cannot run this model: " in why:
+        cause = _code_free(why.partition(" with ")[2]).partition(". Correc")[0]
+        return f"transformers itself cannot run it with the small sizes used here ({cause.partition(' at non-')[0]})"
     if "transformers cannot build it: " in why:
         why = _code_free(why.partition("transformers cannot build it: ")[2])
         if why.startswith("ImportError"):

@@ -78,8 +78,13 @@ def test_absurd_shapes_are_refused() -> None:
 
 
 def test_more_than_a_cluster_or_a_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mesh", DEMO, "--nodes", "1000000", "--devices-per-node", "8"]) == 2
-    assert "8,000,000 devices, and at most 1,048,576" in capsys.readouterr().err
+    for nodes, message in (
+        ("1000000000", "argument --nodes: 1000000000 is not a whole number from 1 to 1,048,576"),
+        ("1048576", "8,388,608 devices, and at most 1,048,576"),
+    ):
+        assert main(["mesh", DEMO, "--nodes", nodes, "--devices-per-node", "8"]) == 2
+        found = capsys.readouterr().err
+        assert message in found and found.count("[MW-") == 1 and len(found) < 500
     config = load(DEMO, ["--launch.processes=2048", "--parallel.dp=512", "--batch.global_batch=2048"])
     with pytest.raises(
         ConfigError,

@@ -21,6 +21,7 @@ from meshwright.model.build import build_model
 from meshwright.tools.interop.huggingface.restructure.blocks import merge_blocks
 from meshwright.tools.interop.huggingface.restructure.bounds import check_fields
 from meshwright.tools.interop.huggingface.restructure.directory import configuration, fields_of, with_overrides
+from meshwright.tools.interop.huggingface.restructure.frame import ModelSkeleton
 from meshwright.tools.verify import layout_config, parse_layout
 from tests.support.errors import has_code
 from tests.support.plain import plain_layers
@@ -114,6 +115,81 @@ def test_architectures_that_have_no_place_here(tmp_path: Path) -> None:
     assert "no causal language model of this architecture" in said(directory("vit", tmp_path))
     quantized = changed(directory("llama", tmp_path), quantization_config={"quant_method": "gptq"})
     assert "the weights are quantized (gptq)" in said(quantized)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "reason"),
+    [
+        ("llama", {"num_key_value_heads": 3}, "The size of tensor a (4) must match the size of tensor b (3)"),
+        ("mixtral", {"num_experts_per_tok": 9}, "k not in range for dimension"),
+        ("gptj", {"rotary_dim": 5}, "Attempting to broadcast a dimension of length 6"),
+        ("falcon", {"num_kv_heads": 3, "new_decoder_architecture": True}, "shape '[2, 4, -1, 3, 8]' is invalid"),
+    ],
+)
+def test_a_model_that_transformers_cannot_run_either(
+    kind: str, keys: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """The restructuring was blamed for it, or the layers' shapes once the stages were cut."""
+    found = said(changed(directory(kind, tmp_path), **keys))
+    assert "MW-INTEROP-147" in found and len(found.splitlines()) == 1 and len(found) < 600
+    assert "transformers itself cannot run this model" in found and "fails on token ids" in found and reason in found
+
+
+def test_a_model_that_only_the_cut_cannot_run_is_not_blamed_on_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelSkeleton, "find_order", lambda self: 1 / 0)
+    found = said(directory("llama", tmp_path))
+    assert "MW-INTEROP-075" in found and "ZeroDivisionError" in found and "itself" not in found
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "factor"),
+    [
+        ("mixtral", {}, "router_aux_loss_coef = 0.001"),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.5}, "router_aux_loss_coef = 0.5"),
+        ("jetmoe", {}, "aux_loss_coef = 0.01"),
+    ],
+)
+def test_a_loss_of_the_routers_that_the_configuration_asks_for(
+    kind: str, keys: dict[str, Any], factor: str, tmp_path: Path
+) -> None:
+    """With it the computations of the last layer failed on outputs of the routers that no piece of the model has."""
+    path = changed(directory(kind, tmp_path), **keys)
+    for place, found in (
+        ("model.options.output_router_logits = true", said(path, output_router_logits=True)),
+        (f"{path}/config.json: output_router_logits = true", said(changed(path, output_router_logits=True))),
+    ):
+        assert found.startswith(place) and factor in found and "MW-INTEROP-148" in found
+        assert "set model.options.output_router_logits = false" in found
+
+
+def test_the_loss_of_the_routers_may_be_left_out(tmp_path: Path) -> None:
+    path = changed(directory("mixtral", tmp_path), output_router_logits=True)
+    build_model(f"hf:{path}", {"output_router_logits": False}, 1)
+    build_model(f"hf:{path}", {"router_aux_loss_coef": 0.0}, 1)
+
+
+def test_a_loss_of_the_logits_that_the_configuration_asks_for(tmp_path: Path) -> None:
+    path = changed(directory("bamba", tmp_path), z_loss_coefficient=1e-4)
+    found = said(path)
+    assert f"{path}/config.json: z_loss_coefficient = 0.0001 asks for a loss" in found and "MW-INTEROP-149" in found
+    assert "set model.options.z_loss_coefficient = 0.0" in found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral", "bloom"])
+def test_keys_of_the_output_s_form_do_not_change_the_logits(kind: str, tmp_path: Path) -> None:
+    """``return_dict = false`` failed in each; other keys made transformers collect values that nobody reads."""
+    path = directory(kind, tmp_path)
+    ids = torch.arange(12).reshape(2, 6)
+    plain = plain_layers(build_model(f"hf:{path}", {}, 1), torch.float32).eval()(ids)
+    keys = {"return_dict": False, "use_cache": True, "output_attentions": True, "output_hidden_states": True}
+    if kind == "mixtral":
+        keys |= {"output_router_logits": True, "router_aux_loss_coef": 0.0}
+    changed(path, **keys)
+    config = configuration(path, {})
+    assert config.return_dict is True and not (config.use_cache or config.output_hidden_states)
+    assert torch.equal(plain_layers(build_model(f"hf:{path}", {}, 1), torch.float32).eval()(ids), plain)
 
 
 def test_options_are_keys_of_the_configuration(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def check_fields(fields: Mapping[str, Any], overrides: Mapping[str, Any], place:
         ModelError: a number is out of its bounds, all such fields are listed.
     """
     problems = []
-    for names, value in _numbers(fields, ()):
+    for names, value in numbers_in(fields, ()):
         wanted = _wanted(names[-1], value)
         if wanted is not None:
             where = "model.options." if names[0] in overrides else f"{place}: "
@@ -83,14 +83,14 @@ def check_fields(fields: Mapping[str, Any], overrides: Mapping[str, Any], place:
         raise ModelError("MW-INTEROP-055", "\n".join(problems[:20]))
 
 
-def _numbers(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int | float]]:
+def numbers_in(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int | float]]:
     """Yield (keys that lead to it, number) for each number in a tree of tables and lists."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _numbers(inner, (*names, str(name)))
+            yield from numbers_in(inner, (*names, str(name)))
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _numbers(inner, names)
+            yield from numbers_in(inner, names)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield names, value
 

@@ -44,6 +44,7 @@ from meshwright.tools.interop.huggingface.restructure.library import import_tran
 from meshwright.tools.interop.huggingface.restructure.plans import context_plan, gathered_beside, kinds_of, sharding_of
 from meshwright.tools.interop.huggingface.restructure.probe import probe
 from meshwright.tools.interop.huggingface.restructure.routers import prepare_routers
+from meshwright.tools.interop.huggingface.restructure.untouched import check_untouched
 from meshwright.tools.interop.huggingface.source import open_source
 
 OWN_OPTIONS = ("weights", "attention")
@@ -84,7 +85,8 @@ def build(
         raise ModelError("MW-INTEROP-066", f"model.options.weights = true, but {directory} holds no *.safetensors")
     model = _skeleton(config, place, attention)
     constants = freeze_buffers(model)
-    planned, layers = (cut if config.get_text_config().base_model_pp_plan else cut_by_trace)(model, place)
+    untouched = partial(check_untouched, config, place, attention)
+    planned, layers = _cut(model, place, untouched)
     _check_parts(layers, model, place)
     tied = _ties(layers)
     parameters = {
@@ -105,7 +107,7 @@ def build(
     }
     own_names |= {theirs: name for name, theirs in parameters.items()}
     kinds, problems = kinds_of(without_parameters(model._tp_plan, own_names, layers), own_names)
-    observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config)
+    observations = probe(layers, kinds, gathered_beside(layers, kinds), place, config, untouched)
     sharding = sharding_of(kinds, problems, layers, tied, observations)
     modules = {theirs: layers.get_submodule(name) for name, theirs in planned.items()}
     of_tokens, impossible = context_plan(layers)
@@ -169,6 +171,20 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
         ) from error
     model.config.use_cache = False
     return model.train()
+
+
+def _cut(model: Any, place: str, untouched: Callable[[], None]) -> tuple[dict[str, str], nn.Sequential]:
+    """Cut the model at its own plan, or at a derived one; see cut.py.
+
+    Raises:
+        ModelError: that of ``untouched``, if transformers cannot run the model either; or the reason of the cut.
+    """
+    has_plan = model.config.get_text_config().base_model_pp_plan
+    try:
+        return cut(model, place) if has_plan else cut_by_trace(model, place)
+    except ModelError:
+        untouched()
+        raise
 
 
 def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:

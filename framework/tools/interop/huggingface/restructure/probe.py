@@ -6,7 +6,7 @@ Functional dropout draws from a process-wide generator, so that its masks cannot
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -145,7 +145,12 @@ def structure_key(layer: nn.Module) -> str:
 
 
 def probe(
-    layers: nn.Sequential, kinds: Mapping[str, str], siblings: Mapping[str, Sequence[str]], place: str, config: Any
+    layers: nn.Sequential,
+    kinds: Mapping[str, str],
+    siblings: Mapping[str, Sequence[str]],
+    place: str,
+    config: Any,
+    untouched: Callable[[], None],
 ) -> ProbeResult:
     """Run one training forward on meta, and return the observations.
 
@@ -157,6 +162,7 @@ def probe(
         siblings: modules with weights -> the sibling columns with gathered output.
         place: name of the model in errors.
         config: its transformers configuration, for hints in errors.
+        untouched: called if the layers fail; raises if transformers' own model fails as well.
 
     Raises:
         ModelError: functional dropout, or another function that draws from the process-wide generator: its numbers
@@ -183,8 +189,13 @@ def probe(
             on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
         except ModelError:
             raise
-        except Exception:  # a layer that fails on meta is reported, with its reason, when the stages are cut
-            return ProbeResult(uncut, [], [])
+        except Exception:
+            has_failed = True
+        else:
+            has_failed = False
+    if has_failed:
+        untouched()
+        return ProbeResult(uncut, [], [])  # the layer is reported, with its reason, when the stages are cut
     _check_draws(dropouts, place, config)
     check_unchanged(on_meta, before, place)
     named = {name for name, kind in kinds.items() if kind != "replicate"}
