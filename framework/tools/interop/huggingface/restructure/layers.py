@@ -87,7 +87,6 @@ def build(
     constants = freeze_buffers(model)
     untouched = partial(check_untouched, config, place, attention)
     planned, layers = _cut(model, place, untouched)
-    _check_parts(layers, model, place)
     tied = _ties(layers)
     parameters = {
         name: _transformers_name(name, planned) for name, _ in layers.named_parameters(remove_duplicate=False)
@@ -174,17 +173,19 @@ def _skeleton(config: Any, place: str, attention: str | None) -> Any:
 
 
 def _cut(model: Any, place: str, untouched: Callable[[], None]) -> tuple[dict[str, str], nn.Sequential]:
-    """Cut the model at its own plan, or at a derived one; see cut.py.
+    """Cut the model at its own plan, or at a derived one, see cut.py, and check the parts.
 
     Raises:
         ModelError: that of ``untouched``, if transformers cannot run the model either; or the reason of the cut.
     """
     has_plan = model.config.get_text_config().base_model_pp_plan
     try:
-        return cut(model, place) if has_plan else cut_by_trace(model, place)
+        planned, layers = cut(model, place) if has_plan else cut_by_trace(model, place)
     except ModelError:
         untouched()
         raise
+    _check_parts(layers, model, place)
+    return planned, layers
 
 
 def _check_parts(layers: nn.Sequential, model: nn.Module, place: str) -> None:

@@ -175,25 +175,17 @@ def probe(
     on_meta = nn.Sequential()
     for name in dict.fromkeys(probed_layers.values()):
         on_meta.add_module(name, copy.deepcopy(layers.get_submodule(name)).to("meta").train())
-    for module in on_meta.modules():
-        if isinstance(module, nn.Dropout):
-            module.eval()
+    for module in (each for each in on_meta.modules() if isinstance(each, nn.Dropout)):
+        module.eval()
     uncut = _record_uncut(on_meta, siblings)
     dropouts, tracker = FunctionalDropoutRecorder(), ShardedTensorTracker(dict(on_meta.named_parameters()))
     for name, module in on_meta.named_modules():
         if kinds.get(name) in ("column", "row"):
             tracker.watch(name, module, kinds[name])
     before = versions(on_meta)
-    with tracker, dropouts, torch.no_grad():
-        try:
-            on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
-        except ModelError:
-            raise
-        except Exception:
-            has_failed = True
-        else:
-            has_failed = False
-    if has_failed:
+    with tracker, dropouts:
+        has_run = _runs(on_meta)
+    if not has_run:
         untouched()
         return ProbeResult(uncut, [], [])  # the layer is reported, with its reason, when the stages are cut
     _check_draws(dropouts, place, config)
@@ -212,6 +204,18 @@ def probe(
         [name for name in inner_modules if _name_in_probed_layer(name, probed_layers) in per_head_modules],
         problems,
     )
+
+
+def _runs(on_meta: nn.Sequential) -> bool:
+    """Run the layers on token ids, and return False if they fail."""
+    with torch.no_grad():
+        try:
+            on_meta(torch.zeros(1, 4, dtype=torch.int64, device="meta"))
+        except ModelError:
+            raise
+        except Exception:
+            return False
+    return True
 
 
 def _record_uncut(on_meta: nn.Sequential, siblings: Mapping[str, Sequence[str]]) -> dict[str, bool]:
