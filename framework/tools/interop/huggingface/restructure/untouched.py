@@ -1,4 +1,4 @@
-"""Run of transformers' own model, before any change: tells a model that cannot run from one that cannot be cut."""
+"""Run of transformers' own model, before any change: separates a model that cannot run from one that cannot be cut."""
 
 from __future__ import annotations
 
