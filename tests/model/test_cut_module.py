@@ -1,0 +1,83 @@
+"""The recipe that cuts a module at its nn.ModuleList, as the message prints it: the same outputs and gradients."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.errors import ModelError
+from meshwright.model.build import build_model
+from tests.support import whole_models
+from tests.support.errors import has_code
+
+BODIES = {
+    "gpt": (
+        "self.transformer_wte(x) + self.transformer_wpe(torch.arange(x.shape[1], device=x.device))",
+        "self.lm_head(self.transformer_ln_f(x))",
+    ),
+    "vit": (
+        "torch.cat((self.cls.expand(len(x), -1, -1), self.patch(x).flatten(2).mT), dim=1) + self.positions",
+        "self.head(self.norm(x)[:, 0])",
+    ),
+}
+"""What a user writes in place of the two ``...``: the module's forward before and after its blocks."""
+TIED = {"gpt": [("0.transformer_wte.weight", f"{whole_models.DEPTH + 1}.lm_head.weight")], "vit": []}
+
+
+def cut(how: str) -> dict[str, Any]:
+    """Return the names that the message's lines define, with the forward's code filled in."""
+    with pytest.raises(ModelError, check=has_code("MW-MODEL-004")) as caught:
+        build_model("tests.support.whole_models:build", {"how": how}, 7)
+    _, _, lines = str(caught.value).partition("\n\n")
+    for body in BODIES[how]:
+        lines = lines.replace("lambda self, x: ...", f"lambda self, x: {body}", 1)
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "GPT": whole_models.GPT, "ViT": whole_models.ViT}
+    exec(lines, names)
+    return names
+
+
+def inputs_of(how: str) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if how == "gpt":
+        return torch.randint(whole_models.V, (4, whole_models.LENGTH), generator=generator)
+    return torch.randn(4, 1, 4, 4, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("how", ["gpt", "vit"])
+def test_the_printed_recipe_is_the_module(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = cut(how)
+    torch.manual_seed(7)
+    whole = whole_models.build(how).double()
+    torch.manual_seed(7)
+    layers = names["build"]().double()
+    outputs = [model(inputs_of(how)) for model in (whole, layers)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        F.cross_entropy(output.flatten(0, -2), torch.arange(output[..., 0].numel()) % 10).backward()
+    of_whole, of_layers = list(whole.parameters()), list(layers.parameters())
+    assert len(of_whole) == len(of_layers)
+    by_size = [sorted(p.grad.flatten().tolist() for p in each if p.grad is not None) for each in (of_whole, of_layers)]
+    assert by_size[0] == by_size[1]
+
+    def build() -> nn.Sequential:
+        model: nn.Sequential = names["build"]()
+        model.tied_weights = TIED[how]  # type: ignore[assignment]
+        return model
+
+    module = ModuleType("a_cut_module")
+    module.build = build  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_cut_module", module)
+    described = build_model("a_cut_module:build", {}, 7)
+    for name, parameter in layers.named_parameters():
+        assert torch.equal(described.initial(name).double(), parameter.detach()), name
+
+
+def test_what_has_no_list_gets_no_recipe() -> None:
+    with pytest.raises(ModelError, match=r"head\) \[MW", check=has_code("MW-MODEL-004")):
+        build_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, 7)
