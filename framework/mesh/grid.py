@@ -46,6 +46,11 @@ class Grid(NamedTuple):
         return " x ".join(f"{axis} {self.degree(axis)}" for axis in self.axes) + experts
 
     @property
+    def layout(self) -> str:
+        """Short name of the layout, such as ``pp2 dp2 tp2``."""
+        return " ".join(f"{axis}{self.degree(axis)}" for axis in self.axes)
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
         return self.pp * self.num_replicas * self.tp

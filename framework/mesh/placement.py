@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from meshwright.errors import MeshError
 from meshwright.mesh.expert_groups import expert_replicas
@@ -27,6 +27,33 @@ MAX_DEVICES = 2**20
 """Maximum number of devices of a cluster that :func:`nodes_of` enumerates."""
 
 Item = TypeVar("Item")
+
+
+class GroupRow(NamedTuple):
+    """A tensor-parallel group, or the part of it in one node."""
+
+    text: str
+    """Coordinates, ``tp`` and the ranks, two blanks between them; the number left out in an abridged list."""
+    pp_rank: int | None
+    """None: it stands for rows that are left out."""
+
+
+class NodeBox(NamedTuple):
+    """A node and the groups in it."""
+
+    title: str
+    rows: tuple[GroupRow, ...]
+
+
+class Placed(NamedTuple):
+    """The ranks of a mesh on their nodes, abridged to what fits a screen."""
+
+    head: str
+    boxes: tuple[NodeBox, ...]
+    num_left_out: int
+    """Nodes left out in the middle."""
+    groups: tuple[str, ...]
+    """Lines about the groups of each axis."""
 
 
 def nodes_of(num_nodes: int, devices_per_node: int) -> list[str]:
@@ -88,6 +115,18 @@ def draw_placement(grid: Grid, nodes: Sequence[str]) -> str:
     Many nodes, replicas and pipeline ranks are abridged to the first and the last. A tensor-parallel group that
     straddles nodes is drawn in parts, with a remark.
     """
+    head, kept, num_left_out, groups = placed(grid, nodes)
+    half = (len(kept) + 1) // 2 if num_left_out else len(kept)
+    boxes = [_frame(box) for box in kept]
+    lines = [head, "", *_side_by_side(boxes[:half])]
+    if num_left_out:
+        lines += [f"    ... {num_left_out:,} more nodes ...", *_side_by_side(boxes[half:])]
+    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False) for line in groups]
+    return "\n".join([*lines, "", *wrapped])
+
+
+def placed(grid: Grid, nodes: Sequence[str]) -> Placed:
+    """Return what a drawing of the ranks of ``grid`` on their nodes shows."""
     assert len(nodes) == grid.size, (len(nodes), grid)
     ranks_of: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -95,20 +134,15 @@ def draw_placement(grid: Grid, nodes: Sequence[str]) -> str:
     names, sizes = list(ranks_of), sorted({len(ranks) for ranks in ranks_of.values()})
     head = f"{grid} = {_count(grid.size, 'rank')} on {_count(len(names), 'node')} of {' or '.join(map(str, sizes))}"
     kept, num_left_out = _ends(names, MOST_BOXES)
-    half = (len(kept) + 1) // 2 if num_left_out else len(kept)
-    boxes = [_box(grid, node, ranks_of[node]) for node in kept]
-    lines = [head, "", *_side_by_side(boxes[:half])]
-    if num_left_out:
-        lines += [f"    ... {num_left_out:,} more nodes ...", *_side_by_side(boxes[half:])]
-    groups = [
+    boxes = tuple(_box(grid, node, ranks_of[node]) for node in kept)
+    groups = (
         *_tensor_parallel(grid, nodes),
         *_context_parallel(grid, nodes),
         *_expert_parallel(grid, nodes),
         *_data_parallel(grid, nodes),
         *_pipelines(grid, nodes),
-    ]
-    wrapped = [textwrap.fill(line, WIDTH, subsequent_indent=" " * 8, break_on_hyphens=False) for line in groups]
-    return "\n".join([*lines, "", *wrapped])
+    )
+    return Placed(head, boxes, num_left_out, groups)
 
 
 def _count(number: int, what: str) -> str:
@@ -130,22 +164,31 @@ def _elided(items: Sequence[str], most: int, what: str) -> list[str]:
     return kept
 
 
-def _box(grid: Grid, node: str, ranks: Sequence[int]) -> list[str]:
-    """Draw a node with its ranks, a line per tensor-parallel group (or the part of it in this node)."""
+def _box(grid: Grid, node: str, ranks: Sequence[int]) -> NodeBox:
+    """Return a node with its ranks, a row per tensor-parallel group (or the part of it in this node)."""
     groups: dict[Coordinates, list[int]] = {}
     for rank in ranks:
         groups.setdefault(grid.coordinates(rank)._replace(tp_rank=0), []).append(rank)
     digits = len(str(ranks[-1]))
-    rows: list[str] = []
+    rows: list[GroupRow] = []
     for at, members in groups.items():
         first, last = grid.coordinates(members[0]).tp_rank, grid.coordinates(members[-1]).tp_rank
         part = "" if len(members) == grid.tp else f"{first}-{last}" if last > first else f"{first}"
         row = " ".join(f"{rank:>{digits}}" for rank in members)
         row = _span(members) if len(row) > MOST_COLUMNS else row
         cp = f" cp{_padded(at.cp_rank, grid.cp)}" if grid.cp > 1 else ""
-        rows.append(f"pp{_padded(at.pp_rank, grid.pp)} dp{_padded(at.dp_rank, grid.dp)}{cp}  tp{part}  {row}")
-    rows = _elided(rows, MOST_ROWS, "groups")
+        text = f"pp{_padded(at.pp_rank, grid.pp)} dp{_padded(at.dp_rank, grid.dp)}{cp}  tp{part}  {row}"
+        rows.append(GroupRow(text, at.pp_rank))
+    kept, num_left_out = _ends(rows, MOST_ROWS)
+    if num_left_out:
+        kept.insert(MOST_ROWS - MOST_ROWS // 2, GroupRow(f"... {num_left_out:,} more groups ...", None))
     title = f"{node}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}"
+    return NodeBox(title, tuple(kept))
+
+
+def _frame(box: NodeBox) -> list[str]:
+    """Draw a node as lines of text."""
+    title, rows = box.title, [row.text for row in box.rows]
     width = max(len(title), *map(len, rows))
     top = f"┌ {title} {'─' * (width - len(title))}┐"
     return [top, *(f"│ {row:<{width}} │" for row in rows), f"└{'─' * (width + 2)}┘"]

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def record_start(
 ) -> int:
     """Record a start of the run at this step; return the number of earlier starts. Called by rank 0.
 
+    Its ``ranks_on`` has the number of ranks on each node, in the order of the ranks.
+
     A record that cannot be written does not stop the run.
 
     Args:
@@ -59,8 +62,9 @@ def record_start(
         "at": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         "step": step,
         "host": socket.gethostname(),
-        "layout": " ".join(f"{axis}{grid.degree(axis)}" for axis in grid.axes),
+        "layout": grid.layout,
         "nodes": len(set(nodes)),
+        "ranks_on": [[node, len(list(ranks))] for node, ranks in groupby(nodes)],
     }
     if corpus:
         line["corpus"] = dict(corpus)

@@ -5,6 +5,7 @@ Loss  nats per token                     step 400: training 4.21, validation 4.3
 5.0 | \\__  ....                          the curves: an SVG of 10,000 x 10,000, stretched; lines keep their width
 4.0 |    \\__________
      0    200    400                     values of x
+            step                         what x is
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def chart(
         'preserveAspectRatio="none" data-x="{x0} {x1} {x_name}" data-y="{y0} {y1} {kind}" '
         'data-all="{everything}">{drawn}</svg>'
         '<span class="now" aria-hidden="true"></span></div>'
-        '<div class="xs">{xs}</div></div></figure>'
+        '<div class="xs">{xs}</div><div class="x-name">{x_name}</div></div></figure>'
     ).format(
         title=title,
         unit=unit,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import re
 from collections import Counter
 from hashlib import sha256
@@ -28,6 +29,10 @@ _LONG = re.compile(r"(\d+\.\d\d)\d+")
 _FONTS = re.compile(r"font-family: [^;\"]*")
 _NAMED_GROUP = re.compile(r'<g id="[^"]*"')
 _INDENT = re.compile(r"\s*\n\s*")
+_BOX = re.compile(r'<g id="panel\d+-(rank\d+)-([^"]+)">')
+_WIDTH = re.compile(r'<svg [^>]*?width="([\d.]+)pt"')
+LARGEST = 1.5
+"""Largest enlargement of a picture on a wide screen."""
 
 
 def render(template: Path, **values: Any) -> str:
@@ -45,6 +50,9 @@ def render(template: Path, **values: Any) -> str:
 def svg_of(drawn: Figure, title: str) -> str:
     """Return a figure as SVG text for use inside a page; ``title`` is its label for screen readers.
 
+    It is never shrunk, so that its smallest letters stay readable: on a narrow screen it scrolls in its frame. Boxes of
+    a schedule say their rank and action under the pointer.
+
     The text is less than half of matplotlib's file: coordinates are rounded to a hundredth of a point, groups have no
     names, fonts are few, and frequent styles become classes.
     """
@@ -55,10 +63,15 @@ def svg_of(drawn: Figure, title: str) -> str:
         drawn.savefig(target, format="svg", metadata={"Date": None}, transparent=True)  # the page has the paper
     text = target.getvalue()
     text = _TAG.sub(lambda tag: _LONG.sub(r"\1", tag[0]), text[text.index("<svg") :])
+    text = _BOX.sub(r"<g><title>\1 \2</title>", text)
     text = _NAMED_GROUP.sub("<g", _FONTS.sub("font-family: 'DejaVu Sans', Verdana, sans-serif", text))
     text = _TAG.sub(lambda tag: tag[0].replace(TEXT, f"var(--on-paper, {TEXT})"), text)
     text = _with_classes(_INDENT.sub(" ", text))
-    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" ', 1)
+    found = _WIDTH.search(text)
+    assert found is not None, text[:200]
+    width = math.ceil(float(found[1]))
+    size = f"min-width: {width}pt; max-width: {LARGEST * width:g}pt"
+    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(title)}" style="{size}" ', 1)
 
 
 def _with_classes(svg: str) -> str:

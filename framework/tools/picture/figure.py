@@ -179,6 +179,9 @@ def _paint(
     rows = {rank: row for row, rank in enumerate(_drawn_ranks(timeline)) if rank is not None}
     places = stage_places(timeline)
     edge = 0.5 if typical_shortest(spans) * points_per_time > 5 else 0.2
+    row_points = (
+        axes.get_position().height * axes.get_figure().get_size_inches()[1] * POINTS / len(_drawn_ranks(timeline))
+    )
     numbered = _numbered(spans, points_per_time, font)
     of_pairs = _extents_of_pairs(spans)
     for span in spans:
@@ -194,15 +197,16 @@ def _paint(
             box.set_gid(f"{name}-rank{span.rank}-{action}")
             axes.add_artist(box)
             box.set_clip_on(False)
+            is_tall = height * row_points >= 0.8 * font  # a half of a pair in a low row is not
             needed = DIGIT_WIDTH * font * len(label(action)) / points_per_time
-            if action.kind in numbered and last - first > max(needed, 0.9 * (span.end - span.start)):
+            if is_tall and action.kind in numbered and last - first > max(needed, 0.9 * (span.end - span.start)):
                 axes.text(
                     (first + last) / 2,
                     row + 0.53 * height,
                     label(action),
                     ha="center",
                     va="center_baseline",
-                    fontsize=font if span.beside is None else 0.75 * font,
+                    fontsize=font,
                     color=paint.letters,
                 )
 
@@ -253,7 +257,7 @@ def _time_labels(axes: Axes, axis: TimeAxis, unit: Unit, *, named: bool) -> None
             if first - 1e-9 * axis.length <= time <= last + 1e-9 * axis.length:
                 places.append(time + by)
                 names.append(f"{value:.12g}")
-    axes.set_xticks(places, names, fontsize=7, color=TEXT)
+    axes.set_xticks(places, names, fontsize=MIN_FONT, color=TEXT)
     axes.tick_params(axis="x", length=2.5, color=FAINT, pad=1.5)
     if named:
         axes.set_xlabel(f"time ({name})", fontsize=8, color=TEXT, labelpad=2)

@@ -15,13 +15,13 @@ INK, FAINT = "#1f2933", "#9aa5b1"
 TEXT = "#1f2a34"
 """Colour of text outside of boxes; a page in dark mode replaces it."""
 TITLE_FONT, ROW_FONT, LEGEND_FONT = 8.5, 8.0, 7.5
-MIN_FONT, MAX_FONT = 5.0, 7.5
-"""Font sizes of the numbers in boxes, in points."""
+MIN_FONT, MAX_FONT = 7.5, 8.5
+"""Font sizes of the numbers in boxes, in points. 7.5 are 10 pixels of a screen: numbers that need less are left out."""
 DIGIT_WIDTH, LETTER_WIDTH = 0.64, 0.56
 """Width of a digit, and mean width of a letter, in font sizes."""
 POINTS = 72.0
 """Points per inch."""
-MIN_WIDTH, MAX_WIDTH, COLUMN = 4.5, 13.0, 0.135
+MIN_WIDTH, MAX_WIDTH, COLUMN = 4.5, 13.0, 0.165
 """Smallest and largest width inside the axes, and width of a column where there is room, in inches."""
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 
-from meshwright.mesh import draw_placement, nodes_of
+from meshwright.mesh import nodes_of
 from meshwright.terminal.format import format_size
+from meshwright.tools.page.placement import placement_cards
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.picture.figure import figure
 from meshwright.tools.picture.panel import Panel, Unit
@@ -52,9 +52,7 @@ def page(cache: ModelCache, plan: Plan) -> str:
         if first.choice.pp > 1 and len(timeline.spans) <= MAX_DRAWN
         else "",
         shades=first.choice.interleave > 1,
-        placement=html.unescape(
-            draw_placement(first.layout.grid, nodes_of(plan.nodes, plan.hardware.devices_per_node))
-        ),
+        placement=placement_cards(first.layout.grid, nodes_of(plan.nodes, plan.hardware.devices_per_node)),
         rejected=plan.rejections_by_rule().most_common(),
     )
 

@@ -188,22 +188,25 @@ FIGURES = (
 
 
 def final_figures(run: RunContents) -> dict[str, str]:
-    """Return the figures by which runs are compared, name -> text; dashes if the run has taken no step."""
-    records = run.records
+    """Return the figures by which runs are compared, name -> text; dashes if the run has taken no step.
+
+    What depends on the layout (speed, memory, bubble) is of the steps on the present one, which stands beside it.
+    """
+    records, present = run.records, run.present
     setup = {"starts": str(len(run.attempts)), "layout": layout_of(run)}
     if not records:
         return {"steps": "0", **dict.fromkeys(FIGURES, "–"), **setup}
     validated = [(record.validation_loss, record.step) for record in records if record.validation_loss is not None]
     best = min((each for each in validated if math.isfinite(each[0])), default=None)
     last = [record.loss for record in records[-10:]]
-    bubbles = [record.bubble_share for record in records if record.bubble_share is not None]
+    bubbles = [record.bubble_share for record in present if record.bubble_share is not None]
     values = (
         f"{records[-1].tokens:,}",
         f"{sum(last) / len(last):.4f}",
         f"{validated[-1][0]:.4f} at step {validated[-1][1]:,}" if validated else "–",
         f"{best[0]:.4f} at step {best[1]:,}" if best else "–",
-        _rate(median(record.tokens_per_s for record in records)),
-        f"{median(record.step_s for record in records):.3g}",
+        _rate(median(record.tokens_per_s for record in present)) if present else "–",
+        f"{median(record.step_s for record in present):.3g}" if present else "–",
         _memory(run),
         f"{median(bubbles):.1%}" if bubbles else "–",
         format_duration(sum(record.step_s for record in records)),
@@ -213,8 +216,10 @@ def final_figures(run: RunContents) -> dict[str, str]:
 
 
 def _memory(run: RunContents) -> str:
-    """Format the largest known peak memory of all ranks, with its rank."""
-    peaks = (max(record.memory_bytes for record in run.records), *(run.peaks.peaks[1:] if run.peaks else ()))
+    """Format the largest known peak memory of all ranks on the present layout, with its rank."""
+    if not run.present:
+        return "–"
+    peaks = (max(record.memory_bytes for record in run.present), *(run.peaks.peaks[1:] if run.peaks else ()))
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     return f"{peaks[rank] / GIB:.3g} GiB, rank {rank}"
 

@@ -19,6 +19,7 @@ from meshwright.schedule.load import draw_schedule, num_forwards
 from meshwright.terminal.format import format_duration, format_gib
 from meshwright.tools.interop.configs.readers import flat
 from meshwright.tools.page.chart import SIDE
+from meshwright.tools.page.placement import placement_cards
 from meshwright.tools.page.render import render, svg_of
 from meshwright.tools.picture.axis import unit_of_seconds
 from meshwright.tools.picture.figure import figure
@@ -103,10 +104,12 @@ def view(run: RunContents, name: str, index: int) -> dict[str, Any]:
         "remarks": run.remarks,
         "charts": of_run(run, index),
         "experts": heat_maps(run.directory),
+        "cards": placement_cards(run.grid, run.nodes) if run.grid is not None else "",
         "placement": run.placement,
         "schedule": schedule_of(run),
         "memory": memory_of(run),
         "time": time_rows(run),
+        "traced_on": run.traced_on,
         "parts": PARTS,
         "whole": list(time_totals(run)),
         "stragglers": stragglers(run),
@@ -129,11 +132,14 @@ def facts(run: RunContents) -> Iterator[tuple[str, str]]:
         yield "training loss", figures["training loss, mean of the last 10 steps"]
         yield "validation loss", figures["validation loss, last"]
         yield "tokens", figures["tokens"]
-        yield "throughput", f"{figures['tokens/s, median']} tokens/s, {figures['seconds a step, median']} s a step"
+        if run.present:
+            speed = f"{figures['tokens/s, median']} tokens/s, {figures['seconds a step, median']} s a step"
+            yield "throughput", speed
         for name, key in (("MFU, full attention", "mfu"), ("MFU, causal half", "mfu_causal")):
-            if shares := sorted(share for record in run.records if (share := getattr(record, key)) is not None):
+            if shares := sorted(share for record in run.present if (share := getattr(record, key)) is not None):
                 yield name, f"{shares[len(shares) // 2]:.1%}, median"
-        yield "memory", f"{figures['memory at the peak']}, at the peak"
+        if run.present:
+            yield "memory", f"{figures['memory at the peak']}, at the peak"
         yield "time in steps", figures["time in steps"]
     yield "starts", f"{len(run.attempts)}"
     yield "checkpoints", f"{len(run.checkpoints)}"
@@ -175,6 +181,8 @@ def schedule_of(run: RunContents) -> SchedulePicture | None:
             f"Step {trace.step} as it was, above the same schedule simulated with the measured medians of each kind "
             f"and stage. Bubble of total time: measured {shares[0]:.1f} %, simulated {shares[1]:.1f} %."
         )
+        if run.traced_on:
+            caption += f" The layout was {run.traced_on} then."
         if trace.clock_error_s:
             caption += f" Times of different hosts may be off by {1e3 * trace.clock_error_s:.2f} ms."
         return draw_panels("measured and simulated", [Panel(measured, readings=readings), Panel(simulated)], caption)

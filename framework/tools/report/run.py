@@ -7,16 +7,21 @@ needed when something is wrong.
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.config import RunConfig, parse
 from meshwright.data import fingerprint
 from meshwright.errors import ConfigError, DataError, UserError
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.placement import MAX_DEVICES
 from meshwright.run.directory import (
     METRICS,
     METRICS_AGAIN,
@@ -95,14 +100,39 @@ class RunContents:
     state: str
     is_live: bool
     placement: str
+    """Placement of the ranks as text."""
+    grid: Grid | None
+    """Grid of the last start, if ``nodes`` are known."""
+    nodes: tuple[str, ...]
+    """Node of each rank at the last start; empty: not recorded."""
     hang: str
     """Report of the last hang; "" if there is none."""
     peaks: Peaks | None
-    """Peak memory of each rank."""
+    """Peak memory of each rank; None also if they were gathered on another layout than the present one."""
     unigram_entropy: float | None
     """Unigram baseline of the validation text, in nats per token."""
     remarks: tuple[str, ...]
     """Messages about files that could not be read."""
+
+    @property
+    def layout(self) -> str:
+        """Layout of the last start, such as ``pp2 dp2 tp2``."""
+        return self.attempts[-1].layout if self.attempts else "?"
+
+    @property
+    def present(self) -> tuple[StepRecord, ...]:
+        """Records of the steps taken on the present layout: those of the last starts, as long as they agree on it."""
+        starts = takewhile(lambda attempt: attempt.layout == self.layout, reversed(self.attempts))
+        numbers = {attempt.number for attempt in starts}
+        return tuple(record for record in self.records if record.restarts in numbers)
+
+    @property
+    def traced_on(self) -> str:
+        """Layout of the traced step; "" if that is the present one or unknown."""
+        step = self.trace.trace.step if self.trace is not None else None
+        starts = {record.restarts for record in self.records if record.step == step}
+        layouts = [attempt.layout for attempt in self.attempts if attempt.number in starts]
+        return next((layout for layout in layouts if layout != self.layout), "")
 
     @property
     def steps(self) -> int | None:
@@ -129,6 +159,8 @@ def read_run(place: Path) -> RunContents:
             repeated[before.restarts, before.step] = before
         kept[record.step] = record
     records = tuple(kept[step] for step in sorted(kept))
+    attempts = _attempts(directory / STARTS, records, list(repeated.values()), remarks)
+    grid, nodes = _nodes(attempts, config)
     state, is_live = _state(directory, remarks)
     return RunContents(
         directory=directory,
@@ -136,14 +168,16 @@ def read_run(place: Path) -> RunContents:
         config=config,
         resolved=resolved,
         records=records,
-        attempts=_attempts(directory / STARTS, records, list(repeated.values()), remarks),
+        attempts=attempts,
         checkpoints=read_checkpoints(directory / "checkpoints", remarks),
         trace=_trace(directory, remarks),
         state=state,
         is_live=is_live,
         placement=_text(directory / PLACEMENT),
+        grid=grid,
+        nodes=nodes,
         hang=_text(directory / "hang" / "report.txt"),
-        peaks=_peaks(directory, remarks),
+        peaks=_peaks(directory, attempts, remarks),
         unigram_entropy=_unigrams(resolved),
         remarks=tuple(remarks[:MAX_REMARKS]),
     )
@@ -242,12 +276,40 @@ def _state(directory: Path, remarks: list[str]) -> tuple[str, bool]:
     return found.text, found.is_live
 
 
-def _peaks(directory: Path, remarks: list[str]) -> Peaks | None:
+def _peaks(directory: Path, attempts: Sequence[Attempt], remarks: list[str]) -> Peaks | None:
+    """Read the peaks; leave out those of another layout than the last start's, until its own are gathered."""
     try:
-        return read_peaks(directory)
+        peaks = read_peaks(directory)
     except DataError as error:
         remarks.append(str(error))
         return None
+    if peaks is None or not attempts or "layout" not in attempts[-1].start:
+        return peaks
+    return peaks if Grid(*peaks.grid).layout == attempts[-1].layout else None
+
+
+def _nodes(attempts: Sequence[Attempt], config: dict[str, Any]) -> tuple[Grid | None, tuple[str, ...]]:
+    """Return the last start's grid, and the node of each of its ranks; (None, ()) if they are not recorded."""
+    start = attempts[-1].start if attempts else {}
+    degrees = {
+        axis: int(degree) for axis, degree in re.findall(r"\b(pp|dp|cp|tp)(\d{1,7})\b", str(start.get("layout")))
+    }
+    pieces = start.get("ranks_on")
+    if not degrees or not isinstance(pieces, list) or math.prod(degrees.values()) > MAX_DEVICES:
+        return None, ()
+    nodes: list[str] = []
+    for piece in pieces:
+        match piece:
+            case [str(node), int(count)] if 0 < count <= MAX_DEVICES - len(nodes):
+                nodes += [node] * count
+            case _:
+                return None, ()
+    grid = Grid(**degrees)
+    if grid.size == 0 or len(nodes) != grid.size:
+        return None, ()
+    ep = config.get("parallel", {}).get("ep", 1)
+    fits = type(ep) is int and ep > 0 and (grid.num_replicas * grid.tp) % ep == 0
+    return grid._replace(ep=ep if fits else 1), tuple(nodes)
 
 
 def _unigrams(config: RunConfig | None) -> float | None:

@@ -177,3 +177,13 @@ def test_kinds_are_told_apart_in_grey() -> None:
 @pytest.mark.parametrize(("length", "name"), [(20, "s"), (9, "ms"), (0.02, "ms"), (0.001, "µs"), (1e-9, "µs")])
 def test_seconds_have_a_unit_that_reads_well(length: float, name: str) -> None:
     assert unit_of_seconds(length)[1] == name
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "chunks"), [("1f1b", 4, 8), ("1f1b", 32, 128), ("gpipe", 64, 200), ("dualpipe_v", 4, 16)]
+)
+def test_all_text_has_at_least_10_pixels_of_a_screen(tmp_path: Path, schedule: str, pp: int, chunks: int) -> None:
+    drawn = figure([Panel(timeline_of(build(schedule, pp, chunks), COSTS))])
+    save(drawn, tmp_path / "drawn.svg")
+    sizes = re.findall(r"font(?:-size)?: (?:\w+ )?([\d.]+)px", (tmp_path / "drawn.svg").read_text())
+    assert len(sizes) > pp and min(map(float, sizes)) * 96 / 72 >= 10, "px of an SVG whose side is in points"

@@ -94,7 +94,7 @@ def make_run(
 def make_peaks(run: Path, step: int, grid: Grid) -> None:
     """Of each rank, a tenth of a GiB more from stage to stage."""
     peaks = tuple(2**30 + grid.coordinates(rank).pp_rank * 2**30 // 10 + rank for rank in range(grid.size))
-    found = Peaks(step=step, device="cpu", grid=(grid.pp, grid.dp, grid.tp), peaks=peaks)
+    found = Peaks(step=step, device="cpu", grid=tuple(grid), peaks=peaks)
     (run / PEAKS).write_text(found.model_dump_json())
 
 

@@ -190,3 +190,59 @@ def test_the_schedule_in_the_dark_stands_on_dark_paper(browser: Browser, pages: 
         assert browser.value("[...document.querySelectorAll('.shaded path')].some("
                              "e => getComputedStyle(e).fill === 'rgb(240, 152, 60)')")  # fmt: skip
         assert browser.value("getComputedStyle(document.querySelector('.shaded')).filter") == "none"
+
+
+PHONE_TO_WALL = (360, 380, 700, 1000, 1280, 1600, 1920, 2560)
+
+
+@pytest.mark.parametrize("width", PHONE_TO_WALL)
+def test_charts_use_the_width(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    for name in ("demo", "all"):
+        browser.opened(pages[name], width)
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        right = browser.value("Math.max(...[...document.querySelectorAll('.chart')].map("
+                              "e => e.getBoundingClientRect().right))")  # fmt: skip
+        used = min(width, 1920)
+        assert right >= (width + used) / 2 - 0.06 * used
+
+
+TILES = """(() => {
+    const facts = document.querySelector('.facts'), rows = {};
+    for (const tile of facts.children) {
+        const top = Math.round(tile.getBoundingClientRect().top);
+        rows[top] = (rows[top] ?? 0) + 1;
+    }
+    return Object.values(rows);
+})()"""
+
+
+@pytest.mark.parametrize("width", PHONE_TO_WALL)
+def test_no_tile_is_alone_in_its_row(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    browser.opened(pages["demo"], width)
+    count = browser.value("document.querySelector('.facts').children.length")
+    assert count > 9
+    for left in range(count, 3, -1):
+        rows = browser.value(TILES)
+        assert sum(rows) == left and rows[-1] > 1, rows
+        assert len(rows) == 1 or width > 600 or max(rows) == 2
+        browser.value("document.querySelector('.facts').lastElementChild.remove()")
+
+
+@pytest.mark.parametrize("width", PHONE_TO_WALL)
+def test_the_numbers_of_a_schedule_can_be_read(browser: Browser, pages: dict[str, Path], width: int) -> None:
+    """10 pixels at least; where the boxes are too small for that, the pointer tells rank and action."""
+    browser.opened(pages["demo"], width)
+    sizes = browser.value("[...document.querySelectorAll('.shaded svg text')].map("
+                          "e => parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a)")  # fmt: skip
+    assert len(sizes) > 20 and min(sizes) >= 10
+    titles = browser.value("[...document.querySelectorAll('.shaded svg g > title')].map(e => e.textContent)")
+    assert "rank0 0F0" in titles and len(titles) == len(set(titles)) * 2, "a measured and a simulated one of each"
+
+
+def test_the_x_axis_has_the_chosen_name(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.opened(pages["demo"], DESK)
+    for chosen, name in (("tokens", "tokens"), ("time", "time in steps"), ("step", "step")):
+        choose(browser, x=chosen)
+        assert browser.value("[...new Set([...document.querySelectorAll('.x-name')].map(e => e.textContent))]") == [
+            name
+        ]

@@ -20,13 +20,13 @@ from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.mesh.grid import Grid
 from meshwright.tools.report.curves import LOSS, loss_curves, marks_of, points
-from meshwright.tools.report.page import MAX_ROWS, differences, memory_of, page, time_totals
+from meshwright.tools.report.page import MAX_ROWS, differences, facts, memory_of, page, time_totals
 from meshwright.tools.report.run import clock, read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
 from meshwright.watch.hang.status import Status
 from tests.support.errors import has_code
-from tests.tools.report.builders import make_checkpoint, make_run, record
+from tests.tools.report.builders import make_checkpoint, make_peaks, make_run, record
 
 ROOT = Path(__file__).parents[3]
 
@@ -318,3 +318,64 @@ def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
         ConfigError, match="is not a run directory, or its run was never started", check=has_code("MW-RUN-008")
     ):
         read_run(tmp_path)
+
+
+def facts_of(directory: Path) -> dict[str, str]:
+    return dict(facts(read_run(directory)))
+
+
+def test_what_an_old_layout_needed_is_not_shown_as_the_present_one(tmp_path: Path) -> None:
+    """Memory, speed and peaks go with the layout that stands beside them; a traced step says its layout."""
+    old, new = Grid(2, 2, 2), Grid(4, 2, 1)
+    directory = make_run(tmp_path / "unstarted", starts=((0, old), (100, new)))
+    make_peaks(directory, 100, old)
+    assert not {"memory", "throughput"} & facts_of(directory).keys(), "no step on the present layout yet"
+    assert memory_of(read_run(directory)) is None and "Memory of the ranks" not in page([read_run(directory)])
+
+    def heavy_and_slow(step: int) -> dict[str, Any]:
+        return {"memory_bytes": 9 * 2**30, "tokens_per_s": 7.0, "step_s": 123.0} if step <= 60 else {}
+
+    directory = make_run(tmp_path / "resumed", starts=((0, old), (60, new)), change=heavy_and_slow)
+    shown = facts_of(directory)
+    assert shown["memory"] == "1.3 GiB, rank 7, at the peak" and shown["throughput"].startswith("40,960 tokens/s, 0.2")
+    assert "The layout was pp2 dp2 tp2 then." in page([read_run(directory)])
+    same = make_run(tmp_path / "same", starts=((0, old), (60, old)), change=heavy_and_slow)
+    assert facts_of(same)["memory"].startswith("9 GiB"), "another start of one layout is no other layout"
+    assert "The layout was" not in page([read_run(same)])
+    cp = Grid(2, 2, 1, 2)
+    longer = make_run(tmp_path / "cp", starts=((0, old), (100, cp)))
+    make_peaks(longer, 100, Grid(2, 2, 2))
+    assert memory_of(read_run(longer)) is None, "as many ranks, on other axes"
+
+
+def test_the_placement_is_drawn(tmp_path: Path) -> None:
+    """Each rank in the card of its node; as text for runs that did not record the nodes, or whose record is damaged."""
+    directory = make_run(tmp_path / "demo", starts=((0, Grid(2, 2, 2)),))
+    starts = directory / "starts.jsonl"
+    line = json.loads(starts.read_text())
+    assert line["ranks_on"] == [["node0", 8]]
+    starts.write_text(json.dumps(line | {"ranks_on": [["<b>", 4], ["node1", 4]]}) + "\n")
+    text = page([read_run(directory)])
+    assert "┌" not in text and text.count('<table class="node">') == 2 and "&lt;b&gt;: ranks 0-3" in text
+    assert re.findall(r"<span>(\d+)</span>", text.partition('class="nodes"')[2]) == [str(rank) for rank in range(8)]
+    for damaged in (
+        None,
+        3,
+        [],
+        [["a", 7]],
+        [["a", 9]],
+        [["a", 10**9]],
+        [["a", -1], ["b", 9]],
+        [[1, 8]],
+        [["a", True]],
+    ):
+        starts.write_text(json.dumps(line | {"ranks_on": damaged}) + "\n")
+        assert "<pre>pp 2 x dp 2 x tp 2 = 8 ranks" in page([read_run(directory)]), damaged
+
+
+def test_the_x_axis_says_what_it_is(tmp_path: Path) -> None:
+    run, other = (read_run(make_run(tmp_path / name)) for name in ("demo", "other"))
+    alone = page([run])
+    assert alone.count('<div class="x-name">step</div>') == alone.count('class="chart"') > 3
+    together = page([run, other]).partition("<h2>Figures")[0]
+    assert re.findall(r'class="x-name">(\w+)<', together) == ["step", "tokens", "step", "tokens", "step", "step"]

@@ -1,0 +1,56 @@
+"""Placement of the ranks on nodes as HTML: a card for each node, a row in it for each tensor-parallel group.
+
+node0: ranks 0-3           colours tell pipeline ranks apart
+pp0 dp0  [0] [1]
+pp0 dp1  [2] [3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from meshwright.mesh.grid import Grid
+from meshwright.mesh.placement import NodeBox, placed
+
+ROW = Markup('<tr{style}><td>{where}</td><td class="ranks">{ranks}</td></tr>')
+CARD = Markup('<table class="node"><caption>{title}</caption>{rows}</table>')
+MORE = Markup('<div class="node more">{count:,} more nodes</div>')
+
+
+def placement_cards(grid: Grid, nodes: Sequence[str]) -> Markup:
+    """Return the placement of ``grid`` as HTML; ``nodes[rank]`` is the name of a rank's node.
+
+    What is abridged in the text of :func:`meshwright.mesh.draw_placement` is abridged here.
+    """
+    drawn = placed(grid, nodes)
+    cards = [_card(box) for box in drawn.boxes]
+    if drawn.num_left_out:
+        cards.insert((len(cards) + 1) // 2, MORE.format(count=drawn.num_left_out))
+    return Markup('<p class="soft">{}</p><div class="nodes">{}</div><table class="groups">{}</table>').format(
+        drawn.head, Markup("").join(cards), Markup("").join(_line(line) for line in drawn.groups)
+    )
+
+
+def _card(box: NodeBox) -> Markup:
+    return CARD.format(title=box.title, rows=Markup("").join(_row(row.text, row.pp_rank) for row in box.rows))
+
+
+def _row(text: str, pp_rank: int | None) -> Markup:
+    """Return a row: the coordinates, then each rank or range of ranks in a chip of its pipeline rank's colour."""
+    if pp_rank is None:
+        return Markup('<tr><td colspan="2">{}</td></tr>').format(text)
+    where, part, ranks = text.split("  ", 2)
+    where = f"{where} {part}" if part != "tp" else where  # a part of a group that straddles nodes
+    if "..." in ranks:
+        chips = Markup("<span>{}</span>").format(ranks)
+    else:
+        chips = Markup(" ").join(Markup("<span>{}</span>").format(rank) for rank in ranks.split())
+    return ROW.format(style=Markup(' style="--pp:{}"').format(pp_rank), where=where, ranks=chips)
+
+
+def _line(line: str) -> Markup:
+    """Return a line about groups as a table row: its name, and the rest."""
+    name, _, rest = line.strip().partition("  ")
+    return Markup("<tr><th>{}</th><td>{}</td></tr>").format(name, rest.strip())
