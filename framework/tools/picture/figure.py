@@ -179,9 +179,9 @@ def _paint(
     rows = {rank: row for row, rank in enumerate(_drawn_ranks(timeline)) if rank is not None}
     places = stage_places(timeline)
     edge = 0.5 if typical_shortest(spans) * points_per_time > 5 else 0.2
-    row_points = (
-        axes.get_position().height * axes.get_figure().get_size_inches()[1] * POINTS / len(_drawn_ranks(timeline))
-    )
+    drawn = axes.get_figure(root=True)
+    assert drawn is not None
+    row_points = axes.bbox.height / drawn.dpi * POINTS / len(_drawn_ranks(timeline))
     numbered = _numbered(spans, points_per_time, font)
     of_pairs = _extents_of_pairs(spans)
     for span in spans:
