@@ -1,6 +1,6 @@
 """Placement of the ranks on nodes as HTML: a card for each node, a row in it for each tensor-parallel group.
 
-node0: ranks 0-3           colours tell pipeline ranks apart
+node0: ranks 0-3           a colour for each pipeline rank
 pp0 dp0  [0] [1]
 pp0 dp1  [2] [3]
 """

@@ -50,8 +50,8 @@ def render(template: Path, **values: Any) -> str:
 def svg_of(drawn: Figure, title: str) -> str:
     """Return a figure as SVG text for use inside a page; ``title`` is its label for screen readers.
 
-    It is never shrunk, so that its smallest letters stay readable: on a narrow screen it scrolls in its frame. Boxes of
-    a schedule say their rank and action under the pointer.
+    It is never shrunk, so that its smallest letters stay readable: on a narrow screen it scrolls in its frame. A box of
+    a schedule has a tooltip with its rank and action.
 
     The text is less than half of matplotlib's file: coordinates are rounded to a hundredth of a point, groups have no
     names, fonts are few, and frequent styles become classes.
