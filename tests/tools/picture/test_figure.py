@@ -183,7 +183,7 @@ def test_seconds_have_a_unit_that_reads_well(length: float, name: str) -> None:
     ("schedule", "pp", "chunks"), [("1f1b", 4, 8), ("1f1b", 32, 128), ("gpipe", 64, 100), ("dualpipe_v", 4, 16)]
 )
 def test_all_text_has_at_least_10_pixels_of_a_screen(tmp_path: Path, schedule: str, pp: int, chunks: int) -> None:
-    drawn = figure([Panel(timeline_of(build(schedule, pp, chunks, INTERLEAVES[schedule][0]), COSTS))])
+    drawn = figure([Panel(timeline_of(build(schedule, pp, chunks, INTERLEAVES.get(schedule, [1])[0]), COSTS))])
     save(drawn, tmp_path / "drawn.svg")
     sizes = re.findall(r"font(?:-size)?: (?:\w+ )?([\d.]+)px", (tmp_path / "drawn.svg").read_text())
     assert len(sizes) > pp and min(map(float, sizes)) * 96 / 72 >= 10, "px of an SVG whose side is in points"
