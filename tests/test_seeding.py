@@ -168,9 +168,6 @@ def test_nobody_s_samples_are_a_mistake_of_ours() -> None:
     module = dropout(0.5)
     with pytest.raises(AssertionError):
         module(torch.ones(2, 3))
-    module.draw.sample_indices = torch.arange(3)
-    with pytest.raises(AssertionError):
-        module(torch.ones(2, 3))
 
 
 def test_every_dropout_of_a_model_gets_its_own_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,10 +87,14 @@ def test_the_configuration_is_kept_in_both_forms(trained: RunConfig) -> None:
 def test_a_run_without_a_tokenizer_cannot_write(
     corpus: Path, tmp_path: Path, pool: RankPool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = run_config(corpus, tmp_path, data={"tokenizer": None}, parallel=layout(""), train={"steps": 1})
+    """There is none beside the corpus either."""
+    moved = tmp_path / "corpus"
+    shutil.copytree(corpus, moved)
+    (moved / "tokenizer.json").unlink()
+    config = run_config(moved, tmp_path, data={"tokenizer": None}, parallel=layout(""), train={"steps": 1})
     train(pool, config)
     assert main(["sample", str(run_directory(config)), "--prompt", "x"]) == 2
-    assert "data.tokenizer" in capfd.readouterr().err
+    assert "the run has no tokenizer" in capfd.readouterr().err
 
 
 def test_a_run_before_its_first_checkpoint_cannot_write(

@@ -103,8 +103,8 @@ def test_one_rank_with_another_schedule_that_would_run_through_is_found(
         (["--out", "job.txt"], "a picture ends in one of .svg, .png, .pdf: job.svg"),
         (["--out", "{0}"], "there is a folder of that name; name a file, such as {0}/job.svg"),
         (["--out", "{0}/small.toml/x.svg"], "small.toml is a file, and nothing can lie below it"),
-        (["--nodes", "0"], "0 is not a whole number from 1 up"),
-        (["--nodes", "three"], "three is not a whole number from 1 up"),
+        (["--nodes", "0"], "0 is not a whole number from 1 to 1,048,576"),
+        (["--nodes", "three"], "three is not a whole number from 1 to 1,048,576"),
         (["--nodes", "3"], "3 nodes x 8 devices = 24 ranks, and the degrees make pp 2 x tp 1 x dp 2 = 4"),
         (
             ["--nodes", "3", "--devices-per-node", "2", "--parallel.tp=5", "--parallel.pp=1", "--parallel.dp=1"],

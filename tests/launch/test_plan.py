@@ -190,8 +190,8 @@ def test_pinned_degrees_are_those_of_the_plan(folder: Path) -> None:
 
 
 IMPOSSIBLE = {
-    "zero nodes": ("--nodes 0", "0 is not a whole number from 1 up", ["--nodes 1"]),
-    "nodes in words": ("--nodes two", "two is not a whole number from 1 up", ["--nodes 1"]),
+    "zero nodes": ("--nodes 0", "0 is not a whole number from 1 to 1,048,576", ["--nodes 1"]),
+    "nodes in words": ("--nodes two", "two is not a whole number from 1 to 1,048,576", ["--nodes 1"]),
     "unknown hardware": ("--cluster h10 --devices-per-node 1", "did you mean h100?", ["--cluster h100"]),
     "hardware as a file": ("--cluster H200.toml --devices-per-node 1", "did you mean h200?", ["--cluster h200"]),
     "a folder for hardware": ("--cluster {0}/folder", "this is a folder; known are a100", []),

@@ -353,7 +353,7 @@ def test_import_needs_no_torch() -> None:
 
 def test_the_names_for_type_checkers_are_those_at_run_time() -> None:
     tree = ast.parse((ROOT / "framework" / "__init__.py").read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     typed = [
         (node.module, each.name, each.asname)
         for node in block.body

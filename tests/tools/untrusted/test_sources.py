@@ -42,7 +42,9 @@ IMPORTERS = {
     "framework/model/build.py": "model.builder; see BUILDERS",
     "framework/model/groups.py": "model.parameter_groups of a configuration that was judged as model.builder was",
     "framework/optimizer/own.py": "optimizer.builder and .schedule of a configuration judged as model.builder was",
+    "framework/optimizer/own_defaults.py": "the same optimizer.builder, in a run, a verify or a plan that was judged",
     "framework/tools/verify/plain_optimizer.py": "the same optimizer.builder",
+    "framework/tools/verify/plain_rate.py": "the same optimizer.schedule",
     "framework/schedule/own.py": "pipeline.schedule of a configuration judged as model.builder was; not in a report",
     "framework/data/dataset.py": "data.builder of a configuration that was judged as model.builder was",
     "framework/data/collate.py": "data.collate of a configuration that was judged as model.builder was",
@@ -51,6 +53,8 @@ IMPORTERS = {
     "framework/tracking/observer.py": "tracking.sinks of a configuration that was judged as model.builder was",
 }
 BUILDERS = {
+    "framework/tools/verify/magnify.py": "the configuration of `meshwright verify`, with other rates",
+    "framework/tools/verify/trials.py": "the configuration of `meshwright verify`, with other sizes",
     "framework/blueprint.py": "the configuration of a command line, of tools/inference/load.py or tools/reshard.py",
     "framework/tools/planner/model_cache.py": "the configuration of a command line",
     "framework/tools/verify/reference.py": "the configuration of a command line",
