@@ -18,7 +18,7 @@ from meshwright.data.causal import CorpusSource
 from meshwright.data.corpus import IGNORE, Corpus, DocumentRules
 from meshwright.data.fingerprint import Fingerprint, SourceSummary, Split
 from meshwright.data.order import OnceInOrder, SampleOrder
-from meshwright.data.sources import unigram_nats, validation_steps
+from meshwright.data.sources import unigram_nats, validation_steps, warn_of_small_validation
 from meshwright.errors import DataError
 from meshwright.pipeline.values import Microbatch
 from tests.support.errors import has_code
@@ -276,6 +276,13 @@ def test_a_fingerprint_of_another_corpus_is_refused(tmp_path: Path) -> None:
     (tmp_path / fingerprints.FILE_NAME).write_text("{")
     with pytest.raises(DataError, match=r"fingerprint\.json cannot be understood", check=has_code("MW-DATA-018")):
         Corpus(prefix, LENGTH)
+
+
+def test_a_validation_below_one_global_batch_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "few", [list(range(3 * LENGTH + 1))])
+    source = CorpusSource(Corpus(tmp_path / "few", LENGTH), OnceInOrder(3))
+    assert warn_of_small_validation(source, 3) == warn_of_small_validation(None, 8) == ""
+    assert "validation has 3 samples, less than one global batch (4)" in warn_of_small_validation(source, 4)
 
 
 def test_unigram_entropy_is_that_of_the_fingerprint(tmp_path: Path) -> None:

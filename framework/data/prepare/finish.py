@@ -19,7 +19,7 @@ from meshwright.data.fingerprint import Fingerprint, Preparation, Request, Split
 from meshwright.data.prepare.input_files import FileForm, InputFile
 from meshwright.data.prepare.tokenizer_files import KnownTokenizer
 from meshwright.data.prepare.work_folder import SKIPPED_FILE, WorkFolder, describe_changes
-from meshwright.data.splits import SPLITS
+from meshwright.data.splits import SPLITS, SplitRule
 from meshwright.data.tokenizer import TOKENIZER_FILE
 from meshwright.errors import DataError
 from meshwright.system.bounded import open_regular
@@ -229,6 +229,15 @@ def complete(
             f"name another folder, or rebuild it with --replace",
         )
     return None if fingerprints.damaged_files(out, known) else known
+
+
+def present_rule(out: Path) -> SplitRule | None:
+    """Return the rule by which the corpus in ``out`` is split; None if there is none that can be read."""
+    try:
+        known = fingerprints.read(out)
+    except DataError:  # damaged: prepared again
+        return None
+    return None if known is None else SplitRule(known.source.split)
 
 
 def list_own_files(out: Path, own: Collection[str]) -> list[str]:

@@ -21,12 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed
 from meshwright.data.fingerprint import Fingerprint, Request
 from meshwright.data.prepare import readers
 from meshwright.data.prepare.encode import EncodedBlock, Encoder
-from meshwright.data.prepare.finish import Outcome, complete, write_indices
+from meshwright.data.prepare.finish import Outcome, complete, present_rule, write_indices
 from meshwright.data.prepare.input_files import FileForm, InputFile, list_files
 from meshwright.data.prepare.publish import publish
 from meshwright.data.prepare.readers import ReadPosition, RecordBlock, count_records
@@ -161,13 +160,10 @@ def _settled_rule(options: Options, out: Path, files: Sequence[InputFile], colum
     """Return how to split the corpus: as requested, as ``out`` was split, or by the number of documents."""
     if options.split is not SplitRule.AUTO or options.replace:
         return options.split.settle(count_records(files, columns, FEW_DOCUMENTS))
-    try:
-        finished = fingerprints.read(out)
-    except DataError:  # damaged: prepared again
-        finished = None
-    earlier = (finished.prepared if finished else None) or begun_request(out)
-    if earlier is not None:
-        return SplitRule(earlier.split)
+    if (finished := present_rule(out)) is not None:
+        return finished
+    if (begun := begun_request(out)) is not None:
+        return SplitRule(begun.split)
     return options.split.settle(count_records(files, columns, FEW_DOCUMENTS))
 
 

@@ -134,7 +134,7 @@ def _conversation(messages: Any) -> list[DocumentPiece]:
         role, content = (_text(message[key], f"{key} of message {number}") for key in ("role", "content"))
         _check_is_plain(message, number)
         is_ours = role == "assistant"
-        counts = is_ours and _is_label(message, number)
+        counts = _is_label(message, number, is_ours)
         pieces.append(DocumentPiece(f"<|{role}|>\n", False, False))
         pieces.append(DocumentPiece(content if is_ours else f"{content}\n", counts, is_ours))
     if not any(piece.counts for piece in pieces):
@@ -155,16 +155,19 @@ def _check_is_plain(message: dict[str, Any], number: int) -> None:
         raise Broken(f"has {lost!r} in message {number}, which would be left out: write it into the content, as text")
 
 
-def _is_label(message: dict[str, Any], number: int) -> bool:
-    """Return whether the assistant's message counts: not with weight 0 or train false. Raises Broken.
+def _is_label(message: dict[str, Any], number: int, is_ours: bool) -> bool:
+    """Return whether a message counts: the assistant's, unless its weight is 0 or train is false. Raises Broken.
 
-    ``weight`` is that of OpenAI's fine-tuning files, ``train`` and ``training`` those of axolotl.
+    ``weight`` is that of OpenAI's fine-tuning files, ``train`` and ``training`` those of axolotl. ``is_ours``: the
+    message is the assistant's.
     """
     flags = [(key, message[key]) for key in ("weight", "train", "training") if message.get(key) is not None]
     for key, value in flags:
         if value not in (0, 1):  # true and false are 1 and 0
             raise Broken(f"has {key} = {value!r} in message {number}: only 0 and 1 are known")
-    return all(value == 1 for _, value in flags)
+        if value == 1 and not is_ours:
+            raise Broken(f"has {key} = {value!r} in message {number}: only messages of the assistant can count")
+    return is_ours and all(value == 1 for _, value in flags)
 
 
 def _text(value: Any, name: str) -> str:

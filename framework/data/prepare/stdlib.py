@@ -25,7 +25,7 @@ from meshwright.data import fingerprint as fingerprints
 from meshwright.data import indexed, tokenizer
 from meshwright.data.fingerprint import Fingerprint, Split
 from meshwright.data.prepare import sources
-from meshwright.data.prepare.finish import Outcome, list_own_files, measure_split, write_fingerprint
+from meshwright.data.prepare.finish import Outcome, list_own_files, measure_split, present_rule, write_fingerprint
 from meshwright.data.prepare.publish import OLD, publish
 from meshwright.data.splits import SPLITS, SplitRule
 from meshwright.data.tokenizer import TOKENIZER_FILE
@@ -69,7 +69,7 @@ def prepare_files(
     """Prepare a corpus of text files (of a folder: all files below it), a document per file."""
     source = sources.files(paths)
     if split is SplitRule.AUTO and not replace:
-        split = _present_rule(Path(out)) or split
+        split = present_rule(Path(out)) or split
     rule = split.settle(len(source.documents))
     return _prepare(source, out, vocab_size, validation_share, rule, replace=replace, say=say)
 
@@ -141,15 +141,6 @@ def _build(
         training = measured.labels if name == "train" else training
     draft = Fingerprint(files=hashes, splits=written, vocab_size=vocab_size, end_of_document_id=end, source=request)
     return write_fingerprint(aside, draft)
-
-
-def _present_rule(out: Path) -> SplitRule | None:
-    """Return how the corpus in a folder is split; None if there is none that can be read."""
-    try:
-        known = fingerprints.read(out)
-    except DataError:
-        return None
-    return None if known is None else SplitRule(known.source.split)
 
 
 def _matching(out: Path, request: fingerprints.SourceSummary, *, replace: bool) -> Fingerprint | None:

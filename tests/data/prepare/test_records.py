@@ -102,6 +102,7 @@ def test_a_turn_that_does_not_count_is_context(flag: dict[str, Any], tokenizer: 
     [
         (turn("assistant", "a", weight=0.5), "has weight = 0.5 in message 2: only 0 and 1 are known"),
         (turn("assistant", "a", train="no"), "has train = 'no' in message 2"),
+        (turn("tool", "a", train=True), "has train = True in message 2: only messages of the assistant can count"),
         (turn("assistant", "a", weight=0), "has no message of the 'assistant' that counts"),
         (turn("assistant", "", tool_calls=[{"id": "1"}]), "has 'tool_calls' in message 2, which would be left out"),
         (turn("assistant", "a", train_detail=[{"begin_offset": 0}]), "has 'train_detail' in message 2"),
