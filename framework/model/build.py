@@ -42,13 +42,14 @@ from meshwright.errors import ModelError, UserError
 from meshwright.fp8.convert import convert_linears
 from meshwright.model import requirements
 from meshwright.model.builder_run import BuilderRun
-from meshwright.model.first_values import MARKED_UP_TO, ParameterOwner, find_owners, first_value, unwritten_error
+from meshwright.model.first_values import ParameterOwner, find_owners, first_value, unwritten_error
 from meshwright.model.groups import find_groups, freeze
 from meshwright.model.matrices import find_matrices
 from meshwright.model.outline import ModelOutline, draw_outline
 from meshwright.model.own_loss import in_float32
 from meshwright.model.shared_draw import StageRanks, initial_values
 from meshwright.model.unwritten import FilledAtFirstTouch, is_marked
+from meshwright.model.write_record import MARKED_UP_TO
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import Draw, seed_dropouts, seeded
 

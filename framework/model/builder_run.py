@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.model.first_values import (
     ParameterOwner,
-    WriteRecord,
-    bytes_of,
     find_first_values,
     first_value_problems,
     listed,
@@ -28,6 +26,7 @@ from meshwright.model.first_values import (
 )
 from meshwright.model.outline import ModelOutline, draw_outline, to_meta
 from meshwright.model.unwritten import MarkEmpty, is_marked
+from meshwright.model.write_record import WriteRecord, bytes_of
 from meshwright.seeding import generators_at, seeded
 
 MAX_NUMEL = 2**31

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from meshwright.model import requirements
-from meshwright.model.first_values import WriteRecord
+from meshwright.model.write_record import WriteRecord
 
 
 class ModelOutline(NamedTuple):

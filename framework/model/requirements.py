@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from meshwright.errors import ModelError
+from meshwright.model.cut_recipe import cut_at_lists
 
 LOSS_OPTIONS = ("label_smoothing", "z_loss")
 """Attributes of a model that are options of the default loss."""
@@ -43,57 +44,13 @@ def check_options(path: str, builder: Callable[..., Any], options: dict[str, Any
         raise ModelError("MW-MODEL-001", "\n".join(problems))
 
 
-CUT = """; of this module (docs/models.md, "Cut a module"):
-
-class Part(nn.Module):  # a piece of forward, with the modules and parameters that it uses
-    def __init__(self, run, **used):
-        super().__init__()
-        self.run = run
-        for name, value in used.items():
-            setattr(self, name, value)
-
-    def forward(self, x):
-        return self.run(self, x)
-
-def build(**options):
-    m = {kind}(**options)
-    first = Part(lambda self, x: ..., {before})  # forward before {blocks}
-    last = Part(lambda self, x: ..., {after})  # forward after it
-    return nn.Sequential(first, {starred}, last)"""
-"""Recipe that cuts a module at its lists of blocks. Each ``...`` is the code of its forward there."""
-
-
-def _cut_at_lists(model: Any) -> str:
-    """Return CUT for a module that has lists of blocks, and "" for anything else."""
-    if not isinstance(model, nn.Module):
-        return ""
-    lists: list[str] = []
-    pieces: tuple[list[str], list[str]] = [], []  # paths registered before the first list, and after it
-    for name, module in model.named_modules(remove_duplicate=False):
-        if any(name == each or name.startswith(f"{each}.") for each in (*lists, *pieces[0], *pieces[1])):
-            continue
-        if isinstance(module, nn.ModuleList) and len(module):
-            lists.append(name)
-        elif name and not any(isinstance(each, nn.ModuleList) for each in module.modules()):
-            if not isinstance(module, nn.ModuleDict):
-                pieces[bool(lists)].append(name)
-        else:  # it holds a list further down: its own parameters are pieces
-            own = [key for key, _ in module.named_parameters(recurse=False)]
-            pieces[bool(lists)].extend(f"{name}.{key}".lstrip(".") for key in own)
-    if not lists:
-        return ""
-    before, after = (", ".join(f"{name.replace('.', '_')}=m.{name}" for name in each) for each in pieces)
-    starred = ", ".join(f"*m.{name}" for name in lists)
-    return CUT.format(kind=type(model).__name__, before=before, after=after, blocks=lists[0], starred=starred)
-
-
 def check_kind(path: str, layers: Any) -> None:
     """Raise :class:`ModelError` unless the builder has returned an nn.Sequential with something to train."""
     if not isinstance(layers, nn.Sequential):
         raise ModelError(
             "MW-MODEL-004",
             f"{path} returned a {type(layers).__name__}: a pipeline is cut between the elements of an nn.Sequential. "
-            f"Return nn.Sequential(embedding, block, ..., head){_cut_at_lists(layers)}",
+            f"Return nn.Sequential(embedding, block, ..., head){cut_at_lists(layers)}",
         )
     if len(layers) == 0:
         raise ModelError("MW-MODEL-005", f"{path} returned an empty nn.Sequential: there is nothing to train")

@@ -77,7 +77,7 @@ def open_tokenizer(place: Path, end_token: str | None = None, begin_token: str |
 def _conversion(path: Path) -> str:
     """Return how to write a tokenizer.json from a tokenizer file of another library; empty for any other file.
 
-    The conversions were tried with transformers 5.23 and sentencepiece 0.2.3, on a BPE model and on a file in tiktoken's
+    The conversions were tried with transformers 5.23 and sentencepiece 0.2.3, on a BPE model and a file in tiktoken's
     form. Of a sentencepiece model alone AutoTokenizer makes a tokenizer without the space before the text.
     """
     if path.suffix == ".tiktoken" or path.name.endswith(".tiktoken.model"):
