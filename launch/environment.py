@@ -19,13 +19,11 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from meshwright.errors import MeshError
-from meshwright.launch.mpi import mpi_place, mpi_variables
+from meshwright.launch.mpi import FIRST_PORT, NUM_PORTS, mpi_place, mpi_variables
 from meshwright.system.bounded import shortened
 from meshwright.system.host import NODES, interface_towards
 from meshwright.system.numbers import MAX_PORT, MAX_RANKS, environment_number, job_restarts, whole_number
 
-FIRST_PORT, NUM_PORTS = 20_000, 12_000
-"""Ports for the rendezvous of Slurm jobs, below the ephemeral ports of Linux (32768 and up)."""
 STEPS_PER_JOB = 16
 MAX_NODES = 2**17
 """Maximum number of nodes in a list of Slurm's, twice as many as it manages by default."""

@@ -117,6 +117,7 @@ def render(model: str, file: Path, name: str, corpus: Path, outcome: Outcome) ->
             "vocab_note": vocab_note,
             "corpus": corpus.as_posix(),
             "has_validation": has_validation,
+            "sequence_length": SEQUENCE_LENGTH,
         },
         {"toml": toml_value},
     )

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshwright.config import RunConfig
+from meshwright.config.functions import directory_of
 from meshwright.config.sections import WeightedCorpus
 from meshwright.terminal.output import abridge
 
-HF = "hf:"
 DATASETS = "meshwright.data.huggingface:build"
 """Builder of samples whose option ``path`` is a folder."""
 
@@ -44,8 +44,8 @@ def _paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     builder, path = config.data.builder or "", config.data.options.get("path")
     if builder == DATASETS and isinstance(path, str) and path:
         yield "data.options.path", path
-    if config.model.builder.startswith(HF):
-        yield "model.builder", config.model.builder.removeprefix(HF)
+    if (directory := directory_of(config.model.builder)) is not None:
+        yield "model.builder", str(directory)
     others = {
         "data.validation": config.data.validation,
         "data.tokenizer": config.data.tokenizer,

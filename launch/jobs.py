@@ -108,8 +108,9 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
     place = read_place()
     if launcher is not Launcher.TORCHRUN and place.rank == 0:  # no agent has taken the port: this rank will
         check_port(os.environ["MASTER_PORT"])
-    if place.rank == 0 and (mpi := mpi_place(os.environ)) is not None and launcher is Launcher.MPI:
-        tell(f"{mpi.said} started the ranks; rendezvous at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+    if launcher is Launcher.MPI and place.rank == 0 and (mpi := mpi_place(os.environ)) is not None:
+        address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        tell(f"{mpi.description} started the ranks; rendezvous at {address}")
     rank.set_threads(config.launch.threads)
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from meshwright.errors import MeshError
 from meshwright.system.bounded import shortened
-from meshwright.system.host import loopback
+from meshwright.system.host import interface_towards, loopback
 from meshwright.system.numbers import MAX_RANKS, environment_number
 
 DEFAULT_PORT = 29500
 """Port of torch, for a job whose launcher gives it no name."""
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
+"""Ports for the rendezvous of jobs, below the ephemeral ports of Linux (32768 and up)."""
 
 
 class MpiLauncher(NamedTuple):
@@ -56,7 +57,7 @@ class MpiPlace(NamedTuple):
     size: int
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """The launcher and what it has set, for messages."""
         return f"{self.launcher.name} ({self.launcher.size} = {self.size})"
 
@@ -95,16 +96,16 @@ def mpi_variables(place: MpiPlace, env: Mapping[str, str]) -> dict[str, str]:
     if not is_one_host and not env.get("MASTER_ADDR"):
         raise MeshError(
             "MW-LAUNCH-101",
-            f"{place.said} started this process, and the ranks cannot find each other: they may be on several hosts. "
-            f"Set MASTER_ADDR to the host of rank 0 for all of them (mpirun -x MASTER_ADDR=HOST; mpiexec -genv "
+            f"{place.description} started this process, and the ranks cannot find each other: they may be on several "
+            f"hosts. Set MASTER_ADDR to the host of rank 0 for all of them (mpirun -x MASTER_ADDR=HOST; mpiexec -genv "
             f"MASTER_ADDR HOST), start with torchrun or srun, or without a launcher for the ranks of this machine",
         )
     local_rank = env.get("LOCAL_RANK") or env.get(launcher.local_rank)
     if local_rank is None:
         raise MeshError(
             "MW-LAUNCH-102",
-            f"{place.said} started this process without {launcher.local_rank}, its number on this host: set LOCAL_RANK "
-            f"in each process, or start with torchrun or srun",
+            f"{place.description} started this process without {launcher.local_rank}, its number on this host: set "
+            f"LOCAL_RANK in each process, or start with torchrun or srun",
         )
     variables = {
         "RANK": str(place.rank),
@@ -114,8 +115,10 @@ def mpi_variables(place: MpiPlace, env: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": env.get("MASTER_ADDR") or "127.0.0.1",
         "MASTER_PORT": env.get("MASTER_PORT") or str(_port_of_job(env)),
     }
-    if not env.get("MASTER_ADDR"):  # one host: nothing leaves it
-        variables |= {name: env.get(name) or loopback() for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    # on one host nothing leaves it; on several, gloo may resolve the name of its own host to a loopback
+    interface = interface_towards(env["MASTER_ADDR"]) if env.get("MASTER_ADDR") else loopback()
+    if interface is not None:
+        variables |= {name: env.get(name) or interface for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return variables
 
 

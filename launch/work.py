@@ -111,8 +111,7 @@ def open_run_files(config: RunConfig, mesh: Mesh) -> Iterator[RunFiles]:
     """Make, check and lock the run's directory for the block. Collective over all ranks; blocks."""
     directory = make_directory(config) if mesh.rank == 0 else run_directory(config)
     check_nodes(mesh, directory)
-    cpu_warnings = find_cpu_warnings(mesh, config.launch.threads)
-    for text in cpu_warnings if mesh.rank == 0 else []:
+    for text in find_cpu_warnings(mesh, config.launch.threads):
         print_warning(text)
     with lock_directory(directory, mesh) as lock, contextlib.closing(RunFiles(directory, lock)) as files:
         yield files

@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from meshwright.config import RunConfig
 from meshwright.config.functions import error_place, find_function
-from meshwright.errors import DataError
+from meshwright.errors import DataError, reason_of
 
 
 class Spec(NamedTuple):
@@ -106,7 +106,7 @@ class Collate(NamedTuple):
         except BaseException as error:
             raise DataError(
                 "MW-DATA-106",
-                f"{where}, failed{error_place(error)}: {type(error).__name__}: {error}. It returns (inputs, labels): "
+                f"{where}, failed{error_place(error)}: {reason_of(error)}. It returns (inputs, labels): "
                 f"tensors, or for the inputs a tuple or dict of tensors",
             ) from error
         found = () if ragged else specs_of(tree_map(lambda leaf: leaf[0], inputs), labels[0])

@@ -22,7 +22,7 @@ from meshwright.data.collate import Collate, make_collate, sha256_of, specs_of
 from meshwright.data.corpus import IGNORE
 from meshwright.data.read_ahead import ReadAhead, Start, Steps
 from meshwright.data.stream import Stream, is_stream
-from meshwright.errors import DataError
+from meshwright.errors import DataError, reason_of
 
 
 class Samples(NamedTuple):
@@ -46,8 +46,7 @@ class Samples(NamedTuple):
         except BaseException as error:
             raise DataError(
                 "MW-DATA-009",
-                f"{self.name}: sample {number} of {self.num_samples:,} failed{error_place(error)}: "
-                f"{type(error).__name__}: {error}",
+                f"{self.name}: sample {number} of {self.num_samples:,} failed{error_place(error)}: {reason_of(error)}",
             ) from error
 
     def sample(self, number: int) -> tuple[Any, Tensor]:
@@ -141,7 +140,7 @@ def open_dataset(config: RunConfig, split: str) -> Samples | Stream | None:
             raise DataError(
                 "MW-DATA-014",
                 f"data.builder {path}({split!r}) with data.options {config.data.options} failed{error_place(error)}: "
-                f"{type(error).__name__}: {error}",
+                f"{reason_of(error)}",
             ) from error
 
     dataset = make()

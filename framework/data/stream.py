@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 
 from meshwright.config.functions import error_place
 from meshwright.data.collate import Collate, own_copy, sha256_of, specs_of
-from meshwright.errors import DataError
+from meshwright.errors import DataError, reason_of
 
 MARKS = 64
 """Marks that are kept: more global batches than threads read ahead."""
@@ -205,7 +205,7 @@ class Stream:
             raise DataError(
                 "MW-DATA-111",
                 f"{self.name}: state_dict() of {type(self._dataset).__name__} failed or is no plain JSON"
-                f"{error_place(error)}: {type(error).__name__}: {error}",
+                f"{error_place(error)}: {reason_of(error)}",
             ) from error
         if len(text) > MAX_STATE_CHARS:
             raise DataError(
@@ -238,7 +238,7 @@ class Stream:
             raise DataError(
                 "MW-DATA-113",
                 f"{self.name} cannot continue {self.how} at sample {mark.read} of epoch {mark.epoch}"
-                f"{error_place(error)}: {type(error).__name__}: {error}",
+                f"{error_place(error)}: {reason_of(error)}",
             ) from error
 
     def _next(self) -> Any:
@@ -257,8 +257,7 @@ class Stream:
         except BaseException as error:
             raise DataError(
                 "MW-DATA-115",
-                f"{self.name}: sample {at.read} of epoch {at.epoch} failed{error_place(error)}: "
-                f"{type(error).__name__}: {error}",
+                f"{self.name}: sample {at.read} of epoch {at.epoch} failed{error_place(error)}: {reason_of(error)}",
             ) from error
         self._at = StreamMark(at.number + 1, at.epoch, at.read + 1, None)
         self._last = at.number, raw

@@ -22,7 +22,7 @@ from torch import nn
 from meshwright.adapters.attach import is_adapter
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import error_place, find_function
-from meshwright.errors import ModelError
+from meshwright.errors import ModelError, reason_of
 
 _KEY, _ATTRIBUTE = "model.parameter_groups", "the model's attribute parameter_groups"
 
@@ -116,5 +116,5 @@ def _ask(path: str, name: str, shape: tuple[int, ...]) -> ParameterGroup | None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        text = f"failed for {name}{error_place(error)}: {type(error).__name__}: {error}"
+        text = f"failed for {name}{error_place(error)}: {reason_of(error)}"
         raise ModelError("MW-MODEL-031", f"{_KEY} = {path!r} {text}") from error

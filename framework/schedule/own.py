@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.config.functions import error_place, find_function
-from meshwright.errors import ScheduleError
+from meshwright.errors import ScheduleError, reason_of
 from meshwright.schedule.action import Placement, Schedule
 from meshwright.schedule.text import parse_schedule
 
@@ -27,7 +27,7 @@ def own_schedule(path: str, pp: int, chunks: int, num_stages: int) -> Schedule:
         raise
     except BaseException as error:
         raise ScheduleError(
-            "MW-SCHEDULE-017", f"{given} failed{error_place(error)}: {type(error).__name__}: {error}; write {wanted}"
+            "MW-SCHEDULE-017", f"{given} failed{error_place(error)}: {reason_of(error)}; write {wanted}"
         ) from error
     header = f"# {path} pp={pp} num_stages={num_stages} chunks={chunks} placement={Placement.LOOP}"
     text = "\n".join([header, *(" ".join(row.split()) for row in rows)])

@@ -48,7 +48,7 @@ def _is_printable(stream: io.TextIOWrapper) -> bool:
 
 
 def _encodable(stream: TextIO, text: str) -> str:
-    """Return text with characters that the stream's encoding lacks written out (``\u2502``)."""
+    """Return text with characters that the stream's encoding lacks written out (``\\u2502``)."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -116,7 +116,7 @@ def prepare(options: Options, on_progress: Callable[[Progress], None] = lambda _
         )
         try:
             encoder = Encoder(files, known.tokenizer, options.form, columns, dtype, known.end, known.begin)
-            _read_all(options, files, columns, encoder, work, _Splitter(options, rule, known.end), on_progress)
+            _read_all(options, files, columns, encoder, work, _Splitter(options, rule, known), on_progress)
             made = write_indices(work, files, known, request)
             publish(work.corpus, out)
             work.remove()
@@ -158,12 +158,13 @@ def _request(options: Options, files: Sequence[InputFile], known: KnownTokenizer
 
 def _settled_rule(options: Options, out: Path, files: Sequence[InputFile], columns: Sequence[str]) -> SplitRule:
     """Return how to split the corpus: as requested, as ``out`` was split, or by the number of documents."""
-    if options.split is not SplitRule.AUTO or options.replace:
-        return options.split.settle(count_records(files, columns, FEW_DOCUMENTS))
-    if (finished := present_rule(out)) is not None:
-        return finished
-    if (begun := begun_request(out)) is not None:
-        return SplitRule(begun.split)
+    if options.split is not SplitRule.AUTO:
+        return options.split
+    if not options.replace:
+        if (finished := present_rule(out)) is not None:
+            return finished
+        if (begun := begun_request(out)) is not None:
+            return SplitRule(begun.split)
     return options.split.settle(count_records(files, columns, FEW_DOCUMENTS))
 
 
@@ -255,8 +256,9 @@ def _append(
 class _Splitter:
     """Writer of encoded documents to their splits; see :mod:`meshwright.data.splits` for the rules."""
 
-    def __init__(self, options: Options, rule: SplitRule, end: int) -> None:
-        self.options, self.rule, self.end = options, rule, end
+    def __init__(self, options: Options, rule: SplitRule, tokenizer: KnownTokenizer) -> None:
+        self.options, self.rule = options, rule
+        self.begin, self.end = tokenizer.begin, tokenizer.end
         self.shares = {"validation": options.validation_share, "test": options.test_share}
 
     def append(self, result: EncodedBlock, work: WorkFolder) -> None:
@@ -296,12 +298,14 @@ class _Splitter:
             self._append_part(result, "train", end - length, stop, work)
 
     def _append_part(self, result: EncodedBlock, split: str, start: int, stop: int, work: WorkFolder) -> None:
-        """Append tokens [start, stop) of a block as one document. A part that was cut off gets an end of its own."""
+        """Append tokens [start, stop) of a block as one document. A part that was cut off gets ends of its own."""
         tokens = result.tokens[start:stop]
         if not len(tokens):
             return
         if result.counts is None and tokens[-1] != self.end:
             tokens = np.append(tokens, tokens.dtype.type(self.end))
+        if result.counts is None and self.begin is not None and tokens[0] != self.begin:
+            tokens = np.insert(tokens, 0, self.begin)
         mask = None if result.counts is None else result.counts[start:stop]
         work.append(split, tokens, np.array([len(tokens)]), mask)
 

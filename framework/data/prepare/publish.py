@@ -16,11 +16,17 @@ def publish(aside: Path, out: Path) -> None:
     sync_tree(aside)
     if out.is_dir() and any(out.iterdir()):
         old = aside.with_name(aside.name + OLD)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)  # left by a call that was killed
         out.rename(old)
         rename_synced(aside, out)
-        if old.is_symlink():  # a link that the user named; what it leads to stays
-            old.unlink()
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old)
     else:
         rename_synced(aside, out)
+
+
+def _remove(old: Path) -> None:
+    """Remove a folder, or a link that the user named; what it leads to stays."""
+    if old.is_symlink():
+        old.unlink()
+    else:
+        shutil.rmtree(old, ignore_errors=True)

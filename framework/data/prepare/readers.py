@@ -233,16 +233,20 @@ def count_records(files: Sequence[InputFile], columns: Sequence[str], at_most: i
 
 
 def _count_lines(file: InputFile, at_most: int) -> int:
-    """Return the number of lines of a file, or some number of at least ``at_most``."""
-    counted, is_open_ended = 0, False
+    """Return the number of lines of a file, or some number of at least ``at_most``.
+
+    Counting ends in a line that is too long, refused where it is read: a file of zeros may unpack to terabytes.
+    """
+    counted, of_line = 0, 0  # line feeds, and bytes since the last one
     try:
         with open_regular(file.path) as raw, gzip.open(raw, "rb") if file.is_gzipped else raw as stream:
-            while counted < at_most and (content := stream.read(BLOCK_BYTES)):
+            while counted < at_most and of_line <= MAX_LINE_BYTES and (content := stream.read(BLOCK_BYTES)):
                 counted += content.count(b"\n")
-                is_open_ended = not content.endswith(b"\n")
+                end = content.rfind(b"\n")
+                of_line = len(content) - 1 - end if end >= 0 else of_line + len(content)
     except (OSError, EOFError, zlib.error):
         return counted  # damaged files are refused where they are read
-    return counted + is_open_ended
+    return counted + (of_line > 0)
 
 
 def open_parquet(path: Path, columns: Sequence[str]) -> Any:

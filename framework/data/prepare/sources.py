@@ -17,7 +17,7 @@ from meshwright.system.bounded import MAX_DOCUMENT_BYTES, read_bytes, real_path
 from meshwright.terminal.format import format_number_of
 
 _SHORTEST_PART_BYTES = 4 * SHORTEST_PART
-"""SHORTEST_PART in bytes: a byte-level token has about four bytes of text."""
+"""SHORTEST_PART in bytes, at four bytes a token."""
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 

@@ -1,12 +1,13 @@
 """CPUs that each rank may use: a launcher may bind several ranks, or all threads of one, to a single core.
 
 srun of Slurm 22.05 and later does not take over ``--cpus-per-task`` of its job, and with task/affinity it binds each
-task to one core then. mpirun binds each process to a core by default.
+task to one core then. mpirun may bind each process to a core or a socket.
 """
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -62,8 +63,10 @@ def mask_of(cpus: Collection[int]) -> str:
 
 
 def find_cpu_warnings(mesh: Mesh, threads: int) -> list[str]:
-    """Return a warning for each kind of fault in the binding of the ranks. Collective over all ranks; blocks."""
+    """Return on rank 0 a warning for each kind of fault in the binding of ranks. Collective over all ranks; blocks."""
     every = mesh.world.gather_objects(own_cpus(threads, mesh.device.type), RankCpus)
+    if mesh.rank != 0:
+        return []
     known = {rank: found for rank, found in enumerate(every) if found is not None}
     return cpu_warnings(mesh.nodes, known)
 
@@ -111,17 +114,17 @@ def _is_crowded(found: Mapping[int, RankCpus], ranks: Sequence[int]) -> bool:
 
 def _sharing(nodes: Sequence[str], found: Mapping[int, RankCpus]) -> list[list[int]]:
     """Return the groups of bound ranks of one node whose CPUs overlap, directly or through others."""
-    groups: list[tuple[str, set[int], list[int]]] = []
+    groups: dict[str, list[tuple[set[int], list[int]]]] = defaultdict(list)
     for rank, each in found.items():
         if not each.is_bound:
             continue
-        node, cpus, ranks = nodes[rank], set(each.cpus), [rank]
+        cpus, ranks = set(each.cpus), [rank]
         apart = []
-        for group in groups:
-            if group[0] == node and group[1] & cpus:
-                cpus |= group[1]
-                ranks = [*group[2], *ranks]
+        for group in groups[nodes[rank]]:
+            if group[0] & cpus:
+                cpus |= group[0]
+                ranks = [*group[1], *ranks]
             else:
                 apart.append(group)
-        groups = [*apart, (node, cpus, ranks)]
-    return [sorted(ranks) for _, _, ranks in groups]
+        groups[nodes[rank]] = [*apart, (cpus, ranks)]
+    return [sorted(ranks) for of_node in groups.values() for _, ranks in of_node]

@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from meshwright.data import fingerprint as fingerprints
 from meshwright.data.corpus import Corpus
+from meshwright.data.prepare import readers
 from meshwright.data.prepare.finish import Outcome
 from meshwright.data.prepare.input_files import list_files
+from meshwright.data.prepare.publish import publish
 from meshwright.data.prepare.readers import count_records
 from meshwright.data.prepare.records import Form
 from meshwright.data.prepare.stdlib import prepare_files
 from meshwright.data.splits import FEW_DOCUMENTS, SplitRule, owed_tokens, part_of_document
 from meshwright.errors import DataError
-from tests.data.corpora import bytes_tokenizer, contents, documents_in, made, write_lines
+from tests.data.corpora import END, bytes_tokenizer, contents, documents_in, made, write_lines
 from tests.support.errors import has_code
 
 
@@ -161,3 +164,45 @@ def test_a_split_never_has_more_than_its_share(lengths: list[int], share: float)
         assert 0 <= part <= length
         given_tokens += part
         assert given_tokens <= share * seen
+
+
+def test_a_line_without_an_end_is_not_counted_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressed file of zeros has no line feed: counting ends where the line is too long to be read."""
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    path = tmp_path / "zeros.jsonl.gz"
+    path.write_bytes(gzip.compress(b"\0" * 10**6))
+    plain, read = gzip.GzipFile.read, 0
+
+    def counting(stream: gzip.GzipFile, size: int | None = -1) -> bytes:
+        nonlocal read
+        content = plain(stream, size)
+        read += len(content)
+        return content
+
+    monkeypatch.setattr(gzip.GzipFile, "read", counting)
+    assert count_records(list_files([path]), ("text",), 1000) == 1
+    assert 1000 < read < 2000
+
+
+def test_a_part_begins_and_ends_as_a_document(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a line of the only text\n" * 200)
+    made(
+        tmp_path / "out", tokenizer, tmp_path / "book.txt", split=SplitRule.AUTO, validation_share=0.1, begin_token=END
+    )
+    end = len(pre_tokenizers.ByteLevel.alphabet())
+    for name in ("train", "validation"):
+        tokens = np.fromfile(tmp_path / "out" / f"{name}.bin", np.uint16)
+        assert tokens[0] == tokens[-1] == end and (tokens == end).sum() == 2
+
+
+def test_a_replacement_survives_one_that_was_killed(tmp_path: Path) -> None:
+    """Between the rename of a linked folder and the removal of the link."""
+    out, aside, elsewhere = tmp_path / "out", tmp_path / "aside", tmp_path / "elsewhere"
+    for folder in (out, aside, elsewhere):
+        folder.mkdir()
+        (folder / "train.bin").write_text(folder.name)
+    (tmp_path / "aside.old").symlink_to(elsewhere)
+    publish(aside, out)
+    assert (out / "train.bin").read_text() == "aside" and (elsewhere / "train.bin").read_text() == "elsewhere"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out"]

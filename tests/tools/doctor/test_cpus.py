@@ -58,6 +58,8 @@ def test_thousands_of_ranks_are_one_line_each() -> None:
     warnings = cpu_warnings(nodes, {number: rank(0, threads=2) for number in range(8000)})
     assert len(warnings) == 2 and all(len(text) < 400 for text in warnings)
     assert "and 7999 more ranks alike" in warnings[0] and "999 more groups of ranks alike" in warnings[1]
+    apart = {number: rank(*range(2 * (number % 8), 2 * (number % 8) + 2), threads=2) for number in range(8000)}
+    assert cpu_warnings(nodes, apart) == [], "each with CPUs of its own, compared within its node alone"
 
 
 @pytest.mark.parametrize(("text", "asked"), [("4", 4), ("", 0), ("x", 0), ("9" * 5000, 0), ("-3", 0), ("²", 0)])

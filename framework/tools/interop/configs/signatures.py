@@ -16,8 +16,6 @@ Document = Mapping[str, Any]
 class Signature(NamedTuple):
     """Distinctive keys of one supported format."""
 
-    framework: str
-    """Key of ``convert.TRANSLATE``."""
     sections: Mapping[str, str]
     """Top-level section -> patterns of its distinctive keys."""
     min_sections: int
@@ -50,7 +48,6 @@ def _has_key(document: Document, dotted: str) -> bool:
 
 
 NANOTRON = Signature(
-    "nanotron",
     {
         "general": "run benchmark_csv_path consumed_train_samples ignore_sanity_checks",
         "parallelism": "dp pp_engine tp_mode tp_linear_async_communication expert_parallel_size recompute_layer",
@@ -67,7 +64,6 @@ NANOTRON = Signature(
 )
 
 TORCHTITAN = Signature(
-    "torchtitan",
     {
         "job": "dump_folder config_file custom_config_module print_config print_args description",
         "model": "flavor hf_assets_path tokenizer_path converters print_after_conversion",
@@ -91,7 +87,6 @@ TORCHTITAN = Signature(
 )
 
 BRIDGE = Signature(
-    "bridge",
     {
         "train": "train_iters train_samples rampup_batch_size exit_duration_in_mins manual_gc*",
         "model": "*_model_parallel_size num_query_groups ffn_hidden_size kv_channels layernorm_epsilon",

@@ -37,9 +37,9 @@ class FieldBounds(NamedTuple):
     """Bounds of the numbers in fields whose name matches ``pattern`` as a whole."""
 
     pattern: re.Pattern[str]
-    low: float
-    """Lowest value; of a fraction, the value itself is excluded."""
-    high: float
+    low: int
+    """Lowest value."""
+    high: int
 
 
 COUNTS = (
@@ -49,7 +49,7 @@ COUNTS = (
     FieldBounds(re.compile(r".*heads?(_.*)?"), -1, MAX_HEADS),
     FieldBounds(re.compile(r".*experts?(_.*)?"), -1, MAX_EXPERTS),
     FieldBounds(re.compile(r"hidden_size|vocab_size|n_embd|d_model"), 1, MAX_WIDTH),
-    FieldBounds(re.compile(r".*(_size|_dim|_rank|_inner)|n_embd|d_(model|ff|kv)"), -1, MAX_WIDTH),
+    FieldBounds(re.compile(r".*(_size|_dim|_rank|_inner)|d_(ff|kv)"), -1, MAX_WIDTH),
     FieldBounds(re.compile(r".*(position|vocab|sequence|length|window).*"), -1, MAX_ROWS),
 )
 """Bounds of whole numbers; the first pattern that matches counts. Lists hold several of such numbers."""
