@@ -33,9 +33,13 @@ class GroupRow(NamedTuple):
     """A tensor-parallel group, or the part of it in one node."""
 
     text: str
-    """Coordinates, ``tp`` and the ranks, two blanks between them; the number left out in an abridged list."""
-    pp_rank: int | None
-    """None: it stands for rows that are left out."""
+    """Row of the drawing, aligned with blanks; the number left out in an abridged list."""
+    where: str = ""
+    """Coordinates, and the range of tp ranks if the group straddles nodes."""
+    ranks: tuple[str, ...] = ()
+    """Ranks in the order of tp, or one range of them; the number left out stands between them."""
+    pp_rank: int | None = None
+    """None: the row stands for rows that are left out."""
 
 
 class NodeBox(NamedTuple):
@@ -45,7 +49,7 @@ class NodeBox(NamedTuple):
     rows: tuple[GroupRow, ...]
 
 
-class Placed(NamedTuple):
+class RankPlacement(NamedTuple):
     """The ranks of a mesh on their nodes, abridged to what fits a screen."""
 
     head: str
@@ -115,7 +119,7 @@ def draw_placement(grid: Grid, nodes: Sequence[str]) -> str:
     Many nodes, replicas and pipeline ranks are abridged to the first and the last. A tensor-parallel group that
     straddles nodes is drawn in parts, with a remark.
     """
-    head, kept, num_left_out, groups = placed(grid, nodes)
+    head, kept, num_left_out, groups = place_ranks(grid, nodes)
     half = (len(kept) + 1) // 2 if num_left_out else len(kept)
     boxes = [_frame(box) for box in kept]
     lines = [head, "", *_side_by_side(boxes[:half])]
@@ -125,7 +129,7 @@ def draw_placement(grid: Grid, nodes: Sequence[str]) -> str:
     return "\n".join([*lines, "", *wrapped])
 
 
-def placed(grid: Grid, nodes: Sequence[str]) -> Placed:
+def place_ranks(grid: Grid, nodes: Sequence[str]) -> RankPlacement:
     """Return what a drawing of the ranks of ``grid`` on their nodes shows."""
     assert len(nodes) == grid.size, (len(nodes), grid)
     ranks_of: dict[str, list[int]] = {}
@@ -142,7 +146,7 @@ def placed(grid: Grid, nodes: Sequence[str]) -> Placed:
         *_data_parallel(grid, nodes),
         *_pipelines(grid, nodes),
     )
-    return Placed(head, boxes, num_left_out, groups)
+    return RankPlacement(head, boxes, num_left_out, groups)
 
 
 def _count(number: int, what: str) -> str:
@@ -157,11 +161,15 @@ def _ends(items: Sequence[Item], most: int) -> tuple[list[Item], int]:
     return [*items[: most - last], *items[len(items) - last :]], len(items) - most
 
 
+def _with_gap(ends: list[Item], num_left_out: int, gap: Item) -> list[Item]:
+    """Return the ends of a list with ``gap`` in the middle, if items are left out there."""
+    middle = (len(ends) + 1) // 2
+    return [*ends[:middle], gap, *ends[middle:]] if num_left_out else ends
+
+
 def _elided(items: Sequence[str], most: int, what: str) -> list[str]:
-    kept, num_left_out = _ends(items, most)
-    if num_left_out:
-        kept.insert(most - most // 2, f"... {num_left_out:,} more {what} ...")
-    return kept
+    ends, num_left_out = _ends(items, most)
+    return _with_gap(ends, num_left_out, f"... {num_left_out:,} more {what} ...")
 
 
 def _box(grid: Grid, node: str, ranks: Sequence[int]) -> NodeBox:
@@ -174,16 +182,16 @@ def _box(grid: Grid, node: str, ranks: Sequence[int]) -> NodeBox:
     for at, members in groups.items():
         first, last = grid.coordinates(members[0]).tp_rank, grid.coordinates(members[-1]).tp_rank
         part = "" if len(members) == grid.tp else f"{first}-{last}" if last > first else f"{first}"
-        row = " ".join(f"{rank:>{digits}}" for rank in members)
-        row = _span(members) if len(row) > MOST_COLUMNS else row
+        row, chips = " ".join(f"{rank:>{digits}}" for rank in members), [str(rank) for rank in members]
+        if len(row) > MOST_COLUMNS:
+            row, chips = _span(members), _span_parts(members)
         cp = f" cp{_padded(at.cp_rank, grid.cp)}" if grid.cp > 1 else ""
         text = f"pp{_padded(at.pp_rank, grid.pp)} dp{_padded(at.dp_rank, grid.dp)}{cp}  tp{part}  {row}"
-        rows.append(GroupRow(text, at.pp_rank))
-    kept, num_left_out = _ends(rows, MOST_ROWS)
-    if num_left_out:
-        kept.insert(MOST_ROWS - MOST_ROWS // 2, GroupRow(f"... {num_left_out:,} more groups ...", None))
+        where = f"pp{at.pp_rank} dp{at.dp_rank}{f' cp{at.cp_rank}' * (grid.cp > 1)}{f' tp{part}' * bool(part)}"
+        rows.append(GroupRow(text, where, tuple(chips), at.pp_rank))
+    ends, num_left_out = _ends(rows, MOST_ROWS)
     title = f"{node}: rank{'s' * (len(ranks) > 1)} {_span(ranks)}"
-    return NodeBox(title, tuple(kept))
+    return NodeBox(title, tuple(_with_gap(ends, num_left_out, GroupRow(f"... {num_left_out:,} more groups ..."))))
 
 
 def _frame(box: NodeBox) -> list[str]:
@@ -199,10 +207,15 @@ def _padded(number: int, count: int) -> str:
 
 
 def _span(ranks: Sequence[int]) -> str:
+    return " ".join(_span_parts(ranks))
+
+
+def _span_parts(ranks: Sequence[int]) -> list[str]:
+    """Return a range of neighbours as one text; otherwise a text for each rank, abridged."""
     whole = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
     if whole and len(ranks) > 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    return " ".join(_elided([str(rank) for rank in ranks], 8, "ranks"))
+        return [f"{ranks[0]}-{ranks[-1]}"]
+    return _elided([str(rank) for rank in ranks], 8, "ranks")
 
 
 def _side_by_side(boxes: Sequence[list[str]]) -> list[str]:
@@ -267,8 +280,7 @@ def _pipelines(grid: Grid, nodes: Sequence[str]) -> list[str]:
     lines = [f"pipeline           {_count(grid.num_replicas, 'replica')} of {grid.pp} pipeline ranks, first to last:"]
     replicas, num_left_out = _ends(range(grid.num_replicas), MOST_PIPELINES)
     paths = [_path(grid, nodes, *divmod(replica, grid.cp)) for replica in replicas]
-    if num_left_out:
-        paths.insert(MOST_PIPELINES - MOST_PIPELINES // 2, f"... {num_left_out:,} more replicas ...")
+    paths = _with_gap(paths, num_left_out, f"... {num_left_out:,} more replicas ...")
     return lines + [f"  {path}" for path in paths]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from meshwright.mesh.grid import Grid
-from meshwright.mesh.placement import NodeBox, placed
+from meshwright.mesh.placement import GroupRow, NodeBox, place_ranks
 
 ROW = Markup('<tr{style}><td>{where}</td><td class="ranks">{ranks}</td></tr>')
 CARD = Markup('<table class="node"><caption>{title}</caption>{rows}</table>')
@@ -24,7 +24,7 @@ def placement_cards(grid: Grid, nodes: Sequence[str]) -> Markup:
 
     What is abridged in the text of :func:`meshwright.mesh.draw_placement` is abridged here.
     """
-    drawn = placed(grid, nodes)
+    drawn = place_ranks(grid, nodes)
     cards = [_card(box) for box in drawn.boxes]
     if drawn.num_left_out:
         cards.insert((len(cards) + 1) // 2, MORE.format(count=drawn.num_left_out))
@@ -34,20 +34,15 @@ def placement_cards(grid: Grid, nodes: Sequence[str]) -> Markup:
 
 
 def _card(box: NodeBox) -> Markup:
-    return CARD.format(title=box.title, rows=Markup("").join(_row(row.text, row.pp_rank) for row in box.rows))
+    return CARD.format(title=box.title, rows=Markup("").join(map(_row, box.rows)))
 
 
-def _row(text: str, pp_rank: int | None) -> Markup:
+def _row(row: GroupRow) -> Markup:
     """Return a row: the coordinates, then each rank or range of ranks in a chip of its pipeline rank's colour."""
-    if pp_rank is None:
-        return Markup('<tr><td colspan="2">{}</td></tr>').format(text)
-    where, part, ranks = text.split("  ", 2)
-    where = f"{where} {part}" if part != "tp" else where  # a part of a group that straddles nodes
-    if "..." in ranks:
-        chips = Markup("<span>{}</span>").format(ranks)
-    else:
-        chips = Markup(" ").join(Markup("<span>{}</span>").format(rank) for rank in ranks.split())
-    return ROW.format(style=Markup(' style="--pp:{}"').format(pp_rank), where=where, ranks=chips)
+    if row.pp_rank is None:
+        return Markup('<tr><td colspan="2">{}</td></tr>').format(row.text)
+    chips = Markup(" ").join(Markup("<span>{}</span>").format(rank) for rank in row.ranks)
+    return ROW.format(style=Markup(' style="--pp:{}"').format(row.pp_rank), where=row.where, ranks=chips)
 
 
 def _line(line: str) -> Markup:
