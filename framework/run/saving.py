@@ -64,7 +64,7 @@ class Saver:
         self._attempt: SaveAttempt | None = None
         """Save in progress; the same on all ranks."""
         self._unsynced: list[Path] = []
-        """Files of observers that no published checkpoint has synced yet."""
+        """Files of observers that no published checkpoint has synced yet; empty on ranks other than 0."""
         parts.flags[NOT_WRITTEN] = self.writer.failed
         if files is not None:
             parts.flags[FILES_LOST] = files.are_lost
@@ -106,7 +106,8 @@ class Saver:
             self.directory, head, result.attempt, frozenset(name for name in names if name is not None)
         )
         checkpoint = parts.config.checkpoint
-        self._unsynced += parts.written_files
+        if mesh.rank == 0:  # its writer thread alone syncs and publishes
+            self._unsynced += parts.written_files
         parts.written_files.clear()
         self.writer.start(
             self._attempt,
@@ -311,8 +312,7 @@ class Saver:
 
     def _sync_files(self) -> None:
         """Sync what the checkpoint presupposes, on the writer's thread. The next save waits for this one."""
-        unsynced = self._unsynced
-        sync_run_files(self.directory, unsynced, self._warn)
+        sync_run_files(self.directory, self._unsynced, self._warn)
         self._unsynced = []
 
     def _prune(self, keep_last: int, keep_every: int) -> None:

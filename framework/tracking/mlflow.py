@@ -11,10 +11,9 @@ from typing import Any
 from meshwright.config import RunConfig
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import read_text
-from meshwright.tracking.names import project_name
+from meshwright.tracking.names import MAX_ID_BYTES, project_name
 from meshwright.tracking.record import StepRecord, metrics
 
-MAX_ID_BYTES = 4096
 RUN_ID = "mlflow_run_id"
 """File in the run's directory with the id of its MLflow run, under which a resumed run continues."""
 

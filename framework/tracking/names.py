@@ -11,6 +11,8 @@ from meshwright.config import RunConfig
 from meshwright.config.sections import Run
 
 DEFAULT_PROJECT = "meshwright"
+MAX_ID_BYTES = 4096
+"""Most bytes that are read of a file with the id of a run in a tracking service."""
 
 
 def project_name(config: RunConfig, variable: str, environment: Mapping[str, str]) -> str:

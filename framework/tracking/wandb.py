@@ -40,12 +40,11 @@ from meshwright.system.bounded import MIB, read_text, why_unusable
 from meshwright.system.secret_text import without_user
 from meshwright.terminal.output import Warn
 from meshwright.tracking.jsonl import num_repeated
-from meshwright.tracking.names import display_name, project_name
+from meshwright.tracking.names import MAX_ID_BYTES, display_name, project_name
 from meshwright.tracking.record import StepRecord, metrics
 from meshwright.tracking.tracker import never_raising, warn_on_stderr
 
 CHILD = Path(__file__).with_name("wandb_child.py")
-MAX_ID_BYTES = 4096
 PUBLIC_SERVER = "https://api.wandb.ai"
 CONNECT_LIMIT_S = 2.0
 OFFLINE_LIMIT_S = 60.0

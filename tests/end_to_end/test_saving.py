@@ -223,6 +223,28 @@ def deletion_hangs(rank: int, world_size: int, config: RunConfig) -> list[Any]:
     return [*found, len(warned)]
 
 
+def unsynced_of_a_save(rank: int, world_size: int, config: RunConfig) -> list[list[str]]:
+    """Lists of files to sync, at the sync of rank 0 and after the save."""
+    parts = opened(config, world_size)
+    saver, synced = Saver(parts, run_directory(config), lambda text: None), []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(saving, "sync_run_files", lambda _, files, warn: synced.extend(map(str, files)))
+        step(parts, saver)
+        parts.written_files.append(Path("note"))
+        saver.start()
+        saver.finish()
+    assert parts.written_files == []
+    close_mesh(parts.mesh)
+    return [synced, [str(path) for path in saver._unsynced]]
+
+
+def test_files_of_observers_are_kept_on_rank_0_until_they_are_synced(
+    corpus: Path, tmp_path: Path, pool: RankPool
+) -> None:
+    config = run_config(corpus, tmp_path, parallel=layout("dp2"))
+    assert pool.run(unsynced_of_a_save, 2, config) == [[["note"], []], [[], []]]
+
+
 def stop_while_deleting(rank: int, world_size: int, config: RunConfig) -> list[Any]:
     """The save of a stop while the deletion after the save before hangs."""
     parts = opened(config, world_size)
