@@ -10,6 +10,8 @@ from meshwright.errors import ConfigError
 from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from meshwright.config import RunConfig
     from meshwright.tools.verify import Layout, Traits, Trial
 
@@ -37,7 +39,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     """
     from meshwright.config import load
     from meshwright.launch.pool import RankPool
-    from meshwright.tools.verify import Verification, joined, parse_layout
+    from meshwright.tools.verify import Verification, join_reports, parse_layout
 
     config, words = load(options.config, overrides), options.layouts or []
     for text in words:  # a misspelt word is an error before any process starts
@@ -52,7 +54,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
                 steps=options.steps,
                 dtype=trial.dtype,
                 random_tokens=not options.whole,
-                routing=("replay", None) if trial.replays else (options.routing, options.routing_directory),
+                routing=_routing_of(trial, options),
             )
             rows = []
             for layout in trial.layouts:
@@ -61,9 +63,16 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
                 rows.append(row._replace(layout=trial.titled(layout)))
                 put(f"  {rows[-1].layout}: {row.verdict}", flush=True)
             reports.append(verification.report(rows))
-    report = joined(reports)
+    report = join_reports(reports)
     put(report.table())
     return 0 if report.passed else 1
+
+
+def _routing_of(trial: Trial, options: argparse.Namespace) -> tuple[str | None, Path | None]:
+    """Return the mode of routing and the directory of a trial; the user's directory is the main trial's alone."""
+    if trial.replays:
+        return "replay", None
+    return options.routing, None if trial.name else options.routing_directory
 
 
 def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, whole: bool) -> TrialPlan:
@@ -91,7 +100,10 @@ def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, 
             layout if "mbs" in text else layout._replace(micro_batch_size=own)
             for text, layout in zip(words, layouts, strict=True)
         ]
-    config = magnify(config, steps, global_batch, whole=whole)
+    micro_batch_size = 1
+    if traits.couples_samples:
+        micro_batch_size = own if words else max(own, 2)  # default layouts have at least 2 samples in a micro-batch
+    config = magnify(config, steps, global_batch, micro_batch_size, whole=whole)
     if not words:
         layouts, repeated = choose_layouts(config, global_batch, traits)
     largest = max(layout.size for layout in layouts)
@@ -106,18 +118,21 @@ def plan_trials(config: RunConfig, words: list[str], steps: int, dtype: str, *, 
     return TrialPlan(trials, global_batch, repeated)
 
 
-def magnify(config: RunConfig, steps: int, global_batch: int, *, whole: bool) -> RunConfig:
+def magnify(config: RunConfig, steps: int, global_batch: int, micro_batch_size: int = 1, *, whole: bool) -> RunConfig:
     """Return the configuration with settings under which faults show (magnify.py), and print them.
 
     The run's own batch-size ramp is left out: a trial of its own has one. With ``whole``, only the course of the
-    learning rate is compressed.
+    learning rate is compressed. ``micro_batch_size``: see :func:`clip_first`.
     """
     from meshwright.tools.verify import amplify, clip_first, compress, split_buckets
 
-    config = config.replace(batch={"ramp": None})
+    if config.batch.ramp is not None:
+        put("batch.ramp left out", flush=True)
+        config = config.replace(batch={"ramp": None})
     changes = [partial(compress, steps=steps)]
     if not whole:
-        changes += [partial(amplify), partial(clip_first, global_batch=global_batch), partial(split_buckets)]
+        clip = partial(clip_first, global_batch=global_batch, micro_batch_size=micro_batch_size)
+        changes += [partial(amplify), clip, partial(split_buckets)]
     for change in changes:
         config, notes = change(config)
         for line in notes:

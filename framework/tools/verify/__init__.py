@@ -6,7 +6,7 @@ from meshwright.tools.verify.layouts import Layout, layout_config, parse_layout
 from meshwright.tools.verify.magnify import amplify, clip_first, compress, split_buckets
 from meshwright.tools.verify.rank import open_verify_source, run_layout
 from meshwright.tools.verify.reference import run_reference
-from meshwright.tools.verify.report import Report, VerdictRow, joined
+from meshwright.tools.verify.report import Report, VerdictRow, join_reports
 from meshwright.tools.verify.run import Verification, verify
 from meshwright.tools.verify.smaller import make_small, shrink, turn_dropout_on
 from meshwright.tools.verify.traits import Traits, probe_coupling, traits_of
@@ -25,7 +25,7 @@ __all__ = [
     "compress",
     "default_layouts",
     "further_trials",
-    "joined",
+    "join_reports",
     "layout_config",
     "make_small",
     "open_verify_source",

@@ -17,7 +17,7 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
     An own layout of too many ranks is scaled down, and keeps its axes and switches (:func:`scaled_down`).
     """
     own_one = own_layout(config, global_batch)
-    first = [own_one if own_one.size <= max_ranks else scaled_down(own_one, config, global_batch), Layout()]
+    first = [own_one if own_one.size <= max_ranks else scaled_down(own_one, global_batch, max_ranks), Layout()]
     micro_batch_sizes: tuple[int, ...] = (1, 2)
     if traits.couples_samples:  # the micro-batch size is part of the model: the same in all layouts
         own = config.batch.micro_batch_size or 1
@@ -33,25 +33,30 @@ def default_layouts(config: RunConfig, traits: Traits, global_batch: int, max_ra
     return choose(first, traits, global_batch, length, max_ranks, micro_batch_sizes, refusal_of)
 
 
-def scaled_down(own: Layout, config: RunConfig, global_batch: int) -> Layout:
-    """Return a layout of at most 8 ranks with the switches of a larger one, and degrees of 2 on its axes.
+def scaled_down(own: Layout, global_batch: int, max_ranks: int) -> Layout:
+    """Return a layout of at most ``max_ranks`` ranks with the switches of a larger one, and degrees of 2 on its axes.
 
-    With all of dp, pp, tp and cp above 1, dp is left out: cp makes replicas too.
+    If these are too many ranks, dp is left out first: cp makes replicas too. It is left out as well if it does not
+    divide the global batch.
     """
     dp, pp, tp, cp = (min(degree, 2) for degree in (own.dp, own.pp, own.tp, own.cp))
-    if dp * pp * tp * cp > 8:
+    if dp * pp * tp * cp > max_ranks or global_batch % dp:
         dp = 1
+    if pp * tp * cp > max_ranks:
+        cp = 1
+    if pp * tp > max_ranks:
+        tp = 1
     eps = (ep for ep in (4, 2) if ep <= own.ep and (dp * cp * tp) % ep == 0 and ep % tp == 0)
     micro_batch_size = min(own.micro_batch_size, max(1, global_batch // (dp * max(2, pp))))
     while global_batch % (dp * micro_batch_size):
         micro_batch_size -= 1
     small = own._replace(dp=dp, pp=pp, tp=tp, cp=cp, ep=next(eps, 1), micro_batch_size=micro_batch_size)
     shard = 2 if own.shard and dp * cp > 2 else 0
-    return small._replace(shard=shard, sequence=own.sequence and tp > 1, zero=own.zero)
+    return small._replace(shard=shard, sequence=own.sequence and tp > 1)
 
 
-KINDS = {"zb_h2": "zb_h1", "v_half": "zb_v", "v_min": "zb_v"}
-"""Schedules that send and receive as another one does."""
+KIND_OF = {"zb_h2": "zb_h1", "v_half": "zb_v", "v_min": "zb_v"}
+"""Schedules that are not run twice by themselves, to save time -> the related one that is."""
 
 
 def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
@@ -64,7 +69,7 @@ def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
     def choices(layout: Layout) -> set[tuple[object, object]]:
         degrees = (layout.cp > 1, layout.ep > 1)
         switches = (
-            KINDS.get(layout.schedule, layout.schedule),
+            KIND_OF.get(layout.schedule, layout.schedule),
             layout.sequence,
             layout.offload,
             layout.recompute,

@@ -112,7 +112,8 @@ def parse_layout(text: str) -> Layout:
 
 
 FLOAT16_SCALE = {"fixed": None, "initial": 2.0**14, "minimum": 1.0, "window": 3, "growth": 2.0**16, "backoff": 2.0**-16}
-"""float16 loss scale in verify: 3 steps without overflow, a rise at which every layout overflows, and a fall.
+"""float16 loss scale in verify: 3 steps without overflow, a rise at which every layout of a small model overflows, and
+a fall.
 
 Steps between are large enough that no layout comes near the border, where rounding decides. The hysteresis is the
 configuration's."""

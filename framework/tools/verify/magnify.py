@@ -31,7 +31,7 @@ NUM_BUCKETS = 12
 def compress(config: RunConfig, steps: int) -> PreparedModel:
     """Compress the course of the learning rate to ``steps`` steps: warm-up, peak, decay, and what follows it.
 
-    Later stages of the data, which begin at steps or samples that are not reached, are left out.
+    All later stages of the data are left out, also those that begin within these steps.
     """
     own, part = config.optimizer, steps * 3 // 10
     if not part:  # too few steps for a warm-up, a decay and a step between
@@ -48,6 +48,7 @@ def compress(config: RunConfig, steps: int) -> PreparedModel:
         for name, after in optimizer.items()
         if (before := getattr(own, name)) != after
     ]
+    changes += ["data.stages left out"] * bool(config.data.stages)
     return PreparedModel(compressed, [f"schedule compressed: {', '.join(changes)}"] if changes else [])
 
 
@@ -76,22 +77,26 @@ def amplify(config: RunConfig) -> PreparedModel:
     return PreparedModel(config.replace(optimizer=values), [f"larger updates: {', '.join(changes)}"])
 
 
-def clip_first(config: RunConfig, global_batch: int) -> PreparedModel:
-    """Lower a clip norm that the first gradient norm does not reach, so that clipping acts."""
+def clip_first(config: RunConfig, global_batch: int, micro_batch_size: int = 1) -> PreparedModel:
+    """Lower a clip norm that the first gradient norm does not exceed, so that clipping acts.
+
+    ``micro_batch_size``: that of the run where samples depend on each other, and the norm on it.
+    """
     bound = config.optimizer.clip_norm
     if not bound:
         return PreparedModel(config, [])
     plain = layout_config(config, Layout(), global_batch, "float64")
     try:
-        run = PlainRun(plain, open_verify_source(plain, True), torch.float64, 1)
-        found = RunNumbers([], [], [], {}, {}, {}, {}, [], [], [], [])
+        run = PlainRun(plain, open_verify_source(plain, True), torch.float64, micro_batch_size)
+        found = RunNumbers([], [], [], {}, {}, {}, {}, [], [], [], [], {})
         with run.dropout.installed():
             run.step(0, found)
     except Exception:  # the reference run raises the error for it
         return PreparedModel(config, [])
-    lower = float(f"{CLIPPED_SHARE * found.grad_norms[0]:.2g}")
-    if not 0 < lower < bound:
+    norm = found.grad_norms[0]
+    if not 0 < norm <= bound:
         return PreparedModel(config, [])
+    lower = float(f"{CLIPPED_SHARE * norm:.2g}")
     note = f"clipping acts: optimizer.clip_norm {bound:g} -> {lower:g}"
     return PreparedModel(config.replace(optimizer={"clip_norm": lower}), [note])
 

@@ -65,14 +65,16 @@ class RunNumbers(NamedTuple):
     """Loss in eval mode on one global batch, after the first step and after the last."""
     metrics: list[dict[str, float]]
     """Metrics that layers and the loss recorded: per step, each followed by those of its validation."""
-    rates: list[float] = []
+    rates: list[float]
     """Learning rate of each step."""
-    scales: list[float] = []
+    scales: list[float]
     """Loss scale of each step; 1 unless the run computes in float16."""
-    stepped: Mapping[str, Tensor] = {}
+    stepped: Mapping[str, Tensor]
     """Weights after the first step."""
     lost: Sequence[str] = ()
     """Parts of the state that a checkpoint in the middle of the run did not bring back; of layouts only."""
+    resumed_after: int = 0
+    """Step after which the run was stopped, saved and resumed; 0: never."""
     nearest_tie: NearestTie = NearestTie()
     """Closest choice of a router; set by the plain run only."""
 
@@ -307,7 +309,7 @@ def run_reference(
     """
     with _explained(config):
         run = PlainRun(config, source, dtype, micro_batch_size, factor, routing)
-        findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [], [], [], [])
+        findings = RunNumbers([], [], [], run.values(), {}, {}, {}, [], [], [], [], {})
         with run.dropout.installed():
             for step in range(steps):
                 run.step(step, findings)

@@ -107,7 +107,7 @@ class Report(NamedTuple):
         return "; ".join(parts) or f"all {len(self.rows)} layouts agree"
 
 
-def joined(reports: Sequence[Report]) -> Report:
+def join_reports(reports: Sequence[Report]) -> Report:
     """Return one report of several trials of a model, under the title of the first."""
     rows = [row for report in reports for row in report.rows]
     problems = dict.fromkeys(problem for report in reports for problem in report.problems)

@@ -252,6 +252,7 @@ class Verification:
         expected = self._reference(micro_batch_size)
         timeout_s = max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * expected.duration_s)
         moved: tuple[list[str], str] = [], ""
+        pause: Pause | None = None
         try:
             config = layout_config(self.config, layout, self.global_batch, self.dtype)
             draw_blueprint(config)  # refuse an impossible layout before any rank starts
@@ -266,7 +267,9 @@ class Verification:
                     moved = self._compare_moved(layout, pause, expected.findings, partial(run, routing))
         except Exception as error:  # a defect of one layout, in whatever form
             return VerdictRow(str(layout), failure=failure_of(error))
-        found, again = merge(runs[0]), merge(runs[1]) if is_repeated else None
+        found, again = merge(runs[0]), None
+        if is_repeated:
+            again = merge(runs[1])._replace(resumed_after=0 if pause is None else pause.step)
         tolerance, noise = tolerance_of(self.dtype, layout), expected.noise_in(layout, self.tied)
         row = compare(str(layout), found, again, expected.findings, tolerance, expected.rounding, noise)
         if not row.passed and self.dtype == "float64" and not other:

@@ -156,17 +156,28 @@ def without_dropout(builder: str, options: dict[str, Any]) -> nn.Sequential:
     return layers
 
 
-def turn_dropout_off(config: RunConfig) -> RunConfig:
-    """Set builder options named ``*dropout*`` and all ``nn.Dropout`` modules to probability 0."""
+def _dropout_options(builder: str, options: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numeric options named ``*dropout*`` of a builder, with its defaults for those that are not given."""
+    parameters = inspect.signature(find_builder(builder)).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    found = {**defaults, **options}
+    return {name: value for name, value in found.items() if "dropout" in name.lower() and _is_number(value)}
+
+
+def turn_dropout_off(config: RunConfig) -> RunConfig | None:
+    """Set builder options named ``*dropout*`` and all ``nn.Dropout`` modules to probability 0.
+
+    Returns None if the builder does not return a model then.
+    """
     builder, options = config.model.builder, dict(config.model.options)
     if builder == WITH_DROPOUT:
         builder, options = options["builder"], dict(options["options"])
-    options |= {name: 0.0 for name, value in options.items() if "dropout" in name.lower() and _is_number(value)}
-    quiet = config.replace(model={"builder": builder, "options": options}, adapter={"dropout": 0.0})
     try:
+        options |= {name: 0.0 for name, value in _dropout_options(builder, options).items() if value}
         modules = [module.p for module in _dropouts(find_builder(builder)(**options))]
-    except Exception:  # a model that is not a builder's, or whose options exclude a probability of 0
-        return config
+    except Exception:  # such as options that exclude a probability of 0
+        return None
+    quiet = config.replace(model={"builder": builder, "options": options}, adapter={"dropout": 0.0})
     if not any(modules):
         return quiet
     return quiet.replace(model={"builder": WITHOUT_DROPOUT, "options": {"builder": builder, "options": options}})
@@ -197,9 +208,7 @@ def turn_dropout_on(config: RunConfig) -> PreparedModel:
     model with dropout does not run in plain torch, or draws random numbers by other means than ``nn.Dropout``.
     """
     builder, options = config.model.builder, config.model.options
-    parameters = inspect.signature(find_builder(builder)).parameters
-    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-    off = [n for n, value in {**defaults, **options}.items() if "dropout" in n.lower() and _is_zero(value)]
+    off = [name for name, value in _dropout_options(builder, options).items() if value == 0]
     candidates = []
     if off:
         candidates.append((_with_options(config, {**options, **dict.fromkeys(off, DROPOUT)}), ", ".join(off)))
@@ -216,10 +225,6 @@ def turn_dropout_on(config: RunConfig) -> PreparedModel:
         if reason is None:
             return PreparedModel(changed, [f"dropout turned on: {what} 0 -> {DROPOUT}"])
     return PreparedModel(config, [f"dropout stays off: {reason}"] if reason else [])
-
-
-def _is_zero(value: Any) -> bool:
-    return _is_number(value) and value == 0
 
 
 def _is_number(value: Any) -> bool:

@@ -7,12 +7,13 @@ The parts of a step follow each other, so the first that differs is where to loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshwright.tools.verify.distance import RULE_TOLERANCE, is_beyond
 from meshwright.tools.verify.reference import RunNumbers, validated_after
 
 MAX_NAMES = 3
@@ -52,11 +53,6 @@ def find_suspect(found: RunNumbers, expected: RunNumbers, distances: Distances, 
     return next(filter(None, (part() for part in parts)), "")
 
 
-def beyond(found: float, expected: float, limit: float) -> bool:
-    """Return whether two numbers are farther apart than ``limit`` times the second; NaN always is."""
-    return not (found == expected or abs(found - expected) <= limit * max(abs(expected), 1e-300))
-
-
 def _initial(found: RunNumbers, expected: RunNumbers) -> str:
     unequal = [
         name
@@ -67,7 +63,7 @@ def _initial(found: RunNumbers, expected: RunNumbers) -> str:
 
 
 def _samples(found: RunNumbers, expected: RunNumbers, *, steps: int) -> str:
-    """Compare the samples of the first ``steps`` steps; validations in between are skipped."""
+    """Compare the samples of the first ``steps`` steps, and of every validation."""
     is_training = []
     for step in range(1, len(expected.losses) + 1):
         is_training += [step, *[0] * (step in validated_after(len(expected.losses)))]
@@ -87,13 +83,13 @@ def _samples(found: RunNumbers, expected: RunNumbers, *, steps: int) -> str:
 
 def _step_one(found: RunNumbers, expected: RunNumbers, distances: Distances, limits: Limits) -> str:
     """Compare forward, backward and gradient norm of step 1."""
-    if beyond(found.losses[0], expected.losses[0], limits.loss):
+    if is_beyond(found.losses[0], expected.losses[0], limits.loss):
         router = _router(found, expected)
         return router or "forward or the loss: the loss of step 1 differs, with equal weights and samples"
     far = _far(distances.gradients, limits.gradients)[::-1]  # backward comes to the last layers first
     if far:
         return f"backward, or a sum of gradients: in the order of backward, first those of {_names(far)}"
-    if beyond(found.grad_norms[0], expected.grad_norms[0], limits.norm):
+    if is_beyond(found.grad_norms[0], expected.grad_norms[0], limits.norm):
         return "the gradient norm: its gradients agree"
     return ""
 
@@ -107,10 +103,10 @@ def _router(found: RunNumbers, expected: RunNumbers) -> str:
     return ""
 
 
-def _numbers(what: str, found: list[float], expected: list[float]) -> str:
+def _numbers(what: str, found: Sequence[float], expected: Sequence[float]) -> str:
     """Compare a number of each step that layouts compute by a rule alone."""
-    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True) if found else (), start=1):
-        if beyond(ours, theirs, 1e-12):
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True), start=1):
+        if is_beyond(ours, theirs, RULE_TOLERANCE):
             return f"{what}: {ours:.6g} in step {step}, by the rule {theirs:.6g}"
     return ""
 
@@ -141,21 +137,21 @@ def _later(found: RunNumbers, expected: RunNumbers, distances: Distances, limits
     of_weights = f"; after the last step {_names(far)}" if far else ""
     for step, (ours, theirs) in enumerate(zip(found.losses, expected.losses, strict=True), start=1):
         norms = found.grad_norms[step - 1], expected.grad_norms[step - 1]
-        if beyond(ours, theirs, limits.later):
+        if is_beyond(ours, theirs, limits.later):
             if step == 2:
                 return (
-                    "what step 2 computes with: the update of step 1 agrees. Weights gathered after it, the return "
-                    f"to train mode, dropout{of_weights}"
+                    "the weights or the mode of step 2: the update of step 1 agrees. Check the weight gather after it, "
+                    f"the return to train mode, dropout{of_weights}"
                 )
             return f"the optimizer's state, or the gradients of step {step - 1}: the loss of step {step}{of_weights}"
-        if beyond(*norms, limits.norm):
+        if is_beyond(*norms, limits.norm):
             return f"gradients of step {step}: their norm, while the loss agrees{of_weights}"
     if far:
         return f"the optimizer: the weights of {_names(far)}, while all losses agree"
     for after, ours, theirs in zip(
         validated_after(len(expected.losses)), found.validation, expected.validation, strict=True
     ):
-        if beyond(ours, theirs, limits.later):
+        if is_beyond(ours, theirs, limits.later):
             return f"validation after step {after}: eval mode, or the weights that it uses"
     return ""
 

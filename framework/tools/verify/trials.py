@@ -71,9 +71,11 @@ def spread(layouts: Sequence[Layout], traits: Traits, count: int) -> list[Layout
     return chosen
 
 
-def _without_dropout(main: Trial, traits: Traits, global_batch: int) -> Trial:
+def _without_dropout(main: Trial, traits: Traits, global_batch: int) -> Trial | None:
     """Turn dropout off, and double the batch size after :data:`RAMP_STEPS` steps where the layouts allow."""
     quiet, half = turn_dropout_off(main.config), global_batch // 2
+    if quiet is None:
+        return None
     ramp = {"global_batch": global_batch, "ramp": (half, half, RAMP_STEPS * half)}
     ramping = quiet.replace(batch=ramp)
     fitting = [

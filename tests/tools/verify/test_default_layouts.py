@@ -21,7 +21,7 @@ from meshwright.tools.verify import (
     traits_of,
     turn_dropout_on,
 )
-from meshwright.tools.verify.defaults import KINDS, scaled_down
+from meshwright.tools.verify.defaults import KIND_OF, scaled_down
 from meshwright.tools.verify.layouts import LAYOUT_WORDS, Layout, is_possible, parse_layout
 from meshwright.tools.verify.pairs import (
     FEATURES,
@@ -185,9 +185,16 @@ def test_what_experts_need_is_covered() -> None:
 )
 def test_an_own_layout_of_many_ranks_is_scaled_down(own: Layout, expected: str) -> None:
     """Its axes, schedule and switches stay."""
-    small = scaled_down(own, CONFIGS["demo"](), GLOBAL_BATCH)
+    small = scaled_down(own, GLOBAL_BATCH, 8)
     assert str(small).startswith(expected) and small.size <= 8
     assert (small.recompute, small.schedule, small.order) == (own.recompute, own.schedule, own.order)
+
+
+@pytest.mark.parametrize(("global_batch", "max_ranks"), [(7, 8), (1, 8), (8, 4), (8, 2)])
+def test_a_scaled_down_layout_fits_the_batch_and_the_ranks(global_batch: int, max_ranks: int) -> None:
+    small = scaled_down(Layout(16, 2, 4, cp=2, micro_batch_size=3), global_batch, max_ranks)
+    assert small.size <= max_ranks and global_batch % (small.dp * small.micro_batch_size) == 0
+    assert scaled_down(Layout(16), global_batch, max_ranks).dp == (1 if global_batch % 2 else 2)
 
 
 def test_samples_without_documents_say_so() -> None:
@@ -221,10 +228,10 @@ def test_the_page_lists_every_word_of_a_layout() -> None:
     assert listed == set(re.findall(r"\w+", re.sub(r"\([^)]*\)| or ", " ", LAYOUT_WORDS)))
 
 
-def test_every_schedule_zero_stage_and_switch_is_run_twice() -> None:
+def test_every_kind_of_schedule_zero_stage_and_switch_is_run_twice() -> None:
     layouts = demo()[2].layouts
     again = run_twice(layouts)
-    assert {KINDS.get(s, s) for s in (each.schedule for each in layouts)} <= {each.schedule for each in again}
+    assert {KIND_OF.get(s, s) for s in (each.schedule for each in layouts)} <= {each.schedule for each in again}
     assert {layout.zero for layout in again} == {layout.zero for layout in layouts}
     assert {True} <= {layout.offload for layout in again} & {layout.sequence for layout in again}
     assert len(again) < len(layouts) / 3

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from meshwright.config import Optimizer, load
+from meshwright.launch import verification
 from meshwright.launch.verification import plan_trials
 from meshwright.optimizer import first_scale, next_scale
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.tools.verify import Layout, amplify, compress, layout_config, make_small, shrink
+from meshwright.tools.verify import (
+    Layout,
+    Report,
+    Trial,
+    amplify,
+    clip_first,
+    compress,
+    layout_config,
+    make_small,
+    shrink,
+)
 from meshwright.tools.verify.layouts import FLOAT16_SCALE
 from meshwright.tools.verify.plain_rate import plain_rate
 from meshwright.tools.verify.plain_scale import PlainScale
 from meshwright.tools.verify.smaller import get_option, turn_dropout_off, turn_dropout_on
+from meshwright.tools.verify.traits import traits_of
+from meshwright.tools.verify.trials import further_trials
 from tests.tools.verify.cases import config_of
+from tests.tools.verify.models import functional_dropout
 
 ROOT = Path(__file__).parents[3]
 STEPS = 10
@@ -69,6 +85,41 @@ def test_a_compressed_schedule_is_a_legal_one_with_all_its_parts(overrides: tupl
     assert compress(own, 2).config == own, "too few steps for its parts"
 
 
+def test_what_the_course_leaves_out_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    stage = {"from_step": 5, "train": "other"}
+    own = config("demo").replace(data={"stages": [stage]}, batch={"global_batch": 8, "ramp": (4, 4, 12)})
+    verification.magnify(own, STEPS, 8, 1, whole=True)
+    said = capsys.readouterr().out
+    assert "data.stages left out" in said and "batch.ramp left out" in said
+    assert "left out" not in str(compress(config("demo"), STEPS).notes)
+
+
+def normed(vocab_size: int) -> nn.Sequential:
+    """A model whose samples depend on each other, by the labels of a micro-batch."""
+    return nn.Sequential(nn.Embedding(vocab_size, 8), Centred(), nn.Linear(8, vocab_size))
+
+
+class Centred(nn.Module):
+    """Tokens of a micro-batch without their mean, enlarged."""
+
+    def forward(self, x: Any) -> Any:
+        return 9.0 * (x - x.mean((0, 1), keepdim=True))
+
+
+def test_a_clip_norm_is_lowered_only_if_the_first_norm_does_not_reach_it() -> None:
+    own = config_of("tests.tools.verify.test_magnify:normed", {"vocab_size": 17}, 2)
+
+    def clip_norm(bound: float, size: int) -> float:
+        return clip_first(own.replace(optimizer={"clip_norm": bound}), 8, size).config.optimizer.clip_norm
+
+    alone, of_four = clip_norm(1e3, 1), clip_norm(1e3, 4)
+    assert alone != of_four, "the norm is that of the run's micro-batches"
+    for lower, size in ((alone, 1), (of_four, 4)):
+        norm = lower / 0.8
+        assert clip_norm(0.9 * norm, size) == 0.9 * norm, "a bound that the norm exceeds stays"
+        assert clip_norm(1.1 * norm, size) == lower
+
+
 def test_updates_are_large_enough_to_see() -> None:
     for name in ("llama3-8b", "gpt2-124m", "deepseek-v3"):
         louder, notes = amplify(config(name))
@@ -89,9 +140,52 @@ def test_heads_that_tp_shares_in_the_run_are_shared_in_the_small_model() -> None
 
 def test_dropout_is_turned_off_wherever_it_is() -> None:
     on = turn_dropout_on(make_small(config("demo"), 32).config).config
-    assert turn_dropout_off(on).model.options["dropout"] == 0.0
+    off = turn_dropout_off(on)
+    assert off is not None and off.model.options["dropout"] == 0.0
     quiet = turn_dropout_on(config_of("tests.tools.verify.models:quiet_dropout", {"vocab_size": 17}, 8)).config
-    assert turn_dropout_off(quiet).model.builder == "tests.tools.verify.models:quiet_dropout"
+    off = turn_dropout_off(quiet)
+    assert off is not None and off.model.builder == "tests.tools.verify.models:quiet_dropout"
+
+
+def default_dropout(vocab_size: int, dropout: float = 0.1) -> nn.Sequential:
+    """Dropout that is on without an option, and refuses to be off below 17 words."""
+    if vocab_size < 17 and not dropout:
+        raise ValueError("dropout must be above 0")
+    return functional_dropout(vocab_size, dropout)
+
+
+def test_a_default_of_dropout_is_turned_off() -> None:
+    own = config_of("tests.tools.verify.test_magnify:default_dropout", {"vocab_size": 17}, 8)
+    quiet = turn_dropout_off(own)
+    assert quiet is not None and quiet.model.options == {"vocab_size": 17, "dropout": 0.0}
+    assert turn_dropout_off(own.replace(model={"options": {"vocab_size": 11}})) is None
+
+
+def test_a_model_without_a_probability_of_0_has_no_variant_without_dropout() -> None:
+    own = config_of("tests.tools.verify.test_magnify:default_dropout", {"vocab_size": 11}, 8)
+    assert further_trials(Trial("", own, [Layout(dp=2)], "float64"), traits_of(own), 8) == []
+
+
+@pytest.mark.parametrize("mode", ["record", "replay"])
+def test_variants_do_not_use_the_routing_directory_of_the_run(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routings = []
+
+    class Recorder:
+        def __init__(self, config: Any, *, routing: Any, **others: Any) -> None:
+            routings.append(routing)
+
+        def report(self, rows: list[Any]) -> Report:
+            return Report("", rows)
+
+    trials = [Trial(name, config("demo"), [], "float64", name == "bfloat16") for name in ("", "a variant", "bfloat16")]
+    monkeypatch.setattr("meshwright.tools.verify.Verification", Recorder)
+    monkeypatch.setattr(verification, "plan_trials", lambda *a, **k: verification.TrialPlan(trials, 8, None))
+    options = argparse.Namespace(config=str(ROOT / "configs/demo.toml"), layouts=None, steps=2, dtype="float64")
+    options.whole, options.routing, options.routing_directory = False, mode, tmp_path
+    assert verification.verify(options, []) == 0
+    assert routings == [(mode, tmp_path), (mode, None), ("replay", None)]
 
 
 @pytest.mark.long
