@@ -19,13 +19,10 @@ no error, except for an adapter, which training could not train.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -34,6 +31,7 @@ from torch import nn
 from meshwright.adapters.attach import A, is_adapter
 from meshwright.errors import ModelError
 from meshwright.fp8.linear import Fp8Linear
+from meshwright.system.user_line import user_line
 
 ADAPTER, FP8, RECOMPUTE, RULE = "an adapter", "float8", "recompute", "a rule"
 HOOKED = ("sequence", "gather", "vocab", RULE)
@@ -44,8 +42,6 @@ SPLIT = ("column", "row", "column_whole", "row_whole", "vocab", "experts", RULE)
 """Kinds that split parameters."""
 NESTED = ("experts", RULE)
 """Kinds that split the parameters of the modules inside as well."""
-HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Prefixes of the file names of frames that are not the user's."""
 
 
 @dataclass
@@ -63,7 +59,7 @@ class ModuleUse:
     eval_calls: int = 0
     eval_runs: int = 0
     used_at: str | None = None
-    """File and line of the first use of one of its parameters outside of its forward."""
+    """File, line and code of the first use of one of its parameters outside of its forward."""
 
     @property
     def problem(self) -> str | None:
@@ -149,7 +145,7 @@ class ModuleCalls:
         for name in names:
             for use in self._users.get(name, ()):
                 if use.used_at is None and not self._is_inside(use, names):
-                    use.used_at = _user_place()
+                    use.used_at = user_line()
 
     def _is_inside(self, use: ModuleUse, names: Sequence[str]) -> bool:
         """Return whether the forward runs of the module of ``use``, or of another that holds the parameter as well."""
@@ -281,11 +277,3 @@ def _several(problems: Sequence[str]) -> str:
     """Return the first problems, and the number of the others."""
     more = f" (and {len(problems) - 3} more modules)" if len(problems) > 3 else ""
     return "; ".join(problems[:3]) + more
-
-
-def _user_place() -> str:
-    """Return file:line of the innermost code that is neither torch's nor meshwright's, or ""."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(HIDDEN):
-        frame = frame.f_back
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -12,11 +12,8 @@ from its input, its own parameters and buffers, and nothing else. One forward on
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +27,7 @@ from meshwright.model.first_values import listed
 from meshwright.model.requirements import has_hooks, joined
 from meshwright.pipeline.plan.generators import generator_states
 from meshwright.pipeline.plan.outline import Outline, outline_of
+from meshwright.system.user_line import is_own_code, user_line
 
 CALLS_BEFORE = 2
 PLAIN = (bool, int, float, str)
@@ -102,7 +100,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ``received``: tensors of the stage that the layer gets as they are; other tensors are copied.
         """
         self._layer, self._where = name, f"layer {name} ({type(layer).__name__})"
-        self._is_ours = _is_own_code(type(layer).__module__)  # it may keep values derived from its input alone
+        self._is_ours = is_own_code(type(layer).__module__)  # it may keep values derived from its input alone
         self._own = {id(parameter): key for key, parameter in layer.named_parameters()}
         with self._calls.watching(name, layer):
             try:
@@ -212,7 +210,7 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(error)
         if torch.Tag.nondeterministic_seeded in func.tags and _is_drawing(func, args, kwargs):
             source = f"torch's random generator ({name})"
-            self._note(ModelError("MW-PIPELINE-024", self._draws(source, call_place())))
+            self._note(ModelError("MW-PIPELINE-024", self._draws(source, user_line())))
         plain = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PLAIN))
         self._trace.append((name, *plain, *map(_numbers, given)))
         found = func(*args, **kwargs)
@@ -283,32 +281,11 @@ class LayerWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def _draws(self, source: str, place: str = "") -> str:
+        at = f" at {place}" if place else ""
         return (
-            f"{self._where} draws from {source} in forward{place}: the draw would differ between layouts and after a "
+            f"{self._where} draws from {source} in forward{at}: the draw would differ between layouts and after a "
             f"resume. {BY_NAME}"
         )
-
-
-def call_place() -> str:
-    """Return " at FILE:LINE, `CODE`" of the call in a layer's code that led to the current operation.
-
-    It is the innermost one outside of torch, or in torch.nn for a layer that is all torch's.
-    """
-    calls: list[tuple[str, FrameType]] = []
-    frame: FrameType | None = sys._getframe(2)  # the caller of the dispatch mode
-    while frame is not None and not _is_own_code(frame.f_globals.get("__name__", "")):
-        calls.append((frame.f_globals.get("__name__", ""), frame))
-        frame = frame.f_back
-    outside = [call for module, call in calls if module.partition(".")[0] != "torch"]
-    for call in outside or [call for module, call in calls if module.startswith("torch.nn.")]:
-        file, line = call.f_code.co_filename, call.f_lineno
-        return f" at {file}:{line}, `{linecache.getline(file, line).strip()}`"
-    return ""
-
-
-def _is_own_code(module: str) -> bool:
-    """Return whether a module is one of this package, and no model."""
-    return module.startswith("meshwright.") and not module.startswith("meshwright.models.")
 
 
 def _numbers(tensor: Tensor) -> str:
