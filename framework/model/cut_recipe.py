@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -28,7 +31,7 @@ def build(**options):
 
 def cut_at_lists(model: Any) -> str:
     """Return CUT for a module that has lists of blocks, and "" for anything else."""
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):  # a list has no forward to cut
         return ""
     lists: list[str] = []
     pieces: tuple[list[str], list[str]] = [], []  # paths registered before the first list, and after it
@@ -45,6 +48,39 @@ def cut_at_lists(model: Any) -> str:
             pieces[bool(lists)].extend(f"{name}.{key}".lstrip(".") for key in own)
     if not lists:
         return ""
-    before, after = (", ".join(f"{name.replace('.', '_')}=m.{name}" for name in each) for each in pieces)
-    starred = ", ".join(f"*m.{name}" for name in lists)
-    return CUT.format(kind=type(model).__name__, before=before, after=after, blocks=lists[0], starred=starred)
+    before, after = (_arguments(model, each) for each in pieces)
+    blocks = [_expression(model, name) for name in lists]
+    starred = ", ".join(f"*{each}" for each in blocks)
+    shown = blocks[0].removeprefix("m.")
+    return CUT.format(kind=type(model).__name__, before=before, after=after, blocks=shown, starred=starred)
+
+
+def _arguments(model: nn.Module, names: Sequence[str]) -> str:
+    """Return keyword arguments for modules and parameters of the model, under names that Part can have."""
+    used = {"self", "run", "forward"}
+    arguments: list[str] = []
+    for name in names:
+        key = re.sub(r"\W", "_", name)
+        while not _is_attribute(key) or key in used:
+            key = f"_{key}"
+        used.add(key)
+        arguments.append(f"{key}={_expression(model, name)}")
+    return ", ".join(arguments)
+
+
+def _expression(model: nn.Module, name: str) -> str:
+    """Return the expression for a module or parameter of ``m``: "m.features[1].blocks" for features.1.blocks."""
+    expression, owner = "m", model
+    for part in name.split("."):
+        if _is_attribute(part):
+            expression += f".{part}"
+        elif part.isdigit() and isinstance(owner, nn.Sequential | nn.ModuleList):
+            expression += f"[{part}]"
+        else:
+            expression = f"getattr({expression}, {part!r})"
+        owner = getattr(owner, part)
+    return expression
+
+
+def _is_attribute(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name)

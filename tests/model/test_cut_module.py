@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ModelError
 from meshwright.model.build import build_model
+from meshwright.model.cut_recipe import cut_at_lists
 from tests.support import whole_models
 from tests.support.errors import has_code
 
@@ -81,3 +82,44 @@ def test_the_printed_recipe_is_the_module(how: str, monkeypatch: pytest.MonkeyPa
 def test_what_has_no_list_gets_no_recipe() -> None:
     with pytest.raises(ModelError, match=r"head\) \[MW", check=has_code("MW-MODEL-004")):
         build_model("torch.nn:Linear", {"in_features": 2, "out_features": 2}, 7)
+
+
+class Holder(nn.Module):
+    """Module with children of given names."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def blocks() -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        (
+            Holder(features=nn.Sequential(nn.Linear(2, 2), Holder(blocks=blocks()), nn.Linear(2, 2)), head=nn.ReLU()),
+            ["features_0=m.features[0]", "*m.features[1].blocks,", "features_2=m.features[2], head=m.head"],
+        ),
+        (Holder(stages=nn.ModuleDict({"1-a": Holder(blocks=blocks())})), ["*getattr(m.stages, '1-a').blocks"]),
+        (Holder(**{"0": nn.ReLU(), "class": nn.ReLU(), "l": blocks()}), ["_0=getattr(m, '0')", "_class=getattr(m, "]),
+        (
+            Holder(a=Holder(b=nn.ReLU(), l=blocks()), a_b=nn.ReLU(), run=nn.ReLU()),
+            ["a_b=m.a.b", "a_b=m.a_b, _run=m.run"],
+        ),
+    ],
+)
+def test_the_recipe_is_python_for_any_names(model: nn.Module, shown: list[str]) -> None:
+    recipe = cut_at_lists(model)
+    _, _, lines = recipe.partition("\n\n")
+    names: dict[str, Any] = {"nn": nn, "Holder": lambda: model}
+    exec(compile(lines, "recipe", "exec"), names)
+    assert len(names["build"]()) == 4
+    assert all(each in recipe for each in shown), recipe
+
+
+def test_a_list_by_itself_has_no_recipe() -> None:
+    assert cut_at_lists(blocks()) == ""
