@@ -22,7 +22,7 @@ from meshwright.model.metrics import means
 from meshwright.optimizer import next_scale
 from meshwright.optimizer.flat import clip_factor
 from meshwright.optimizer.learning_rate import learning_rate
-from meshwright.parts import FLAGS, Parts, StepFeed, StepStats
+from meshwright.parts import FLAGS, Parts, StepFeed, StepStats, is_saved
 from meshwright.pipeline.executor import RowResult
 
 
@@ -94,10 +94,9 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
         metrics=means(parts.blueprint.metrics, recorded),
     )
     if not stats.skipped:
-        own, every = parts.optimizer.own, config.checkpoint.every
-        step = parts.state.step + 1
-        if own is not None and (stats.flags or step == config.train.steps or (every and step % every == 0)):
-            own.ask()  # the step is saved
+        own = parts.optimizer.own
+        if own is not None and is_saved(config, parts.state.step + 1, stats.flags):
+            own.ask()
         parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
         if own is not None:
             own.end_step(parts.mesh.world, parts.optimizer.added)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from meshwright.model.metrics import model_metrics
-from meshwright.parts import ENOUGH, FILES_LOST, SAVE_DUE, STOP, Observer, Parts, StepEvent, StepStats
+from meshwright.parts import ENOUGH, STOP, Observer, Parts, StepEvent, StepStats, is_saved
 from meshwright.step import take_step
 
 
@@ -45,16 +45,15 @@ def train(parts: Parts, observers: Sequence[Observer]) -> None:
 
 
 def _event(parts: Parts, stats: StepStats, step_s: float, first_step: int) -> StepEvent:
-    step, every = parts.state.step, parts.config.checkpoint.every
+    step = parts.state.step
     is_last = step == parts.config.train.steps
     is_stopping = bool({STOP, ENOUGH} & stats.flags) and not is_last
-    is_due = SAVE_DUE in stats.flags or (every > 0 and step % every == 0)
     return StepEvent(
         stats,
         step_s,
         is_first=step == first_step,
         is_last=is_last,
         is_stopping=is_stopping,
-        is_saving=is_last or is_stopping or FILES_LOST in stats.flags or is_due,
+        is_saving=is_saved(parts.config, step, stats.flags),
         metrics=model_metrics(stats.metrics),
     )

@@ -14,3 +14,4 @@ from meshwright.parts.rank import Parts as Parts
 from meshwright.parts.rank import StepFeed as StepFeed
 from meshwright.parts.rank import StepStats as StepStats
 from meshwright.parts.rank import TrainState as TrainState
+from meshwright.parts.rank import is_saved as is_saved

@@ -8,7 +8,7 @@ step      StepStats      the numbers of one optimizer step, the same on every ra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +33,13 @@ from meshwright.pipeline.values import Feed, Microbatch, cast_floats
 STOP, ENOUGH, SAVE_DUE, NOT_WRITTEN, FILES_LOST = FLAGS = ("stop", "enough", "save_due", "not_written", "files_lost")
 """Flags of a step, each set if any rank sets it: a signal to end the run, a callback's request to end it, a checkpoint
 that is due by the clock, an unwritten checkpoint, lost run files."""
+
+
+def is_saved(config: RunConfig, step: int, flags: Collection[str]) -> bool:
+    """Return whether a checkpoint is due after a step. ``flags``: those that some rank has raised in it."""
+    every = config.checkpoint.every
+    is_raised = any(flag in flags for flag in (STOP, ENOUGH, SAVE_DUE, FILES_LOST))
+    return is_raised or step == config.train.steps or (every > 0 and step % every == 0)
 
 
 @dataclass
