@@ -34,19 +34,31 @@ def derive(seed: int, *names: str | int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def set_generators(value: int) -> None:
+    """Seed the generators of torch (CPU), numpy and Python with ``value``."""
+    torch.default_generator.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value % 2**32)
+
+
 @contextmanager
-def generators_at(value: int) -> Iterator[None]:
-    """Seed the generators of torch (CPU), numpy and Python with ``value`` in the block, then restore them."""
+def kept_generators(devices: Sequence[torch.device] = ()) -> Iterator[None]:
+    """Restore the generators of torch (CPU), numpy and Python after the block. ``devices``: GPUs, theirs as well."""
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(value)
-            random.seed(value)
-            np.random.seed(value % 2**32)
+        with torch.random.fork_rng(devices=devices):
             yield
     finally:
         random.setstate(of_python)
         np.random.set_state(of_numpy)
+
+
+@contextmanager
+def generators_at(value: int) -> Iterator[None]:
+    """Seed the generators of torch (CPU), numpy and Python with ``value`` in the block, then restore them."""
+    with kept_generators():
+        set_generators(value)
+        yield
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _optimizer_step(parts: Parts, row: RowResult) -> StepStats:
     if not stats.skipped:
         own = parts.optimizer.own
         if own is not None and is_saved(config, parts.state.step + 1, stats.flags):
-            own.ask()
+            own.request_check()
         parts.optimizer.step(rate, factor * clip_factor(grad_norm, config.optimizer.clip_norm))
         if own is not None:
             own.end_step(parts.mesh.world, parts.optimizer.added)

@@ -19,7 +19,7 @@ import torch
 
 from meshwright.config import Optimizer
 from meshwright.config.functions import error_place, find_function
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, reason_of
 from meshwright.optimizer.own_defaults import WANTED, peak_rate
 
 Groups = Sequence[Mapping[str, Any]]
@@ -43,7 +43,7 @@ def build_own(groups: Groups, config: Optimizer) -> torch.optim.Optimizer:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise unfit(config, f"failed{error_place(error)}: {type(error).__name__}: {error}") from error
+        raise unfit(config, f"failed{error_place(error)}: {reason_of(error)}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise unfit(config, f"returned a {type(made).__name__}: return a torch.optim.Optimizer")
     found = [id(parameter) for group in made.param_groups for parameter in group["params"]]
@@ -101,7 +101,7 @@ def own_rate(optimizer: Optimizer, step: int, num_steps: int) -> float:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        why = f"{error_place(error)}: {type(error).__name__}: {error}"
+        why = f"{error_place(error)}: {reason_of(error)}"
         raise ConfigError("MW-OPTIM-006", f"optimizer.schedule = {path!r} failed at step {step}{why}") from error
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < 1e300:
         raise ConfigError(

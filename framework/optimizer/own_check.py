@@ -7,6 +7,9 @@ more, rules by the dims of a parameter, random numbers, and state that no checkp
 
 Checked are the steps 1, 2, 4, 8, ..., each step that is saved, and the first one after a save and after a start. All
 ranks check the same steps, exchange what they found, and raise the same error.
+
+The copies are also stepped with gradients changed by the root of the dtype's eps (3.5e-4 in float32), because rounding
+may decide an update. So a difference below about 5e-4 of an update in float32 is not seen.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import Optimizer
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, reason_of
 from meshwright.mesh.comm import Group
 from meshwright.optimizer.own import Groups, build_own, not_saved, set_rate
 from meshwright.optimizer.own_states import OwnStates, StateNumber, UnknownStateError, find_states
@@ -26,11 +29,11 @@ from meshwright.optimizer.own_trial import (
     element_states,
     group_values,
     is_changed,
-    kept_seeds,
     numbers_beside,
     reads_dims,
     states_after,
 )
+from meshwright.seeding import kept_generators
 
 ROWS, PART = 8, 96
 """Rows and elements of a shard's part that is stepped again; small shards have fewer, so that they are cut as well."""
@@ -81,7 +84,7 @@ class OwnCheck:
         config: Optimizer,
         name_of: Callable[[int, int], str],
     ) -> None:
-        """Check ``inner``, which was built from ``groups``.
+        """Prepare checks of ``inner``, which was built from ``groups``.
 
         Args:
             parameters: flat shards, by index.
@@ -93,7 +96,7 @@ class OwnCheck:
         """States of every parameter, as all ranks agreed on them last, or as a checkpoint had them. None: not yet."""
         self.is_enabled = True
         """False in a dry run, whose tensors have no values."""
-        self._is_asked = True
+        self._is_requested = True
         self._is_due = False
         self._step, self._rate = 0, 0.0
         self._problem: ConfigError | None = None
@@ -108,14 +111,14 @@ class OwnCheck:
         """Return the states of a checkpoint after ``steps`` steps; one without a record of them has counters alone."""
         return states_after(self.config, steps) if self.states is None else self.states
 
-    def ask(self) -> None:
-        """Check the next step. All ranks must ask."""
-        self._is_asked = True
+    def request_check(self) -> None:
+        """Request a check of the next step. All ranks must do so."""
+        self._is_requested = True
 
     def begin_step(self, step: int, learning_rate: float) -> None:
         """Set whether this step is checked. ``step``: from 1."""
-        self._is_due = self.is_enabled and (self._is_asked or step & (step - 1) == 0)
-        self._step, self._rate, self._is_asked = step, learning_rate, False
+        self._is_due = self.is_enabled and (self._is_requested or step & (step - 1) == 0)
+        self._step, self._rate, self._is_requested = step, learning_rate, False
 
     def copy(self, indices: Sequence[int]) -> list[_Part]:
         """Copy the parts of these shards that this step is compared on; their gradients are set."""
@@ -178,7 +181,7 @@ class OwnCheck:
             indices = [index_of[id(parameter)] for parameter in group["params"]]
             groups.append({**group, "params": [copies[index] for index in indices if index in copies]})
         device = parts[0].weights.device
-        with kept_seeds([device] if device.type == "cuda" else []):
+        with kept_generators([device] if device.type == "cuda" else []):
             again = build_own(groups, self.config)
             set_rate(again, self._rate)
             for part in parts:
@@ -192,7 +195,7 @@ class OwnCheck:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
-                text = f"at step {self._step:,} fails after a resume: {type(error).__name__}: {error}"
+                text = f"at step {self._step:,} fails after a resume: {reason_of(error)}"
                 raise not_saved(self.config, text) from error
         return [value for part in parts for value in self._values_of(part, again, copies[part.shard])]
 

@@ -32,7 +32,7 @@ def peak_rate(config: Optimizer) -> float:
     """
     if config.learning_rate is not None:
         return config.learning_rate
-    rate = _said(config, RATE, positive=True)
+    rate = _builder_value(config, RATE, positive=True)
     if rate is None:
         default: float = Optimizer.model_fields["learning_rate"].default
         return default
@@ -49,12 +49,12 @@ def default_decay(config: Optimizer) -> float:
     """Return the weight decay of parameters that decay and have none of their own in ``model.parameter_groups``."""
     if config.weight_decay is not None:
         return config.weight_decay
-    decay = _said(config, DECAY, positive=False)
+    decay = _builder_value(config, DECAY, positive=False)
     default: float = Optimizer.model_fields["weight_decay"].default
     return default if decay is None else decay
 
 
-def _said(config: Optimizer, field: str, *, positive: bool) -> float | None:
+def _builder_value(config: Optimizer, field: str, *, positive: bool) -> float | None:
     """Return the builder's own value of a field of its groups, or None if it has no usable one."""
     if config.builder is None:
         return None

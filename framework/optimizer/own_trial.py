@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,14 +26,15 @@ from torch import Tensor, nn
 
 from meshwright.config import Optimizer
 from meshwright.config.functions import error_place
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, reason_of
 from meshwright.optimizer.own import build_own, not_element_wise, not_saved, set_rate, unfit
 from meshwright.optimizer.own_defaults import default_decay, peak_rate
 from meshwright.optimizer.own_states import OwnStates, UnknownStateError, find_states
+from meshwright.seeding import kept_generators, set_generators
 
 _RATE, _DECAY = 1e-2, 0.1
 _CLOSE = 1e-8 * _RATE
-"""Largest difference of equal weights; beside it 1e-11 of the weight."""
+"""Absolute tolerance of equal weights; the relative one is 1e-11."""
 
 
 class _Size(NamedTuple):
@@ -72,7 +71,7 @@ def states_after(config: Optimizer, steps: int) -> OwnStates:
 @cache
 def _element_states(builder: str, options: str) -> OwnStates:
     config = Optimizer(builder=builder, options=json.loads(options))
-    with kept_seeds():
+    with kept_generators():
         states = _try(config, _LONG)
         _try(config, _LARGE)
     return states
@@ -145,7 +144,7 @@ class _Trial:
             one_by_one: step one tensor after the other.
             resumed: continue with a new optimizer before every step.
         """
-        _set_seeds(seed)
+        set_generators(seed)
         turns = [[index] for index in range(len(self.counts))] if one_by_one else [list(range(len(self.counts)))]
         for step, gradient in enumerate(self.gradients):
             if resumed and step:
@@ -166,7 +165,7 @@ class _Trial:
             raise
         except BaseException as error:
             kind = "flat tensor" if self.parameters[0].dim() == 1 else f"tensor {tuple(self.parameters[0].shape)}"
-            text = f"failed in step {step + 1} on a {kind}{error_place(error)}: {type(error).__name__}: {error}"
+            text = f"failed in step {step + 1} on a {kind}{error_place(error)}: {reason_of(error)}"
             raise unfit(self.config, text) from error
         for parameter in self.parameters:
             parameter.grad = None
@@ -203,14 +202,23 @@ class _Trial:
 
 
 def group_values(inner: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the values of each parameter group but its parameters and learning rate."""
-    return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in inner.param_groups]
+    """Return the values of each parameter group but its parameters and learning rate; copies of tensors and arrays."""
+    return [{k: _copied(v) for k, v in group.items() if k not in ("params", "lr")} for group in inner.param_groups]
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor or an array, which a step may change in place; anything else unchanged."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def is_changed(before: Any, after: Any) -> bool:
     """Return whether a value is another than before. A list or table that was changed in place is not: a cache."""
     if isinstance(before, Tensor) and isinstance(after, Tensor):
         return before.shape != after.shape or not torch.equal(before, after)
+    if isinstance(before, np.ndarray) and isinstance(after, np.ndarray):
+        return not np.array_equal(before, after)
     return before is not after and bool(before != after)
 
 
@@ -236,24 +244,6 @@ _LARGEST = 2**16
 """Most elements of a tensor in an attribute that is compared."""
 _TORCHS = frozenset({"defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured", "_step_count"})
 """Attributes of torch's optimizers."""
-
-
-def _set_seeds(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-@contextmanager
-def kept_seeds(devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Leave the global random numbers of torch, Python and NumPy as they were. ``devices``: GPUs, besides the CPU."""
-    states: Mapping[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(states["python"])
-            np.random.set_state(states["numpy"])
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:

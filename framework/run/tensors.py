@@ -85,7 +85,7 @@ def agree_on_states(parts: Parts) -> dict[str, Any] | None:
     if own is None:
         return None
     states = own.agree(parts.mesh.world, parts.optimizer.added)
-    own.ask()
+    own.request_check()
     return states.record()
 
 

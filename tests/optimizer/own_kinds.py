@@ -258,8 +258,31 @@ class LateGroupCounter(Base):
 
     def update(self, p: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Any], is_late: bool) -> None:
         if is_late:
-            group["k"] = group.get("k", 0) + 1
+            self.count(group)
         p.add_(gradient.sign(), alpha=-group["lr"])
+
+    def count(self, group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
+
+
+class LateGroupTensor(LateGroupCounter):
+    """A tensor in the groups that counts in place."""
+
+    def __init__(self, groups: Any, late: int = 0) -> None:
+        super().__init__(groups, late, k=torch.zeros(()))
+
+    def count(self, group: dict[str, Any]) -> None:
+        group["k"].add_(1)
+
+
+class LateGroupArray(LateGroupCounter):
+    """An array in the groups that counts in place."""
+
+    def __init__(self, groups: Any, late: int = 0) -> None:
+        super().__init__(groups, late, k=np.zeros(2))
+
+    def count(self, group: dict[str, Any]) -> None:
+        group["k"] += 1
 
 
 def with_values(groups: Any, lr: float = 0.25, weight_decay: float = 0.5) -> torch.optim.Optimizer:
