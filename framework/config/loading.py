@@ -37,7 +37,7 @@ from meshwright.config.keys import (
     nearest_value,
     null_problem,
 )
-from meshwright.config.optimizer_rules import ALL_RULES, said_twice
+from meshwright.config.optimizer_rules import ALL_RULES, find_contradiction
 from meshwright.config.schema import RunConfig
 from meshwright.config.sources import (
     GivenKey,
@@ -49,7 +49,7 @@ from meshwright.config.sources import (
     read_overrides,
     secret_message,
 )
-from meshwright.config.training import SAID_BY_BUILDER
+from meshwright.config.training import BUILDER_DEFAULTS
 from meshwright.errors import ConfigError
 from meshwright.system.secret_text import hide_secrets, is_secret_name
 from meshwright.terminal.output import tell
@@ -244,13 +244,13 @@ def _check_rules(config: RunConfig, arranged: KeyTree, place: str) -> list[Confi
     return problems
 
 
-def _check_said_twice(config: RunConfig, arranged: KeyTree) -> list[ConfigError]:
+def _check_contradictions(config: RunConfig, arranged: KeyTree) -> list[ConfigError]:
     """Return the contradictions between keys of [optimizer] and options of its builder, of the keys that were given.
 
     A key given with the value of its default contradicts another option too; rules between keys cannot see that.
     """
     given = {key: at.place for (section, key), at in arranged.where.items() if section == "optimizer"}
-    message = said_twice(config.optimizer, sorted(given.keys() - set(SAID_BY_BUILDER)))
+    message = find_contradiction(config.optimizer, sorted(given.keys() - set(BUILDER_DEFAULTS)))
     if message is None:
         return []
     return [ConfigError("MW-CONFIG-081", f"{given['options']}: {message}")]
@@ -299,7 +299,7 @@ def _load(
     config = validate(arranged)
     broken_rules = [] if file.problems else _check_rules(config, arranged, place)
     if not is_saved and not broken_rules:
-        broken_rules = _check_said_twice(config, arranged)
+        broken_rules = _check_contradictions(config, arranged)
     problems = [*file.problems, *words.problems, *_advise_import(file, place), *arranged.problems, *broken_rules]
     if problems:
         raise ConfigError.join(problems)

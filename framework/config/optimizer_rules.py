@@ -9,7 +9,7 @@ from meshwright.config.keys import format_value
 from meshwright.config.layout_rules import LAYOUT_RULES
 from meshwright.config.rules import RULES, Rule
 from meshwright.config.schema import RunConfig
-from meshwright.config.training import SAID_BY_BUILDER, Optimizer
+from meshwright.config.training import BUILDER_DEFAULTS, Optimizer
 
 OPTION_OF = {"learning_rate": "lr"}
 """Key of [optimizer] -> the option of an ``optimizer.builder`` with the same meaning, where their names differ."""
@@ -51,10 +51,10 @@ def _options(config: RunConfig) -> str | None:
                 f"optimizer.options.{name} = {format_value(optimizer.options[name])} has no effect: the parameter "
                 f"groups that optimizer.builder gets have a field of this name; rename the argument"
             )
-    return said_twice(optimizer, SAID_BY_BUILDER)
+    return find_contradiction(optimizer, BUILDER_DEFAULTS)
 
 
-def said_twice(optimizer: Optimizer, keys: Iterable[str]) -> str | None:
+def find_contradiction(optimizer: Optimizer, keys: Iterable[str]) -> str | None:
     """Return the problem if one of these given keys of [optimizer] contradicts an option of the builder."""
     for key in keys if optimizer.builder is not None else ():
         option, given = OPTION_OF.get(key, key), getattr(optimizer, key)
@@ -85,7 +85,7 @@ OPTIMIZER_RULES = (
     Rule(
         "MW-CONFIG-079",
         _options,
-        ("optimizer.builder", "optimizer.options", *(f"optimizer.{key}" for key in SAID_BY_BUILDER)),
+        ("optimizer.builder", "optimizer.options", *(f"optimizer.{key}" for key in BUILDER_DEFAULTS)),
     ),
     Rule("MW-CONFIG-078", _routing, ("train.routing", "train.routing_directory")),
 )

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from meshwright.config.bounds import Count, Length, Share, Steps
 from meshwright.config.sections import FUNCTION, Section
 
-SAID_BY_BUILDER = ("learning_rate", "weight_decay")
+BUILDER_DEFAULTS = ("learning_rate", "weight_decay")
 """Keys of ``[optimizer]`` whose default an optimizer of the user, or its options, replaces."""
 
 
@@ -82,7 +82,7 @@ class Optimizer(Section):
 
         A dump of the configuration has all keys: only None marks a key that was not set, not even to its default.
         """
-        for name in SAID_BY_BUILDER:
+        for name in BUILDER_DEFAULTS:
             if self.builder is not None and name not in self.model_fields_set:
                 object.__setattr__(self, name, None)  # frozen, and not yet in anybody's hands
             elif self.builder is None and getattr(self, name) is None:
