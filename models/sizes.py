@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 MAX_HEAD_DIM = 2**16
+"""Features of a head, far above those of any model: more is a mistyped size, refused before its weights are made."""
 
 
 def check_positive(**options: float | None) -> None:

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from meshwright.adapters.attach import attach, freeze_base
 from meshwright.config import ParameterGroup, RunConfig
 from meshwright.config.functions import SCHEMES, error_place, find_function
-from meshwright.errors import ModelError, UserError
+from meshwright.errors import ModelError, UserError, reason_of
 from meshwright.fp8.convert import convert_linears
 from meshwright.model import requirements
 from meshwright.model.builder_run import BuilderRun
@@ -112,7 +112,8 @@ class PlainModel:
             return torch.empty(self._shape(name), dtype=torch.float32)
         full = self._filled(name)
         if is_marked(full):
-            raise unwritten_error(self.builder, "parameter", [name])
+            run = self.builder_run if self.initialise is None else None
+            raise unwritten_error(self.builder, "parameter", (run and run.unwritten()) or [name])
         return full
 
     def _filled(self, name: str) -> Tensor:
@@ -128,6 +129,8 @@ class PlainModel:
 
     def check_unset(self, names: Sequence[str]) -> None:
         """Raise :class:`ModelError` for those of these parameters that ``initialise`` leaves alone, if they are small.
+
+        Their builder gives them no value, or none that a seed repeats.
 
         Large ones are checked in the process that trains them.
         """
@@ -221,7 +224,7 @@ def build_model(
         owners=owners,
     )
     if not problems:
-        model.check_unset(run.unset)
+        model.check_unset([*run.unset, *sorted(run.unrepeated)])
     return model
 
 
@@ -245,7 +248,7 @@ def _outline(options: dict[str, Any], run: BuilderRun) -> ModelOutline:
     except BaseException as error:
         raise ModelError(
             "MW-MODEL-003",
-            f"{run.path} with model.options {options} failed{error_place(error)}: {type(error).__name__}: {error}",
+            f"{run.path} with model.options {options} failed{error_place(error)}: {reason_of(error)}",
         ) from error
 
 

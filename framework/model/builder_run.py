@@ -25,7 +25,7 @@ from meshwright.model.first_values import (
     unwritten_error,
 )
 from meshwright.model.outline import ModelOutline, draw_outline, to_meta
-from meshwright.model.unwritten import MarkEmpty, is_marked
+from meshwright.model.unwritten import MarkEmpty, is_marked, to_float32
 from meshwright.model.write_record import WriteRecord, bytes_of
 from meshwright.seeding import generators_at, seeded
 
@@ -43,6 +43,8 @@ class BuilderRun:
         """Parameters that get their first values from here; empty: none does."""
         self.digest = ""
         """Digest of everything that goes into the values: where it differs between processes, they do too."""
+        self.unrepeated: frozenset[str] = frozenset()
+        """Those of :attr:`names` whose values no seed repeats: only the model's ``initialise`` can replace them."""
         self.unset: list[str] = []
         """Parameters that only the model's ``initialise`` can give a value."""
         self._values: dict[str, Tensor] = {}
@@ -53,18 +55,28 @@ class BuilderRun:
         Raises:
             ModelError: it has too many parameters for one process.
         """
-        with generators_at(self.seed), MarkEmpty(), _limited_parameters(self.path):
+        marking = MarkEmpty()  # type: ignore[no-untyped-call]
+        with generators_at(self.seed), marking, _limited_parameters(self.path):
             return self.build()  # type: ignore[no-any-return]
 
     def value(self, name: str) -> Tensor:
-        """Return a full parameter, float32 on CPU. The first call runs the builder; its values stay in memory."""
+        """Return a full parameter, float32 on CPU. The first call runs the builder; its values stay in memory.
+
+        Elements that nothing has written hold the mark of :mod:`meshwright.model.unwritten`.
+
+        Raises:
+            ModelError: no seed repeats the value.
+        """
+        if name in self.unrepeated:
+            raise _other_values(self.path, [name])
         if not self._values:
             named = self.layers().named_parameters(remove_duplicate=False)
             self._values = {key: parameter.detach() for key, parameter in named}
-            unwritten = [key for key, each in self._values.items() if key in self.names and is_marked(each)]
-            if unwritten:
-                raise unwritten_error(self.path, "parameter", unwritten)
-        return self._values[name].float().clone()
+        return to_float32(self._values[name])
+
+    def unwritten(self) -> list[str]:
+        """Return the names of the parameters in memory with elements that nothing has written."""
+        return [name for name, value in self._values.items() if name in self.names and is_marked(value)]
 
     def release(self) -> None:
         """Free the memory of the values."""
@@ -92,10 +104,16 @@ class BuilderRun:
         """
         layers, record = outline
         is_declared = getattr(layers, "initialise", None) is not None
-        problems = [] if record is None else _unwritten_buffers(self.path, layers)
+        problems = _unwritten_buffers(self.path, layers)
         if record is None:
-            found, again = (_digests(self.layers(), None) for _ in range(2))
-            self.names = frozenset(name for name, _ in layers.named_parameters(remove_duplicate=False))
+            built = self.layers()
+            named = dict(built.named_parameters(remove_duplicate=False))
+            unwritten = [name for name, parameter in named.items() if is_marked(parameter)]
+            self.unset = unwritten if is_declared else []
+            if unwritten and not is_declared:
+                problems.append(unwritten_error(self.path, "parameter", unwritten))
+            found, again = _digests(built, None), _digests(self.layers(), None)
+            self.names = frozenset(named)
         else:
             values = find_first_values(layers, owners, record, copies)
             self.unset = values.by_nothing if is_declared else []
@@ -112,8 +130,9 @@ class BuilderRun:
         different = _different(found, again)
         self.digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).hexdigest()
         if is_declared:  # which may give all values itself
-            self.names, self.digest = self.names - different, ""
-        elif different:
+            self.unrepeated, self.digest = self.names & different, ""
+            different &= {name for name, _ in layers.named_buffers(remove_duplicate=False)}
+        if different:
             problems.append(_other_values(self.path, sorted(different)))
         return problems
 

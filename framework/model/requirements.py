@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from meshwright.errors import ModelError
@@ -69,6 +70,7 @@ def find_problems(path: str, layers: nn.Sequential) -> tuple[list[tuple[str, ...
     Repeated layers are separated, in place.
     """
     problems = [*computed_problems(path, layers), *parameter_problems(path, layers), *sparse_problems(layers)]
+    problems += layout_problems(path, layers)
     if any(problem.code in UNFINISHED for problem in problems):
         return [], problems
     separate_repeated_layers(layers)
@@ -77,7 +79,7 @@ def find_problems(path: str, layers: nn.Sequential) -> tuple[list[tuple[str, ...
     return tied, [*problems, *broken, *undeclared_ties(path, layers, tied)]
 
 
-UNFINISHED = {"MW-MODEL-012", "MW-MODEL-017"}
+UNFINISHED = {"MW-MODEL-012", "MW-MODEL-017", "MW-MODEL-057"}
 """Codes of problems with which no module can be copied and reset: first values are looked at when these are mended."""
 DESCRIBABLE = {
     *("MW-MODEL-010", "MW-MODEL-048", "MW-MODEL-049"),  # first values
@@ -319,6 +321,19 @@ def undeclared_ties(path: str, layers: nn.Sequential, tied: list[tuple[str, ...]
                 "MW-MODEL-025",
                 f"{path}: {first} and {name} are one parameter, but tied_weights does not say so: a stage that holds "
                 f"only one of them would train it alone. Set model.tied_weights = [({first!r}, {name!r})]",
+            )
+
+
+def layout_problems(path: str, layers: nn.Sequential) -> Iterator[ModelError]:
+    """Yield an error for each buffer that is sparse, or has another layout without strides."""
+    for name, buffer in layers.named_buffers():
+        if not isinstance(buffer, UninitializedBuffer) and buffer.layout is not torch.strided:
+            layout = str(buffer.layout).removeprefix("torch.")
+            yield ModelError(
+                "MW-MODEL-057",
+                f"{path}: buffer {name} has the layout {layout}: only dense tensors are compared between processes, "
+                f"sent and saved. Keep it dense (tensor.to_dense()), or keep its indices and values as two buffers and "
+                f"make the sparse tensor in forward",
             )
 
 

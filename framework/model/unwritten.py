@@ -1,6 +1,7 @@
-"""Elements of tensors that nobody has written, found by a mark: a NaN with a payload that no arithmetic makes.
+"""Uninitialised elements of tensors, found by a mark.
 
-A mark is compared bit by bit. NaN and Inf that a user writes (``float("nan")``) are other bits, and are kept.
+A mark is a NaN with a payload that no arithmetic makes, or a large integer, and is compared bit by bit. NaN and Inf
+that a user writes (``float("nan")``) are other bits, and are kept.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,31 +30,36 @@ MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
 
 @torch.no_grad()
 def mark(tensor: Tensor) -> Tensor:
-    """Write the mark into every element of a tensor on the CPU, if its dtype has one, and return the tensor."""
-    if tensor.dtype in MARKS:
+    """Write the mark into every element of a strided tensor on the CPU, if its dtype has one; return the tensor."""
+    if tensor.dtype in MARKS and tensor.layout is torch.strided:
         integer, bits = MARKS[tensor.dtype]
         tensor.detach().view(integer).fill_(bits)
     return tensor
 
 
-def marked(tensor: Tensor) -> Tensor:
+def mark_mask(tensor: Tensor) -> Tensor:
     """Return the bool mask of elements that hold the mark."""
-    if tensor.dtype not in MARKS:
-        return torch.zeros_like(tensor, dtype=torch.bool)
+    if tensor.dtype not in MARKS or tensor.layout is not torch.strided:
+        return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
     integer, bits = MARKS[tensor.dtype]
     return tensor.detach().view(integer) == bits
 
 
 def is_marked(tensor: Tensor) -> bool:
     """Return whether any element holds the mark."""
-    return not tensor.is_meta and bool(marked(tensor).any())
+    return not tensor.is_meta and bool(mark_mask(tensor).any())
+
+
+def to_float32(tensor: Tensor) -> Tensor:
+    """Return a float32 copy of a tensor, in which marked elements stay marked."""
+    found = tensor.detach().to(torch.float32, copy=True)
+    if tensor.dtype is not torch.float32:
+        found[mark_mask(tensor)] = mark(torch.empty(()))
+    return found
 
 
 class MarkEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode in which ``torch.empty`` and its like return marked tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -110,9 +116,3 @@ class FilledAtFirstTouch(TorchFunctionMode):
             if is_marked(self._tensor):  # or an extension of Python has written to its memory
                 with torch.no_grad():
                     self._tensor.copy_(self._values())
-
-
-def named_marks(layers: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers with marked elements."""
-    tensors = [*layers.named_parameters(remove_duplicate=False), *layers.named_buffers(remove_duplicate=False)]
-    return [name for name, tensor in tensors if is_marked(tensor)]

@@ -6,7 +6,8 @@ import hashlib
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.model.unwritten import EMPTY, MARKS, mark, marked
+from meshwright.model.unwritten import EMPTY, MARKS, mark, mark_mask
 
 DRAWN = "drawn"
 """Value of a parameter whose elements differed when it was registered."""
@@ -23,7 +24,7 @@ COPIES = {"clone", "_to_copy", "lift_fresh_copy"}
 UNSEEN = ("orthogonal_", "sparse_", "dirac_", "_no_grad_trunc_normal_")
 """Functions of torch.nn.init that, in some versions of torch, return at once on meta: no dispatch mode sees them."""
 MARKED_UP_TO = 2**22
-"""Elements of an uninitialised tensor that are marked while the model is built: 16 MB take about a millisecond."""
+"""Elements of an uninitialised tensor that are marked while the model is built."""
 MAX_EMPTY = 2**31
 """Elements of an uninitialised tensor that a builder may get in memory: more could not be allocated on a small host."""
 Write = tuple[Any, ...]
@@ -48,7 +49,9 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._given: dict[int, float | str] = {}
         self._versions: dict[int, int] = {}  # equal for copies, until one of them is written to
         self._random: set[int] = set()  # versions that depend on random draws
-        self._patched: list[tuple[dict[str, Any], str, Callable[..., Tensor]]] = []
+        self._originals: dict[Callable[..., Tensor], Callable[..., Tensor]] = {}
+        """Recorded version of each function of UNSEEN, while the mode is active -> the function."""
+        self._modules_before: frozenset[str] = frozenset()
         self._num_draws = 0
 
     def version_of(self, tensor: Tensor) -> int | None:
@@ -73,8 +76,8 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_empty(self, tensor: Tensor) -> bool:
         """Return whether nothing has written to a tensor on the CPU; a write through numpy shows in a marked one."""
-        is_known = tensor.dtype in MARKS and tensor.numel() <= MARKED_UP_TO
-        return _key(tensor) in self._empty and (not is_known or bool(marked(tensor).all()))
+        is_known = tensor.dtype in MARKS and tensor.layout is torch.strided and tensor.numel() <= MARKED_UP_TO
+        return _key(tensor) in self._empty and (not is_known or bool(mark_mask(tensor).all()))
 
     def given_to(self, tensor: Tensor) -> float | str | None:
         """Return the value that a parameter, or the one it is a copy of, had when it was registered; None: no value."""
@@ -98,13 +101,13 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> WriteRecord:
         """Replace functions of torch.nn.init that do nothing on meta by recorded versions, in every module."""
         originals = {name: getattr(nn.init, name) for name in UNSEEN}
-        for module in list(sys.modules.values()):
-            names = vars(module) if hasattr(module, "__dict__") else {}
+        recorded = {name: self._recorded(name, original) for name, original in originals.items()}
+        self._originals = {recorded[name]: original for name, original in originals.items()}
+        self._modules_before = frozenset(sys.modules)
+        for _, names in _module_names():
             for name, original in originals.items():
-                is_imported = names.get(name) is original
-                if is_imported:
-                    self._patched.append((names, name, original))
-                    names[name] = self._recorded(name, original)
+                if names.get(name) is original:
+                    names[name] = recorded[name]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -112,6 +115,8 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a version of a function of torch.nn.init that draws a tensor, with a note where that is on meta."""
 
         def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not self._originals:  # after the record's end, through a name that __exit__ has not found
+                return getattr(nn.init, name)(tensor, *args, **kwargs)  # type: ignore[no-any-return]
             if not tensor.is_meta:
                 return original(tensor, *args, **kwargs)
             self._num_draws += 1
@@ -123,9 +128,13 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for names, name, original in self._patched:
-            names[name] = original
-        self._patched.clear()
+        for module_name, names in _module_names():
+            is_new = module_name not in self._modules_before  # it may have imported a recorded version, "as" anything
+            for name in list(names) if is_new else UNSEEN:
+                value = names.get(name)
+                if isinstance(value, FunctionType) and value in self._originals:
+                    names[name] = self._originals[value]
+        self._originals = {}
 
     def _note(self, tensor: Tensor, write: Write, sources: list[Tensor], *, is_random: bool) -> None:
         """Record a write to a tensor on meta that also reads ``sources``; ``is_random``: it draws."""
@@ -193,6 +202,13 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if (value := self.given_to(given[0])) is not None:
                     self._given[_key(found)] = value
                 self._add(found, write, given)
+
+
+def _module_names() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the namespace of each imported module."""
+    for name, module in list(sys.modules.items()):
+        if hasattr(module, "__dict__"):
+            yield name, vars(module)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -251,12 +254,65 @@ def test_initialise_may_write_through_numpy() -> None:
         ("empty buffer", "buffers h0.shift, h1.shift"),
         ("partly empty buffer", "buffer h0.shift"),
         ("partly reset", "parameter h0.gain"),
+        ("empty, read", "parameters h0.gain, h1.gain"),
+        ("rest of empty, read", "parameters h0.gain, h1.gain"),
+        ("partly empty buffer, read", "buffer h0.shift"),
+        ("rest of empty buffer, read", "buffer h0.shift"),
     ],
 )
 def test_uninitialised_memory_is_refused(how: str, names: str) -> None:
     """All tensors are named, before any rank starts where that takes no values."""
     with pytest.raises(ModelError, match=f"nothing gives {names} a first value", check=has_code("MW-MODEL-048")):
         own(how).initial("h0.gain")
+
+
+def test_initialise_fills_what_a_builder_that_reads_values_leaves_out() -> None:
+    """Only the asked tensor counts, once all of it was filled; others have what the builder has set."""
+    model = own("in pieces, read")
+    assert model.initial("h0.gain").tolist() == list(range(own_values.D))
+    plain = in_plain_torch(partial(own_values.build, "in pieces, read"), 7)
+    for name in ("h1.c_fc.weight", "wte.weight"):
+        assert torch.equal(model.initial(name), plain.get_parameter(name).float()), name
+    assert torch.equal(own("array, read").initial("h0.gain"), torch.full((own_values.D,), 0.25))
+
+
+def test_initialise_replaces_values_that_no_seed_repeats_or_they_are_refused() -> None:
+    assert float(own("rest of unequal").initial("h0.c_fc.weight").std()) == pytest.approx(0.05, rel=0.2)
+    with pytest.raises(ModelError, match=r"tensor h0\.c_fc\.bias different", check=has_code("MW-MODEL-049")):
+        own("rest without unequal")
+
+
+def test_functions_that_a_builder_imports_while_it_runs_are_torch_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules imported within a builder hold no function of its record afterwards, under any name."""
+    lines = "from torch.nn.init import dirac_ as other, orthogonal_\nTABLE = {'orthogonal': orthogonal_}\n"
+    (tmp_path / "imported_late.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def build() -> nn.Sequential:
+        late = importlib.import_module("imported_late")
+        return own_values.of_linear(lambda linear: late.TABLE["orthogonal"](linear.weight))
+
+    monkeypatch.setitem(own_values.BUILDERS, "imports late", build)
+    try:
+        models = [own("imports late") for _ in range(2)]
+        late = importlib.import_module("imported_late")
+        assert late.orthogonal_ is nn.init.orthogonal_ and late.other is nn.init.dirac_
+    finally:
+        sys.modules.pop("imported_late", None)
+    weight = in_plain_torch(build, 7).get_parameter("h0.c_fc.weight")
+    sys.modules.pop("imported_late", None)
+    for model in models:
+        assert torch.equal(model.initial("h0.c_fc.weight"), weight)
+
+
+@pytest.mark.parametrize("how", ["sparse buffer", "sparse buffer, read"])
+def test_buffers_without_strides_are_refused(how: str) -> None:
+    with pytest.raises(
+        ModelError, match=r"buffer h0\.mixing has the layout sparse_coo", check=has_code("MW-MODEL-057")
+    ):
+        own(how)
 
 
 def test_numbers_of_a_full_initialise_do_not_depend_on_resets() -> None:

@@ -274,6 +274,36 @@ def experts() -> nn.Sequential:
     return model
 
 
+def read(model: nn.Sequential) -> nn.Sequential:
+    """Read values of parameters, so that the builder runs on the CPU."""
+    model.wte.weight.sum().item()
+    return model
+
+
+def in_pieces(name: str, tensor: Tensor) -> None:
+    """Fill the gains element by element."""
+    if name.endswith("gain"):
+        for i in range(len(tensor)):
+            tensor[i] = i
+
+
+def uneven_bias(linear: nn.Linear) -> None:
+    """Draw a bias from a generator without a seed."""
+    linear.bias.copy_(torch.from_numpy(np.random.default_rng().normal(size=4 * D)))
+
+
+class Sparse(nn.Module):
+    """Linear with a sparse constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("mixing", torch.eye(D).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
 def at_once(linear: nn.Linear) -> None:
     """Scale all parameters by one call."""
     torch._foreach_mul_([parameter.data for parameter in linear.parameters()], 0.5)
@@ -327,6 +357,16 @@ BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "rest of own": lambda: with_initialise(rest_of(0.05), nanogpt()),
     "rest of raw": lambda: with_initialise(rest_of(0.05), assemble(Raw(lambda gain: gain.fill_(2.0)), Block())),
     "rest of empty": lambda: with_initialise(rest_of(0.05), assemble(Raw(), Raw(), Block())),
+    "sparse buffer": lambda: assemble(Sparse(), Block()),
+    "sparse buffer, read": lambda: read(assemble(Sparse(), Block())),
+    "empty, read": lambda: read(assemble(Raw(), Raw(), Block())),
+    "partly empty buffer, read": lambda: read(assemble(RawBuffer(3), Block())),
+    "rest of empty buffer, read": lambda: with_initialise(rest_of(0.05), read(assemble(RawBuffer(3), Block()))),
+    "rest of empty, read": lambda: with_initialise(rest_of(0.05), read(assemble(Raw(), Raw(), Block()))),
+    "in pieces, read": lambda: with_initialise(in_pieces, read(assemble(Raw(), Block()).double())),
+    "array, read": lambda: with_initialise(by_array, read(assemble(Raw(), Block()))),
+    "rest of unequal": lambda: with_initialise(rest_of(0.05), of_linear(unequal_runs)),
+    "rest without unequal": lambda: with_initialise(rest_of(0.05), of_linear(uneven_bias)),
     "halved": lambda: with_initialise(halved, assemble(Block(), Block())),
     "by array": lambda: with_initialise(by_array, assemble(Raw(), Block())),
 }
