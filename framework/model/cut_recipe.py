@@ -74,8 +74,8 @@ def _expression(model: nn.Module, name: str) -> str:
     for part in name.split("."):
         if _is_attribute(part):
             expression += f".{part}"
-        elif part.isdigit() and isinstance(owner, nn.Sequential | nn.ModuleList):
-            expression += f"[{part}]"
+        elif isinstance(owner, nn.Sequential | nn.ModuleList) and part in owner._modules:
+            expression += f"[{list(owner._modules).index(part)}]"
         else:
             expression = f"getattr({expression}, {part!r})"
         owner = getattr(owner, part)
