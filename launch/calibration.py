@@ -10,12 +10,19 @@ from pathlib import Path
 import torch
 
 from meshwright.errors import UserError
-from meshwright.launch.environment import Launcher, RankPlace, launch_environment, rank_variables, read_place
+from meshwright.launch.environment import (
+    Launcher,
+    RankPlace,
+    check_rendezvous,
+    launch_environment,
+    rank_variables,
+    read_place,
+)
 from meshwright.launch.pool import RankPool
 from meshwright.launch.rank import DUPLICATE_ERROR_DELAY_S, set_threads
 from meshwright.mesh import Grid
 from meshwright.mesh.mesh import close_mesh, open_mesh
-from meshwright.system.atomic import check_place, write_out
+from meshwright.system.atomic import write_out
 from meshwright.system.host import node_name
 from meshwright.terminal.output import put
 from meshwright.tools.planner.calibrate import (
@@ -31,8 +38,6 @@ from meshwright.tools.planner.calibrate_device import measure_hardware
 from meshwright.tools.planner.hardware import Hardware, Link, Message, hardware_text, read_hardware
 from meshwright.tools.planner.rings import Rings, check_nodes, measure_rings, rings_to_toml
 
-EXAMPLE = "this-machine.toml"
-
 
 def calibrate(options: argparse.Namespace, _: list[str]) -> int:
     """Measure this machine, or a job's rings, and write a hardware file for ``--cluster``.
@@ -47,7 +52,6 @@ def calibrate(options: argparse.Namespace, _: list[str]) -> int:
             "MW-LAUNCH-087", "calibrate --cluster names the hardware of --rings: add --rings, or leave it out"
         )
     out, ranks = options.out, options.ranks
-    check_place(out, folder=False, example=EXAMPLE)
     if options.device == "cuda":
         return _calibrate_gpu(out)
     with RankPool(max(2, min(cores(), ranks))) as pool:
@@ -77,10 +81,10 @@ def _calibrate_rings(cluster: str | None, device: str, out: Path) -> int:
             raise UserError(
                 "MW-LAUNCH-088", "calibrate --rings adds to a hardware file: name it, such as --cluster h100"
             )
+        check_rendezvous()
         text, known = hardware_text(cluster), read_hardware(cluster)
         if known.node_rings or known.cluster_rings:
             raise UserError("MW-LAUNCH-089", f"--cluster {cluster} has rings already: name a file without them")
-        check_place(out, folder=False, example="my-cluster.toml")
         set_threads(1)
         mesh = open_mesh(Grid(1, place.world_size, 1), device)
         rings = measure_rings(device, place.world_size, check_nodes(mesh.world.gather_objects(node_name())))

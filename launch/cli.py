@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from meshwright.errors import UserError
 from meshwright.launch.arguments import build_parser
-from meshwright.launch.arguments.common import load_command, text
+from meshwright.launch.arguments.common import check_output, load_command, text
 from meshwright.launch.jobs import print_error
 from meshwright.system.bounded import shortened
 from meshwright.terminal.output import make_printable
@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:  # argparse has printed its message
         return int(exit_.code or 0)
     try:
+        check_output(options)
         if "config" in options and "trust_code" in options:
             from meshwright.tools.trust import check_file
 

@@ -65,7 +65,7 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
     from meshwright.config import read_resolved
     from meshwright.data.fingerprint import read
     from meshwright.run.directory import METRICS, RESOLVED
-    from meshwright.system.atomic import check_inside
+    from meshwright.system.atomic import check_inside, check_place
     from meshwright.tools.report.loss_curve import loss_curve
 
     resolved = options.directory / RESOLVED
@@ -78,6 +78,7 @@ def plot(options: argparse.Namespace, _: list[str]) -> int:
         unigram_entropy = split.unigram_entropy_nats if split else None
     picture = options.out or options.directory / "loss.png"
     if not options.out:
+        check_place(picture, folder=False, example="loss.png")
         check_inside(picture, options.directory)
     loss_curve(options.directory / METRICS, picture, unigram_entropy)
     put(picture)
@@ -98,9 +99,10 @@ def report(options: argparse.Namespace, _: list[str]) -> int:
     if len({real_path(run.directory) for run in runs}) < len(runs):
         raise ConfigError("MW-LAUNCH-006", f"{' '.join(map(str, options.runs))}: a run is named twice; name each once")
     out = options.out or (runs[0].directory / "report.html" if len(runs) == 1 else Path("report.html"))
-    check_place(out, folder=False, example="report.html")
-    if not options.out and len(runs) == 1:
-        check_inside(out, runs[0].directory)
+    if not options.out:
+        check_place(out, folder=False, example="report.html")
+        if len(runs) == 1:
+            check_inside(out, runs[0].directory)
     write_out(out, page(runs))
     put(out)
     return 0

@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError, UserError
 from meshwright.launch.arguments.common import DEVICES_PER_NODE
 from meshwright.mesh import Axis, Grid, check_placement, nodes_of
 from meshwright.schedule.build import BUILDERS
-from meshwright.system.atomic import check_place, writing
+from meshwright.system.atomic import writing
 from meshwright.system.numbers import whole_number
 from meshwright.terminal.output import put, tell
 from meshwright.tools.picture.library import require_matplotlib
@@ -33,7 +33,6 @@ def dryrun(options: argparse.Namespace, overrides: list[str]) -> int:
         UserError: an impossible configuration, an invalid fault, or a picture that cannot be written.
     """
     out, num_nodes = options.out, options.nodes
-    check_place(out, folder=False, example="job.svg")
     if out is not None and out.suffix not in SUFFIXES:
         raise ConfigError(
             "MW-LAUNCH-019", f"--out {out}: a picture ends in one of {', '.join(SUFFIXES)}: {out.with_suffix('.svg')}"

@@ -181,11 +181,11 @@ def check_port(text: str) -> int:
     return port
 
 
-def check_rendezvous_port(env: Mapping[str, str] = os.environ) -> None:
+def check_rendezvous(env: Mapping[str, str] = os.environ) -> None:
     """Refuse a MASTER_PORT that is no port, or 0, which torchrun passes on to the ranks: they would never meet.
 
     Raises:
-        MeshError: MASTER_PORT is set, and is no number from 1 to 65535.
+        MeshError: MASTER_PORT is set, and is no number from 1 to 65535; several ranks lack MASTER_ADDR.
     """
     if env.get("MASTER_PORT") == "0":
         raise MeshError(
@@ -194,6 +194,13 @@ def check_rendezvous_port(env: Mapping[str, str] = os.environ) -> None:
             "--standalone instead of --master-port=0, or else a port (1024 to 65535)",
         )
     environment_number("MASTER_PORT", 0, 1, MAX_PORT, env)
+    world_size = environment_number("WORLD_SIZE", 1, 1, MAX_RANKS, env)
+    if world_size > 1 and not env.get("MASTER_ADDR"):
+        raise MeshError(
+            "MW-LAUNCH-105",
+            f"the environment has RANK = {env.get('RANK')} and WORLD_SIZE = {world_size} without MASTER_ADDR, the host "
+            f"of rank 0: start with torchrun or srun, which set it, or unset RANK and WORLD_SIZE",
+        )
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:

@@ -99,7 +99,7 @@ def _prepare_doctor(config: RunConfig, world_size: int) -> tuple[Work, RunConfig
 def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int:
     """Run this process as one rank of its launcher; a failure ends the process, with its rank in the message."""
     from meshwright.launch import rank
-    from meshwright.launch.environment import Launcher, check_port, check_rendezvous_port, rank_variables, read_place
+    from meshwright.launch.environment import Launcher, check_port, check_rendezvous, rank_variables, read_place
     from meshwright.launch.failure import describe, leave_exit_code, leave_record, text_of
     from meshwright.launch.mpi import mpi_place
     from meshwright.system.process import ignore_signals, leave
@@ -121,7 +121,7 @@ def _run_as_rank(config: RunConfig, launcher: Launcher, prepare: Prepare) -> int
 
     # An error before training is the same on all ranks: one of each node prints it, the others are ended meanwhile.
     try:
-        check_rendezvous_port()
+        check_rendezvous()
         work, checked = prepare(config, place.world_size)
     except UserError as error:
         keep_exit_code(error.exit_code)
@@ -174,7 +174,7 @@ def doctor(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
     """Measure the loss of a trained model."""
-    is_launched = _check_inference(options, example="eval.json")
+    is_launched = _check_inference(options)
     from meshwright.tools.inference.corpora import with_corpus
     from meshwright.tools.inference.evaluate import EvaluationJob, check
     from meshwright.tools.inference.load import config_for, locate
@@ -190,7 +190,7 @@ def evaluate(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     """Generate text with a trained model."""
-    is_launched = _check_inference(options, example="texts.jsonl")
+    is_launched = _check_inference(options)
     from meshwright.tools.inference.choice import SamplingRequest
     from meshwright.tools.inference.load import config_for, locate
     from meshwright.tools.inference.sample import SAME_TEXT, Sampling, check
@@ -207,18 +207,13 @@ def sample(options: argparse.Namespace, overrides: list[str]) -> int:
     return _run_inference(config, place.run, lambda config, size: (work, check(config, size, len(request.prompts))))
 
 
-def _check_inference(options: argparse.Namespace, *, example: str) -> bool:
-    """Check the paths before seconds of imports; return True if torchrun, srun or mpirun has started this process.
-
-    ``example``: name of an output file, for the error.
-    """
+def _check_inference(options: argparse.Namespace) -> bool:
+    """Check the run before seconds of imports; return True if torchrun, srun or mpirun has started this process."""
     from meshwright.launch.environment import Launcher, launch_environment
     from meshwright.run.directory import find_run, is_checkpoint
-    from meshwright.system.atomic import check_place
 
     if not is_checkpoint(options.place):
         find_run(options.place)
-    check_place(options.out, folder=False, example=example)
     return launch_environment() is not Launcher.NONE
 
 

@@ -13,7 +13,7 @@ from meshwright.config.sources import read_file
 from meshwright.errors import ConfigError
 from meshwright.launch.comparisons import answers, read_wanted
 from meshwright.launch.sweeps import run_sweep
-from meshwright.system.atomic import check_place, write_out
+from meshwright.system.atomic import write_out
 from meshwright.terminal.format import format_size
 from meshwright.terminal.output import put, tell
 from meshwright.tools.picture.library import require_matplotlib
@@ -50,7 +50,6 @@ def plan(options: argparse.Namespace, overrides: list[str]) -> int:
     nodes, out = options.nodes, options.out
     wanted = read_wanted(options.why) if options.why is not None else {}
     gc.disable()  # a search creates millions of small tuples, without cycles
-    check_place(out, folder=True, example="plan")
     if out is not None:
         require_matplotlib()
     hardware = read_hardware(options.cluster)

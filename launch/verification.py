@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.errors import ConfigError
+from meshwright.system.atomic import check_place
 from meshwright.terminal.output import put
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     from meshwright.launch.pool import RankPool
     from meshwright.tools.verify import Verification, join_reports, parse_layout
 
+    _check_routing(options.routing, options.routing_directory)
     config, words = load(options.config, overrides), options.layouts or []
     for text in words:  # a misspelt word is an error before any process starts
         parse_layout(text)
@@ -66,6 +68,28 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
     report = join_reports(reports)
     put(report.table())
     return 0 if report.passed else 1
+
+
+def _check_routing(mode: str | None, directory: Path | None) -> None:
+    """Check ``--routing-directory`` before any training.
+
+    Raises:
+        ConfigError: it has no effect, cannot be written, or is not there to be replayed.
+    """
+    if directory is None:
+        return
+    if mode is None:
+        raise ConfigError(
+            "MW-LAUNCH-106",
+            f"--routing-directory {directory} has no effect without --routing: add --routing record or replay",
+        )
+    if mode == "replay" and not directory.is_dir():
+        raise ConfigError(
+            "MW-LAUNCH-107",
+            f"--routing-directory {directory}: there is no such directory, and --routing replay takes the experts from "
+            f"it: record them first, by --routing record, or leave it out",
+        )
+    check_place(directory, folder=True, example="routing", option="--routing-directory")
 
 
 def _routing_of(trial: Trial, options: argparse.Namespace) -> tuple[str | None, Path | None]:

@@ -4,7 +4,7 @@ A file's bytes survive a power cut after an fsync of the file, its name after an
 without the first can leave an empty file under the new name (ext4, XFS), one without the second the old name.
 
 An output that a user names with --out is written by the same rename (`writing`, `write_out`). A path that cannot be
-written is refused before long work where possible (`check_place`).
+written is refused before any work (`check_place`, which the command line calls for each command with --out).
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from meshwright.errors import ConfigError
-from meshwright.system.bounded import real_path
+from meshwright.system.bounded import kind_of, real_path
 
 NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
 """errno values of a directory that this process cannot have made, or whose file system has no fsync of directories."""
@@ -87,6 +89,11 @@ def rename_synced(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def _name_aside(name: str) -> str:
+    """Return the name of the temporary file beside a file that is being written."""
+    return f".part-{name}"
+
+
 @contextmanager
 def replacing(path: Path, *, is_durable: bool = True) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, with the same suffix. After the block it is renamed to ``path``.
@@ -97,7 +104,7 @@ def replacing(path: Path, *, is_durable: bool = True) -> Iterator[Path]:
         path: The file to write or replace.
         is_durable: Fsync the file before the rename and the directory after it.
     """
-    aside = path.with_name(f".part-{path.name}")
+    aside = path.with_name(_name_aside(path.name))
     aside.unlink(missing_ok=True)  # of a dead process; a link there would be written through
     try:
         yield aside
@@ -121,7 +128,7 @@ def replace_in(directory: int, name: str, text: str) -> None:
 
     The file goes where that directory is now, whatever its old path names.
     """
-    aside = f".part-{name}"
+    aside = _name_aside(name)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(aside, dir_fd=directory)  # as in `replacing`
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666, dir_fd=directory)
@@ -151,27 +158,59 @@ def make_directory_synced(path: Path) -> None:
         sync(each.parent)
 
 
-def check_place(out: Path | None, *, folder: bool, example: str) -> None:
-    """Check that ``out`` can be written. ``folder``: it must be a folder, else a file; ``example``: a name for advice.
+def check_place(out: Path, *, folder: bool, example: str, option: str = "--out") -> None:
+    """Check that ``out`` can be written. ``folder``: it must be a folder, else a file.
+
+    ``example``, a name for advice, and ``option``, the option that names ``out``, are for the messages.
 
     Raises:
         ConfigError: it has the wrong type, lies below a file, or is not writable.
+        OSError: its name is too long.
     """
-    if out is None:
-        return
     if out.exists() and out.is_dir() != folder:
         there, wanted = ("a file", "folder") if folder else ("a folder", "file")
         near = out.with_name(f"{out.stem}-{example}") if folder else out / example
         raise ConfigError(
-            "MW-SYSTEM-003", f"--out {out}: there is {there} of that name; name a {wanted}, such as {near}"
+            "MW-SYSTEM-003", f"{option} {out}: there is {there} of that name; name a {wanted}, such as {near}"
         )
-    below = next((each for each in (out, *out.absolute().parents) if each.exists()), Path("/"))
-    if below != out and not below.is_dir():
+    if out.exists() and not out.is_dir() and not out.is_file():
+        _check_special(out, out.with_name(f"{out.stem}-{example}"), option)
+        return
+    target = real_path(out)
+    below = next(each for each in (target, *target.parents) if each.exists())
+    if below != target and not below.is_dir():
         raise ConfigError(
-            "MW-SYSTEM-004", f"--out {out}: {below} is a file, and nothing can lie below it: choose another place"
+            "MW-SYSTEM-004", f"{option} {out}: {below} is a file, and nothing can lie below it: choose another place"
         )
-    if not os.access(below, os.W_OK):
-        raise ConfigError("MW-SYSTEM-005", f"--out {out}: {below} cannot be written to: choose another place")
+    for name in (*target.relative_to(below).parts, _name_aside(target.name)):
+        (below / name).exists()  # raises if the name is too long
+    place = below if below.is_dir() else below.parent  # a file is replaced by a new one beside it
+    try:
+        if not os.access(below, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        tempfile.TemporaryFile(dir=place).close()  # root has access to places where no file can be made, as in /proc
+    except OSError as error:
+        raise ConfigError(
+            "MW-SYSTEM-005",
+            f"{option} {out}: {below} cannot be written to ({error.strerror}): choose another place",
+        ) from None
+
+
+def _check_special(out: Path, near: Path, option: str) -> None:
+    """Check a path that is no regular file. Pipes that this process holds, as in ``--out >(cat)``, are written to.
+
+    A FIFO with a name is refused: opening it blocks until there is a reader. So is a socket, which cannot be opened.
+
+    Raises:
+        ConfigError: it is one of these.
+    """
+    mode = out.stat().st_mode
+    has_name = real_path(out).exists()  # /dev/fd/63 leads to /proc/12/fd/pipe:[345], which is no path
+    if has_name and not stat.S_ISCHR(mode):
+        raise ConfigError(
+            "MW-SYSTEM-010",
+            f"{option} {out}: there is {kind_of(mode)} of that name; name a file, such as {near}, or /dev/stdout",
+        )
 
 
 def leads_elsewhere(file: Path) -> Path | None:
@@ -206,11 +245,11 @@ def writing(out: Path) -> Iterator[Path]:
         ConfigError: it cannot be written, with the system's reason.
     """
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         if out.exists() and not out.is_file():
             yield out
             return
         file = real_path(out)  # the target of a link
+        file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, is_durable=False) as aside:
             yield aside
     except OSError as error:

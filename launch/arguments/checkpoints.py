@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from meshwright.launch.arguments.common import Added, command, parse_count_from_0, run_or_checkpoint, trust_code
+from meshwright.launch.arguments.common import Added, command, output, parse_count_from_0, run_or_checkpoint, trust_code
 
 
 def checkpoint(added: Added) -> None:
@@ -55,7 +54,7 @@ def checkpoint(added: Added) -> None:
         "meshwright checkpoint reshard runs/demo --out runs/one-file --parallel.pp=1 --parallel.tp=1",
         takes_overrides=True,
     )
-    resharded.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new run directory")
+    output(resharded, "DIR", "the new run directory", "resharded", is_folder=True, is_required=True)
     trust_code(resharded)
     exported = _export(commands_of)
     for parser in (listed, verified, shown, resharded, exported):
@@ -75,7 +74,7 @@ def _export(commands_of: Added) -> argparse.ArgumentParser:
         "memory at a time. Such files hold pickles and are never read here: there is no import.",
         "meshwright checkpoint export runs/demo --out exported/demo",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory")
+    output(parser, "DIR", "the new directory", "exported", is_folder=True, is_required=True)
     parser.add_argument(
         "--weights", default="weights", metavar="KIND", help="tensors to export: weights, master, or a callback's ema"
     )

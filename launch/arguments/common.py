@@ -9,10 +9,12 @@ import os
 import re
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from meshwright.errors import UserError
+from meshwright.system.atomic import check_place
 from meshwright.system.bounded import abridge_words, shortened
 from meshwright.system.numbers import MAX_INT64, MAX_RANKS, whole_number
 from meshwright.terminal.output import visible
@@ -94,6 +96,33 @@ def nodes_of_job(parser: argparse.ArgumentParser, *, of_cluster: bool = False) -
         metavar="M",
         help=f"ranks on each (default: {default})",
     )
+
+
+def output(
+    parser: argparse.ArgumentParser,
+    metavar: str,
+    text: str,
+    example: str,
+    *,
+    is_folder: bool = False,
+    is_required: bool = False,
+) -> None:
+    """Add ``--out``, whose place is checked before the command begins (see :func:`check_output`).
+
+    ``example``: name of such a file or folder, for the error. ``text``: the help.
+    """
+    parser.set_defaults(check_output=partial(check_place, folder=is_folder, example=example))
+    parser.add_argument("--out", type=Path, required=is_required, metavar=metavar, help=text)
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Check the place of a command's ``--out``, so that no work is lost to one that cannot be written.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if getattr(options, "out", None) is not None:
+        options.check_output(options.out)
 
 
 def run_or_checkpoint(parser: argparse.ArgumentParser) -> None:

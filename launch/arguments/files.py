@@ -10,6 +10,7 @@ from meshwright.launch.arguments.common import (
     command,
     config_file,
     count,
+    output,
     parse_count_from_0,
     part,
     rank_count,
@@ -68,7 +69,7 @@ def data(added: Added) -> None:
     files.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="text files, or folders of them")
     _split_option(files)
     for parser in (stdlib, files):
-        parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new corpus")
+        output(parser, "DIR", "folder of the new corpus", "corpus", is_folder=True, is_required=True)
         parser.add_argument(
             "--vocab-size",
             type=whole(1, MAX_VOCABULARY),
@@ -124,7 +125,7 @@ def _data_prepare(sources: Added) -> None:
         help=".jsonl (also .gz): one document per line; .parquet: one per row; other files: one per file; or a folder",
     )
     prepared.add_argument("--tokenizer", type=Path, required=True, metavar="T", help="a tokenizer.json, or its folder")
-    prepared.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the new corpus")
+    output(prepared, "DIR", "folder of the new corpus", "corpus", is_folder=True, is_required=True)
     prepared.add_argument(
         "--format",
         choices=["text", "pairs", "messages"],
@@ -234,7 +235,7 @@ def config(added: Added) -> None:
         "--without", action="append", default=[], metavar="KEY", help="key of FILE to leave out instead of refusing it"
     )
     imported.add_argument("--ranks", type=rank_count, metavar="N", help="ranks of the whole job, if the file lacks dp")
-    imported.add_argument("--out", type=Path, metavar="FILE", help="TOML file to write (default: stdout)")
+    output(imported, "FILE", "TOML file to write (default: stdout)", "imported.toml")
     imported.add_argument("--replace", action="store_true", help="overwrite an existing file")
     shown = command(
         commands_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.launch.arguments.common import Added, command
+from meshwright.launch.arguments.common import Added, command, output
 
 
 def status(added: Added) -> None:
@@ -32,12 +32,8 @@ def report(added: Added) -> None:
         "meshwright report runs/demo\n  meshwright report runs/demo runs/deep --out compared.html",
     )
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="run directories, such as runs/demo")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="default: report.html in the run directory; for several runs in this directory",
-    )
+    default = "report.html in the run directory; for several runs in this directory"
+    output(parser, "FILE", f"default: {default}", "report.html")
 
 
 def plot(added: Added) -> None:
@@ -50,7 +46,7 @@ def plot(added: Added) -> None:
         "meshwright plot runs/demo",
     )
     parser.add_argument("directory", metavar="RUN", type=Path, help="a run directory, such as runs/demo")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="default: loss.png in the run directory")
+    output(parser, "PNG", "default: loss.png in the run directory", "loss.png")
 
 
 def completion(added: Added) -> None:

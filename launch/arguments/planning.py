@@ -12,6 +12,7 @@ from meshwright.launch.arguments.common import (
     counts,
     load,
     nodes_of_job,
+    output,
     price,
     rank_count,
     trust_code,
@@ -80,12 +81,8 @@ def draw(added: Added) -> None:
     )
     trust_code(parser)
     parser.usage = f"{parser.prog} CONFIG|RUN [options] [--section.key=value ...]"
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="directory for the files (default: traces/ of a run; this directory for a CONFIG with --format)",
-    )
+    default = "traces/ of a run; this directory for a CONFIG with --format"
+    output(parser, "DIR", f"directory for the files (default: {default})", "pictures", is_folder=True)
     parser.add_argument(
         "--format", metavar="LIST", help="formats among text, svg, png, trace, separated by commas (default: all)"
     )
@@ -153,7 +150,7 @@ def plan(added: Added) -> None:
     parser.add_argument(
         "--device-hour", type=price, metavar="COST", help="cost of a device for an hour: a sweep then prints costs"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="directory for plan.toml and plan.html, or sweep.svg")
+    output(parser, "DIR", "directory for plan.toml and plan.html, or sweep.svg", "plan", is_folder=True)
     trust_code(parser)
 
 
@@ -170,7 +167,7 @@ def calibrate(added: Added) -> None:
         "meshwright calibrate --out runs/this-machine.toml\n"
         "  srun meshwright calibrate --rings --device cuda --cluster h100 --out my-cluster.toml",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a TOML file")
+    output(parser, "FILE", "a TOML file", "this-machine.toml", is_required=True)
     parser.add_argument(
         "--ranks", type=rank_count, default=8, metavar="N", help="ranks of a node in the hardware file (default: 8)"
     )
@@ -208,7 +205,7 @@ def dryrun(added: Added) -> None:
         help="schedule:RANK=NAME: this rank runs another schedule; missing:AXIS:RANK: the other ranks of its group "
         "create the group without it. May be repeated",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a picture: .svg, .png or .pdf")
+    output(parser, "FILE", "a picture: .svg, .png or .pdf", "job.svg")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),

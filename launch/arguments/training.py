@@ -10,6 +10,7 @@ from meshwright.launch.arguments.common import (
     command,
     config_file,
     count,
+    output,
     parse_count_from_0,
     rank_count,
     run_or_checkpoint,
@@ -206,7 +207,7 @@ def evaluate(added: Added) -> None:
     weights(parser)
     parser.add_argument("--data", type=Path, metavar="DIR", help="a prepared corpus: its folder, or DIR/NAME of a pair")
     parser.add_argument("--batches", type=count, metavar="N", help="number of global batches (default: all)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the result, as JSON")
+    output(parser, "FILE", "file for the result, as JSON", "eval.json")
     _run_to_read(parser)
 
 
@@ -261,7 +262,7 @@ def sample(added: Added) -> None:
         help="sample from the likeliest tokens whose probabilities add up to P (default: 1)",
     )
     parser.add_argument("--seed", type=seed, metavar="N", help="seed of the sampling (default: that of the run)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file for the texts, as JSON lines")
+    output(parser, "FILE", "file for the texts, as JSON lines", "texts.jsonl")
     _run_to_read(parser)
 
 

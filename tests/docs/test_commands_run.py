@@ -156,6 +156,27 @@ def test_it_does_what_is_printed(
     assert "Traceback" not in said.err
 
 
+@pytest.mark.slow
+def test_records_on_the_pages_have_the_fields_that_a_run_writes(desk: Path) -> None:
+    """In their order. The start in docs/cluster.md is one of Slurm's, which adds two fields."""
+    written = json.loads((desk / "runs/demo/starts.jsonl").read_text().splitlines()[-1])
+    lines = re.findall(r"^\{\"at\": .*$", (ROOT / "docs/cluster.md").read_text(), re.MULTILINE)
+    assert lines
+    for shown in map(json.loads, lines):
+        assert [*shown] == [*written, "slurm_job", "slurm_restart"]
+        assert sum(number for _, number in shown["ranks_on"]) == 8 and len(shown["ranks_on"]) == shown["nodes"]
+        assert [Path(file).suffix for file in shown["corpus"]] == [Path(file).suffix for file in written["corpus"]]
+    (text,) = re.findall(r"^```json\n(.*?)^```", (ROOT / "docs/checkpoints.md").read_text(), re.MULTILINE | re.DOTALL)
+    manifest = json.loads(text)
+    saved = json.loads(max((desk / "runs/demo/checkpoints").glob("*/manifest.json")).read_text())
+    assert [*manifest] == [*saved]
+    for part in ("data_fingerprint", "versions", "state"):
+        assert [*manifest[part]] == [*saved[part]], part
+    for part in ("tensors", "files"):
+        fields = [*next(iter(saved[part].values()))]
+        assert all([*entry] == fields for entry in manifest[part].values()), part
+
+
 def as_the_shell_does(word: str) -> list[str]:
     """Expand ``~`` and patterns of files; a pattern that fits nothing stays."""
     word = str(Path(word).expanduser()) if word.startswith("~") else word

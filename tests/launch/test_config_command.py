@@ -61,7 +61,7 @@ def test_without_out_the_file_is_all_that_stdout_has(theirs: Path, capsys: pytes
             ["{theirs}", "--pipeline.schedule=zb_v", "--pipeline.interleave=3"],
             "cannot be run here: pipeline.interleave=3",
         ),
-        (["{theirs}", "--out", "{theirs}/x"], "cannot be written"),
+        (["{theirs}", "--out", "{theirs}/x"], "nothing can lie below it"),
     ],
 )
 def test_what_goes_wrong_is_one_message(

@@ -50,7 +50,6 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 def test_a_place_is_refused_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    check_place(None, folder=True, example="x")
     check_place(tmp_path / "new" / "x", folder=False, example="x")
     for out, folder, said in (
         (tmp_path, False, f"--out {tmp_path}: there is a folder of that name; name a file, such as {tmp_path}/x"),
