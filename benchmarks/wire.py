@@ -25,7 +25,7 @@ from meshwright.mesh.comm import Group
 
 FLOAT32 = 4
 FLOAT64 = 8
-STEP_NUMBERS = 7
+STEP_NUMBERS = 9
 
 
 def expected_bytes(rank: int, dp: int, pp: int, tp: int, *, tied: bool) -> dict[tuple[int, ...], float]:

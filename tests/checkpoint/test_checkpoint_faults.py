@@ -272,6 +272,7 @@ def test_killed_at_any_moment_the_run_has_a_sound_checkpoint(tmp_path: Path, fak
     """20 children, each killed at a seeded random line of a save. The run directory is the same for all of them."""
     older = fake.state(1)
     fake.save(tmp_path, 100, tp=2, state=older)
+    fake.save(tmp_path / "elsewhere", 100, tp=2, state=older)  # a first save makes directories, with more lines
     total = save_and_die(tmp_path / "elsewhere", fake, 200, None)
     generator = random.Random(1234)
     # the last lines are those around the rename: half of the deaths go there

@@ -191,7 +191,7 @@ def test_own_optimizer_schedule_and_groups(desk: Path) -> None:
     saved = open_checkpoint(find(desk / "runs/own")[0].path)
     assert {"exp_avg", "exp_avg_sq", "weights"} == set(saved.kinds())
     rates = [record.learning_rate for record in read_records(desk / "runs/own/metrics.jsonl")]
-    assert rates == pytest.approx([3e-4 * step / 100 for step in (1, 2, 3)])
+    assert rates == pytest.approx([1e-3 * step / 100 for step in (1, 2, 3)]), "RAdam's own rate"
 
 
 @pytest.mark.slow
