@@ -132,14 +132,19 @@ def test_skips_and_rises_as_plain_torch_with_a_grad_scaler(pool: RankPool, layou
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_loss_of_the_models_own_is_computed_in_float32(pool: RankPool, dtype: str) -> None:
-    """With the default one's formula, its numbers; in 16 bits a sum of 65,504 would be Inf, and 1 / labels rounded."""
+    """With the default one's formula, its numbers; in 16 bits a sum of 65,504 would be Inf, and 1 / labels rounded.
+
+    The two backward passes may round single gradients of a logit to different 16-bit numbers.
+    """
     numbers = []
     for own in (True, False):
         base = config_of("tests.support.recording_models:build", {"vocab_size": 61, "own_loss": own}, 8)
         config = layout_config(base, parse_layout("dp2,pp2"), 24, dtype)
         found = pool.run(run_layout, 4, config.model_dump_json(), 2, True, timeout_s=LIMIT_S)[0]
-        numbers.append((found.losses, found.grad_norms, found.validation))
-    assert numbers[0] == numbers[1]
+        numbers.append(found)
+    own, default = numbers
+    assert own.losses == default.losses and own.validation == default.validation
+    assert own.grad_norms == pytest.approx(default.grad_norms, rel=1e-6)
 
 
 def one_rank_overflows(

@@ -264,7 +264,8 @@ class Verification:
                 if is_repeated:
                     pause = self._pause()
                     runs.append(run(routing, pause))
-                    moved = self._compare_moved(layout, pause, expected.findings, partial(run, routing))
+                    if pause is not None:
+                        moved = self._compare_moved(layout, expected.findings, partial(run, routing))
         except Exception as error:  # a defect of one layout, in whatever form
             return VerdictRow(str(layout), failure=failure_of(error))
         found, again = merge(runs[0]), None
@@ -277,7 +278,10 @@ class Verification:
             rounding = self._rounding(micro_batch_size)
             row = compare(str(layout), found, again, expected.findings, tolerance, rounding.weights, rounding.noise)
         problems = [*row.problems, *filter(None, [other]), *moved[0]]
-        return row._replace(problems=problems, suspect=row.suspect or moved[1])
+        row = row._replace(problems=problems, suspect=row.suspect or moved[1])
+        if pause is not None:
+            self._keep(layout, pause, row)
+        return row
 
     def _pause(self) -> Pause | None:
         """Return the stop in the middle of a layout's second run; None for a run of one step, or a large model."""
@@ -287,24 +291,26 @@ class Verification:
         return Pause(after, Path(tempfile.mkdtemp(dir=self._folder.name)))
 
     def _compare_moved(
-        self, layout: Layout, pause: Pause | None, expected: RunNumbers, run: Callable[[Pause], list[RankFindings]]
+        self, layout: Layout, expected: RunNumbers, run: Callable[[Pause], list[RankFindings]]
     ) -> tuple[list[str], str]:
-        """Resume a layout from the checkpoint of the last repeated layout, and compare the rest of the run.
-
-        ``pause``: the layout's own, whose checkpoint stays for the next one.
-        """
-        if pause is None:
+        """Resume a layout from the checkpoint of the last right one, and compare the rest of the run."""
+        if self._saved is None:
             return [], ""
-        before, self._saved = self._saved, (layout, pause)
-        if before is None:
-            return [], ""
-        other, of_other = before
+        other, pause = self._saved
         fits = not self.traits.couples_samples or other.micro_batch_size == layout.micro_batch_size
-        found = merge(run(of_other._replace(is_saved=True))) if fits and other != layout else None
-        shutil.rmtree(of_other.directory)
-        return (
-            ([], "") if found is None else compare_moved(str(other), found, expected, tolerance_of(self.dtype, layout))
-        )
+        if other == layout or not fits:
+            return [], ""
+        found = merge(run(pause._replace(is_saved=True)))
+        return compare_moved(str(other), found, expected, tolerance_of(self.dtype, layout))
+
+    def _keep(self, layout: Layout, pause: Pause, row: VerdictRow) -> None:
+        """Keep the checkpoint of a layout that is right for the next one, whose verdict a wrong one would falsify."""
+        if not row.passed:
+            shutil.rmtree(pause.directory)
+            return
+        if self._saved is not None:
+            shutil.rmtree(self._saved[1].directory)
+        self._saved = layout, pause
 
     def report(self, rows: list[VerdictRow]) -> Report:
         """Return the report of these rows."""

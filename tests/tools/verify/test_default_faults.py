@@ -30,7 +30,7 @@ from meshwright.models.router import Router
 from meshwright.optimizer import LossScale
 from meshwright.optimizer.learning_rate import learning_rate
 from meshwright.parts import Parts
-from meshwright.tools.verify import Layout, Trial, Verification
+from meshwright.tools.verify import Layout, Trial, Verification, parse_layout
 from meshwright.tools.verify.rank import Pause, RankFindings, run_layout
 from tests.tools.verify import test_context as of_context
 from tests.tools.verify import test_seeded_faults as seeded
@@ -304,3 +304,16 @@ def test_default_verify_sees_the_fault_and_names_it(fault: Seeded, pool: RankPoo
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.config}-{fault.trial}-{','.join(fault.words)}")
 def test_the_same_layout_without_the_fault_agrees(fault: Seeded, pool: RankPool) -> None:
     assert told_of(fault, "nothing", pool) == []
+
+
+def test_the_checkpoint_of_a_wrong_layout_is_not_resumed_by_the_next(pool: RankPool) -> None:
+    """The verdict of the next one would blame its resume."""
+    plan = planned("demo", ())
+    comparison = Verification(plan.trials[0].config, global_batch=plan.global_batch, steps=4, random_tokens=True)
+    words = ("dp2", "pp2", "tp2")
+    broken = (warm_up_one_step_late.__name__, "nothing", "nothing")
+    rows = [
+        comparison.compare_layout(parse_layout(word), BrokenPool(pool, name))  # type: ignore[arg-type]
+        for word, name in zip(words, broken, strict=True)
+    ]
+    assert [row.problems == [] for row in rows] == [False, True, True], [row.problems for row in rows]

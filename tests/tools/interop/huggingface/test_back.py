@@ -69,7 +69,7 @@ def test_a_model_is_brought_trained_and_taken_away(
     )
     run = trained(pool, config)
     done = export(find(run)[0].path, tmp_path / "out", shard_bytes=40_000)
-    assert len(done.files) > 1 and done.side_files == ["tokenizer.json"]
+    assert len(done.files) > 1 and done.side_files == ["generation_config.json", "tokenizer.json"]
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (corpus / "tokenizer.json").read_bytes()
 
     transformers = import_transformers()
