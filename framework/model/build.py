@@ -45,11 +45,11 @@ from meshwright.model.builder_run import BuilderRun
 from meshwright.model.first_values import ParameterOwner, find_owners, first_value, unwritten_error
 from meshwright.model.groups import find_groups, freeze
 from meshwright.model.matrices import find_matrices
-from meshwright.model.outline import ModelOutline, draw_outline
+from meshwright.model.memory_record import MARKED_UP_TO
+from meshwright.model.outline import ModelOutline
 from meshwright.model.own_loss import in_float32
 from meshwright.model.shared_draw import StageRanks, initial_values
 from meshwright.model.unwritten import FilledAtFirstTouch, is_marked
-from meshwright.model.write_record import MARKED_UP_TO
 from meshwright.parameters import ParameterInfo
 from meshwright.seeding import Draw, seed_dropouts, seeded
 
@@ -235,8 +235,7 @@ def _outline(options: dict[str, Any], run: BuilderRun) -> ModelOutline:
         ModelError: the builder fails in plain torch as well.
     """
     try:
-        with seeded(run.seed, "builder"):
-            return draw_outline(run.build)
+        return run.draw()
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException:

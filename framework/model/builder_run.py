@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.errors import ModelError
@@ -25,8 +26,8 @@ from meshwright.model.first_values import (
     unwritten_error,
 )
 from meshwright.model.outline import ModelOutline, draw_outline, to_meta
-from meshwright.model.unwritten import MarkEmpty, is_marked, to_float32
-from meshwright.model.write_record import WriteRecord, bytes_of
+from meshwright.model.unwritten import MARKED, OTHER, MarkEmpty, Pattern, is_marked, to_float32
+from meshwright.model.write_record import WriteRecord, bits_of, bytes_of
 from meshwright.seeding import generators_at, seeded
 
 MAX_NUMEL = 2**31
@@ -48,15 +49,16 @@ class BuilderRun:
         self.unset: list[str] = []
         """Parameters that only the model's ``initialise`` can give a value."""
         self._values: dict[str, Tensor] = {}
+        self._sizes: frozenset[int] = frozenset()
+        """Bytes of large storages that get a pattern in outlines."""
 
-    def layers(self) -> nn.Sequential:
-        """Run the builder and return the model, with values; elements that nothing has written hold a mark.
+    def layers(self, pattern: Pattern = MARKED) -> nn.Sequential:
+        """Run the builder and return the model, with values; elements that nothing has written hold a pattern.
 
         Raises:
             ModelError: it has too many parameters for one process.
         """
-        marking = MarkEmpty()  # type: ignore[no-untyped-call]
-        with generators_at(self.seed), marking, _limited_parameters(self.path):
+        with generators_at(self.seed), MarkEmpty(pattern), _limited_parameters(self.path):
             return self.build()  # type: ignore[no-any-return]
 
     def value(self, name: str) -> Tensor:
@@ -82,6 +84,18 @@ class BuilderRun:
         """Free the memory of the values."""
         self._values = {}
 
+    def draw(self) -> ModelOutline:
+        """Run the builder with parameters on meta; again, if large tensors that it leaves need a mark to be judged."""
+        outline = self._draw("builder")
+        assert outline.record is not None
+        self._sizes = outline.record.memory.unfilled_sizes()
+        return self._draw("builder") if self._sizes else outline
+
+    def _draw(self, purpose: str, pattern: Pattern = MARKED) -> ModelOutline:
+        """Return an outline that is built under the seed of a purpose."""
+        with seeded(self.seed, purpose):
+            return draw_outline(self.build, pattern, self._sizes)
+
     def outline(self) -> ModelOutline:
         """Run the builder on the CPU, and return the model with its parameters moved to meta."""
         layers = self.layers()
@@ -104,42 +118,73 @@ class BuilderRun:
         """
         layers, record = outline
         is_declared = getattr(layers, "initialise", None) is not None
-        problems = _unwritten_buffers(self.path, layers)
+        buffers = dict(layers.named_buffers(remove_duplicate=False))
         if record is None:
-            built = self.layers()
-            named = dict(built.named_parameters(remove_duplicate=False))
-            unwritten = [name for name, parameter in named.items() if is_marked(parameter)]
-            self.unset = unwritten if is_declared else []
-            if unwritten and not is_declared:
-                problems.append(unwritten_error(self.path, "parameter", unwritten))
-            found, again = _digests(built, None), _digests(self.layers(), None)
-            self.names = frozenset(named)
+            found, different, problems = self._judge_values(is_declared)
         else:
+            problems = self._buffer_problems(layers, record)
             values = find_first_values(layers, owners, record, copies)
             self.unset = values.by_nothing if is_declared else []
             problems += [] if is_declared else first_value_problems(self.path, values)
-            buffers = dict(layers.named_buffers(remove_duplicate=False))
             on_meta = {name for name, buffer in buffers.items() if buffer.is_meta}
             if problems or not (values.by_builder or on_meta):
                 return problems
             self.names = frozenset(values.built)
-            found, again = _digests(layers, record), self._outlined("builder")
+            found = _digests(layers, record)
+            different = _different(found, self._outlined("builder"))
             drawn = set() if is_declared else _different(found, self._outlined("builder, other seed"))
             if taken := on_meta | (drawn & buffers.keys()):
                 self._copy_buffers(layers, taken)
-        different = _different(found, again)
         self.digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).hexdigest()
         if is_declared:  # which may give all values itself
             self.unrepeated, self.digest = self.names & different, ""
-            different &= {name for name, _ in layers.named_buffers(remove_duplicate=False)}
+            different &= buffers.keys()
+        if different:
+            problems.append(_other_values(self.path, sorted(different)))
+        return problems
+
+    def _judge_values(self, is_declared: bool) -> tuple[Digests, set[str], list[ModelError]]:
+        """Judge values of runs on the CPU, and set :attr:`names` and :attr:`unset`.
+
+        Returns:
+            The digests, the names of values that no seed repeats, and the problems with unwritten ones.
+        """
+        built = self.layers()
+        found, other = _digests(built, None), _digests(self.layers(OTHER), None)
+        differing = _different(found, other)
+        different = differing and _different(other, _digests(self.layers(OTHER), None))
+        parameters = dict(built.named_parameters(remove_duplicate=False))
+        marked = {name for name, parameter in parameters.items() if is_marked(parameter)}
+        marked |= {name for name, buffer in built.named_buffers(remove_duplicate=False) if is_marked(buffer)}
+        unwritten = marked | (differing - different)
+        self.names = frozenset(parameters)
+        of_parameters = [name for name in parameters if name in unwritten]
+        self.unset = of_parameters if is_declared else []
+        of_buffers = [name for name, _ in built.named_buffers() if name in unwritten]
+        problems = [unwritten_error(self.path, "buffer", of_buffers)] if of_buffers else []
+        if of_parameters and not is_declared:
+            problems.append(unwritten_error(self.path, "parameter", of_parameters))
+        return found, different, problems
+
+    def _buffer_problems(self, layers: nn.Module, record: WriteRecord) -> list[ModelError]:
+        """Return the problems with buffers of an outline that are unwritten, or computed from unwritten memory."""
+        buffers = dict(layers.named_buffers())
+        unwritten = {name for name, buffer in buffers.items() if is_marked(buffer)}
+        different: set[str] = set()
+        if record.memory.is_undecided(buffers.values()):
+            other = self._draw("builder", OTHER).layers
+            if differing := _other_buffers(layers, other):
+                different = _other_buffers(other, self._draw("builder", OTHER).layers)
+                unwritten |= differing - different
+        names = [name for name in buffers if name in unwritten]  # in the model's order, each buffer once
+        problems = [unwritten_error(self.path, "buffer", names)] if names else []
         if different:
             problems.append(_other_values(self.path, sorted(different)))
         return problems
 
     def _outlined(self, purpose: str) -> Digests:
         """Return the digests of another outline, built under the seed of a purpose."""
-        with seeded(self.seed, purpose):
-            return _digests(*draw_outline(self.build))
+        return _digests(*self._draw(purpose))
 
     def _copy_buffers(self, layers: nn.Module, names: Collection[str]) -> None:
         """Copy buffers of a run into the outline ``layers``."""
@@ -171,10 +216,21 @@ def _different(found: Digests, other: Digests) -> set[str]:
     return {name for name in found.keys() | other.keys() if found.get(name) != other.get(name)}
 
 
-def _unwritten_buffers(path: str, layers: nn.Module) -> list[ModelError]:
-    """Return an error for buffers with elements that nothing has written."""
-    names = [name for name, buffer in layers.named_buffers() if is_marked(buffer)]
-    return [unwritten_error(path, "buffer", names)] if names else []
+def _other_buffers(layers: nn.Module, other: nn.Module) -> set[str]:
+    """Return the names of buffers with values that are others, bit by bit, in another outline of the model."""
+    others = dict(other.named_buffers(remove_duplicate=False))
+    return {
+        name
+        for name, buffer in layers.named_buffers(remove_duplicate=False)
+        if not _are_equal(buffer, others.get(name))
+    }
+
+
+def _are_equal(buffer: Tensor, other: Tensor | None) -> bool:
+    if other is None or buffer.is_meta or other.is_meta:
+        return other is not None and buffer.is_meta == other.is_meta
+    is_alike = buffer.dtype == other.dtype and buffer.shape == other.shape
+    return is_alike and torch.equal(bits_of(buffer), bits_of(other))
 
 
 def _other_values(path: str, names: Collection[str]) -> ModelError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from meshwright.model import requirements
+from meshwright.model.unwritten import MARKED, Pattern
 from meshwright.model.write_record import WriteRecord
 
 
@@ -24,9 +25,12 @@ class ModelOutline(NamedTuple):
     """Writes of the builder. None: it ran on the CPU, and its parameters moved to meta afterwards."""
 
 
-def draw_outline(build: Callable[[], Any]) -> ModelOutline:
-    """Run a builder with parameters on meta, and record its writes to them."""
-    with WriteRecord() as record, parameters_on_meta(record):
+def draw_outline(build: Callable[[], Any], pattern: Pattern = MARKED, sizes: Collection[int] = ()) -> ModelOutline:
+    """Run a builder with parameters on meta, and record its writes to them.
+
+    ``pattern``: bits for uninitialised memory on the CPU. ``sizes``: bytes of large storages that get them too.
+    """
+    with WriteRecord(pattern, sizes) as record, parameters_on_meta(record):
         return ModelOutline(build(), record)
 
 

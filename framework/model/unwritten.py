@@ -1,13 +1,15 @@
-"""Uninitialised elements of tensors, found by a mark.
+"""Uninitialised elements of tensors, found by a mark, or by a second run of a builder with other bits in them.
 
 A mark is a NaN with a payload that no arithmetic makes, or a large integer, and is compared bit by bit. NaN and Inf
-that a user writes (``float("nan")``) are other bits, and are kept.
+that a user writes (``float("nan")``) are other bits, and are kept. Dtypes of which all values are common, such as uint8
+and bool, have no mark, and a tensor that is computed from unwritten elements has none either: there the tensor has
+unwritten elements, or depends on such, if it is another one as soon as uninitialised memory holds other bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"}
 """Operations whose result has no values yet."""
+RESIZES = {"resize_", "resize_as_", "set_"}
+"""Operations that may enlarge a tensor's memory, and write nothing to what is added."""
 MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float64: (torch.int64, 0x7FF85A17E5A17E5A),
     torch.float32: (torch.int32, 0x7FC5A17E),
@@ -25,7 +29,65 @@ MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.int64: (torch.int64, 0x5A17E5A17E5A17E5),
     torch.int32: (torch.int32, 0x5A17E5A1),
 }
-"""dtype -> integer dtype of the same size, and the mark's bits in it. Smaller integers have no value to spare."""
+"""dtype -> integer dtype of the same size, and the mark's bits in it."""
+
+
+class Pattern(NamedTuple):
+    """Bits for uninitialised memory: marks of dtypes, a byte that is repeated for other dtypes, and that of a bool."""
+
+    marks: dict[torch.dtype, tuple[torch.dtype, int]]
+    byte: int
+    boolean: int
+
+    def bits(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
+        """Return an integer dtype and the bits that are written with it into a tensor of a dtype."""
+        if dtype is torch.bool:
+            return torch.uint8, self.boolean
+        return self.marks.get(dtype.to_real() if dtype.is_complex else dtype, (torch.uint8, self.byte))
+
+
+NUMBERS: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.float64: (torch.int64, 0x4042A00000000000),
+    torch.float32: (torch.int32, 0x42150000),
+    torch.bfloat16: (torch.int16, 0x4215),
+    torch.float16: (torch.int16, 0x50A8),
+}
+"""37.25 in each dtype, as MARKS: unlike a NaN, it is above 0, and another number as an integer."""
+MARKED = Pattern(MARKS, byte=0x5A, boolean=0)
+OTHER = Pattern(NUMBERS, byte=0x25, boolean=1)
+"""Another pattern; no element has the same bits in both."""
+
+
+class FreshMemory(NamedTuple):
+    """Memory of a tensor on the CPU that an operation has left uninitialised: its storage from byte ``start`` on."""
+
+    storage: torch.UntypedStorage
+    start: int
+    dtype: torch.dtype
+
+    def fill(self, pattern: Pattern) -> None:
+        """Write a pattern into the memory."""
+        dtype, bits = pattern.bits(self.dtype)
+        first = -(-self.start // dtype.itemsize)
+        count = max(0, self.storage.nbytes() // dtype.itemsize - first)
+        elements = torch.empty(0, dtype=dtype, device="cpu")  # also inside of the user's torch.device("meta")
+        elements.set_(self.storage, first, (count,)).fill_(bits)  # type: ignore[call-overload]
+
+
+def run_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, FreshMemory | None]:
+    """Run an operation of a dispatch mode; return its result, and the memory that it leaves uninitialised."""
+    name = func._schema.name.removeprefix("aten::")
+    tensor, storage, start = None, None, 0
+    if name in RESIZES and args[0].layout is torch.strided:
+        tensor = args[0]
+        storage = args[1] if len(args) > 1 and isinstance(args[1], torch.UntypedStorage) else tensor.untyped_storage()
+        start = storage.nbytes()
+    found = func(*args, **kwargs)
+    if name in EMPTY and isinstance(found, Tensor) and found.layout is torch.strided:
+        tensor, storage = found, found.untyped_storage()
+    if tensor is None or storage is None or tensor.device.type != "cpu" or start >= storage.nbytes():
+        return found, None
+    return found, FreshMemory(storage, start, tensor.dtype)
 
 
 @torch.no_grad()
@@ -59,12 +121,17 @@ def to_float32(tensor: Tensor) -> Tensor:
 
 
 class MarkEmpty(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode in which ``torch.empty`` and its like return marked tensors."""
+    """Dispatch mode in which uninitialised memory holds a pattern."""
+
+    def __init__(self, pattern: Pattern = MARKED) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pattern = pattern
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        is_empty = func._schema.name.removeprefix("aten::") in EMPTY
-        return mark(found) if is_empty and isinstance(found, Tensor) and found.device.type == "cpu" else found
+        found, memory = run_operation(func, args, kwargs or {})
+        if memory is not None:
+            memory.fill(self._pattern)
+        return found
 
 
 OVERWRITES = {

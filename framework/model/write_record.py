@@ -6,7 +6,7 @@ import hashlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.model.unwritten import EMPTY, MARKS, mark, mark_mask
+from meshwright.model.memory_record import MARKED_UP_TO, MemoryRecord
+from meshwright.model.unwritten import EMPTY, MARKED, MARKS, Pattern, mark_mask, run_operation
 
 DRAWN = "drawn"
 """Value of a parameter whose elements differed when it was registered."""
@@ -23,8 +24,6 @@ COPIES = {"clone", "_to_copy", "lift_fresh_copy"}
 """Operations whose result has the values of their argument."""
 UNSEEN = ("orthogonal_", "sparse_", "dirac_", "_no_grad_trunc_normal_")
 """Functions of torch.nn.init that, in some versions of torch, return at once on meta: no dispatch mode sees them."""
-MARKED_UP_TO = 2**22
-"""Elements of an uninitialised tensor that are marked while the model is built."""
 MAX_EMPTY = 2**31
 """Elements of an uninitialised tensor that a builder may get in memory: more could not be allocated on a small host."""
 Write = tuple[Any, ...]
@@ -35,10 +34,12 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that records writes to storages on meta, through any alias: the tensor, a view, its ``.data``.
 
     Also records which CPU tensors are uninitialised, and a digest of all that went into each tensor on meta.
+    ``pattern`` and ``sizes``: see :class:`MemoryRecord`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pattern: Pattern = MARKED, sizes: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.memory = MemoryRecord(pattern, sizes)
         self._writes: dict[int, list[Write]] = {}
         self._digests: dict[int, bytes] = {}
         self._alive: list[Any] = []  # keeps storages alive: a freed one's address could be reused
@@ -85,9 +86,11 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def register(self, real: Tensor, outline: Tensor) -> None:
         """Take over a tensor on the CPU as ``outline``, on meta."""
-        value = self.value_of(real)
+        with self.memory.paused():  # the builder does not read the tensor
+            value = self.value_of(real)
         self._registered[_key(real)] = weakref.ref(real), outline
         if value is not None:
+            self.memory.read(real)
             self._given[_key(outline)] = value
             self._add(outline, ("registered", value), [real] if value == DRAWN else [])
 
@@ -162,7 +165,8 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_draws += is_random
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         write = (name, *map(_plain, filter(_is_plain, tree_leaves((args[1:], kwargs)))))
-        for tensor in _written(func, args, kwargs):
+        written = _written(func, args, kwargs)
+        for tensor in written:
             target = self._outline_of(tensor)
             if target.is_meta:
                 self._note(target, write, [each for each in given if each is not tensor], is_random=is_random)
@@ -171,7 +175,10 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         asked = kwargs.get("device")
         if name == "empty" and math.prod(args[0]) > MAX_EMPTY:
             kwargs = kwargs | {"device": torch.device("meta")}
-        found = func(*args, **kwargs)
+        found, memory = run_operation(func, args, kwargs)
+        self.memory.follow(func, given, written)
+        if memory is not None:
+            self.memory.add(memory)
         if isinstance(found, Tensor) and not func._schema.is_mutable:
             self._note_result(func, name, write, given, found)
             if found.is_meta and not given and asked is not None and torch.device(asked).type == "meta":
@@ -189,8 +196,6 @@ class WriteRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not found.is_meta:
             if name in EMPTY:
                 self._empty.add(_key(found))
-                if found.device.type == "cpu" and found.numel() <= MARKED_UP_TO:
-                    mark(found)
             elif not func.is_view:
                 self._empty.discard(_key(found))
         elif any(each.is_meta for each in given) and not func.is_view and name not in EMPTY:
@@ -227,10 +232,15 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def bits_of(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as bytes on the CPU, (numel * itemsize,) uint8; a view where that is possible."""
+    flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().view(-1)
+    return flat.view(torch.uint8)
+
+
 def bytes_of(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements."""
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return bits_of(tensor).numpy().tobytes()
 
 
 def _is_plain(value: Any) -> bool:

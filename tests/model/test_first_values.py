@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.blueprint import draw_blueprint
 from meshwright.config import RunConfig
@@ -78,6 +78,7 @@ def test_layouts_agree(how: str, pool: RankPool, references: References) -> None
 # ----------------------------------------------------------------------------------------- values set by the builder
 
 SET_BY_THE_BUILDER = [
+    "large parameter in a loop",
     *("nanogpt", "vit", "masked", "copied", "from another", "pretrained", "xavier", "orthogonal", "data", "normalised"),
     *("numpy", "seeded", "parametrized", "filled", "infinite"),
     *("truncated", "sparse", "identity", "dirac", "at once", "late", "cloned", "copies of a reset", "copies of own"),
@@ -254,6 +255,9 @@ def test_initialise_may_write_through_numpy() -> None:
         ("empty buffer", "buffers h0.shift, h1.shift"),
         ("partly empty buffer", "buffer h0.shift"),
         ("partly reset", "parameter h0.gain"),
+        ("large parameter", "parameter h0.gain"),
+        ("large parameter, read", "parameter h0.gain"),
+        ("resized parameter", "parameter h0.gain"),
         ("empty, read", "parameters h0.gain, h1.gain"),
         ("rest of empty, read", "parameters h0.gain, h1.gain"),
         ("partly empty buffer, read", "buffer h0.shift"),
@@ -264,6 +268,61 @@ def test_uninitialised_memory_is_refused(how: str, names: str) -> None:
     """All tensors are named, before any rank starts where that takes no values."""
     with pytest.raises(ModelError, match=f"nothing gives {names} a first value", check=has_code("MW-MODEL-048")):
         own(how).initial("h0.gain")
+
+
+@pytest.mark.parametrize("read", ["", ", read"])
+@pytest.mark.parametrize("how", own_values.UNWRITTEN)
+def test_buffers_that_nothing_writes_are_refused(how: str, read: str) -> None:
+    """Of any dtype and size, and what is computed from them; in a second model of a process as well."""
+    for _ in range(2):
+        with pytest.raises(
+            ModelError, match=r"nothing gives buffers h0\.table, h1\.table", check=has_code("MW-MODEL-048")
+        ):
+            own(f"unwritten {how}{read}")
+
+
+@pytest.mark.parametrize("read", ["", ", read"])
+@pytest.mark.parametrize("how", own_values.WRITTEN)
+def test_buffers_that_are_written_in_any_way_are_those_of_plain_torch(how: str, read: str) -> None:
+    model, make = own(f"written {how}{read}"), own_values.WRITTEN[how]
+    found = model.layers.get_buffer("h0.table")
+    if "drawn" not in how:
+        assert torch.equal(found.nan_to_num(3.0), make().nan_to_num(3.0))
+    assert found.dtype == make().dtype and found.shape == make().shape
+
+
+@pytest.mark.parametrize(
+    ("how", "runs"),
+    [
+        *[("buffer", 1), ("rest of raw", 2), ("written mask of zeros", 1), ("written loop, float32", 1)],
+        *[("written copied", 1), ("written triangle", 1), ("written bool in place", 1)],
+        *[("written large by numpy", 2), ("written bool by rows", 2), ("written loop", 2)],
+    ],
+)
+def test_the_builder_runs_again_only_where_a_mark_cannot_tell(
+    how: str, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once more with marks in large tensors that are written piece by piece, or with another pattern."""
+    calls = []
+    build_once = own_values.BUILDERS[how]
+    monkeypatch.setitem(own_values.BUILDERS, how, lambda: calls.append(how) or build_once())
+    own(how)
+    assert len(calls) == runs
+
+
+@pytest.mark.parametrize("read", ["", ", read"])
+def test_a_buffer_that_no_seed_repeats_is_no_unwritten_one(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits that differ between runs by chance are told from those of uninitialised memory."""
+
+    def make() -> Tensor:
+        mask = torch.empty(64, dtype=torch.bool)
+        for i, drawn in enumerate(np.random.default_rng().random(64)):
+            mask[i] = bool(drawn > 0.5)
+        return mask
+
+    monkeypatch.setitem(own_values.BUILDERS, "uneven", partial(own_values.of_constant, make, is_read=bool(read)))
+    with pytest.raises(ModelError, match=r"tensors h0\.table, h1\.table diff", check=has_code("MW-MODEL-049")):
+        own("uneven")
 
 
 def test_initialise_fills_what_a_builder_that_reads_values_leaves_out() -> None:

@@ -9,6 +9,7 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -75,6 +76,17 @@ class Raw(nn.Module):
         return x * self.gain
 
 
+class Filled(nn.Module):
+    """Module with a parameter that ``make`` returns, and that forward does not use."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(make())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Drawing(Raw):
     """Layer that draws random numbers in forward in three ways."""
 
@@ -118,6 +130,18 @@ class RawBuffer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.shift
+
+
+class Constant(nn.Module):
+    """Linear with a constant buffer that ``make`` returns."""
+
+    def __init__(self, make: Callable[[], Tensor], *, persistent: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        self.register_buffer("table", make(), persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
 
 
 def init_weights(module: nn.Module) -> None:
@@ -304,6 +328,106 @@ class Sparse(nn.Module):
         return self.linear(x)
 
 
+def part_of(tensor: Tensor, count: int = 3) -> Tensor:
+    """Fill the first elements of a tensor with ones."""
+    tensor.view(-1)[:count] = 1
+    return tensor
+
+
+def grown(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor of which only the first elements have a value, after it was enlarged."""
+    return torch.zeros(3, dtype=dtype).resize_(D)
+
+
+def set_beyond() -> Tensor:
+    """Return a tensor that was set to more elements than its storage had."""
+    values = torch.zeros(3)
+    return torch.empty(0).set_(values.untyped_storage(), 0, (D,))  # type: ignore[call-overload]
+
+
+def through_array(tensor: Tensor) -> Tensor:
+    """Fill a tensor through numpy."""
+    tensor.numpy()[...] = 1
+    return tensor
+
+
+def in_a_loop(tensor: Tensor) -> Tensor:
+    """Fill a tensor element by element, in its first dim."""
+    for i in range(len(tensor)):
+        tensor[i] = i % 2
+    return tensor
+
+
+def triangle() -> Tensor:
+    """Return a causal mask that is written into an empty tensor."""
+    mask = torch.empty(D, D)
+    torch.tril(torch.ones(D, D), out=mask)
+    return mask
+
+
+def of_constant(make: Callable[[], Tensor], *, is_read: bool = False) -> nn.Sequential:
+    """Build a model with two constants, one of them left out of ``state_dict``."""
+    model = assemble(Constant(make), Constant(make, persistent=False))
+    return read(model) if is_read else model
+
+
+LARGE = 5_000_000
+"""Elements of a buffer that is not marked in the first run of a builder."""
+UNWRITTEN: dict[str, Callable[[], Tensor]] = {
+    **{str(dtype): partial(torch.empty, D, dtype=dtype) for dtype in (torch.int16, torch.uint8, torch.int8)},
+    **{str(dtype): partial(torch.empty, D, dtype=dtype) for dtype in (torch.bool, torch.complex64, torch.complex128)},
+    **{str(dtype): partial(torch.empty, D, dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.uint16)},
+    "large": lambda: torch.empty(LARGE),
+    "large, partly": lambda: part_of(torch.empty(LARGE), LARGE - 1),
+    "large bool": lambda: torch.empty(LARGE, dtype=torch.bool),
+    "large, compared": lambda: torch.empty(LARGE) > 0,
+    "partly uint8": lambda: part_of(torch.empty(D, dtype=torch.uint8)),
+    "partly bool": lambda: part_of(torch.empty(D, D, dtype=torch.bool), D),
+    "partly complex": lambda: torch.empty(D, dtype=torch.complex64).mul_(0).real,
+    "view": lambda: torch.empty(3 * D)[D : 2 * D],
+    "view of uint8": lambda: part_of(torch.empty(3 * D, dtype=torch.uint8))[2 * D :],
+    "other dtype": lambda: torch.empty(4 * D, dtype=torch.uint8).view(torch.float32),
+    "other integer": lambda: torch.empty(D).view(torch.int16),
+    "transposed": lambda: torch.empty(D, 2, dtype=torch.int16).t(),
+    "of another": lambda: torch.zeros(D, dtype=torch.uint8).new_empty(D),
+    "like another": lambda: torch.empty_like(torch.zeros(D, dtype=torch.bool)),
+    "strided": lambda: torch.empty_strided((D,), (2,), dtype=torch.int16),
+    "permuted": lambda: torch.empty_permuted((D, 2), (1, 0), dtype=torch.int8),
+    "old constructor": lambda: torch.ByteTensor(D),
+    "constructor": lambda: torch.Tensor(D),
+    "resized": grown,
+    "resized uint8": lambda: grown(torch.uint8),
+    "out": lambda: torch.empty(D, dtype=torch.bool, out=torch.zeros(2, dtype=torch.bool)),
+    "set": set_beyond,
+    "converted": lambda: torch.empty(D).to(torch.int16),
+    "compared": lambda: torch.empty(D) > 0,
+    "copied": lambda: torch.empty(D, dtype=torch.uint8).clone(),
+    "copied deeply": lambda: copy.deepcopy(torch.empty(D, dtype=torch.uint8)),
+    "copied into": lambda: torch.empty(D, dtype=torch.uint8).copy_(torch.empty(D, dtype=torch.uint8)),
+    "concatenated": lambda: torch.cat([torch.zeros(D).bool(), torch.empty(D, dtype=torch.bool)]),
+}
+"""Constants with elements that nothing has written, or that depend on such."""
+WRITTEN: dict[str, Callable[[], Tensor]] = {
+    "bool in place": lambda: torch.empty(D, D, dtype=torch.bool).fill_(True).triu_(1),
+    "bool by rows": lambda: in_a_loop(torch.empty(D, D, dtype=torch.bool)),
+    "uint8 by numpy": lambda: through_array(torch.empty(D, dtype=torch.uint8)),
+    "copied": lambda: torch.empty(D, dtype=torch.int16).copy_(torch.arange(D)),
+    "triangle": triangle,
+    "loop": lambda: in_a_loop(torch.empty(D, dtype=torch.complex64)),
+    "loop, float32": lambda: in_a_loop(torch.empty(D)),
+    "drawn": lambda: torch.empty(D, dtype=torch.uint8).random_(0, 2),
+    "large by numpy": lambda: through_array(torch.empty(LARGE)),
+    "large bool by numpy": lambda: through_array(torch.empty(LARGE, dtype=torch.bool)),
+    "large drawn in two": lambda: torch.cat([half.normal_() for half in torch.empty(LARGE).chunk(2)]),
+    "not a number": lambda: torch.full((D,), float("nan")),
+    "resized, then written": lambda: grown(torch.uint8).zero_(),
+    "view of written": lambda: part_of(torch.empty(3 * D, dtype=torch.uint8), D)[:D],
+    "from memory": lambda: torch.frombuffer(bytearray(range(D)), dtype=torch.uint8),
+    "mask of zeros": lambda: torch.zeros(D, D, dtype=torch.bool),
+}
+"""Constants with values in all elements."""
+
+
 def at_once(linear: nn.Linear) -> None:
     """Scale all parameters by one call."""
     torch._foreach_mul_([parameter.data for parameter in linear.parameters()], 0.5)
@@ -365,8 +489,16 @@ BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "rest of empty, read": lambda: with_initialise(rest_of(0.05), read(assemble(Raw(), Raw(), Block()))),
     "in pieces, read": lambda: with_initialise(in_pieces, read(assemble(Raw(), Block()).double())),
     "array, read": lambda: with_initialise(by_array, read(assemble(Raw(), Block()))),
+    "large parameter": lambda: assemble(Filled(lambda: part_of(torch.empty(LARGE))), Block()),
+    "large parameter, read": lambda: read(assemble(Filled(lambda: part_of(torch.empty(LARGE))), Block())),
+    "large parameter in a loop": lambda: assemble(Filled(lambda: in_a_loop(torch.empty(2, LARGE))), Block()),
+    "resized parameter": lambda: assemble(Filled(grown), Block()),
     "rest of unequal": lambda: with_initialise(rest_of(0.05), of_linear(unequal_runs)),
     "rest without unequal": lambda: with_initialise(rest_of(0.05), of_linear(uneven_bias)),
+    **{f"unwritten {how}": partial(of_constant, make) for how, make in UNWRITTEN.items()},
+    **{f"unwritten {how}, read": partial(of_constant, make, is_read=True) for how, make in UNWRITTEN.items()},
+    **{f"written {how}": partial(of_constant, make) for how, make in WRITTEN.items()},
+    **{f"written {how}, read": partial(of_constant, make, is_read=True) for how, make in WRITTEN.items()},
     "halved": lambda: with_initialise(halved, assemble(Block(), Block())),
     "by array": lambda: with_initialise(by_array, assemble(Raw(), Block())),
 }
