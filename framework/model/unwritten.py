@@ -33,11 +33,14 @@ MARKS: dict[torch.dtype, tuple[torch.dtype, int]] = {
 
 
 class Pattern(NamedTuple):
-    """Bits for uninitialised memory: marks of dtypes, a byte that is repeated for other dtypes, and that of a bool."""
+    """Bits for uninitialised memory."""
 
     marks: dict[torch.dtype, tuple[torch.dtype, int]]
     byte: int
+    """Byte that is repeated in other dtypes."""
     boolean: int
+    has_zeros: bool
+    """Zeros in every second element, except of bools: True or False."""
 
     def bits(self, dtype: torch.dtype) -> tuple[torch.dtype, int]:
         """Return an integer dtype and the bits that are written with it into a tensor of a dtype."""
@@ -51,11 +54,12 @@ NUMBERS: dict[torch.dtype, tuple[torch.dtype, int]] = {
     torch.float32: (torch.int32, 0x42150000),
     torch.bfloat16: (torch.int16, 0x4215),
     torch.float16: (torch.int16, 0x50A8),
+    **{dtype: (dtype, 37) for dtype in (torch.int64, torch.int32, torch.int16)},
 }
-"""37.25 in each dtype, as MARKS: unlike a NaN, it is above 0, and another number as an integer."""
-MARKED = Pattern(MARKS, byte=0x5A, boolean=0)
-OTHER = Pattern(NUMBERS, byte=0x25, boolean=1)
-"""Another pattern; no element has the same bits in both."""
+"""37.25 or 37 in each dtype, as MARKS: unlike a NaN, it is above 0, and another number as an integer."""
+MARKED = Pattern(MARKS, byte=0x5A, boolean=0, has_zeros=False)
+OTHER = Pattern(NUMBERS, byte=0x25, boolean=1, has_zeros=True)
+"""Another pattern: no element has the same bits in both. As bools, NaN and 37 are True, and only zeros differ."""
 
 
 class FreshMemory(NamedTuple):
@@ -72,6 +76,8 @@ class FreshMemory(NamedTuple):
         count = max(0, self.storage.nbytes() // dtype.itemsize - first)
         elements = torch.empty(0, dtype=dtype, device="cpu")  # also inside of the user's torch.device("meta")
         elements.set_(self.storage, first, (count,)).fill_(bits)  # type: ignore[call-overload]
+        if pattern.has_zeros and self.dtype is not torch.bool:
+            elements[1::2].zero_()
 
 
 def run_operation(func: Any, args: Any, kwargs: Any) -> tuple[Any, FreshMemory | None]:
