@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import re
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -294,20 +296,43 @@ def test_buffers_that_are_written_in_any_way_are_those_of_plain_torch(how: str, 
 @pytest.mark.parametrize(
     ("how", "runs"),
     [
-        *[("buffer", 1), ("rest of raw", 2), ("written mask of zeros", 1), ("written loop, float32", 1)],
-        *[("written copied", 1), ("written triangle", 1), ("written bool in place", 1)],
-        *[("written large by numpy", 2), ("written bool by rows", 2), ("written loop", 2)],
+        *[
+            ("resets", 1),
+            ("buffer", 2),
+            ("rest of raw", 2),
+            ("written bool by rows", 2),
+            ("written loop", 2),
+        ],
+        *[("written mask of zeros", 2), ("written large by numpy", 3)],
     ],
 )
-def test_the_builder_runs_again_only_where_a_mark_cannot_tell(
+def test_the_builder_runs_again_only_for_constants_and_large_tensors(
     how: str, runs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once more with marks in large tensors that are written piece by piece, or with another pattern."""
+    """Once to compare constants, with another pattern; once more if large ones are written piece by piece."""
     calls = []
     build_once = own_values.BUILDERS[how]
     monkeypatch.setitem(own_values.BUILDERS, how, lambda: calls.append(how) or build_once())
     own(how)
     assert len(calls) == runs
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.from_numpy(np.random.default_rng().random(16)),
+        lambda: torch.tensor(list(os.urandom(16)), dtype=torch.uint8),
+        lambda: torch.tensor([time.perf_counter_ns()] * 2),
+    ],
+    ids=["numpy", "os", "time"],
+)
+def test_a_constant_that_no_seed_repeats_is_refused(
+    make: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nothing else asks for a second run; each rank would have another constant."""
+    monkeypatch.setitem(own_values.BUILDERS, "uneven", partial(own_values.of_constant, make))
+    with pytest.raises(ModelError, match=r"tensors h0\.table, h1\.table diff", check=has_code("MW-MODEL-049")):
+        own("uneven")
 
 
 @pytest.mark.parametrize("read", ["", ", read"])

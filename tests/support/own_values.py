@@ -441,6 +441,11 @@ def unequal_runs(linear: nn.Linear) -> None:
     linear.weight.copy_(torch.from_numpy(np.random.default_rng().normal(size=(4 * D, D))))
 
 
+def noise() -> float:
+    """Return a number of the system, of 2^32."""
+    return int.from_bytes(os.urandom(4), "big") / 2**32
+
+
 BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "nanogpt": nanogpt,
     "vit": lambda: assemble(Block(), Block(), embedding=Positions()),
@@ -479,7 +484,8 @@ BUILDERS: dict[str, Callable[[], nn.Sequential]] = {
     "meta": of_meta,
     "generator": lambda: of_linear(unequal_runs),
     "time": lambda: of_linear(lambda linear: nn.init.normal_(linear.weight, std=time.perf_counter())),
-    "urandom": lambda: of_linear(lambda linear: linear.weight.fill_(os.urandom(4)[0] + float(linear.bias[0]))),
+    "urandom": lambda: of_linear(lambda linear: linear.weight.fill_(noise() + float(linear.bias[0]))),
+    "resets": lambda: assemble(Block(), Block()),
     "rest": lambda: with_initialise(rest_of(0.05), assemble(Block(), Block())),
     "rest of own": lambda: with_initialise(rest_of(0.05), nanogpt()),
     "rest of raw": lambda: with_initialise(rest_of(0.05), assemble(Raw(lambda gain: gain.fill_(2.0)), Block())),
