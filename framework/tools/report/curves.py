@@ -51,6 +51,19 @@ RECORDED = (
     ),
 )
 
+SKEW = RecordedQuantity(
+    Quantity("Load of the busiest expert", "x the mean, in the worst layer; 1: balanced"),
+    lambda record: record.extra.get("experts/skew"),
+)
+OF_EXPERTS = {
+    "experts/skew": SKEW.quantity,
+    "experts/entropy": Quantity("Entropy of the load", "mean over layers; 1: balanced, 0: one expert has all"),
+    "experts/idle_share": Quantity("Idle experts", "share of the experts of all layers", from_zero=True),
+    "experts/token_entropy": Quantity("Entropy of a token's scores", "1: all experts alike, 0: one has all"),
+    "experts/dropped_share": Quantity("Dropped choices", "share of the choices of all layers", from_zero=True),
+}
+"""Charts of a mixture of experts, by the name of the metric (``tracking/expert_load.py``)."""
+
 
 def steps_of(record: StepRecord) -> float:
     return record.step
@@ -75,7 +88,10 @@ def of_run(run: RunContents, index: int = 0) -> list[Markup]:
     for each in RECORDED:
         curves = [Curve(each.quantity.title.lower(), points(run.records, each)), *repeated_curves(run, each)]
         charts.append(chart(each.quantity, _of(index, curves), marks=marks, legend=False))
-    charts += [chart(Quantity(title), _of(index, curves), marks=marks) for title, curves in extra_charts(run).items()]
+    charts += [
+        chart(OF_EXPERTS.get(title, Quantity(title)), _of(index, curves), marks=marks)
+        for title, curves in extra_charts(run).items()
+    ]
     return [drawn for drawn in charts if drawn]
 
 
@@ -147,7 +163,7 @@ def marks_of(run: RunContents) -> list[Mark]:
 
 
 def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list[Markup]:
-    """Build charts that compare runs: losses by step and by tokens, gradient norm and throughput by step."""
+    """Build charts that compare runs: losses by step and tokens; norms, throughput and load of experts by step."""
     charts = []
     for recorded, x, x_name in (
         (LOSS, steps_of, "step"),
@@ -156,6 +172,7 @@ def comparison_charts(runs: Sequence[RunContents], names: Sequence[str]) -> list
         (VALIDATION, tokens_of, "tokens"),
         (NORM, steps_of, "step"),
         (THROUGHPUT, steps_of, "step"),
+        (SKEW, steps_of, "step"),
     ):
         look = "dots" if recorded is VALIDATION else ""
         curves = []
@@ -236,6 +253,7 @@ def layout_of(run: RunContents) -> str:
         for axis in ("pp", "dp", "tp", *["cp"] * (parallel.get("cp", 1) != 1))
         if axis in parallel
     )
+    experts = f"ep{parallel['ep']}" if parallel.get("ep", 1) != 1 else ""  # its ranks are those of dp, cp and tp
     zero = f"ZeRO-{parallel['zero']}" if parallel.get("zero") else ""
     schedule = str(pipeline.get("schedule_file") or pipeline.get("schedule", ""))
-    return ", ".join(filter(None, [degrees, schedule, zero])) or "?"
+    return ", ".join(filter(None, [degrees, experts, schedule, zero])) or "?"

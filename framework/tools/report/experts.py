@@ -14,7 +14,7 @@ from meshwright.tracking.record import EXPERT_LOAD
 MAX_LAYERS, MAX_STEPS, MAX_ROWS = 6, 60, 32
 """Maximum number of layers, columns and rows of the maps. A row of several experts shows the one with most tokens."""
 CELL = 9
-"""Width and height of a cell in pixels."""
+"""Height of a cell in pixels; its width follows from the page."""
 MAX_COUNT = 2**53
 
 
@@ -23,6 +23,10 @@ class HeatMap(NamedTuple):
 
     title: str
     picture: Markup
+    last_expert: int
+    """Label of the lowest row; that of the highest is 0."""
+    steps: tuple[int, int]
+    """Labels of the first and the last column."""
 
 
 def read_loads(run: Path) -> dict[int, dict[str, list[int]]]:
@@ -69,8 +73,9 @@ def heat_maps(run: Path) -> list[HeatMap]:
         name = names[position]
         columns = [(step, load[name]) for step, load in loads.items() if len(load.get(name, [])) > 0]
         columns = [columns[at] for at in evenly([step for step, _ in columns], MAX_STEPS)]
-        title = f"{name}: {len(columns[0][1])} experts, steps {columns[0][0]} to {columns[-1][0]}"
-        maps.append(HeatMap(title, _draw(title, columns)))
+        num_experts, steps = len(columns[0][1]), (columns[0][0], columns[-1][0])
+        title = f"{name}: {num_experts} experts, steps {steps[0]} to {steps[1]}"
+        maps.append(HeatMap(title, _draw(title, columns), num_experts - 1, steps))
     return maps
 
 
@@ -83,12 +88,14 @@ def _draw(title: str, columns: Sequence[tuple[int, list[int]]]) -> Markup:
     for x, (step, counts) in enumerate(columns):
         mean = max(1e-9, sum(counts) / len(counts))
         for y in range(rows):
-            load = max(counts[y * group : (y + 1) * group], default=0) / mean
-            hint = f"step {step}, expert {y * group}: {load:.2f} x mean"
+            of_row = counts[y * group : (y + 1) * group]
+            load = max(of_row, default=0) / mean
+            expert = y * group + (of_row.index(max(of_row)) if of_row else 0)
+            hint = f"step {step}, expert {expert}: {load:.2f} x mean"
             cells.append(
                 f'<rect x="{x * CELL}" y="{y * CELL}" width="{CELL}" height="{CELL}" fill="#2f6fb0" '
                 f'fill-opacity="{min(1.0, load / 2):.2f}"><title>{hint}</title></rect>'
             )
     width, height = len(columns) * CELL, rows * CELL
-    head = f'<svg role="img" aria-label="{escape(title)}" width="{width}" height="{height}" '
+    head = f'<svg role="img" aria-label="{escape(title)}" height="{height}" preserveAspectRatio="none" '
     return Markup(f'{head}viewBox="0 0 {width} {height}">{"".join(cells)}</svg>')

@@ -15,7 +15,7 @@ from meshwright.run.directory import PEAKS, Peaks
 from meshwright.run.starts import record_start
 from meshwright.schedule.analysis import Costs, simulate
 from meshwright.schedule.load import draw_schedule, format_schedule
-from meshwright.tracking.record import StepRecord, to_json
+from meshwright.tracking.record import EXPERT_LOAD, StepRecord, to_json
 from meshwright.watch.trace import Trace
 from meshwright.watch.trace import write as write_trace
 
@@ -89,6 +89,27 @@ def make_run(
     if steps:
         make_peaks(directory, steps, starts[-1][1] if starts else Grid(2, 2, 2))
     return directory
+
+
+def make_mixture_run(directory: Path, steps: int = 60, num_experts: int = 40) -> Path:
+    """A run of a mixture of experts on ep 4, with metrics and loads of four layers."""
+    draw = random.Random(7)
+    metrics = ("skew", "entropy", "idle_share", "token_entropy", "dropped_share")
+    run = make_run(
+        directory,
+        steps,
+        change=lambda step: {"extra": {f"experts/{name}": draw.random() for name in metrics}},
+        parallel={"ep": 4},
+    )
+    loads = [
+        {
+            "step": step,
+            "counts": {f"block{i}.mlp.router": [draw.randrange(99) for _ in range(num_experts)] for i in range(4)},
+        }
+        for step in range(1, steps + 1)
+    ]
+    (run / EXPERT_LOAD).write_text("".join(f"{json.dumps(load)}\n" for load in loads))
+    return run
 
 
 def make_peaks(run: Path, step: int, grid: Grid) -> None:

@@ -13,7 +13,7 @@ from meshwright.mesh.grid import Grid
 from meshwright.tools.report.page import page
 from meshwright.tools.report.run import read_run
 from tests.support.chromium import CHROMIUM, Browser
-from tests.tools.report.builders import make_run
+from tests.tools.report.builders import make_mixture_run, make_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
 
@@ -35,8 +35,10 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     demo = read_run(make_run(folder / "demo", 200, starts=starts, saved=(40, 200), train={"steps": 200}, **wide))
     zero = read_run(make_run(folder / "a-run-whose-name-is-rather-long-and-has-no-blank-anywhere", 0, traced=False))
     other = read_run(make_run(folder / "other", 300, seed=1, train={"steps": 300}, optimizer={"learning_rate": 1e-3}))
+    mixture = read_run(make_mixture_run(folder / "mixture"))
     found = {}
-    for name, runs in {"demo": [demo], "zero": [zero], "all": [demo, zero, other]}.items():
+    contents = {"demo": [demo], "zero": [zero], "mixture": [mixture], "all": [demo, zero, other, mixture]}
+    for name, runs in contents.items():
         found[name] = folder / f"{name}.html"
         found[name].write_text(page(runs).replace("<details", "<details open"))
     return found
@@ -44,7 +46,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("width", [DESK, PHONE])
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("name", ["demo", "zero", "all"])
+@pytest.mark.parametrize("name", ["demo", "zero", "mixture", "all"])
 def test_it_fits_and_asks_nobody(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     browser.opened(pages[name], width, dark=dark)
     assert browser.value("document.documentElement.scrollWidth") <= width
@@ -79,6 +81,23 @@ def test_words_are_not_broken_by_letters(browser: Browser, tmp_path: Path, width
     assert browser.value(f"Math.min(...{cells}.map(e => e.offsetWidth))") >= 90
     assert browser.value(f"Math.max(...{cells}.map(e => e.offsetHeight))") <= 150
     assert browser.value("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize(("width", "in_a_row"), [(DESK, 3), (PHONE, 1)])
+def test_maps_of_experts_fill_their_columns(
+    browser: Browser, pages: dict[str, Path], width: int, in_a_row: int
+) -> None:
+    """Side by side where there is room, each with the labels of its rows and columns around it."""
+    browser.opened(pages["mixture"], width)
+    boxes = browser.value("[...document.querySelectorAll('.map svg')].map(e => e.getBoundingClientRect()).map("
+                          "b => [b.left, b.top, b.right, b.bottom])")  # fmt: skip
+    assert len(boxes) == 4 and len({left for left, *_ in boxes}) == in_a_row
+    assert all(0 <= left < right <= width and right - left > 0.8 * width / in_a_row - 60 for left, _, right, _ in boxes)
+    labels = browser.value("[...document.querySelector('.map').querySelectorAll('span')].map(e => e.textContent)")
+    assert labels == ["0", "39", "1", "step", "60"]
+    rows = browser.value("[...document.querySelectorAll('.map .rows')].map(e => e.getBoundingClientRect().height)")
+    heights = [bottom - top for _, top, _, bottom in boxes]
+    assert rows == pytest.approx(heights, abs=1.5), "the labels of the rows stand at the first and the last"
 
 
 def test_what_is_under_the_pointer_is_told(browser: Browser, pages: dict[str, Path]) -> None:

@@ -19,14 +19,14 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.launch.cli import main
 from meshwright.mesh.grid import Grid
-from meshwright.tools.report.curves import LOSS, loss_curves, marks_of, points
+from meshwright.tools.report.curves import LOSS, layout_of, loss_curves, marks_of, points
 from meshwright.tools.report.page import MAX_ROWS, differences, facts, memory_of, page, time_totals
 from meshwright.tools.report.run import clock, read_run
 from meshwright.tracking.jsonl import JsonlSink
 from meshwright.tracking.record import to_json
 from meshwright.watch.hang.status import Status
 from tests.support.errors import has_code
-from tests.tools.report.builders import make_checkpoint, make_peaks, make_run, record
+from tests.tools.report.builders import make_checkpoint, make_mixture_run, make_peaks, make_run, record
 
 ROOT = Path(__file__).parents[3]
 
@@ -250,6 +250,23 @@ def test_several_runs_are_told_apart(tmp_path: Path) -> None:
     for said in (str(one), str(other), "Loss by tokens", "Validation loss by step", "60 of 100", "40 of 100"):
         assert said in text, said
     assert text.count('<details class="several">') == 2
+
+
+def test_a_mixture_of_experts_is_described_in_words(tmp_path: Path) -> None:
+    """Its metrics have titles and scales, in comparisons too; its layout has ep."""
+    mixture, dense = read_run(make_mixture_run(tmp_path / "mixture", 20)), read_run(make_run(tmp_path / "dense", 20))
+    assert "ep4" in layout_of(mixture) and "ep" not in layout_of(dense)
+    titles = (
+        "Load of the busiest expert",
+        "Entropy of the load",
+        "Idle experts",
+        "Entropy of a token",
+        "Dropped choices",
+    )
+    alone = page([mixture])
+    assert all(title in alone for title in titles) and "<b>experts/" not in alone
+    assert "Load of the busiest expert by step" in page([mixture, dense])
+    assert "busiest" not in page([dense]) and "busiest" not in page([dense, read_run(make_run(tmp_path / "b", 20))])
 
 
 def test_many_starts_and_checkpoints_are_shortened(tmp_path: Path) -> None:
