@@ -53,7 +53,7 @@ def verify(options: argparse.Namespace, overrides: list[str]) -> int:
             verification = Verification(
                 trial.config,
                 global_batch=plan.global_batch,
-                steps=options.steps,
+                steps=trial.steps(options.steps),
                 dtype=trial.dtype,
                 random_tokens=not options.whole,
                 routing=_routing_of(trial, options),

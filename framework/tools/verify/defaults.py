@@ -81,7 +81,8 @@ def run_twice(layouts: Sequence[Layout]) -> list[Layout]:
     uncovered = set[tuple[object, object]]().union(*map(choices, layouts))
     chosen: list[Layout] = []
     while uncovered:
-        best = max(layouts, key=lambda layout: (len(choices(layout) & uncovered), -layout.size))
+        # per rank: a run twice of a large layout, with its resumes, costs as much as several small ones
+        best = max(layouts, key=lambda layout: (len(choices(layout) & uncovered) / layout.size, -layout.size))
         chosen.append(best)
         uncovered -= choices(best)
     return chosen

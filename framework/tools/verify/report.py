@@ -35,7 +35,7 @@ class VerdictRow(NamedTuple):
     """Largest difference of a validation loss (eval mode)."""
     repeats: bool | None = None
     """True if a second run gave the same bits in every loss, gradient norm and validation loss. None: run once."""
-    problems: list[str] = []
+    problems: Sequence[str] = ()
     """Every failed comparison, with the first parameter or step that differs."""
     suspect: str = ""
     """Rule or tensor that the problems point to; "" without any, or if no single one stands out."""
@@ -74,7 +74,7 @@ class Report(NamedTuple):
 
     title: str
     rows: list[VerdictRow]
-    problems: list[str] = []
+    problems: Sequence[str] = ()
     """Initial values that are not the builder's, whatever the layout."""
     notes: tuple[str, ...] = ()
     """Remarks about the plain run."""

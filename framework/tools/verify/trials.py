@@ -10,7 +10,7 @@ A variant has another plain run, so it gets a few layouts only, those that have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from meshwright.config import RunConfig
@@ -24,6 +24,8 @@ from meshwright.tools.verify.traits import Traits
 
 RAMP_STEPS = 3
 """Steps before the boundary of the batch-size ramp."""
+SHORT = RAMP_STEPS + 2
+"""Steps of a variant whose faults show in the first one, or at the boundary of the ramp."""
 SHARING = (
     Layout(dp=2, tp=4, zero=3, sequence=True, recompute="full"),
     Layout(pp=2, tp=4, schedule="zb_h1"),
@@ -42,6 +44,12 @@ class Trial(NamedTuple):
     dtype: str
     replays: bool = False
     """True to take the plain run's choices of experts: rounding in 16 bits makes others."""
+    max_steps: int | None = None
+    """Steps at most; None: as many as the main trial."""
+
+    def steps(self, steps: int) -> int:
+        """Return the number of steps to train, where the main trial has ``steps``."""
+        return steps if self.max_steps is None else min(steps, self.max_steps)
 
     def titled(self, layout: Layout) -> str:
         """Return a layout's text with the name of the trial."""
@@ -59,13 +67,21 @@ def further_trials(main: Trial, traits: Traits, global_batch: int) -> list[Trial
     return [trial for trial in found if trial is not None and trial.layouts]
 
 
-def spread(layouts: Sequence[Layout], traits: Traits, count: int) -> list[Layout]:
-    """Return up to ``count`` of the layouts that have the most features between them, by a greedy search."""
+def spread(
+    layouts: Sequence[Layout], traits: Traits, count: int, is_refused: Callable[[Layout], object] = lambda _: False
+) -> list[Layout]:
+    """Return up to ``count`` of the layouts that have the most features between them, by a greedy search.
+
+    ``is_refused`` is called for those alone that would be chosen: it may build the model.
+    """
     chosen: list[Layout] = []
     covered: frozenset[str] = frozenset()
-    while len(chosen) < min(count, len(layouts)):
-        left = [layout for layout in layouts if layout not in chosen]
+    left = list(dict.fromkeys(layouts))
+    while left and len(chosen) < count:
         best = max(left, key=lambda layout: (len(features_of(layout, traits) - covered), -layout.size))
+        left.remove(best)
+        if is_refused(best):
+            continue
         chosen.append(best)
         covered |= features_of(best, traits)
     return chosen
@@ -78,14 +94,11 @@ def _without_dropout(main: Trial, traits: Traits, global_batch: int) -> Trial | 
         return None
     ramp = {"global_batch": global_batch, "ramp": (half, half, RAMP_STEPS * half)}
     ramping = quiet.replace(batch=ramp)
-    fitting = [
-        layout
-        for layout in main.layouts
-        if half % (layout.dp * layout.micro_batch_size) == 0 and refusal(ramping, layout, global_batch) is None
-    ]
-    if not fitting:
-        return Trial("without dropout", quiet, spread(main.layouts, traits, 3), main.dtype)
-    return Trial(f"without dropout, {half} samples at first", ramping, spread(fitting, traits, 3), main.dtype)
+    dividing = [layout for layout in main.layouts if half % (layout.dp * layout.micro_batch_size) == 0]
+    chosen = spread(dividing, traits, 3, lambda layout: refusal(ramping, layout, global_batch))
+    if not chosen:
+        return Trial("without dropout", quiet, spread(main.layouts, traits, 3), main.dtype, max_steps=SHORT)
+    return Trial(f"without dropout, {half} samples at first", ramping, chosen, main.dtype, max_steps=SHORT)
 
 
 def _shared_heads(main: Trial, traits: Traits, global_batch: int) -> Trial | None:
@@ -99,7 +112,7 @@ def _shared_heads(main: Trial, traits: Traits, global_batch: int) -> Trial | Non
         for layout in SHARING
         if is_possible(layout, traits, global_batch, length) and refusal(fewer, layout, global_batch) is None
     ]
-    return Trial("2 key-value heads", fewer, possible[:2], main.dtype)
+    return Trial("2 key-value heads", fewer, possible[:2], main.dtype, max_steps=SHORT)
 
 
 def _eight_bit_blocks(main: Trial, traits: Traits, global_batch: int) -> Trial | None:
@@ -111,12 +124,9 @@ def _eight_bit_blocks(main: Trial, traits: Traits, global_batch: int) -> Trial |
     if not rows:
         return None
     config = main.config.replace(optimizer={"block_size": min(rows)})
-    fitting = [
-        layout
-        for layout in main.layouts
-        if layout.dp * layout.cp > 1 and layout.zero and refusal(config, layout, global_batch) is None
-    ]
-    return Trial(f"blocks of {min(rows)}", config, spread(fitting, traits, 2), main.dtype)
+    sharded = [layout for layout in main.layouts if layout.dp * layout.cp > 1 and layout.zero]
+    chosen = spread(sharded, traits, 2, lambda layout: refusal(config, layout, global_batch))
+    return Trial(f"blocks of {min(rows)}", config, chosen, main.dtype, max_steps=SHORT)
 
 
 def _sixteen_bits(main: Trial, traits: Traits) -> Trial | None:

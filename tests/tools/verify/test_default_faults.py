@@ -272,7 +272,8 @@ def verification(config: str, overrides: tuple[str, ...], name: str) -> tuple[Tr
     """One of its trials, with the plain run."""
     plan = planned(config, overrides)
     trial = next(trial for trial in plan.trials if trial.name.startswith(name) and bool(trial.name) == bool(name))
-    numbers = {"global_batch": plan.global_batch, "steps": STEPS, "dtype": trial.dtype, "random_tokens": True}
+    steps = trial.steps(STEPS)
+    numbers = {"global_batch": plan.global_batch, "steps": steps, "dtype": trial.dtype, "random_tokens": True}
     routing = ("replay" if trial.replays else None, None)
     return trial, Verification(trial.config, **numbers, routing=routing)  # type: ignore[arg-type]
 

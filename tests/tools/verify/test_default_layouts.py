@@ -240,6 +240,12 @@ def test_every_kind_of_schedule_zero_stage_and_switch_is_run_twice() -> None:
     assert len(again) < len(layouts) / 3
 
 
+def test_small_layouts_are_run_twice_before_large_ones() -> None:
+    """8 ranks add three features, 2 ranks one of them, and 4 ranks the others."""
+    large, small, other = (parse_layout(text) for text in ("dp2,cp2,tp2,sequence", "tp2,sequence", "dp2,cp2"))
+    assert large not in run_twice([Layout(), large, small, other])
+
+
 def test_verify_turns_dropout_on_and_makes_the_vocabulary_odd() -> None:
     config = load(str(ROOT / "configs/demo.toml"), [])
     small = make_small(config, 32)

@@ -25,12 +25,12 @@ from meshwright.tools.verify import (
     make_small,
     shrink,
 )
-from meshwright.tools.verify.layouts import FLOAT16_SCALE
+from meshwright.tools.verify.layouts import FLOAT16_SCALE, parse_layout
 from meshwright.tools.verify.plain_rate import plain_rate
 from meshwright.tools.verify.plain_scale import PlainScale
 from meshwright.tools.verify.smaller import get_option, turn_dropout_off, turn_dropout_on
 from meshwright.tools.verify.traits import traits_of
-from meshwright.tools.verify.trials import further_trials
+from meshwright.tools.verify.trials import RAMP_STEPS, further_trials, spread
 from tests.tools.verify.cases import config_of
 from tests.tools.verify.models import functional_dropout
 
@@ -170,11 +170,12 @@ def test_a_model_without_a_probability_of_0_has_no_variant_without_dropout() -> 
 def test_variants_do_not_use_the_routing_directory_of_the_run(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    routings = []
+    routings, steps = [], []
 
     class Recorder:
         def __init__(self, config: Any, *, routing: Any, **others: Any) -> None:
             routings.append(routing)
+            steps.append(others["steps"])
 
         def report(self, rows: list[Any]) -> Report:
             return Report("", rows)
@@ -186,6 +187,31 @@ def test_variants_do_not_use_the_routing_directory_of_the_run(
     options.whole, options.routing, options.routing_directory = False, mode, tmp_path
     assert verification.verify(options, []) == 0
     assert routings == [(mode, tmp_path), (mode, None), ("replay", None)]
+    trials[1] = trials[1]._replace(max_steps=5)
+    for asked, expected in ((2, [2, 2, 2]), (20, [20, 5, 20])):
+        options.steps = asked
+        steps.clear()
+        assert verification.verify(options, []) == 0 and steps == expected
+
+
+def test_layouts_are_refused_only_if_they_would_be_chosen() -> None:
+    """A refusal builds the model: 0.6 s for each of 30 layouts."""
+    layouts = [parse_layout(text) for text in ("dp2", "dp2,zero3", "pp2,gpipe", "dp2,pp2,zero3", "tp2", "pp2", "tp4")]
+    traits = traits_of(
+        config_of(
+            "meshwright.models.gpt2:build", {"vocab_size": 17, "hidden_size": 16, "num_heads": 4, "num_layers": 2}, 8
+        )
+    )
+    asked: list[Layout] = []
+
+    def is_refused(layout: Layout) -> bool:
+        asked.append(layout)
+        return layout.zero == 3
+
+    chosen = spread(layouts, traits, 2, is_refused)
+    assert chosen == spread([layout for layout in layouts if layout.zero != 3], traits, 2)
+    assert len(asked) == len(set(asked)) == len(chosen) + sum(layout.zero == 3 for layout in asked) < len(layouts)
+    assert spread(layouts, traits, 99, lambda _: True) == []
 
 
 @pytest.mark.long
@@ -205,6 +231,9 @@ def test_variants_follow_from_the_configuration(name: str, overrides: tuple[str,
     for layout in ramping.layouts:
         assert layout_config(ramping.config, layout, plan.global_batch, "float64").batch.ramp == (4, 4, 12)
     main = plan.trials[0]
+    for trial in plan.trials[1:]:
+        is_short = trial.dtype == main.dtype  # 16 bits need the fall of the loss scale
+        assert trial.steps(STEPS) == (RAMP_STEPS + 2 if is_short else STEPS)
     assert layout_config(main.config, main.layouts[0], plan.global_batch, "float64").batch.ramp is None
 
 
