@@ -174,7 +174,8 @@ def test_a_port_in_use(
 def test_a_world_of_another_size_under_torchrun(
     corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+    ranks = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     message = refused(capfd, corpus, tmp_path, parallel=layout("dp2,pp2"))
     assert message.startswith("dp 2 x pp 2 x tp 1 = 4 ranks, but 3 were started")
