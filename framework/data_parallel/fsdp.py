@@ -27,6 +27,28 @@ from meshwright.data_parallel.fsdp_parameter import FsdpParameter
 from meshwright.data_parallel.sharding import accumulation_dtype
 from meshwright.mesh.comm import Group
 
+FSDP = "torch.distributed.fsdp._fully_shard"
+PRIVATE_TORCH = {
+    f"{FSDP}._fully_shard.FSDPModule._get_fsdp_state": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._lazy_init": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._state_ctx": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._modules": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_group": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPState._fsdp_param_groups": "2.12-2.15",
+    f"{FSDP}._fsdp_state.FSDPStateContext.all_states": "2.11-2.15",
+    f"{FSDP}._fsdp_state.FSDPStateContext.manual_backward_finalization_active": "2.15",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params": "2.11-2.15",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.modules": "2.11-2.15",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.device": "2.11-2.15",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.comm_ctx": "2.11-2.15",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.reduce_grads": "2.11-2.15",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": "2.11-2.15",
+    f"{FSDP}._fsdp_param_group.FSDPParamGroup._to_sharded": "2.11-2.15",
+    f"{FSDP}._fsdp_param_group.FSDPCommContext.reduce_scatter_stream": "2.11-2.15",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # _clone_views clones such outputs
 
 
@@ -172,6 +194,9 @@ class FsdpLayers:
 
     def finish_backward(self) -> None:
         """Run FSDP's callback at the end of a backward: reduce the remaining units, and wait for all reductions."""
+        context = self._state._state_ctx
+        if getattr(context, "manual_backward_finalization_active", False) is None:
+            context.manual_backward_finalization_active = False  # torch 2.15 expects a backward before
         self._state._root_post_backward_final_callback()
 
     def _ending(self, final_callback: Callable[[], None]) -> Callable[[], None]:

@@ -9,6 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+FSDP = "torch.distributed.fsdp._fully_shard"
+PRIVATE_TORCH = {
+    f"{FSDP}._fsdp_param.FSDPParam.sharded_param": "2.11-2.15",
+    f"{FSDP}._fsdp_param.FSDPParam.unsharded_param": "2.11-2.15",
+    f"{FSDP}._fsdp_param.FSDPParam.reduce_dtype": "2.11-2.15",
+    f"{FSDP}._fsdp_param.FSDPParam.to_sharded_dtensor": "2.11-2.15",
+    f"{FSDP}._fsdp_param.FSDPParam.grad_offload_event": "2.11-2.15",
+    f"{FSDP}._fsdp_param.FSDPParam._unsharded_param": "2.11-2.15",
+    f"{FSDP}._fsdp_param.FSDPParam._orig_size": "2.11-2.15",
+    f"{FSDP}._fsdp_param.FSDPParam._module_info": "2.11-2.15",
+    f"{FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad": "2.11-2.14",
+    f"{FSDP}._fsdp_param.FSDPParam.to_accumulated_grad_if_needed": "2.11-2.14",
+}
+"""Private names of torch, and the versions whose source was read."""
+
 
 class FsdpParameter:
     """One parameter under FSDP: this rank's rows, and the full parameter while it is gathered."""
@@ -21,6 +36,9 @@ class FsdpParameter:
         """Identity of the parameter's module, and the parameter's name in it."""
         self._is_summed = False
         """True once :meth:`sum_deferred` was called."""
+        self._sums_in_leaf = not hasattr(of_torch, "to_accumulated_grad_if_needed")
+        """True from torch 2.15 on: autograd sums the gradients of several backwards in the full parameter's ``grad``,
+        in the reduction dtype (its ``grad_dtype``). Before, FSDP moved them to ``unsharded_accumulated_grad``."""
 
     @property
     def sharded(self) -> nn.Parameter:
@@ -48,7 +66,10 @@ class FsdpParameter:
     @property
     def has_accumulated(self) -> bool:
         """True when earlier backwards left a gradient of the full parameter in the reduction dtype."""
-        return self._of_torch.unsharded_accumulated_grad is not None
+        if not self._sums_in_leaf:
+            return self._of_torch.unsharded_accumulated_grad is not None
+        gradient = self._of_torch._unsharded_param.grad
+        return gradient is not None and gradient.dtype == self._of_torch.reduce_dtype
 
     def set_gradient(self, padded: Tensor) -> None:
         """Set the flat, zero-padded tensor to which FSDP adds this rank's gradient; it may be in host memory."""
@@ -67,7 +88,8 @@ class FsdpParameter:
 
     def discard_full_gradient(self) -> None:
         """Discard the gradient of the full parameter, the accumulated one included."""
-        self._of_torch.unsharded_accumulated_grad = None
+        if not self._sums_in_leaf:
+            self._of_torch.unsharded_accumulated_grad = None
         if self.was_gathered:
             self._of_torch._unsharded_param.grad = None
 
@@ -80,9 +102,13 @@ class FsdpParameter:
         """Add each gradient to the sum in the reduction dtype as autograd computes it, unless it is reduced next.
 
         NOTE [16-bit sums]: FSDP does so at the end of a backward. It does not see the W of a split backward, so the
-        gradients of several Ws in a row would be summed in 16 bits.
+        gradients of several Ws in a row would be summed in 16 bits. From torch 2.15 on autograd does it in each.
         """
-        if self._is_summed or self._of_torch.reduce_dtype in (None, self._of_torch._unsharded_param.dtype):
+        if (
+            self._sums_in_leaf
+            or self._is_summed
+            or self._of_torch.reduce_dtype in (None, self._of_torch._unsharded_param.dtype)
+        ):
             return
         self._is_summed = True
         reference = weakref.ref(self)  # see NOTE [weak hooks] in replica.py
@@ -97,6 +123,11 @@ class FsdpParameter:
     def _add_to_accumulated(self) -> None:
         """Move the gradient to the accumulated one, which has the reduction dtype."""
         parameter = self._of_torch._unsharded_param
+        if self._sums_in_leaf:
+            wide = parameter.grad.to(self._of_torch.reduce_dtype or parameter.grad.dtype)
+            parameter.grad_dtype = wide.dtype
+            parameter.grad = wide
+            return
         if self.has_accumulated and parameter.grad is not None:
             self._of_torch.unsharded_accumulated_grad += parameter.grad
             parameter.grad = None
@@ -113,6 +144,7 @@ class FsdpParameter:
         of_torch = self._of_torch
         parameter = of_torch._unsharded_param
         if not self.has_gradient:
-            parameter.grad = torch.zeros(of_torch._orig_size, dtype=parameter.dtype, device=parameter.device)
+            dtype = (parameter.grad_dtype if self._sums_in_leaf else None) or parameter.dtype
+            parameter.grad = torch.zeros(of_torch._orig_size, dtype=dtype, device=parameter.device)
         if accumulated:
             self._add_to_accumulated()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from meshwright.build import build
 from meshwright.config import RunConfig, parse
@@ -78,7 +79,9 @@ def gradients(rank: int, world_size: int, config_json: str) -> tuple[dict[str, l
         accumulate(microbatch)
         if not replica.fsdp.is_reduction_due:
             narrow.extend(
-                each.slots[0].member.info.name for each in replica.buckets if len(each.gradient_of(each.slots[0]))
+                each.slots[0].member.info.name
+                for each in replica.buckets
+                if each.gradient_of(each.slots[0]).dtype is torch.bfloat16
             )
 
     stage.backward_weight = backward_weight  # type: ignore[method-assign]

@@ -298,18 +298,20 @@ def test_a_replay_runs_layers_alone_without_torch_compile() -> None:
 
     (stage,) = parts.executor.stages.values()
     for layer in stage.layers:
-        layer.compile(backend=backend("layer"))
+        layer.compile(backend=backend("layer" if isinstance(layer, Doubling) else "a layer of torch"))
     compiled = [layer._compiled_call_impl for layer in stage.layers]
     for layer in stage.layers:
         if isinstance(layer, Doubling):
             layer.double = torch.compile(double, backend=backend("function"))
-    assert taken(parts) is None and set(ran) == {"layer"}
-    in_step = len(ran)  # torch leaves its own modules uncompiled
+    assert taken(parts) is None
+    in_step = ran.count("layer")
+    assert in_step and "function" not in ran
     undo, _ = spoil(parts, Spoil("gradient", 0, "1.weight", 3, times=1)), ran.clear()
     message = str(taken(parts))
     undo()
     torch._dynamo.reset()
-    assert ran == ["layer"] * in_step + ["function"] * in_step
+    own = [name for name in ran if name != "a layer of torch"]  # compiled from torch 2.15 on
+    assert own == ["layer"] * in_step + ["function"] * in_step
     assert [layer._compiled_call_impl for layer in stage.layers] == compiled
     assert (
         "It did not recur when the step was replayed, its layers without torch.compile: check the hardware of rank 0 "
