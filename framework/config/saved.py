@@ -13,6 +13,10 @@ from meshwright.errors import ConfigError
 from meshwright.system.atomic import write_atomic
 from meshwright.system.bounded import MIB, check_values, parse_json, read_text
 
+FORMAT = 1
+"""Version of the format of ``resolved.json``; files without one have it too. It rises when an older reader could
+misinterpret a newer file."""
+
 
 def parse(text: str, place: str = "resolved configuration") -> RunConfig:
     """Parse the configuration that :func:`dump` wrote. ``place`` names the text in errors.
@@ -30,6 +34,13 @@ def parse(text: str, place: str = "resolved configuration") -> RunConfig:
         raise ConfigError(
             "MW-CONFIG-025",
             f"{place}: {format_value(document)} is not a configuration: a JSON object of sections is needed",
+        )
+    written = document.pop("format", FORMAT)
+    if written != FORMAT:
+        raise ConfigError(
+            "MW-CONFIG-082",
+            f"{place}: format = {format_value(written)}, this meshwright reads {FORMAT}: use the meshwright that "
+            f"wrote it, or its config.toml",
         )
     arranged = arrange(list(leaves(document, place)))
     config = validate(arranged)
@@ -56,7 +67,7 @@ def read_resolved(path: Path) -> RunConfig:
 
 def dump(config: RunConfig) -> str:
     """Return the JSON for ``resolved.json``: every key, defaults included. :func:`parse` returns an equal object."""
-    return json.dumps(config.model_dump(), indent=2, allow_nan=False) + "\n"
+    return json.dumps({"format": FORMAT, **config.model_dump()}, indent=2, allow_nan=False) + "\n"
 
 
 def write_snapshot(directory: Path, config: RunConfig) -> None:

@@ -118,7 +118,10 @@ METRICS: dict[str, Callable[[StepRecord], Number | None]] = {
 """Public name of each metric -> its value in a record."""
 
 
-OTHER_NAMES = frozenset({"step", "train/loss_hex", "perf/straggler"})
+FORMAT = 1
+"""Version of the format of a line; lines without one have it too. It rises when an older reader could misinterpret a
+newer line; new names do not."""
+OTHER_NAMES = frozenset({"format", "step", "train/loss_hex", "perf/straggler"})
 """Names in a line of ``metrics.jsonl`` besides those of :data:`METRICS`."""
 MAX_COUNT = 2**63
 """Bound of counts in a line: 64 bits hold them."""
@@ -141,7 +144,7 @@ def metrics(record: StepRecord) -> dict[str, Number]:
 
 def to_json(record: StepRecord) -> str:
     """Return one line of ``metrics.jsonl``, without the newline."""
-    line: dict[str, Number | str] = {"step": record.step}
+    line: dict[str, Number | str] = {"format": FORMAT, "step": record.step}
     for name, value in metrics(record).items():
         line[name] = encode_number(value)
         if name == "train/loss":
@@ -156,6 +159,8 @@ def from_json(line: str) -> StepRecord:
     content = parse_json(line)
     if not isinstance(content, dict):
         raise ValueError(f"a line of metrics is a JSON object, not {type(content).__name__}")
+    if (written := content.get("format", FORMAT)) != FORMAT:
+        raise ValueError(f"format {written!r:.20}, this meshwright reads {FORMAT}")
     try:
         return _from_metrics(content)
     except (KeyError, TypeError, OverflowError) as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from meshwright.config import dump, load, parse
+from meshwright.config import RunConfig, dump, load, parse
 from meshwright.config.keys import KEYS
 from meshwright.errors import ConfigError
 from tests.support.errors import has_code
@@ -46,3 +47,12 @@ def test_no_text_has_a_nul_character() -> None:
             ConfigError, match=rf"{key} = .* cannot be used \(it has a NUL character\)", check=has_code("MW-CONFIG-019")
         ):
             load(DEMO, [f"--{key}=a\x00b"])
+
+
+@pytest.mark.parametrize("written", [2, 0, "1", None, [1]])
+def test_a_configuration_of_another_format_is_refused(written: object) -> None:
+    """A newer one could mean something else by a key; files of before the key have format 1."""
+    tree = json.loads(dump(RunConfig()))
+    assert tree.pop("format") == 1 and parse(json.dumps(tree)) == RunConfig()
+    with pytest.raises(ConfigError, match="this meshwright reads 1", check=has_code("MW-CONFIG-082")):
+        parse(json.dumps({"format": written, **tree}))

@@ -81,7 +81,7 @@ def test_the_configuration_is_kept_in_both_forms(trained: RunConfig) -> None:
     assert load(directory / "config.toml") == resolved
     assert (resolved.launch.processes, resolved.batch.chunks) == (8, 4)
     newest = json.loads((directory / "checkpoints/step-00000008/manifest.json").read_text())
-    assert newest["config"] == json.loads((directory / "resolved.json").read_text())
+    assert {"format": 1, **newest["config"]} == json.loads((directory / "resolved.json").read_text())
 
 
 def test_a_run_without_a_tokenizer_cannot_write(

@@ -155,3 +155,11 @@ def test_the_peak_of_a_device_goes_by_whole_words_of_its_name(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda"), "bfloat16") == peak
     assert peak_flops(torch.device("cuda"), "float32") is None
+
+
+def test_a_line_of_another_format_is_refused(record) -> None:
+    """A newer one could mean something else by a name; lines of before the key have format 1."""
+    line = json.loads(to_json(record(1)))
+    assert line.pop("format") == 1 and from_json(json.dumps(line)) == record(1)
+    with pytest.raises(ValueError, match="format 2, this meshwright reads 1"):
+        from_json(json.dumps({"format": 2, **line}))
