@@ -178,11 +178,12 @@ def write_index(prefix: Path, dtype: np.dtype[Any], lengths_file: Path) -> None:
 def megatron_indexed_dataset() -> Any:
     """Import megatron-core's indexed_dataset module, at first use because the import is slow.
 
-    The import warns four times about missing optional CUDA packages, which are not needed here. Only that message is
+    The import warns four times about missing optional packages, which are not needed here. Only these messages are
     silenced, and only during the import.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed", category=UserWarning)
+        missing = r"(Transformer Engine and Apex are|absl\.logging is) not installed"
+        warnings.filterwarnings("ignore", message=missing, category=UserWarning)
         from megatron.core.datasets import indexed_dataset
     return indexed_dataset
 

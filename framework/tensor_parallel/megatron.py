@@ -53,9 +53,8 @@ def load_mappings(device: torch.device) -> Mappings:
         torch.cuda.current_device = _cuda_device
     if "megatron.core.tensor_parallel" not in sys.modules:
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Transformer Engine and Apex are not installed", category=UserWarning
-            )
+            missing = r"(Transformer Engine and Apex are|absl\.logging is) not installed"  # not needed here
+            warnings.filterwarnings("ignore", message=missing, category=UserWarning)
             import megatron.core.tensor_parallel  # noqa: F401
         # megatron-core calls two collectives by names that torch 2.13 deprecates; a user could not change that
         warnings.filterwarnings("ignore", message=r".*torch\.distributed.*is deprecated", category=FutureWarning)
